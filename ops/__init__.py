@@ -1,0 +1,1 @@
+"""What runs: the ops, their plain-PyTorch references, and their kernels."""

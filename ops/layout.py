@@ -1,0 +1,103 @@
+"""Blocks of a scale, and where data and scales lie in memory.
+
+A block `(r, c)` shares one scale among `r` rows and `c` columns; `-1` means the whole axis. Of a matrix that enters a
+product, the long side of its block is the contraction. Memory follows from that, so that a GEMM loads without copies:
+
+- data is contiguous along the contraction, its leading dimension padded to 16 bytes (TMA's granularity);
+- the scales of a one-sided block are contiguous along the other axis; those of a square block follow their data. Their
+  leading dimension is padded to 16 bytes too.
+
+Hence the layout commutes with transposition: `quantize(x, (c, r))` lies as `quantize(x.mT, (r, c)).mT` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.formats import scale_dtype
+
+Block: TypeAlias = tuple[int, int]
+Strides: TypeAlias = tuple[int, ...]
+
+WHOLE: Final = -1
+BLOCKS: Final[tuple[Block, ...]] = (
+    (1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32), (32, 1),
+)  # fmt: skip
+
+
+def swap(block: Block) -> Block:
+    """The block of the transposed matrix."""
+    return block[1], block[0]
+
+
+def is_square(block: Block) -> bool:
+    return block[0] == block[1]
+
+
+def contracts_rows(block: Block) -> bool:
+    """Whether the long side of a one-sided block runs along the rows' axis (the first of the two)."""
+    rows, columns = (2**62 if size == WHOLE else size for size in block)
+    return rows > columns
+
+
+def extent(size: int, block: int) -> int:
+    """How many elements of an axis of `size` share a scale."""
+    return size if block == WHOLE else block
+
+
+def blocks_along(size: int, block: int) -> int:
+    """`ceil(size / block)`; a whole axis is one block, also an empty one."""
+    return 1 if block == WHOLE else -(-size // block)
+
+
+def scale_shape(shape: Sequence[int], block: Block) -> tuple[int, ...]:
+    """The shape of the scales of data of `shape`."""
+    return (*shape[:-2], blocks_along(shape[-2], block[0]), blocks_along(shape[-1], block[1]))
+
+
+def is_column_major(x: Tensor) -> bool:
+    """Whether the rows' axis is the contiguous one of the last two; a contiguous tensor is row-major."""
+    return bool(x.stride(-1) != 1 and x.stride(-2) == 1)
+
+
+def data_is_column_major(x: Tensor, block: Block) -> bool:
+    """Whether `quantize(x, block)` stores its data column-major: by the contraction, or as `x` for a square block."""
+    return is_column_major(x) if is_square(block) else contracts_rows(block)
+
+
+def scale_is_column_major(data_column_major: bool, block: Block) -> bool:
+    return data_column_major if is_square(block) else not contracts_rows(block)
+
+
+def matrix_strides(shape: Sequence[int], column_major: bool, align: int) -> Strides:
+    """Strides of a batch of matrices whose leading dimension is a multiple of `align` elements."""
+    rows, columns = shape[-2], shape[-1]
+    lead = _round_up(rows if column_major else columns, align)
+    strides = [1, lead] if column_major else [lead, 1]
+    step = lead * (columns if column_major else rows)
+    for size in reversed(shape[:-2]):
+        strides.insert(0, step)
+        step = step * size
+    return tuple(strides)
+
+
+def empty_data(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
+    """Uninitialised FP8 data for `quantize(x, block)`, of the shape of `x`."""
+    strides = matrix_strides(x.shape, data_is_column_major(x, block), 16)
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+
+
+def empty_scale(x: Tensor, block: Block, scale: str) -> Tensor:
+    """Uninitialised scales for `quantize(x, block)`."""
+    shape, dtype = scale_shape(x.shape, block), scale_dtype(scale)
+    column_major = scale_is_column_major(data_is_column_major(x, block), block)
+    strides = matrix_strides(shape, column_major, 16 // dtype.itemsize)
+    return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+
+
+def _round_up(size: int, to: int) -> int:
+    return (size + to - 1) // to * to

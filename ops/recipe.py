@@ -1,0 +1,153 @@
+"""Recipe: which blocks, element types and scales the three GEMMs of a linear layer use, forward and backward."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
+from typing import Any, Final
+
+import torch
+
+from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS, ScaleFormat, short_name
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, contracts_rows, is_square, swap
+
+_DTYPES: Final = {short_name(dtype): dtype for dtype in FP8_DTYPES}
+_NAMES: Final[dict[str, str]] = {}
+
+
+def _write(value: object) -> str:
+    if isinstance(value, tuple):
+        return "x".join(str(size) for size in value)
+    if isinstance(value, torch.dtype):
+        return short_name(value)
+    return str(value)
+
+
+def _read(name: str, text: str) -> object:
+    if name.endswith("_block"):
+        rows, _, columns = text.partition("x")
+        return int(rows), int(columns)
+    if name.endswith("_dtype"):
+        if text not in _DTYPES:
+            raise ValueError(f"recipe: {name}={text!r} is not an FP8 type; use one of {', '.join(_DTYPES)}")
+        return _DTYPES[text]
+    if name == "second_order":
+        return text == "True"
+    return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How `C = A @ B` is computed in FP8, and its two gradients.
+
+    Blocks are those of the matrix that enters the product: `activation_block` of `A (M, K)`, `weight_block` of
+    `B (K, N)` and `gradient_block` of `dC (M, N)` in `dA = dC @ Bᵀ`. The transposed operands of the backward take
+    the transposed block, so that scales stay constant along each contraction or along blocks of it.
+
+    `*_dtype`: an FP8 type; None is the device's own e4m3. `scale`: "fp32", "pow2" (float32 scales rounded up to a
+    power of two) or "e8m0". `second_order=True` keeps the unquantized operands for the backward, which second
+    derivatives need outside of nested `torch.func` transforms. `key` is the recipe as the string that ops take: a
+    preset's name, or the fields that differ from `BLOCKWISE`'s.
+
+    Raises `ValueError` for a block, type or scale format that does not exist, or does not fit its place.
+    """
+
+    activation_block: Block = (1, 128)
+    weight_block: Block = (128, 128)
+    gradient_block: Block = (1, 128)
+    activation_dtype: torch.dtype | None = None
+    weight_dtype: torch.dtype | None = None
+    gradient_dtype: torch.dtype | None = None
+    scale: ScaleFormat = "fp32"
+    second_order: bool = False
+    key: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("activation_block", "weight_block", "gradient_block"):
+            block = getattr(self, name)
+            if block not in BLOCKS:
+                raise ValueError(f"Recipe: {name}={block!r} is not a block of fp8fn; use one of {BLOCKS}")
+        fits = {
+            "activation_block": not contracts_rows(self.activation_block),
+            "gradient_block": not contracts_rows(self.gradient_block),
+            "weight_block": is_square(self.weight_block) or contracts_rows(self.weight_block),
+        }
+        for name, fit in fits.items():
+            if not fit:
+                block = getattr(self, name)
+                raise ValueError(f"Recipe: {name}={block} has a scale for each element of K; use {swap(block)}")
+        for name in ("activation_dtype", "weight_dtype", "gradient_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and dtype not in FP8_DTYPES:
+                raise ValueError(f"Recipe: {name}={dtype!r} is not an FP8 type; use one of {list(_DTYPES.values())}")
+        if self.scale not in SCALE_FORMATS:
+            raise ValueError(f"Recipe: scale={self.scale!r} is not a scale format; use one of {SCALE_FORMATS}")
+        changed = [f for f in fields(self) if f.init and getattr(self, f.name) != f.default]
+        written = ",".join(f"{f.name}={_write(getattr(self, f.name))}" for f in changed)
+        # Not a cached property: Dynamo traces reads of the key, and cannot trace the lock of one.
+        object.__setattr__(self, "key", _NAMES.get(written, written))
+
+    @property
+    def dgrad(self) -> Recipe:
+        """The recipe of `dA = dC @ Bᵀ` seen as a product of its own."""
+        return replace(
+            self,
+            activation_block=self.gradient_block,
+            activation_dtype=self.gradient_dtype,
+        )
+
+    @property
+    def wgrad(self) -> Recipe:
+        """The recipe of `dB = Aᵀ @ dC` seen as a product of its own."""
+        return replace(self, weight_block=swap(self.gradient_block), weight_dtype=self.gradient_dtype)
+
+
+def _preset(name: str, **values: Any) -> Recipe:
+    _NAMES[Recipe(**values).key] = name
+    return Recipe(**values)
+
+
+BLOCKWISE: Final = _preset("blockwise")
+BLOCKWISE_POW2: Final = _preset("blockwise_pow2", scale="pow2")
+HYBRID: Final = _preset("hybrid", gradient_dtype=torch.float8_e5m2)
+ROWWISE: Final = _preset("rowwise", activation_block=(1, WHOLE), weight_block=(WHOLE, 1), gradient_block=(1, WHOLE))
+TENSORWISE: Final = _preset(
+    "tensorwise", activation_block=(WHOLE, WHOLE), weight_block=(WHOLE, WHOLE), gradient_block=(WHOLE, WHOLE)
+)
+MXFP8: Final = _preset("mxfp8", activation_block=(1, 32), weight_block=(32, 1), gradient_block=(1, 32), scale="e8m0")
+
+PRESETS: Final = {preset.key: preset for preset in (BLOCKWISE, BLOCKWISE_POW2, HYBRID, ROWWISE, TENSORWISE, MXFP8)}
+
+
+@lru_cache(maxsize=1024)
+def parse_recipe(key: str) -> Recipe:
+    """The recipe of a key: a preset's name in any case, or `"field=value,…"` as `Recipe.key` writes it.
+
+    Raises `ValueError` with the nearest names for one that does not exist.
+    """
+    preset = PRESETS.get(key.lower())
+    if preset is not None:
+        return preset
+    if "=" not in key:
+        near = difflib.get_close_matches(key.lower(), PRESETS, n=2, cutoff=0.3) or list(PRESETS)
+        names = " or ".join(repr(name) for name in near)
+        raise ValueError(f"recipe={key!r} does not exist; did you mean {names}? All presets: {', '.join(PRESETS)}")
+    kinds = {f.name for f in fields(Recipe) if f.init}
+    values: dict[str, object] = {}
+    for item in key.split(","):
+        name, _, text = item.partition("=")
+        if name not in kinds:
+            near = difflib.get_close_matches(name, kinds, n=1) or sorted(kinds)
+            raise ValueError(f"recipe={key!r}: Recipe has no field {name!r}; did you mean {near[0]!r}?")
+        values[name] = _read(name, text)
+    return Recipe(**values)  # type: ignore[arg-type]
+
+
+def recipe_key(recipe: Recipe | str) -> str:
+    """The canonical key of a recipe or of its name. Raises `TypeError` for anything else."""
+    if isinstance(recipe, Recipe):
+        return recipe.key
+    if isinstance(recipe, str):
+        return parse_recipe(recipe).key
+    raise TypeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an fp8fn.Recipe or a preset's name")

@@ -1,0 +1,6 @@
+"""What every op means, in plain PyTorch: the oracle of the tests, and the path on the CPU."""
+
+from fp8fn.ops.reference.quantize import dequantize, quantize, quantize_dual
+from fp8fn.ops.reference.scaled_mm import scaled_mm
+
+__all__ = ["dequantize", "quantize", "quantize_dual", "scaled_mm"]

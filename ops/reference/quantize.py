@@ -1,0 +1,78 @@
+"""The definition of quantization, in plain PyTorch: the CPU path, and the oracle of every kernel.
+
+For `"fp32"`: `scale = max(amax, 1e-12) / fp8_max`, `inv = 1 / scale`, `data = cast(clamp(x * inv))`, each step rounded
+to nearest even in float32. `"pow2"` rounds that scale up to a power of two. `"e8m0"` is the OCP MX specification v1.0,
+section 6.3: `scale = 2 ** (floor(log2(amax)) - emax)`, at least `2 ** -127`, and NaN for a block with a NaN or an Inf.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent
+from fp8fn.ops.layout import Block, empty_data, empty_scale, extent, scale_shape
+
+
+def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
+    """`x (..., M, N)` → data `(..., M, N)` in FP8 and scales `(..., ceil(M / r), ceil(N / c))`."""
+    data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
+    if x.numel() == 0:
+        return data, scales.copy_(_scale_of(scales.new_zeros(scales.shape, dtype=torch.float32), dtype, scale))
+    tiles = split(x.float(), block)
+    block_scale = _scale_of(tiles.abs().amax((-3, -1)), dtype, scale)
+    inverse = (1.0 / block_scale)[..., :, None, :, None]
+    largest = fp8_max(dtype)
+    data.copy_(merge((tiles * inverse).clamp_(-largest, largest), x.shape[-2], x.shape[-1]))
+    return data, scales.copy_(block_scale)
+
+
+def quantize_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize(x, (r, c))` and `quantize(x, (c, r))`."""
+    return *quantize(x, block, dtype, scale), *quantize(x, (block[1], block[0]), dtype, scale)
+
+
+def dequantize(data: Tensor, scale: Tensor, block: Block) -> Tensor:
+    """`data * scale` in float32, each scale spread over its block."""
+    if scale.shape != scale_shape(data.shape, block):
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}, data {tuple(data.shape)} in {block} blocks needs another"
+        )
+    if data.numel() == 0:
+        return data.float()
+    return merge(split(data.float(), block) * scale.float()[..., :, None, :, None], data.shape[-2], data.shape[-1])
+
+
+def split(x: Tensor, block: Block) -> Tensor:
+    """`(..., M, N)` → `(..., ceil(M / r), r, ceil(N / c), c)`, padded with zeros."""
+    rows, columns = extent(x.shape[-2], block[0]), extent(x.shape[-1], block[1])
+    pad_rows, pad_columns = -x.shape[-2] % rows, -x.shape[-1] % columns
+    if pad_rows or pad_columns:
+        x = F.pad(x, (0, pad_columns, 0, pad_rows))
+    tiles: Tensor = x.unflatten(-1, (-1, columns)).unflatten(-3, (-1, rows))
+    return tiles
+
+
+def merge(tiles: Tensor, rows: int, columns: int) -> Tensor:
+    """The inverse of `split`."""
+    return tiles.flatten(-4, -3).flatten(-2, -1)[..., :rows, :columns]
+
+
+def _scale_of(amax: Tensor, dtype: torch.dtype, scale: str) -> Tensor:
+    """The float32 scale of blocks whose largest magnitude is `amax`."""
+    if scale == "e8m0":
+        exponent = (amax.view(torch.int32) >> 23) - fp8_max_exponent(dtype)
+        power = _power_of_two(exponent.clamp_min(0))
+        return torch.where(amax.isfinite(), power, torch.nan)
+    exact = amax.clamp_min(AMAX_FLOOR) / fp8_max(dtype)
+    if scale == "fp32":
+        return exact
+    rounded_up = ((exact.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(exact.isnan(), exact, rounded_up)
+
+
+def _power_of_two(biased_exponent: Tensor) -> Tensor:
+    """`2 ** (e - 127)` in float32; `e = 0` is the subnormal `2 ** -127`."""
+    bits = torch.where(biased_exponent == 0, 0x400000, biased_exponent << 23)
+    return bits.to(torch.int32).view(torch.float32)
