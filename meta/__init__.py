@@ -1,0 +1,1 @@
+"""What an op means without running it: fakes, autograd formulas, vmap rules, and the declaration of every op."""

@@ -1,0 +1,41 @@
+"""Every op of `torch.ops.fp8fn`, each declared once with all that belongs to it."""
+
+from __future__ import annotations
+
+from fp8fn.meta import autograd, fake, vmap
+from fp8fn.meta.registry import Op, declare
+from fp8fn.ops import gemm, quantize, scaled_mm
+
+_DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
+
+QUANTIZE = declare(
+    Op(
+        schema=quantize.QUANTIZE_SCHEMA,
+        reference=quantize.quantize_reference,
+        kernel=quantize.quantize_kernel,
+        fake=fake.quantize,
+        autograd=autograd.not_differentiable("quantize", _DIFFERENTIABLE),
+        vmap=vmap.quantize,
+    )
+)
+QUANTIZE_DUAL = declare(
+    Op(
+        schema=quantize.QUANTIZE_DUAL_SCHEMA,
+        reference=quantize.quantize_dual_reference,
+        kernel=quantize.quantize_dual_kernel,
+        fake=fake.quantize_dual,
+        autograd=autograd.not_differentiable("quantize_dual", _DIFFERENTIABLE),
+        vmap=vmap.quantize_dual,
+    )
+)
+SCALED_MM = declare(
+    Op(
+        schema=scaled_mm.SCALED_MM_SCHEMA,
+        reference=scaled_mm.scaled_mm_reference,
+        kernel=scaled_mm.scaled_mm_kernel,
+        fake=fake.scaled_mm,
+        autograd=autograd.not_differentiable("scaled_mm", _DIFFERENTIABLE),
+        vmap=vmap.scaled_mm,
+    )
+)
+GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))

@@ -1,0 +1,52 @@
+"""`Op`: everything that PyTorch is told of one op, in one value, and the list of all ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+LIBRARY: Final = torch.library.Library("fp8fn", "DEF")
+OPS: Final[dict[str, Op]] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op:
+    """One op of `torch.ops.fp8fn`.
+
+    A leaf op has a `reference` (CPU), a `kernel` (CUDA and HIP), a `fake` and an `autograd` kernel. A composite op is
+    written with other ops (`composite`), and gets the first three from them; its autograd is inside.
+    """
+
+    schema: str
+    reference: Callable[..., Any] | None = None
+    kernel: Callable[..., Any] | None = None
+    fake: Callable[..., Any] | None = None
+    autograd: Callable[..., Any] | None = None
+    composite: Callable[..., Any] | None = None
+    vmap: Callable[..., Any]
+
+    @property
+    def name(self) -> str:
+        return self.schema.partition("(")[0]
+
+
+def declare(op: Op) -> Op:
+    """Registers an op with PyTorch and in `OPS`."""
+    name = op.name
+    LIBRARY.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    for key, implementation in (
+        ("CPU", op.reference),
+        ("CUDA", op.kernel),
+        ("Autograd", op.autograd),
+        ("CompositeImplicitAutograd", op.composite),
+    ):
+        if implementation is not None:
+            LIBRARY.impl(name, implementation, key)
+    if op.fake is not None:
+        torch.library.register_fake(f"fp8fn::{name}", op.fake, lib=LIBRARY)
+    torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
+    OPS[name] = op
+    return op

@@ -1,0 +1,72 @@
+"""vmap rules: a mapped dimension becomes a leading one, which every op takes as a batch of matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.recipe import parse_recipe
+
+
+def quantize(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+    return torch.ops.fp8fn.quantize(x.movedim(in_dims[0], 0), *args), (0, 0)
+
+
+def quantize_dual(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+    return torch.ops.fp8fn.quantize_dual(x.movedim(in_dims[0], 0), *args), (0, 0, 0, 0)
+
+
+def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
+    a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype = _padded(args, 8)
+    a_dim, a_scale_dim, _, b_dim, b_scale_dim, _, bias_dim, _ = _padded(in_dims, 8)
+
+    def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        rank = max(a.ndim + (a_dim is None), b.ndim + (b_dim is None))
+        left = [_lift(a, a_dim, info.batch_size, rank), _lift(a_scale, a_scale_dim, info.batch_size, rank)]
+        right = [_lift(b, b_dim, info.batch_size, rank), _lift(b_scale, b_scale_dim, info.batch_size, rank)]
+        lead = torch.broadcast_shapes(left[0].shape[:-2], right[0].shape[:-2])
+        left = [t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in left]
+        right = [t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in right]
+        out = torch.ops.fp8fn.scaled_mm(*left, a_block, *right, b_block, bias, out_dtype)
+        return out.unflatten(0, lead)  # type: ignore[no-any-return]
+
+    return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
+
+
+def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
+    a, b, bias, recipe, out_dtype = _padded(args, 5)
+    a_dim, b_dim, bias_dim, *_ = _padded(in_dims, 5)
+    recipe = recipe or "blockwise"
+    if b_dim is None and b.ndim == 2 and parse_recipe(recipe).activation_block[0] == 1:
+        a = a.movedim(a_dim, 0) if a_dim is not None else a.expand(info.batch_size, *a.shape)
+    else:  # each element has its own scales, as it has without vmap
+        rank = max(a.ndim + (a_dim is None), b.ndim + (b_dim is None))
+        a, b = _lift(a, a_dim, info.batch_size, rank), _lift(b, b_dim, info.batch_size, rank)
+
+    def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        return torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)  # type: ignore[no-any-return]
+
+    return _with_bias(product, bias, bias_dim, out_dtype or args[0].dtype), 0
+
+
+def _with_bias(product: Any, bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype) -> Tensor:
+    """A mapped bias is added in float32, before the only rounding; one for all goes into the op."""
+    if bias is None or bias_dim is None:
+        return product(bias, out_dtype)  # type: ignore[no-any-return]
+    out = product(None, torch.float32)
+    bias = bias.movedim(bias_dim, 0).float()
+    bias = bias.reshape(bias.shape[0], *(1,) * (out.ndim - 2), bias.shape[-1])
+    return (out + bias).to(out_dtype)  # type: ignore[no-any-return]
+
+
+def _padded(values: Any, size: int) -> list[Any]:
+    """PyTorch leaves out trailing arguments that have their defaults."""
+    return [*values, *[None] * (size - len(values))]
+
+
+def _lift(x: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
+    """The mapped dimension first, made for an unmapped tensor, and the batch behind it padded to `rank`."""
+    x = x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
+    return x.reshape(x.shape[0], *(1,) * (rank - x.ndim), *x.shape[1:])

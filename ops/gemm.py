@@ -1,0 +1,98 @@
+"""The op `fp8fn::gemm`: `a @ b` of two 16- or 32-bit tensors in FP8, written with the ops below it."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.layout import Block, is_square, swap
+from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.scaled_mm import check_product
+
+GEMM_SCHEMA: Final = (
+    'gemm(Tensor a, Tensor b, Tensor? bias=None, str recipe="blockwise", ScalarType? out_dtype=None) -> Tensor'
+)
+
+
+class Quantized(NamedTuple):
+    """One operand in FP8: data, scales and their block."""
+
+    data: Tensor
+    scale: Tensor
+    block: Block
+
+    @property
+    def mT(self) -> Quantized:
+        return Quantized(self.data.mT, self.scale.mT, swap(self.block))
+
+
+def check_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in INPUT_DTYPES:
+            raise TypeError(f"gemm: {name} has dtype {operand.dtype}; use bfloat16, float16 or float32")
+        if operand.ndim < 2:
+            raise ValueError(f"gemm: {name} has shape {tuple(operand.shape)}; it needs at least two dimensions")
+    check_product("gemm", a, b, bias, out_dtype)
+
+
+def default_out_dtype(a: Tensor) -> torch.dtype:
+    """The type of `torch.matmul`'s result: under autocast the one that autocast names, else that of `a`."""
+    kind = a.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
+
+
+def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str) -> Quantized:
+    data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
+    return Quantized(data, scales, block)
+
+
+def quantize_both(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str) -> tuple[Quantized, Quantized]:
+    """`x` in `block` and in its transpose, by one read of `x` where it fits on chip; a square block is both."""
+    if is_square(block):
+        one = quantize(x, block, dtype, scale)
+        return one, one
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale)
+    return Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
+
+
+def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)  # type: ignore[no-any-return]
+
+
+def forward(
+    a: Tensor, b: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype, *, dgrad: bool, wgrad: bool
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """`a @ b + bias`, and what the backward needs: `b` for dgrad and `a` for wgrad, in the block of that product."""
+    a_args = (a, recipe.activation_block, recipe.activation_dtype, recipe.scale)
+    b_args = (b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
+    a_row, a_col = quantize_both(*a_args) if wgrad else (quantize(*a_args), None)
+    b_col, b_row = quantize_both(*b_args) if dgrad else (quantize(*b_args), None)
+    return product(a_row, b_col, bias, out_dtype), a_col, b_row
+
+
+def backward(
+    grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`grad @ bᵀ` and `aᵀ @ grad`; the second is stored as `b` is, so that a weight's gradient is never transposed."""
+    args = (grad, recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
+    grad_row: Quantized | None = None
+    grad_col: Quantized | None = None
+    if b_row is not None and a_col is not None:
+        grad_row, grad_col = quantize_both(*args)
+    elif b_row is not None:
+        grad_row = quantize(*args)
+    elif a_col is not None:
+        grad_col = quantize(grad, swap(recipe.gradient_block), recipe.gradient_dtype, recipe.scale)
+    grad_a = grad_b = None
+    if b_row is not None and grad_row is not None:
+        grad_a = product(grad_row, b_row.mT, None, a_dtype)
+    if a_col is not None and grad_col is not None:
+        if b_column_major:
+            grad_b = product(grad_col.mT, a_col, None, b_dtype).mT
+        else:
+            grad_b = product(a_col.mT, grad_col, None, b_dtype)
+    return grad_a, grad_b

@@ -1,0 +1,119 @@
+"""The op `fp8fn::scaled_mm`, the product of two quantized matrices: schema, checks, and dispatch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import reference, targets
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
+from fp8fn.ops.layout import BLOCKS, Block, scale_shape
+
+SCALED_MM_SCHEMA: Final = (
+    "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
+    " Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+)
+
+_log = logging.getLogger("fp8fn")
+
+
+def check_scaled_mm(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    bias: Tensor | None, out_dtype: torch.dtype | None,
+) -> tuple[Block, Block]:  # fmt: skip
+    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    left = check_operand("scaled_mm: a", a, a_scale, a_block)
+    right = check_operand("scaled_mm: b", b, b_scale, b_block)
+    check_product("scaled_mm", a, b, bias, out_dtype)
+    if a.ndim > 3 or b.ndim > 3:
+        raise ValueError(f"scaled_mm: a has {a.ndim} dimensions and b {b.ndim}; flatten the leading ones into one")
+    if a.ndim == 3 and b.ndim == 3 and a.shape[0] != b.shape[0]:
+        raise ValueError(f"scaled_mm: a has batch {a.shape[0]} and b {b.shape[0]}; they must be equal")
+    for name, block, along in (("a", left, left[1]), ("b", right, right[0])):
+        if along == 1:
+            remedy = (1, 128) if name == "a" else (128, 1)
+            raise ValueError(f"scaled_mm: {name}_block={block} has a scale for each element of K; use {remedy}")
+    for name, scale in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale)):
+        if scale.device != a.device:
+            raise ValueError(f"scaled_mm: a is on {a.device} and {name} on {scale.device}; move them to one device")
+    return left, right
+
+
+def check_operand(name: str, data: Tensor, scale: Tensor, block: Sequence[int]) -> Block:
+    """Checks the invariants of scaled data (`ScaledTensor`) and returns its block as a tuple."""
+    pair = (block[0], block[1]) if len(block) == 2 else tuple(block)
+    if pair not in BLOCKS:
+        raise ValueError(f"{name}: block={pair} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
+    if data.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}: data has dtype {data.dtype}; it must be an FP8 type, as fp8fn.quantize makes it")
+    if scale.dtype not in SCALE_DTYPES:
+        raise TypeError(f"{name}: scale has dtype {scale.dtype}; it must be float32 or float8_e8m0fnu")
+    if data.ndim < 2:
+        raise ValueError(f"{name}: data has shape {tuple(data.shape)}; it needs at least two dimensions")
+    expected = scale_shape(data.shape, pair)
+    if tuple(scale.shape) != expected:
+        found = tuple(scale.shape)
+        raise ValueError(
+            f"{name}: scale has shape {found}; data {tuple(data.shape)} in blocks of {pair} needs {expected}"
+        )
+    return pair
+
+
+def check_product(name: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Checks `a (..., M, K) @ b (..., K, N) + bias (N)`."""
+    if a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"{name}: a {tuple(a.shape)} has K={a.shape[-1]} and b {tuple(b.shape)} has K={b.shape[-2]}; "
+            "b must be (K, N), so pass weight.mT for a weight of shape (N, K)"
+        )
+    if a.device != b.device:
+        raise ValueError(f"{name}: a is on {a.device} and b on {b.device}; move them to one device")
+    if bias is not None:
+        if bias.device != a.device:
+            raise ValueError(f"{name}: a is on {a.device} and bias on {bias.device}; move them to one device")
+        if tuple(bias.shape) != (b.shape[-1],):
+            raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}; it must be ({b.shape[-1]},), N of b")
+        if bias.dtype not in INPUT_DTYPES:
+            raise TypeError(f"{name}: bias has dtype {bias.dtype}; use bfloat16, float16 or float32")
+    if out_dtype is not None and out_dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: out_dtype={out_dtype} is not an output type; use bfloat16, float16 or float32")
+
+
+def empty_output(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """Uninitialised `(..., M, N)`, row-major; a matrix beside a batch is shared by all of it."""
+    batch = a.shape[:-2] if a.ndim >= b.ndim else b.shape[:-2]
+    return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or torch.bfloat16)
+
+
+def scaled_mm_reference(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+    return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out_dtype or torch.bfloat16)
+
+
+def scaled_mm_kernel(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+    target = targets.target_of(a.device)
+    targets.check_supported(target)
+    out = empty_output(a, b, out_dtype)
+    if out.numel() == 0:
+        return out
+    if not {a.dtype, b.dtype} <= set(targets.fp8_dtypes(target)):
+        _log.debug("scaled_mm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, b.dtype, target.name)
+        return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out.dtype)
+    from fp8fn.ops.tuning.choose import plan_scaled_mm
+
+    plan_scaled_mm(a, a_scale, left, b, b_scale, right, bias, out, target).run()
+    return out
