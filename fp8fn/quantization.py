@@ -1,0 +1,52 @@
+"""`quantize`, `quantize_dual` and `dequantize`: between tensors and `ScaledTensor`s."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import reference
+from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat
+from fp8fn.ops.layout import Block, swap
+from fp8fn.scaled_tensor import ScaledTensor
+
+
+def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32") -> ScaledTensor:
+    """`x (..., M, N)` in FP8, one scale for each block of `r x c` elements.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides, any sizes (a last block may be partial).
+        block: `(1, 128)`, `(128, 1)`, `(128, 128)`, `(1, 32)`, `(32, 1)`, `(1, -1)` rowwise, `(-1, 1)` colwise or
+            `(-1, -1)` tensorwise; `-1` is the whole axis of one matrix.
+        dtype: an FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
+        scale: "fp32": `max(amax, 1e-12) / fp8_max`; "pow2": that, rounded up to a power of two; "e8m0": stored as
+            float8_e8m0fnu, `2 ** (floor(log2(amax)) - emax)` (OCP MX specification v1.0, section 6.3).
+
+    Returns a `ScaledTensor` of the shape of `x`; `scale` is `(..., ceil(M / r), ceil(N / c))`. Values past FP8's range
+    saturate; a block with a NaN or an Inf comes back as NaN or Inf, and does not touch another block.
+
+    Raises `ValueError` for a block or a scale format that does not exist, or fewer than two dimensions, `TypeError` for
+    a dtype that is not a float of 16 or 32 bits. Has no derivative: `gemm` of tensors has one.
+    """
+    data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
+    return ScaledTensor(data, scales, block)
+
+
+def quantize_dual(
+    x: Tensor, block: Block = (1, 128), *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32"
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`quantize(x, (r, c))` and `quantize(x, (c, r))`, for `(1, 128)` and `(1, 32)` by one launch with one read of `x`.
+
+    A training step needs both of an activation: rows for the forward, columns for the weight's gradient.
+    """
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale)
+    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
+
+
+def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`data * scale` in float32, rounded once to `dtype` (bfloat16, float16 or float32): `(..., M, N)`."""
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"dequantize: dtype={dtype} is not an output type; use bfloat16, float16 or float32")
+    return reference.dequantize(q.data, q.scale, cast(Block, tuple(q.block))).to(dtype)
