@@ -1,0 +1,1 @@
+"""torch.compile: the backend, the rewriting of graphs, and `explain`."""

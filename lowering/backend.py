@@ -1,0 +1,51 @@
+"""The torch.compile backend `"fp8fn"`: eligible products go to FP8, the rest to Inductor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fp8fn.lowering.rewrite import rewrite
+from fp8fn.ops.recipe import parse_recipe, recipe_key
+from fp8fn.site import check_where
+
+OPTIONS = ("recipe", "where")
+
+
+def fp8fn(
+    gm: GraphModule,
+    example_inputs: Sequence[Tensor],
+    *,
+    mode: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """`torch.compile(model, backend="fp8fn", options={"recipe": …, "where": …})`.
+
+    `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function of a
+    `fp8fn.Site`, or glob patterns of the weights' names. `mode` and all other options are Inductor's.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    given = dict(options or {})
+    recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
+    where = given.pop("where", None)
+    check_where(where)
+    rewrite(gm.graph, recipe, where)
+    gm.recompile()
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=_inductor_options(mode, given))
+    return compiled  # type: ignore[no-any-return]
+
+
+def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:
+    patches = dict(torch._inductor.list_mode_options(mode)) if mode and mode != "default" else {}
+    known = torch._inductor.list_options()
+    for name, value in given.items():
+        key = name.replace("-", "_")
+        if key not in known:
+            raise ValueError(f"options[{name!r}] is neither an option of fp8fn {OPTIONS} nor one of Inductor")
+        patches[key] = value
+    return patches

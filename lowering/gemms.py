@@ -1,0 +1,153 @@
+"""Finding the matrix products of a Dynamo graph: which operands, which of them is a weight, which source line."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fp8fn.site import Site
+
+_LINEAR: Final = (F.linear, torch._C._nn.linear)
+_MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm)
+_MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
+_ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
+_LEFT_ALONE: Final = {torch.einsum: "einsum", torch.functional.einsum: "einsum", torch.baddbmm: "baddbmm"}
+
+# What a weight may pass through between the parameter and the product: views and casts.
+_VIEWS: Final = {
+    "t", "T", "mT", "transpose", "permute", "swapaxes", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand",
+    "contiguous", "clone", "detach", "alias", "to", "type", "float", "half", "bfloat16", "getattr",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`."""
+
+    node: Node
+    a: Node
+    b: Node
+    bias: Node | None
+    transposed: bool
+    flipped: bool
+    site: Site
+    reason: str | None
+
+    @property
+    def source(self) -> str:
+        """`file:line` of the user's code, `""` where PyTorch did not keep it."""
+        lines = re.findall(r'File "([^"]+)", line (\d+)', self.node.meta.get("stack_trace") or "")
+        return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
+
+
+def find_gemms(graph: Graph) -> Iterator[Gemm]:
+    """Every product of the graph, those too that are none of our business, with the reason."""
+    for node in graph.nodes:
+        operands = _operands(node)
+        if operands is not None:
+            gemm = _classify(node, *operands)
+            if gemm is not None:
+                yield gemm
+
+
+def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
+    """`op, a, b, bias, whether b is (N, K), a reason to leave it alone` of a product."""
+    args, kwargs = node.args, node.kwargs
+    if node.op == "call_function":
+        if node.target in _LINEAR:
+            x = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            return "linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), True, None
+        if node.target in _MATMUL and len(args) == 2 and not kwargs:
+            return "matmul", *args, None, False, None
+        if node.target in _ADDMM and len(args) == 3:
+            reason = None if all(scale == 1 for scale in kwargs.values()) else "addmm with alpha or beta"
+            return "addmm", args[1], args[2], args[0], False, reason
+        if node.target in _LEFT_ALONE:
+            name = _LEFT_ALONE[node.target]
+            tensors = [arg for arg in node.all_input_nodes if _value(arg) is not None]
+            if len(tensors) >= 2:
+                return name, tensors[-2], tensors[-1], None, False, f"{name} is not matched"
+    elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
+        return "matmul", *args, None, False, None
+    return None
+
+
+def _classify(node: Node, op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None) -> Gemm | None:
+    left, right, out = _value(a), _value(b), _value(node)
+    if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
+        return None
+    parameter = parameter_of(b)
+    flipped = False
+    if parameter is None and op == "matmul" and left.ndim == 2 and right.ndim >= 2 and parameter_of(a) is not None:
+        parameter, flipped = parameter_of(a), True
+        a, b, left, right = b, a, right.mT, left.mT
+    k, n = right.shape[-2:] if right.ndim > 1 else (right.shape[0], 1)
+    if transposed:
+        k, n = n, k
+    if reason is None:
+        reason = _why_not_shape(op, left, right, _value(bias), parameter)
+    batch = _product(right.shape[:-2])
+    rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
+    name = "" if parameter is None else weight_name(parameter)
+    site = Site(op=op, m=rows, n=n, k=k, batch=batch, dtype=left.dtype, device=left.device, weight=name)
+    return Gemm(node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason)
+
+
+def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, parameter: Node | None) -> str | None:
+    if parameter is None:
+        return "no parameter: activation by activation"
+    if left.ndim < 2 or right.ndim < 2:
+        return "a vector is an operand"
+    if op == "linear" and right.ndim != 2:
+        return "the weight is not a matrix"
+    if right.ndim > 2 and left.ndim != right.ndim:
+        return "batches of different rank"
+    if bias is not None and (
+        bias.ndim != 1 or bias.shape[0] != (right.shape[0] if op == "linear" else right.shape[-1])
+    ):
+        return "the bias is not one row of N"
+    return None
+
+
+def parameter_of(node: Any) -> Node | None:
+    """The parameter behind a chain of views and casts, else None."""
+    while isinstance(node, Node):
+        value = _value(node)
+        if node.op in ("placeholder", "get_attr"):
+            return node if isinstance(value, torch.nn.Parameter) else None
+        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        if node.op not in ("call_function", "call_method") or name not in _VIEWS:
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def weight_name(node: Node) -> str:
+    """`"layers.0.fc.weight"`: the name in `named_parameters()` of a lifted parameter."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    text = str(name() if callable(name) else name)
+    keys = re.findall(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.(\w+)", text)
+    parts = [quoted or dotted for quoted, dotted in keys]
+    return ".".join(part for part in parts[1:] if part not in ("_modules", "_parameters")) or str(node.target)
+
+
+def _value(node: Any) -> Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _product(sizes: Any) -> Any:
+    total = 1
+    for size in sizes:
+        total = total * size
+    return total
