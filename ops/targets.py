@@ -1,0 +1,108 @@
+"""The processors that kernels are planned and compiled for, and what each of them takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+
+Backend: TypeAlias = Literal["cuda", "hip", "cpu"]
+
+OCP: Final = (torch.float8_e4m3fn, torch.float8_e5m2)
+FNUZ: Final = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+
+# Multiprocessors of the largest product of an architecture: the grid of a persistent kernel that is planned offline.
+_MULTIPROCESSORS: Final[dict[int | str, int]] = {
+    89: 142, 90: 132, 100: 148, 103: 160, 120: 188, "gfx942": 304, "gfx950": 256,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Target:
+    """A processor: `arch` is the compute capability as `90` for CUDA, and as `"gfx950"` for HIP.
+
+    `multiprocessors` is 0 where no device was asked; `cores` is then the architecture's largest product.
+    """
+
+    backend: Backend
+    arch: int | str
+    warp_size: int
+    multiprocessors: int = 0
+
+    @property
+    def name(self) -> str:
+        """`"sm90"`, `"gfx942"` or `"cpu"`."""
+        return f"sm{self.arch}" if self.backend == "cuda" else str(self.arch)
+
+    @property
+    def cores(self) -> int:
+        """Streaming multiprocessors or compute units."""
+        return self.multiprocessors or _MULTIPROCESSORS.get(self.arch, 1)
+
+    def to_triton(self) -> GPUTarget:
+        """The same processor, as Triton's compiler names it; ValueError for the CPU."""
+        if self.backend == "cpu":
+            raise ValueError("the CPU is no target of Triton's compiler: give Launch.compile a CUDA or HIP target")
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget(self.backend, self.arch, self.warp_size)
+
+
+CPU: Final = Target("cpu", "cpu", 1)
+SM89: Final = Target("cuda", 89, 32)
+SM90: Final = Target("cuda", 90, 32)
+SM100: Final = Target("cuda", 100, 32)
+SM120: Final = Target("cuda", 120, 32)
+GFX942: Final = Target("hip", "gfx942", 64)
+GFX950: Final = Target("hip", "gfx950", 64)
+
+
+def target_of(device: torch.device) -> Target:
+    """The target of a device; every device that is neither CUDA nor HIP is the CPU (also `meta`)."""
+    if device.type != "cuda":
+        return CPU
+    return _target_of_index(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _target_of_index(index: int) -> Target:
+    properties = torch.cuda.get_device_properties(index)
+    count = int(properties.multi_processor_count)
+    if torch.version.hip is not None:
+        arch = str(properties.gcnArchName).split(":")[0]
+        # CDNA's wavefront has 64 lanes, RDNA's (gfx10 and later) 32.
+        return Target("hip", arch, 32 if arch.startswith("gfx1") else 64, count)
+    return Target("cuda", 10 * int(properties.major) + int(properties.minor), 32, count)
+
+
+def native_e4m3(target: Target) -> torch.dtype:
+    """The e4m3 type of the processor's matrix instructions: e4m3fnuz on gfx942, e4m3fn elsewhere."""
+    return torch.float8_e4m3fnuz if target.arch == "gfx942" else torch.float8_e4m3fn
+
+
+def fp8_dtypes(target: Target) -> tuple[torch.dtype, ...]:
+    """The FP8 types that the target's kernels take; empty for a processor without FP8 instructions."""
+    if target.backend == "cpu":
+        return OCP + FNUZ
+    if target.backend == "hip":
+        return {"gfx942": FNUZ, "gfx950": OCP}.get(str(target.arch), ())
+    return OCP if int(target.arch) >= 89 else ()
+
+
+def check_supported(target: Target, device: torch.device | None = None) -> None:
+    """ValueError, naming the device and the remedy, where fp8fn has no kernel for the target."""
+    if fp8_dtypes(target):
+        return
+    where = "the device" if device is None else f"device {device}"
+    remedy = "move the tensors to such a device or to the CPU"
+    if target.backend == "cuda":
+        capability = f"{int(target.arch) // 10}.{int(target.arch) % 10}"
+        raise ValueError(
+            f"{where} has compute capability {capability}; fp8fn's kernels need 8.9 (Ada) or later: {remedy}"
+        )
+    raise ValueError(f"{where} is {target.name}; fp8fn's kernels need gfx942 (MI300) or gfx950 (MI350): {remedy}")
