@@ -1,0 +1,294 @@
+"""Quantization in one block format: kernels for finite blocks, for whole rows and for whole matrices.
+
+The kernels know blocks `(r, c)` with `r <= c` only; the others are these on transposed views.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, swap
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+
+# Partial maxima of a matrix under one scale: enough programs for 132 to 304 cores, few enough for each to reduce.
+_PARTIALS: Final = 512
+# Longest row that one program keeps in registers, 64 elements a thread: a longer one is read twice, from L2.
+_LONGEST_ROW: Final = 16384
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of the matrix that one program takes at a time."""
+
+    rows: int
+    columns: int
+    num_warps: int
+
+
+@triton.jit
+def quantize_blocks(
+    x, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, s_m, s_n, tiles_m, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """One `BM x BN` tile of blocks `R x C`, which divide the tile."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    batch = pid // (tiles_m * tiles_n)
+    tile_m = pid % (tiles_m * tiles_n) // tiles_n
+    tile_n = pid % tiles_n
+    rows = (tile_m * BM + tl.arange(0, BM))[:, None]
+    columns = (tile_n * BN + tl.arange(0, BN))[None, :]
+    inside = (rows < M) & (columns < N)
+    source = x + batch * x_b + rows * x_m + columns * x_n
+    if EVEN:
+        values = tl.load(source).to(tl.float32)
+    else:
+        values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+
+    blocks = tl.reshape(values, (BM // R, R, BN // C, C))
+    stored, inverse = scale_of(
+        tl.max(tl.max(magnitude_bits(blocks), axis=3), axis=1), LARGEST, EMAX, FLOOR, FORMAT
+    )  # fmt: skip
+    inverse = tl.expand_dims(tl.expand_dims(inverse, 1), 3)
+    quantized = tl.reshape(cast(blocks * inverse, LARGEST, data.dtype.element_ty), (BM, BN))
+
+    target = data + batch * d_b + rows * d_m + columns * d_n
+    block_rows = (tile_m * (BM // R) + tl.arange(0, BM // R))[:, None]
+    block_columns = (tile_n * (BN // C) + tl.arange(0, BN // C))[None, :]
+    scale_target = scales + batch * s_b + block_rows * s_m + block_columns * s_n
+    if EVEN:
+        tl.store(target, quantized)
+        tl.store(scale_target, stored)
+    else:
+        tl.store(target, quantized, mask=inside)
+        tl.store(scale_target, stored, mask=(block_rows * R < M) & (block_columns * C < N))
+
+
+@triton.jit
+def quantize_rows(
+    x, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, s_m, tiles_m,
+    BM: tl.constexpr, BN: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """`BM` whole rows: read once where `BN >= N`, else once for the maximum and again for the data."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    batch = pid // tiles_m
+    row = pid % tiles_m * BM + tl.arange(0, BM)
+    rows = row[:, None]
+    source = x + batch * x_b + rows * x_m
+    target = data + batch * d_b + rows * d_m
+    scale_target = scales + batch * s_b + row * s_m
+    columns = tl.arange(0, BN)[None, :]
+    if WIDE:
+        columns = columns.to(tl.int64)
+    if ONCE:
+        inside = (rows < M) & (columns < N)
+        values = tl.load(source + columns * x_n, mask=inside, other=0.0).to(tl.float32)
+        stored, inverse = scale_of(tl.max(magnitude_bits(values), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+        quantized = cast(values * inverse[:, None], LARGEST, data.dtype.element_ty)
+        tl.store(target + columns * d_n, quantized, mask=inside)
+    else:
+        bits = tl.zeros((BM, BN), tl.int32)
+        for start in range(0, N, BN):
+            inside = (rows < M) & (start + columns < N)
+            if EVEN:
+                values = tl.load(source + (start + columns) * x_n)
+            else:
+                values = tl.load(source + (start + columns) * x_n, mask=inside, other=0.0)
+            bits = tl.maximum(bits, magnitude_bits(values))
+        stored, inverse = scale_of(tl.max(bits, axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+        for start in range(0, N, BN):
+            inside = (rows < M) & (start + columns < N)
+            if EVEN:
+                values = tl.load(source + (start + columns) * x_n).to(tl.float32)
+            else:
+                values = tl.load(source + (start + columns) * x_n, mask=inside, other=0.0).to(tl.float32)
+            quantized = cast(values * inverse[:, None], LARGEST, data.dtype.element_ty)
+            if EVEN:
+                tl.store(target + (start + columns) * d_n, quantized)
+            else:
+                tl.store(target + (start + columns) * d_n, quantized, mask=inside)
+    tl.store(scale_target, stored, mask=row < M)
+
+
+@triton.jit
+def partial_amax(
+    x, partials, M, N, x_b, x_m, x_n, tiles_m, tiles_n, parts,
+    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of every `parts`-th tile, as bits."""
+    part = tl.program_id(0) % parts
+    batch = tl.program_id(0) // parts
+    if WIDE:
+        batch = batch.to(tl.int64)
+    bits = tl.zeros((BM, BN), tl.int32)
+    for tile in range(part, tiles_m * tiles_n, parts):
+        rows = (tile // tiles_n * BM + tl.arange(0, BM))[:, None]
+        columns = (tile % tiles_n * BN + tl.arange(0, BN))[None, :]
+        if WIDE:
+            rows = rows.to(tl.int64)
+            columns = columns.to(tl.int64)
+        inside = (rows < M) & (columns < N)
+        values = tl.load(x + batch * x_b + rows * x_m + columns * x_n, mask=inside, other=0.0)
+        bits = tl.maximum(bits, magnitude_bits(values))
+    tl.store(partials + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
+
+
+@triton.jit
+def quantize_whole(
+    x, partials, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, tiles_m, tiles_n, parts,
+    PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """One tile of a matrix under one scale, which every program reduces from the partial maxima."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    batch = pid // (tiles_m * tiles_n)
+    tile = pid % (tiles_m * tiles_n)
+    index = tl.arange(0, PARTS)
+    bits = tl.max(tl.load(partials + batch * parts + index, mask=index < parts, other=0), axis=0)
+    stored, inverse = scale_of(bits, LARGEST, EMAX, FLOOR, FORMAT)
+    rows = (tile // tiles_n * BM + tl.arange(0, BM))[:, None]
+    columns = (tile % tiles_n * BN + tl.arange(0, BN))[None, :]
+    inside = (rows < M) & (columns < N)
+    values = tl.load(x + batch * x_b + rows * x_m + columns * x_n, mask=inside, other=0.0).to(tl.float32)
+    quantized = cast(values * inverse, LARGEST, data.dtype.element_ty)
+    tl.store(data + batch * d_b + rows * d_m + columns * d_n, quantized, mask=inside)
+    if tile == 0:
+        tl.store(scales + batch * s_b, stored)
+
+
+def plan_quantize(
+    x: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target, tile: Tile | None = None
+) -> tuple[Launch, ...]:
+    """Launches, in order, that fill `data (B?, M, N)` and `scales` from `x (B?, M, N)` of any strides.
+
+    No launch for an empty `x`: then there is no data, and the caller fills the scales.
+    """
+    if x.numel() == 0:
+        return ()
+    column_major_square = is_square(block) and is_column_major(data)
+    if column_major_square or (not is_square(block) and (block[0] == WHOLE or block[0] > block[1] != WHOLE)):
+        x, data, scales, block = x.mT, data.mT, scales.mT, swap(block)
+    x, data, scales = batched(x), batched(data), batched(storage(scales))
+    wide = is_wide(x, data)
+    constants = scale_constants(data.dtype, scale)
+    if block == (WHOLE, WHOLE):
+        return _plan_whole(x, data, scales, constants, wide, target, tile or _tile(x, block))
+    if block[1] == WHOLE:
+        return (_plan_rows(x, data, scales, constants, wide, target, tile or _row_tile(x)),)
+    return (_plan_blocks(x, data, scales, block, constants, wide, target, tile or _tile(x, block)),)
+
+
+def _tile(x: Tensor, block: Block) -> Tile:
+    # 256 bytes of bfloat16 along the axis that is contiguous, and 64 elements a thread.
+    if block == (128, 128) or is_column_major(x):
+        return Tile(128, 128, 8)
+    return Tile(32, 128, 4)
+
+
+def _row_tile(x: Tensor) -> Tile:
+    if is_column_major(x):
+        # 64 bytes of bfloat16 a row of the tile; more rows leave too few programs for the matrix.
+        return Tile(32, 256, 8)
+    width = triton.next_power_of_2(x.shape[2])
+    if width <= _LONGEST_ROW:
+        rows = max(1, 4096 // width)
+        return Tile(rows, width, 8 if rows * width > 4096 else 4)
+    return Tile(1, 8192, 8)
+
+
+def _plan_blocks(
+    x: Tensor, data: Tensor, scales: Tensor, block: Block, constants: dict[str, Any], wide: bool,
+    target: Target, tile: Tile,
+) -> Launch:  # fmt: skip
+    batch, m, n = x.shape
+    tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
+    return Launch(
+        kernel=quantize_blocks,
+        grid=(batch * tiles_m * tiles_n, 1, 1),
+        args={
+            "x": x, "data": data, "scales": scales, "M": m, "N": n,
+            **_strides("x", x), **_strides("d", data), **_strides("s", scales), "tiles_m": tiles_m, "tiles_n": tiles_n,
+        },
+        constexprs={
+            "BM": tile.rows, "BN": tile.columns, "R": block[0], "C": block[1],
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": wide, **constants,
+        },
+        options={"num_warps": tile.num_warps},
+        target=target,
+    )  # fmt: skip
+
+
+def _plan_rows(
+    x: Tensor, data: Tensor, scales: Tensor, constants: dict[str, Any], wide: bool, target: Target, tile: Tile
+) -> Launch:
+    batch, m, n = x.shape
+    tiles_m = ceil_div(m, tile.rows)
+    return Launch(
+        kernel=quantize_rows,
+        grid=(batch * tiles_m, 1, 1),
+        args={
+            "x": x, "data": data, "scales": scales, "M": m, "N": n, **_strides("x", x), **_strides("d", data),
+            "s_b": scales.stride(0), "s_m": scales.stride(1), "tiles_m": tiles_m,
+        },
+        constexprs={
+            "BM": tile.rows, "BN": tile.columns, "ONCE": tile.columns >= n,
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": wide, **constants,
+        },
+        options={"num_warps": tile.num_warps},
+        target=target,
+    )  # fmt: skip
+
+
+def _plan_whole(
+    x: Tensor, data: Tensor, scales: Tensor, constants: dict[str, Any], wide: bool, target: Target, tile: Tile
+) -> tuple[Launch, ...]:
+    batch, m, n = x.shape
+    tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
+    parts = min(tiles_m * tiles_n, _PARTIALS)
+    partials = torch.empty((batch, parts), dtype=torch.int32, device=x.device)
+    shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": wide}
+    options = {"num_warps": tile.num_warps}
+    amax = Launch(
+        kernel=partial_amax,
+        grid=(batch * parts, 1, 1),
+        args={
+            "x": x, "partials": partials, "M": m, "N": n, **_strides("x", x),
+            "tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts,
+        },
+        constexprs=shape,
+        options=options,
+        target=target,
+    )  # fmt: skip
+    quantize = Launch(
+        kernel=quantize_whole,
+        grid=(batch * tiles_m * tiles_n, 1, 1),
+        args={
+            "x": x, "partials": partials, "data": data, "scales": scales, "M": m, "N": n,
+            **_strides("x", x), **_strides("d", data), "s_b": scales.stride(0),
+            "tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts,
+        },
+        constexprs={"PARTS": triton.next_power_of_2(parts), **shape, **constants},
+        options=options,
+        target=target,
+    )  # fmt: skip
+    return amax, quantize
+
+
+def _strides(prefix: str, x: Tensor) -> dict[str, int]:
+    return {f"{prefix}_b": x.stride(0), f"{prefix}_m": x.stride(1), f"{prefix}_n": x.stride(2)}

@@ -1,0 +1,110 @@
+"""Quantization along both axes from one read, in one launch: row blocks for one product, column blocks for another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+
+DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, 32))
+
+
+@dataclass(frozen=True)
+class DualTile:
+    """The part of the matrix that one program takes; both sides are multiples of the block."""
+
+    rows: int = 128
+    columns: int = 128
+    num_warps: int = 8
+
+
+@triton.jit
+def quantize_dual(
+    x, row, row_scales, col, col_scales, M, N, x_b, x_m, x_n, row_b, row_m, row_n, rs_b, rs_m, rs_n,
+    col_b, col_m, col_n, cs_b, cs_m, cs_n, tiles_m, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """One `BM x BN` tile, in blocks `1 x C` into `row` and in blocks `C x 1` into `col`."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    batch = pid // (tiles_m * tiles_n)
+    tile_m = pid % (tiles_m * tiles_n) // tiles_n
+    tile_n = pid % tiles_n
+    rows = (tile_m * BM + tl.arange(0, BM))[:, None]
+    columns = (tile_n * BN + tl.arange(0, BN))[None, :]
+    block_rows = (tile_m * (BM // C) + tl.arange(0, BM // C))[:, None]
+    block_columns = (tile_n * (BN // C) + tl.arange(0, BN // C))[None, :]
+    inside = (rows < M) & (columns < N)
+    source = x + batch * x_b + rows * x_m + columns * x_n
+    if EVEN:
+        values = tl.load(source).to(tl.float32)
+    else:
+        values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+
+    by_row = tl.reshape(values, (BM, BN // C, C))
+    row_stored, inverse = scale_of(tl.max(magnitude_bits(by_row), axis=2), LARGEST, EMAX, FLOOR, FORMAT)
+    row_values = tl.reshape(cast(by_row * inverse[:, :, None], LARGEST, row.dtype.element_ty), (BM, BN))
+    by_column = tl.reshape(values, (BM // C, C, BN))
+    col_stored, inverse = scale_of(tl.max(magnitude_bits(by_column), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+    col_values = tl.reshape(cast(by_column * inverse[:, None, :], LARGEST, col.dtype.element_ty), (BM, BN))
+
+    row_target = row + batch * row_b + rows * row_m + columns * row_n
+    col_target = col + batch * col_b + rows * col_m + columns * col_n
+    rs_target = row_scales + batch * rs_b + rows * rs_m + block_columns * rs_n
+    cs_target = col_scales + batch * cs_b + block_rows * cs_m + columns * cs_n
+    if EVEN:
+        tl.store(row_target, row_values)
+        tl.store(rs_target, row_stored)
+        tl.store(col_target, col_values)
+        tl.store(cs_target, col_stored)
+    else:
+        tl.store(row_target, row_values, mask=inside)
+        tl.store(rs_target, row_stored, mask=(rows < M) & (block_columns * C < N))
+        tl.store(col_target, col_values, mask=inside)
+        tl.store(cs_target, col_stored, mask=(block_rows * C < M) & (columns < N))
+
+
+def plan_quantize_dual(
+    x: Tensor, row: Tensor, row_scales: Tensor, col: Tensor, col_scales: Tensor, block: Block, scale: str,
+    target: Target, tile: DualTile | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that fills `row` in blocks `(1, c)` and `col` in blocks `(c, 1)` from a non-empty `x (B?, M, N)`."""
+    if block not in DUAL_BLOCKS:
+        raise ValueError(f"block is {block}; one read gives both formats for {DUAL_BLOCKS} only: quantize twice")
+    if x.numel() == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
+    tile = tile or DualTile()
+    x, row, col = batched(x), batched(row), batched(col)
+    row_scales, col_scales = batched(storage(row_scales)), batched(storage(col_scales))
+    batch, m, n = x.shape
+    tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
+    tensors = {"x": x, "row": row, "rs": row_scales, "col": col, "cs": col_scales}
+    strides = {f"{k}_{axis}": t.stride(i) for k, t in tensors.items() for i, axis in enumerate("bmn")}
+    order = ("x", "row", "rs", "col", "cs")
+    return Launch(
+        kernel=quantize_dual,
+        grid=(batch * tiles_m * tiles_n, 1, 1),
+        args={
+            "x": x, "row": row, "row_scales": row_scales, "col": col, "col_scales": col_scales, "M": m, "N": n,
+            **{f"{name}_{axis}": strides[f"{name}_{axis}"] for name in order for axis in "bmn"},
+            "tiles_m": tiles_m, "tiles_n": tiles_n,
+        },
+        constexprs={
+            "BM": tile.rows, "BN": tile.columns, "C": block[1],
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": is_wide(x, row, col),
+            **scale_constants(row.dtype, scale),
+        },
+        options={"num_warps": tile.num_warps},
+        target=target,
+    )  # fmt: skip

@@ -1,0 +1,208 @@
+"""The portable scaled product: pointer loads, any strides, any block format, any processor that multiplies FP8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.scale import storage
+from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+
+# Depth of a tile: a scale's extent along K where it is finite, else 128.
+_K_BLOCKS: Final = (32, 128, WHOLE)
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and compiler options of `scaled_mm`."""
+
+    BM: int
+    BN: int
+    num_warps: int
+    num_stages: int
+    GROUP: int = 8
+    HALVES: bool = False
+    options: tuple[tuple[str, int], ...] = field(default=())
+
+
+@triton.jit
+def scaled_mm(
+    a, b, out, a_scale, b_scale, bias, M, N, K, a_b, a_m, a_k, b_b, b_k, b_n, out_b, out_m,
+    as_b, as_m, as_k, bs_b, bs_k, bs_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
+    A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """One `BM x BN` tile of one matrix of the batch."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    batch = tl.program_id(0) // (tiles_m * tiles_n)
+    tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    offset_k = tl.arange(0, BK)
+    if WIDE:
+        batch = batch.to(tl.int64)
+        tile_m = tile_m.to(tl.int64)
+        tile_n = tile_n.to(tl.int64)
+        offset_k = offset_k.to(tl.int64)
+    offset_m = tile_m * BM + tl.arange(0, BM)
+    offset_n = tile_n * BN + tl.arange(0, BN)
+    a_pointers = a + batch * a_b + offset_m[:, None] * a_m + offset_k[None, :] * a_k
+    b_pointers = b + batch * b_b + offset_k[:, None] * b_k + offset_n[None, :] * b_n
+    a_scale += batch * as_b
+    b_scale += batch * bs_b
+    A_VECTOR: tl.constexpr = A_M != -1 and A_M % BM != 0
+    B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(tl.cdiv(K, BK)):
+        if EVEN_K and EVEN_M:
+            a_tile = tl.load(a_pointers)
+        elif EVEN_K:
+            a_tile = tl.load(a_pointers, mask=offset_m[:, None] < M, other=0.0)
+        else:
+            a_tile = tl.load(a_pointers, mask=(offset_m[:, None] < M) & (offset_k[None, :] < K - k * BK), other=0.0)
+        if EVEN_K and EVEN_N:
+            b_tile = tl.load(b_pointers)
+        elif EVEN_K:
+            b_tile = tl.load(b_pointers, mask=offset_n[None, :] < N, other=0.0)
+        else:
+            b_tile = tl.load(b_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_n[None, :] < N), other=0.0)
+        product = tl.dot(a_tile, b_tile)
+        if A_K == -1 and B_K == -1:
+            acc += product
+        elif A_K == -1:
+            b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc += scaled(product, 1.0, b_value, False, B_VECTOR)
+        elif B_K == -1:
+            a_value = tile_scales(a_scale + k * BK // A_K * as_k, tile_m * BM, offset_m, M, as_m, A_M, BM, EVEN_M)
+            acc += scaled(product, a_value, 1.0, A_VECTOR, False)
+        else:
+            a_value = tile_scales(a_scale + k * BK // A_K * as_k, tile_m * BM, offset_m, M, as_m, A_M, BM, EVEN_M)
+            b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc += scaled(product, a_value, b_value, A_VECTOR, B_VECTOR)
+        a_pointers += BK * a_k
+        b_pointers += BK * b_k
+
+    if A_K == -1:
+        a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, A_M, BM, EVEN_M)
+        acc = scaled(acc, a_value, 1.0, A_VECTOR, False)
+    if B_K == -1:
+        b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+        acc = scaled(acc, 1.0, b_value, False, B_VECTOR)
+    if bias is not None:
+        acc += tl.load(bias + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
+    result = acc.to(out.dtype.element_ty)
+    if HALVES:
+        # A lane of gfx942 holds 4 neighbours of a row: stores of 8 bytes. Halves are no layout of the matrix
+        # instruction, so they pass through LDS and leave in stores of 16.
+        left, right = tl.split(tl.permute(tl.reshape(result, (BM, 2, BN // 2)), (0, 2, 1)))
+        half_n = tile_n * BN + tl.arange(0, BN // 2)
+        _store(out + batch * out_b, left, offset_m, half_n, M, N, out_m, EVEN_M and EVEN_N)
+        _store(out + batch * out_b, right, offset_m, half_n + BN // 2, M, N, out_m, EVEN_M and EVEN_N)
+    else:
+        _store(out + batch * out_b, result, offset_m, offset_n, M, N, out_m, EVEN_M and EVEN_N)
+
+
+@triton.jit
+def _store(out, tile, offset_m, offset_n, M, N, out_m, EVEN: tl.constexpr):
+    pointers = out + offset_m[:, None] * out_m + offset_n[None, :]
+    if EVEN:
+        tl.store(pointers, tile)
+    else:
+        tl.store(pointers, tile, mask=(offset_m[:, None] < M) & (offset_n[None, :] < N))
+
+
+def plan_scaled_mm(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`; a 2-D operand serves a whole batch.
+
+    `out` is row-major bfloat16, float16 or float32. ValueError for a scale that changes with every element along K.
+    """
+    check_blocks(a_block, b_block)
+    a, a_scale = batched(a), batched(storage(a_scale))
+    b, b_scale = batched(b), batched(storage(b_scale))
+    out = batched(out)
+    batch, m, n = out.shape
+    k = a.shape[2]
+    config = config or choose_config(m, n, k, target)
+    finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
+    bk = min(finite, default=128)
+    return Launch(
+        kernel=scaled_mm,
+        grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
+        args={
+            "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "M": m, "N": n, "K": k,
+            "a_b": _batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
+            "b_b": _batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
+            "out_b": out.stride(0), "out_m": out.stride(1),
+            "as_b": _batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
+            "bs_b": _batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP,
+            "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
+            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
+            "WIDE": is_wide(a, b, out, a_scale, b_scale), "HALVES": config.HALVES,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+        target=target,
+    )  # fmt: skip
+
+
+def check_blocks(a_block: Block, b_block: Block) -> None:
+    """ValueError where a scale does not hold for 32 elements along K."""
+    for name, block, along_k, remedy in (
+        ("a_block", a_block, a_block[1], "quantize a in blocks (1, 128)"),
+        ("b_block", b_block, b_block[0], "quantize b in blocks (128, 1)"),
+    ):
+        if along_k not in _K_BLOCKS:
+            raise ValueError(f"{name} is {block}: a scale must hold for 32, 128 or all elements along K: {remedy}")
+
+
+def _batch_stride(x: Tensor, batch: int) -> int:
+    return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
+
+
+def choose_config(m: int, n: int, k: int, target: Target) -> Config:
+    """The default configuration; none of them spills (tests/test_machine_code.py)."""
+    if target.backend == "hip":
+        return _cdna_config(m, target)
+    if m <= 16:
+        return Config(16, 64, 4, 4)
+    if m <= 32:
+        return Config(32, 64, 4, 4)
+    if target.arch == 90:
+        # On an H200 the best of the pointer kernels: 817 TFLOP/s at (8192, 28672, 4096).
+        return Config(64, 128, 4, 4)
+    if target.arch in (100, 103):
+        # 4 warps spill 42 to 208 registers on sm100.
+        return Config(128, 128, 8, 3)
+    return Config(64, 128, 4, 3)
+
+
+def _cdna_config(m: int, target: Target) -> Config:
+    if target.arch == "gfx942":
+        # 32x32 products spill in TN and wgrad, and so does a bound of 2 waves a SIMD; kpack 2 reads LDS by 16 bytes.
+        options = (("matrix_instr_nonkdim", 16), ("kpack", 2))
+        if m <= 16:
+            return Config(16, 64, 4, 2, HALVES=True, options=options)
+        if m <= 64:
+            return Config(32, 64, 4, 2, HALVES=True, options=options)
+        return Config(128, 128, 4, 2, HALVES=True, options=options)
+    if m <= 16:
+        return Config(16, 64, 4, 2, HALVES=True, options=(("matrix_instr_nonkdim", 16),))
+    if m <= 64:
+        return Config(32, 64, 4, 2, options=(("matrix_instr_nonkdim", 16),))
+    # From 32x32 products v_permlane32_swap makes 16-byte stores; from 16x16 they are of 8 bytes.
+    return Config(128, 128, 4, 2, options=(("matrix_instr_nonkdim", 32),))

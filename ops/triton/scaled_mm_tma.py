@@ -1,0 +1,222 @@
+"""The scaled product on Hopper: operands by TMA, persistent programs, promotion to float32 after every k-block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.triton.scale import storage
+from fp8fn.ops.triton.scaled_mm import check_blocks
+from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
+from fp8fn.ops.triton.views import ceil_div, is_wide
+
+# Depth of a tile: 128 bytes, the widest swizzle of TMA and the extent of a scale along K.
+_BK: Final = 128
+# Fewer rows leave a 64-row instruction of the tensor core mostly empty: the pointer kernel has tiles of 16.
+_LEAST_ROWS: Final = 65
+_TMA_ALIGNMENT: Final = 16
+
+
+@dataclass(frozen=True)
+class TmaConfig:
+    """Tile and compiler options of `scaled_mm_tma`.
+
+    `OCCUPANCY` programs share a multiprocessor, so that one promotes while another multiplies. `SPLIT` stores the tile
+    as two halves, which needs half the shared memory for the output. `FLATTEN` fuses the loops over tiles and over K.
+    `AHEAD` loads the scales of the next k-block while this one's product runs. `PROMOTE = False` leaves scales that
+    hold for all of K to the accumulator of the tensor core, which keeps about 14 bits.
+    """
+
+    BM: int = 128
+    BN: int = 128
+    num_warps: int = 8
+    num_stages: int = 4
+    GROUP: int = 8
+    OCCUPANCY: int = 1
+    SPLIT: bool = False
+    FLATTEN: bool = False
+    AHEAD: bool = False
+    PROMOTE: bool = True
+
+
+# 900 TFLOP/s at (8192, 28672, 4096) on an H200, against 817 of the best pointer kernel.
+DEFAULT: Final = TmaConfig()
+
+
+@triton.jit
+def scaled_mm_tma(
+    a, b, out, a_scale, b_scale, bias, M, N, K, out_m, as_m, as_k, bs_k, bs_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, PROGRAMS: tl.constexpr,
+    A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, OUT_TMA: tl.constexpr, WIDE: tl.constexpr,
+    SPLIT: tl.constexpr, FLATTEN: tl.constexpr, AHEAD: tl.constexpr, PROMOTE: tl.constexpr,
+):  # fmt: skip
+    """Tiles `program, program + PROGRAMS, ...`; `a (M, K)`, `b (N, K)` and, with OUT_TMA, `out` are descriptors."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    blocks_k = tl.cdiv(K, BK)
+    A_VECTOR: tl.constexpr = A_M != -1 and A_M % BM != 0
+    B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
+    A_PER_K: tl.constexpr = A_K != -1
+    B_PER_K: tl.constexpr = B_K != -1
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, PROGRAMS, flatten=FLATTEN):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+        start_m = tile_m * BM
+        start_n = tile_n * BN
+        offset_m = start_m + tl.arange(0, BM)
+        offset_n = start_n + tl.arange(0, BN)
+        acc = tl.zeros((BM, BN), tl.float32)
+        if AHEAD and A_PER_K:
+            a_next = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+        if AHEAD and B_PER_K:
+            b_next = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+        for k in range(blocks_k):
+            a_tile = a.load([start_m, k * BK])
+            b_tile = b.load([start_n, k * BK])
+            a_value = 1.0
+            b_value = 1.0
+            if A_PER_K:
+                if AHEAD:
+                    a_value = a_next
+                    following = tl.minimum(k + 1, blocks_k - 1)
+                    a_next = tile_scales(a_scale + following * as_k, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+                else:
+                    a_value = tile_scales(a_scale + k * as_k, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+            if B_PER_K:
+                if AHEAD:
+                    b_value = b_next
+                    following = tl.minimum(k + 1, blocks_k - 1)
+                    b_next = tile_scales(b_scale + following * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+                else:
+                    b_value = tile_scales(b_scale + k * bs_k, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            if A_PER_K or B_PER_K:
+                product = tl.dot(a_tile, b_tile.T)
+                acc += scaled(product, a_value, b_value, A_VECTOR and A_PER_K, B_VECTOR and B_PER_K)
+            elif PROMOTE:
+                acc += tl.dot(a_tile, b_tile.T)
+            else:
+                acc = tl.dot(a_tile, b_tile.T, acc)
+
+        if not A_PER_K:
+            a_whole = tile_scales(a_scale, start_m, offset_m, M, as_m, A_M, BM, EVEN_M)
+            acc = scaled(acc, a_whole, 1.0, A_VECTOR, False)
+        if not B_PER_K:
+            b_whole = tile_scales(b_scale, start_n, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc = scaled(acc, 1.0, b_whole, False, B_VECTOR)
+        if bias is not None:
+            acc += tl.load(bias + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
+        if OUT_TMA:
+            if SPLIT:
+                left, right = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN // 2)), (0, 2, 1)))
+                out.store([start_m, start_n], left.to(out.dtype))
+                out.store([start_m, start_n + BN // 2], right.to(out.dtype))
+            else:
+                out.store([start_m, start_n], acc.to(out.dtype))
+        else:
+            rows = offset_m[:, None]
+            if WIDE:
+                rows = rows.to(tl.int64)
+            inside = (offset_m[:, None] < M) & (offset_n[None, :] < N)
+            tl.store(out + rows * out_m + offset_n[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+def accepts(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target,
+) -> str | None:  # fmt: skip
+    """None where `plan_scaled_mm_tma` takes these operands, else the reason why not."""
+    if target.backend != "cuda" or target.arch != 90:
+        return f"{target.name} is not sm90"
+    if out.dim() != 2 or a.dim() != 2 or b.dim() != 2:
+        return "an operand is a batch"
+    if a.dtype not in OCP or b.dtype not in OCP:
+        return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
+    if 32 in (a_block[1], b_block[0]):
+        return "a scale holds for 32 elements along K"
+    if a.shape[0] < _LEAST_ROWS:
+        return f"M is {a.shape[0]}, below {_LEAST_ROWS}"
+    if a.shape[1] == 0:
+        return "K is 0"
+    for name, operand in (("a", a), ("b.mT", b.mT)):
+        if (fault := _tma_fault(operand)) is not None:
+            return f"{name} {fault}"
+    return None
+
+
+def _tma_fault(x: Tensor) -> str | None:
+    """Why TMA cannot address the matrix, or None."""
+    if x.stride(1) != 1:
+        return f"has stride {x.stride(1)} along its last axis, not 1"
+    if x.stride(0) * x.element_size() % _TMA_ALIGNMENT:
+        return f"has a row stride of {x.stride(0) * x.element_size()} bytes, no multiple of 16"
+    if x.stride(0) < x.shape[1]:
+        return f"has rows of {x.shape[1]} elements at a stride of {x.stride(0)}"
+    # Meta tensors answer too: their base is 0.
+    if x.data_ptr() % _TMA_ALIGNMENT:
+        return "starts at an address that is no multiple of 16"
+    return None
+
+
+def plan_scaled_mm_tma(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, config: TmaConfig | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`, K contiguous in both operands; see `accepts`."""
+    check_blocks(a_block, b_block)
+    (m, k), n = a.shape, b.shape[1]
+    config = config or choose_config(m, n, k, target)
+    a_scale, b_scale = storage(a_scale), storage(b_scale)
+    through_tma = _tma_fault(out) is None
+    width = config.BN // 2 if config.SPLIT else config.BN
+    tiles = ceil_div(m, config.BM) * ceil_div(n, config.BN)
+    programs = min(tiles, config.OCCUPANCY * target.cores)
+    return Launch(
+        kernel=scaled_mm_tma,
+        grid=(programs, 1, 1),
+        args={
+            "a": TensorDescriptor.from_tensor(a, [config.BM, _BK]),
+            "b": TensorDescriptor.from_tensor(b.mT, [config.BN, _BK]),
+            "out": TensorDescriptor.from_tensor(out, [config.BM, width]) if through_tma else out,
+            "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "M": m, "N": n, "K": k, "out_m": out.stride(0),
+            "as_m": a_scale.stride(0), "as_k": a_scale.stride(1), "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": _BK, "GROUP": config.GROUP, "PROGRAMS": programs,
+            "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
+            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
+            "OUT_TMA": through_tma, "WIDE": is_wide(out),
+            "SPLIT": config.SPLIT, "FLATTEN": config.FLATTEN, "AHEAD": config.AHEAD, "PROMOTE": config.PROMOTE,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages},
+        target=target,
+    )  # fmt: skip
+
+
+def choose_config(m: int, n: int, k: int, target: Target) -> TmaConfig:
+    """The default configuration for a shape."""
+    return DEFAULT
+
+
+def candidates(m: int, n: int, k: int) -> tuple[TmaConfig, ...]:
+    """Configurations worth timing for a shape; none of them spills."""
+    return (
+        DEFAULT,
+        TmaConfig(num_stages=5, SPLIT=True),
+        TmaConfig(AHEAD=True),
+        TmaConfig(FLATTEN=True),
+        TmaConfig(GROUP=16),
+        TmaConfig(BM=64, num_warps=4, num_stages=4, OCCUPANCY=2),
+        TmaConfig(BM=64, num_warps=4, num_stages=4, OCCUPANCY=2, SPLIT=True, AHEAD=True),
+        TmaConfig(BM=64, num_warps=4, num_stages=2, OCCUPANCY=3),
+        TmaConfig(BN=64, num_warps=4, num_stages=4, OCCUPANCY=2),
+    )
