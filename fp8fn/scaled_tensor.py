@@ -60,8 +60,12 @@ class ScaledTensor:
         return ScaledTensor(self.data.mT, self.scale.mT, swap(self.block))
 
     def to(self, device: torch.device | str) -> ScaledTensor:
-        """The same values on another device, with the same strides."""
-        return ScaledTensor(self.data.to(device), self.scale.to(device), self.block)
+        """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
+        data, scale = (
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+            for t in (self.data, self.scale)
+        )
+        return ScaledTensor(data, scale, self.block)
 
     def __repr__(self) -> str:
         rows, columns = self.block

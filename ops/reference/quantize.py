@@ -65,7 +65,8 @@ def _scale_of(amax: Tensor, dtype: torch.dtype, scale: str) -> Tensor:
         exponent = (amax.view(torch.int32) >> 23) - fp8_max_exponent(dtype)
         power = _power_of_two(exponent.clamp_min(0))
         return torch.where(amax.isfinite(), power, torch.nan)
-    exact = amax.clamp_min(AMAX_FLOOR) / fp8_max(dtype)
+    # A tensor and not a number: CUDA multiplies by a number's reciprocal, which rounds twice.
+    exact = amax.clamp_min(AMAX_FLOOR) / amax.new_full((), fp8_max(dtype))
     if scale == "fp32":
         return exact
     rounded_up = ((exact.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
