@@ -24,7 +24,7 @@ _LEFT_ALONE: Final = {torch.einsum: "einsum", torch.functional.einsum: "einsum",
 # What a weight may pass through between the parameter and the product: views and casts.
 _VIEWS: Final = {
     "t", "T", "mT", "transpose", "permute", "swapaxes", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand",
-    "contiguous", "clone", "detach", "alias", "to", "type", "float", "half", "bfloat16", "getattr",
+    "contiguous", "clone", "detach", "alias", "to", "type", "float", "half", "bfloat16", "double", "getattr",
 }  # fmt: skip
 
 

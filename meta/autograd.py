@@ -30,10 +30,10 @@ def gemm(
     if b.ndim > 2:
         batch: torch.Size = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         lead = (*batch, a.shape[-2])
-        a = a.expand(*batch, *a.shape[-2:]).reshape(-1, *a.shape[-2:])
-        b = b.expand(*batch, *b.shape[-2:]).reshape(-1, *b.shape[-2:])
+        a = a.expand(*batch, *a.shape[-2:]).flatten(0, -3)  # not reshape(-1, …), which an empty matrix leaves open
+        b = b.expand(*batch, *b.shape[-2:]).flatten(0, -3)
     elif a.ndim > 2:
-        a = a.reshape(-1, a.shape[-1])
+        a = a.flatten(0, -2)
     out: Tensor
     if single_level.is_tracked(a, b, bias):
         out = single_level.apply(Gemm, a, b, bias, parsed, out_dtype)

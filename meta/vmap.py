@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.recipe import parse_recipe
 
 
@@ -48,7 +49,7 @@ def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         return torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)  # type: ignore[no-any-return]
 
-    return _with_bias(product, bias, bias_dim, out_dtype or args[0].dtype), 0
+    return _with_bias(product, bias, bias_dim, out_dtype or default_out_dtype(args[0])), 0
 
 
 def _with_bias(product: Any, bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype) -> Tensor:

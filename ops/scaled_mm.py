@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.layout import BLOCKS, Block, scale_shape
+from fp8fn.ops.layout import BLOCKS, Block, matrix_strides, scale_shape
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -90,6 +90,17 @@ def empty_output(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
     return a.new_empty((*batch, a.shape[-2], b.shape[-1]), dtype=out_dtype or torch.bfloat16)
 
 
+def contiguous_along_k(b: Tensor) -> Tensor:
+    """`b (..., K, N)` with K contiguous, as Hopper's FP8 wgmma reads both operands; a row-major one is copied.
+
+    Triton would turn a row-major tile around byte by byte in every program: the copy moves 2 bytes an element once.
+    """
+    if b.stride(-2) == 1 or b.stride(-1) != 1:
+        return b
+    strides = matrix_strides(b.shape, column_major=True, align=16)
+    return torch.empty_strided(b.shape, strides, dtype=b.dtype, device=b.device).copy_(b)
+
+
 def scaled_mm_reference(
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
@@ -115,5 +126,7 @@ def scaled_mm_kernel(
         return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out.dtype)
     from fp8fn.ops.tuning.choose import plan_scaled_mm
 
+    if target.name == "sm90":
+        a, b = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
     plan_scaled_mm(a, a_scale, left, b, b_scale, right, bias, out, target).run()
     return out
