@@ -1,0 +1,50 @@
+"""The shapes that tests and benchmarks use: the 84 of Primus-Turbo's suite, and the anchors measured on every peer."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class Shape(NamedTuple):
+    """A linear layer's product `(M, K) @ (K, N)`; `id` counts as the suite does, from 1."""
+
+    id: int
+    model: str
+    M: int
+    N: int
+    K: int
+
+
+_MODELS: Final = (
+    ("Llama-2-7B", 4096, ((12288, 4096), (4096, 4096), (22016, 4096), (4096, 11008))),
+    ("Llama-2-70B", 4096, ((10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672))),
+    ("Llama-3.1-8B", 8192, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))),
+    ("Llama-3.1-405B", 8192, ((18432, 16384), (16384, 16384), (106496, 16384), (16384, 53248))),
+    ("Qwen2.5-7B", 8192, ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944))),
+    ("Qwen2.5-72B", 8192, ((10240, 8192), (8192, 8192), (59136, 8192), (8192, 29568))),
+    ("Mistral-7B", 4096, ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))),
+)
+
+
+def _llm84() -> tuple[Shape, ...]:
+    shapes: list[Shape] = []
+    for model, sequence, layers in _MODELS:
+        for micro_batch in (1, 2, 4):
+            shapes += [Shape(len(shapes) + i, model, sequence * micro_batch, *nk) for i, nk in enumerate(layers, 1)]
+    return tuple(shapes)
+
+
+# Models outer, micro-batch, then qkv, out, gate_up, down: the order of the suite's ids.
+LLM84: Final = _llm84()
+
+# One of every kind: small, square, wide N, deep K, and 47, whose output has more than 2**31 elements.
+SAMPLE_IDS: Final = (1, 16, 30, 50, 64, 47)
+
+ANCHORS: Final = (
+    (4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672),
+)  # fmt: skip
+
+
+def shape(id: int) -> Shape:
+    """The shape of the suite with this id, from 1 to 84."""
+    return LLM84[id - 1]
