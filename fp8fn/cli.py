@@ -1,0 +1,77 @@
+"""The command line, `python -m fp8fn COMMAND`: a table of commands, each a module with `main(argv) -> int`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command; its module is imported only when it is run, so that help stays quick."""
+
+    summary: str
+    module: str
+
+
+@dataclass(frozen=True)
+class Group:
+    """A command whose next word names one of its own commands."""
+
+    summary: str
+    commands: Mapping[str, Command | Group]
+
+
+COMMANDS: Final = Group(
+    "FP8 matrix multiplication for PyTorch.",
+    {
+        "demo": Command("train a small GPT with and without FP8, and compare", "fp8fn.demo.command"),
+        "env": Command("print versions, devices and the kernels that serve them", "fp8fn.environment"),
+        "bench": Group(
+            "Measurements.",
+            {
+                "overhead": Command("the cost of a call, apart from its kernels", "fp8fn.bench.overhead"),
+                "readme": Command("make the README's tables from the committed results", "fp8fn.bench.readme"),
+                "dense": Command("products and quantizers of a linear layer, beside bf16", "fp8fn.bench.dense"),
+            },
+        ),
+    },
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (the process's own arguments unless given) names, and return its exit status."""
+    return _dispatch(COMMANDS, list(sys.argv[1:] if argv is None else argv), "python -m fp8fn")
+
+
+def _dispatch(group: Group, argv: list[str], program: str) -> int:
+    command = group.commands.get(argv[0]) if argv else None
+    if isinstance(command, Group):
+        return _dispatch(command, argv[1:], f"{program} {argv[0]}")
+    if isinstance(command, Command):
+        return int(importlib.import_module(command.module).main(argv[1:]))
+    parser = _parser(group, program)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    # What is left for argparse: --help, --version, and the error for an unknown command.
+    parser.parse_args(argv)
+    return 2
+
+
+def _parser(group: Group, program: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=program, description=group.summary, epilog=f"{program} COMMAND --help shows the options of a command"
+    )
+    if group is COMMANDS:
+        from fp8fn.version import __version__
+
+        parser.add_argument("--version", action="version", version=f"fp8fn {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in group.commands.items():
+        commands.add_parser(name, help=command.summary, add_help=False)
+    return parser

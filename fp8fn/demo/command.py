@@ -1,0 +1,154 @@
+"""`python -m fp8fn demo`: the options, what must be installed, and the order of what is shown."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+import fp8fn
+from fp8fn.demo.compare import build, compare, in_fp8
+from fp8fn.demo.corpus import standard_library
+from fp8fn.demo.model import GPT
+from fp8fn.demo.presets import PRESETS, default_size
+from fp8fn.demo.report import conclusion, plot, table, verdict
+from fp8fn.demo.train import Plan
+from fp8fn.environment import device_name, missing_for_inductor
+from fp8fn.ops.recipe import PRESETS as RECIPES
+from fp8fn.ops.recipe import parse_recipe
+from fp8fn.ops.targets import check_supported, target_of
+
+_PACKAGES = ("matplotlib", "tabulate", "tqdm")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo; 0 if FP8's final validation loss is at most 1 % above the baseline's, else 1; 2 if it can't run."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    device: torch.device = arguments.device
+    problem = (
+        missing_packages()
+        or _unregistered()
+        or (missing_for_inductor() if device.type == "cpu" else _unsuitable(device))
+    )
+    if problem:
+        parser.exit(2, f"{parser.prog}: {problem}\n")
+
+    preset = PRESETS[arguments.size or default_size(device.type)]
+    plan = Plan(
+        device=device,
+        steps=arguments.steps or preset.steps,
+        batch=arguments.batch or preset.batch,
+        learning_rate=preset.learning_rate,
+        seed=arguments.seed,
+    )
+    corpus = standard_library()
+    model = build(preset.model, plan)
+    print(
+        f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M parameters on {device_name(device)}; "
+        f"{plan.steps} steps of {plan.batch} x {model.config.context} bytes; "
+        f"{'bf16 autocast' if device.type == 'cuda' else 'float32'} against FP8 ({arguments.recipe})\n",
+        flush=True,
+    )
+    _explain(model, plan, arguments.recipe)
+    baseline, fp8 = compare(model, corpus, plan, in_fp8(arguments.recipe), progress=_progress)
+
+    print(f"\n{table(baseline, fp8)}\n")
+    if device.type == "cpu":
+        print("A CPU has no FP8 instructions: there the reference runs, which dequantizes and multiplies in float32.")
+        print("Its losses and bytes are those of a GPU's formats; its speed is not what FP8 is for.")
+    plot(baseline, fp8, arguments.plot)
+    print(f"Loss curves: {arguments.plot}")
+    print(conclusion(baseline.final_loss, fp8.final_loss))
+    return verdict(baseline.final_loss, fp8.final_loss)
+
+
+def missing_packages() -> str | None:
+    """How to install what the demo needs beyond fp8fn itself, or None."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} not installed: pip install 'fp8fn[demo]'" if missing else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    sizes = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn demo",
+        description="Train a byte-level GPT on the Python standard library's sources twice, from the same weights on "
+        "the same batches: compiled by Inductor as it is, and compiled by fp8fn with its GEMMs in FP8. Prints which "
+        "GEMMs were substituted, the final losses, the speeds and the bytes saved for the backward.",
+        epilog="Exit status: 0 if FP8's final validation loss is at most 1 % above the baseline's, else 1; "
+        "2 if the demo could not run.",
+    )
+    parser.add_argument(
+        "--device", type=_device, default=_default_device(), help="cpu, cuda or cuda:N (default here: %(default)s)"
+    )
+    parser.add_argument("--size", choices=PRESETS, help=f"{sizes} (default: small on a GPU, tiny elsewhere)")
+    parser.add_argument("--steps", type=_positive, metavar="N", help="training steps (default: the size's own)")
+    parser.add_argument("--batch", type=_positive, metavar="N", help="sequences a step (default: the size's own)")
+    parser.add_argument(
+        "--recipe", type=_recipe, default="blockwise", help=f"one of {', '.join(RECIPES)} (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("fp8fn-demo.png"), metavar="PATH", help="PNG to write (default: %(default)s)"
+    )
+    return parser
+
+
+def _default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no device; use cpu, cuda or cuda:N") from None
+    if device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"fp8fn has no kernels for {text!r}; use cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise argparse.ArgumentTypeError(f"{text!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
+    return device
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def _recipe(text: str) -> str:
+    try:
+        return parse_recipe(text).key
+    except ValueError as reason:
+        raise argparse.ArgumentTypeError(str(reason)) from None
+
+
+def _unregistered() -> str | None:
+    # The backend's name is an entry point of the installed package, which a bare checkout does not have.
+    known = "fp8fn" in torch.compiler.list_backends()
+    return None if known else "torch.compile does not know the backend 'fp8fn': install the package (pip install -e .)"
+
+
+def _unsuitable(device: torch.device) -> str | None:
+    try:
+        check_supported(target_of(device), device)
+    except ValueError as reason:
+        return str(reason)
+    return None
+
+
+def _explain(model: GPT, plan: Plan, recipe: str) -> None:
+    tokens = torch.zeros(plan.batch, model.config.context, dtype=torch.int64, device=plan.device)
+    with plan.autocast:
+        fp8fn.explain(model, tokens, recipe=recipe)
+    print(flush=True)
+
+
+def _progress(name: str, steps: Iterable[int]) -> Iterable[int]:
+    from tqdm import tqdm
+
+    return tqdm(steps, desc=f"{name:<16}", unit="step")

@@ -1,0 +1,46 @@
+"""How many bytes a forward pass keeps for its backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """Bytes that autograd holds after `forward()`, without the parameters and buffers of `model`.
+
+    Counted are whole storages, each once: that is what stays allocated. A copy of a weight in another type, made for
+    the backward, counts. Run it on a compiled module after its first call, so that no compilation runs under the hook.
+    """
+    owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    sizes: dict[int, int] = {}
+    # Held until the end: a storage that died in between could lend its address to another, counted as the same.
+    alive: list[Tensor] = []
+
+    def count(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            sizes[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+        out = forward()
+    for tensor in _unchecked(out):
+        count(tensor)
+    return sum(sizes.values())
+
+
+def _unchecked(out: Tensor) -> list[Tensor]:
+    """Tensors that AOTAutograd keeps as attributes of its node, where no hook sees them (torch 2.10 and later)."""
+    found: list[Tensor] = []
+    pending, seen = [out.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += getattr(node, "_tensors_no_vc_check", None) or []
+            pending += [following for following, _ in node.next_functions]
+    return found

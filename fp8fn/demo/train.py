@@ -1,0 +1,133 @@
+"""One training run of the demo: a model, compiled by a backend, over a fixed sequence of batches."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8fn.demo.corpus import Corpus
+from fp8fn.demo.model import GPT
+from fp8fn.demo.saved import bytes_saved
+
+# Compilation is in the first step; allocators, caches and clocks settle in the next few.
+WARM_UP: Final = 5
+CLIP: Final = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What both runs share; `batch` counts sequences, and `seed` fixes the weights and the batches."""
+
+    device: torch.device
+    steps: int
+    batch: int
+    learning_rate: float
+    seed: int = 0
+    evaluations: int = 8
+    validation_batches: int = 8
+
+    @property
+    def autocast(self) -> torch.autocast:
+        """bf16 over float32 master weights on a GPU; float32 throughout on a CPU."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def rate(self, step: int) -> float:
+        """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the learning rate."""
+        warm = min(1.0, (step + 1) / max(1.0, self.steps / 10))
+        return self.learning_rate * warm * (0.55 + 0.45 * math.cos(math.pi * step / self.steps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A name, and what `torch.compile` is told."""
+
+    name: str
+    backend: str
+    options: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came out of one training; losses are in nats per byte, `validation` pairs a step with a loss."""
+
+    name: str
+    losses: list[float]
+    validation: list[tuple[int, float]]
+    step_seconds: list[float]
+    tokens_per_step: int
+    saved_bytes: int
+
+    @property
+    def final_loss(self) -> float:
+        return self.validation[-1][1]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """From the median step after the warm-up; of a run shorter than that, from its last step."""
+        return self.tokens_per_step / statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds[-1:])
+
+
+def train(
+    model: GPT, variant: Variant, corpus: Corpus, plan: Plan, progress: Callable[[Iterable[int]], Iterable[int]] = iter
+) -> Run:
+    """Train `model` in place for `plan.steps`; `progress` wraps the step numbers, as `tqdm` does."""
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend=variant.backend, options=variant.options)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    batches = corpus.batches(plan.batch, model.config.context, plan.seed)
+    held_out = corpus.validation_batches(plan.validation_batches, plan.batch, model.config.context)
+    every = math.ceil(plan.steps / plan.evaluations)
+    losses: list[float] = []
+    validation: list[tuple[int, float]] = []
+    step_seconds: list[float] = []
+
+    for step in progress(range(plan.steps)):
+        if step % every == 0:
+            validation.append((step, evaluate(compiled, held_out, plan)))
+        inputs, targets = (tensor.to(plan.device) for tensor in next(batches))
+        for group in optimizer.param_groups:
+            group["lr"] = plan.rate(step)
+        begin = time.perf_counter()
+        loss = loss_of(compiled, inputs, targets, plan)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        # Reading a value waits for the whole step on a GPU: it was queued behind the optimizer.
+        losses.append(loss.item())
+        step_seconds.append(time.perf_counter() - begin)
+
+    validation.append((plan.steps, evaluate(compiled, held_out, plan)))
+    inputs, _ = next(batches)
+    with plan.autocast:
+        saved = bytes_saved(model, lambda: compiled(inputs.to(plan.device)))
+    return Run(
+        name=variant.name,
+        losses=losses,
+        validation=validation,
+        step_seconds=step_seconds,
+        tokens_per_step=plan.batch * model.config.context,
+        saved_bytes=saved,
+    )
+
+
+def loss_of(model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, plan: Plan) -> Tensor:
+    """Mean cross entropy of the next byte, in nats; the softmax in float32."""
+    with plan.autocast:
+        logits = model(inputs)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+@torch.no_grad()
+def evaluate(model: Callable[[Tensor], Tensor], batches: list[tuple[Tensor, Tensor]], plan: Plan) -> float:
+    """The mean loss over `batches`, which are of one size."""
+    losses = [loss_of(model, inputs.to(plan.device), targets.to(plan.device), plan) for inputs, targets in batches]
+    return torch.stack(losses).mean().item()
