@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,8 @@ from torch.fx import GraphModule
 
 from fp8fn.lowering.rewrite import Decision, decide
 from fp8fn.ops import targets
-from fp8fn.ops.layout import Block, matrix_strides, scale_shape
+from fp8fn.ops.formats import scale_dtype
+from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.site import Site, Where, check_where
 
@@ -33,7 +35,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The rows of `explain`, one for each product, over all graphs; `str()` is the table."""
+    """The rows of `explain`, one for each product, over all graphs; `str()` is the table.
+
+    In the table, layers that differ in their number alone share a line: `layers.*.mlp.up.weight`, `12x`.
+    """
 
     rows: tuple[Row, ...]
     recipe: str
@@ -44,16 +49,19 @@ class Explanation:
         return sum(row.reason is None for row in self.rows)
 
     def __str__(self) -> str:
-        head = ("node", "source", "weight", "M,N,K", "kernel, or why not")
+        alike: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.rows:
+            outcome = row.kernel or f"- {row.reason}"
+            name = re.sub(r"\b\d+\b", "*", row.weight)
+            alike.setdefault((row.source, name, ",".join(map(str, row.shape)), outcome), []).append(row)
         body = [
-            (row.node, row.source, row.weight, ",".join(map(str, row.shape)), row.kernel or f"- {row.reason}")
-            for row in self.rows
+            (rows[0].node, f"{len(rows)}x", source, rows[0].weight if len(rows) == 1 else name, shape, outcome)
+            for (source, name, shape, outcome), rows in alike.items()
         ]
+        head = ("node", "", "source", "weight", "M,N,K", "kernel, or why not")
         widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in (head, *body)
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        rule = tuple("-" * width for width in widths)
+        lines = ["  ".join(map(str.ljust, line, widths)) for line in (head, rule, *body)]
         count = f"{self.substituted} of {len(self.rows)} products in FP8, recipe {self.recipe}, {self.graphs} graph(s)"
         return "\n".join(line.rstrip() for line in (*lines, count))
 
@@ -112,8 +120,8 @@ def kernel_name(site: Site, recipe: Recipe) -> str:
         return "reference (plain PyTorch)"
     from fp8fn.ops.tuning.choose import plan_scaled_mm
 
-    sizes = [size if isinstance(size, int) else size.node.hint for size in (site.m, site.n, site.k)]
-    m, n, k = sizes
+    # Of a symbolic size, the one that it was traced with.
+    m, n, k = (size if isinstance(size, int) else size.node.hint for size in (site.m, site.n, site.k))
     native = targets.native_e4m3(target)
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
@@ -124,9 +132,6 @@ def kernel_name(site: Site, recipe: Recipe) -> str:
 def _operand(
     shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool
 ) -> tuple[Tensor, Tensor, Block]:
-    from fp8fn.ops.formats import scale_dtype
-    from fp8fn.ops.layout import scale_is_column_major
-
     data = torch.empty_strided(shape, matrix_strides(shape, column_major, 16), dtype=dtype, device="meta")
     scales, kind = scale_shape(shape, block), scale_dtype(recipe.scale)
     strides = matrix_strides(scales, scale_is_column_major(column_major, block), 16 // kind.itemsize)
