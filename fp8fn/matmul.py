@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
+from fp8fn.ops.scaled_mm import broadcast_batch
 from fp8fn.scaled_tensor import ScaledTensor
 
 
@@ -58,7 +59,7 @@ def _scaled_product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_d
     args = (*_parts(a), *_parts(b))
     if a.ndim <= 3 and b.ndim <= 3:
         return torch.ops.fp8fn.scaled_mm(*args, bias, out_dtype)  # type: ignore[no-any-return]
-    lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]
     return torch.ops.fp8fn.scaled_mm(*flat, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
 

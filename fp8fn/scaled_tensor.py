@@ -67,6 +67,19 @@ class ScaledTensor:
         )
         return ScaledTensor(data, scale, self.block)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle and copy know no storage of FP8: they get the bytes, and the types beside them.
+        data, scale = self.data.view(torch.uint8), self.scale
+        if scale.dtype != torch.float32:
+            scale = scale.view(torch.uint8)
+        return {"data": data, "scale": scale, "dtypes": (self.dtype, self.scale.dtype), "block": self.block}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, dtype in zip(("data", "scale"), state["dtypes"], strict=True):
+            object.__setattr__(self, name, state[name].view(dtype))
+        object.__setattr__(self, "block", state["block"])
+        self.__post_init__()
+
     def __repr__(self) -> str:
         rows, columns = self.block
         kind = "e8m0" if self.scale.dtype == SCALE_DTYPES[1] else "fp32"

@@ -12,6 +12,7 @@ from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.gemm import Quantized
 from fp8fn.ops.layout import is_column_major, swap
 from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.scaled_mm import broadcast_batch
 
 
 def gemm(
@@ -28,7 +29,7 @@ def gemm(
         out_dtype = gemm_op.default_out_dtype(a)
     lead: tuple[int, ...] | None = None if a.ndim == b.ndim == 2 else a.shape[:-1]
     if b.ndim > 2:
-        batch: torch.Size = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        batch = broadcast_batch("gemm", a, b)
         lead = (*batch, a.shape[-2])
         a = a.expand(*batch, *a.shape[-2:]).flatten(0, -3)  # not reshape(-1, …), which an empty matrix leaves open
         b = b.expand(*batch, *b.shape[-2:]).flatten(0, -3)

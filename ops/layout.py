@@ -29,6 +29,19 @@ BLOCKS: Final[tuple[Block, ...]] = (
 )  # fmt: skip
 
 
+def known_block(block: Sequence[int]) -> Block | None:
+    """The block of `BLOCKS` with these sizes, None where there is none.
+
+    Sizes are compared one by one, and the result is constants: torch.compile may have made those of a `ScaledTensor`
+    symbolic, and SymPy does not come back from the one condition that `block in BLOCKS` then is.
+    """
+    if len(block) == 2:
+        for known in BLOCKS:
+            if block[0] == known[0] and block[1] == known[1]:
+                return known
+    return None
+
+
 def swap(block: Block) -> Block:
     """The block of the transposed matrix."""
     return block[1], block[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
-from fp8fn.ops.layout import BLOCKS, Block, contracts_rows, empty_data, empty_scale, is_square, swap
+from fp8fn.ops.layout import BLOCKS, Block, contracts_rows, empty_data, empty_scale, is_square, known_block, swap
 
 QUANTIZE_SCHEMA: Final = (
     'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32") -> (Tensor, Tensor)'
@@ -28,9 +28,10 @@ def check_quantize(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, name: str = "quantize"
 ) -> tuple[Block, torch.dtype]:
     """The block as a tuple and the element type, or the error that says which argument is wrong and what would work."""
-    pair = (block[0], block[1]) if len(block) == 2 else tuple(block)
-    if pair not in BLOCKS:
-        raise ValueError(f"{name}: block={pair} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
+    pair = known_block(block)
+    if pair is None:
+        given = tuple(block)
+        raise ValueError(f"{name}: block={given} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"{name}: x has dtype {x.dtype}; use bfloat16, float16 or float32, x.to(torch.float32) for one")
     if x.ndim < 2:

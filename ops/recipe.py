@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Final
@@ -26,13 +27,17 @@ def _write(value: object) -> str:
 
 def _read(name: str, text: str) -> object:
     if name.endswith("_block"):
-        rows, _, columns = text.partition("x")
-        return int(rows), int(columns)
+        found = re.fullmatch(r"(-?\d+)x(-?\d+)", text)
+        if found is None:
+            raise ValueError(f"recipe: {name}={text!r} is not a block; write it as '128x128', with -1 for a whole axis")
+        return int(found[1]), int(found[2])
     if name.endswith("_dtype"):
         if text not in _DTYPES:
             raise ValueError(f"recipe: {name}={text!r} is not an FP8 type; use one of {', '.join(_DTYPES)}")
         return _DTYPES[text]
     if name == "second_order":
+        if text not in ("True", "False"):
+            raise ValueError(f"recipe: {name}={text!r} is neither 'True' nor 'False'")
         return text == "True"
     return text
 
@@ -140,6 +145,8 @@ def parse_recipe(key: str) -> Recipe:
         if name not in kinds:
             near = difflib.get_close_matches(name, kinds, n=1) or sorted(kinds)
             raise ValueError(f"recipe={key!r}: Recipe has no field {name!r}; did you mean {near[0]!r}?")
+        if name in values:
+            raise ValueError(f"recipe={key!r} names the field {name!r} twice; give it once")
         values[name] = _read(name, text)
     return Recipe(**values)  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.layout import BLOCKS, Block, matrix_strides, scale_shape
+from fp8fn.ops.layout import BLOCKS, Block, known_block, matrix_strides, scale_shape
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -38,17 +38,35 @@ def check_scaled_mm(
         if along == 1:
             remedy = (1, 128) if name == "a" else (128, 1)
             raise ValueError(f"scaled_mm: {name}_block={block} has a scale for each element of K; use {remedy}")
+    if a_scale.dtype != b_scale.dtype:
+        late, block = ("a", left) if a_scale.dtype == torch.float32 else ("b", right)
+        raise ValueError(
+            f"scaled_mm: a_scale has dtype {a_scale.dtype} and b_scale {b_scale.dtype}; both must have one format: "
+            f"fp8fn.quantize(x, {block}, scale='e8m0') for {late}, or float32 for both"
+        )
     for name, scale in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale)):
         if scale.device != a.device:
             raise ValueError(f"scaled_mm: a is on {a.device} and {name} on {scale.device}; move them to one device")
     return left, right
 
 
+def broadcast_batch(name: str, a: Tensor, b: Tensor) -> torch.Size:
+    """The leading dimensions of a product."""
+    try:
+        return torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-any-return]
+    except RuntimeError:
+        left, right = tuple(a.shape[:-2]), tuple(b.shape[:-2])
+        raise ValueError(
+            f"{name}: a has leading dimensions {left} and b {right}, which do not broadcast; make them equal, or 1"
+        ) from None
+
+
 def check_operand(name: str, data: Tensor, scale: Tensor, block: Sequence[int]) -> Block:
     """Checks the invariants of scaled data (`ScaledTensor`) and returns its block as a tuple."""
-    pair = (block[0], block[1]) if len(block) == 2 else tuple(block)
-    if pair not in BLOCKS:
-        raise ValueError(f"{name}: block={pair} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
+    pair = known_block(block)
+    if pair is None:
+        given = tuple(block)
+        raise ValueError(f"{name}: block={given} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
     if data.dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: data has dtype {data.dtype}; it must be an FP8 type, as fp8fn.quantize makes it")
     if scale.dtype not in SCALE_DTYPES:

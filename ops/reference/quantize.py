@@ -7,12 +7,14 @@ section 6.3: `scale = 2 ** (floor(log2(amax)) - emax)`, at least `2 ** -127`, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent
-from fp8fn.ops.layout import Block, empty_data, empty_scale, extent, scale_shape
+from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, extent, scale_shape
 
 
 def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
@@ -24,7 +26,9 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[T
     block_scale = _scale_of(tiles.abs().amax((-3, -1)), dtype, scale)
     inverse = (1.0 / block_scale)[..., :, None, :, None]
     largest = fp8_max(dtype)
-    data.copy_(merge((tiles * inverse).clamp_(-largest, largest), x.shape[-2], x.shape[-1]))
+    values = merge((tiles * inverse).clamp_(-largest, largest), x.shape[-2], x.shape[-1]).to(dtype)
+    # As bytes: PyTorch's CPU copy that casts and transposes at once is twice as slow as one after the other.
+    data.view(torch.uint8).copy_(values.view(torch.uint8))
     return data, scales.copy_(block_scale)
 
 
@@ -39,9 +43,20 @@ def dequantize(data: Tensor, scale: Tensor, block: Block) -> Tensor:
         raise ValueError(
             f"scale has shape {tuple(scale.shape)}, data {tuple(data.shape)} in {block} blocks needs another"
         )
-    if data.numel() == 0:
-        return data.float()
-    return merge(split(data.float(), block) * scale.float()[..., :, None, :, None], data.shape[-2], data.shape[-1])
+    return data.float() * spread(scale.float(), data.shape, block)
+
+
+def spread(scale: Tensor, shape: Sequence[int], block: Block) -> Tensor:
+    """`(..., ceil(M / r), ceil(N / c))` → `(..., M, N)`, or what broadcasts to it.
+
+    By an index, not by views: of `x * scale[..., None].expand(...).flatten(-2)` in 16 bits, Inductor's C++ code leaves
+    the columns of a partial last block unwritten (PyTorch 2.13).
+    """
+    for dim in (-2, -1):
+        if block[dim] not in (1, WHOLE):
+            index = torch.arange(shape[dim], device=scale.device) // block[dim]
+            scale = scale.index_select(dim, index)
+    return scale
 
 
 def split(x: Tensor, block: Block) -> Tensor:
