@@ -1,0 +1,61 @@
+"""What every test shares: a seed, one thread, the skip of GPU tests, opcheck for FP8, a fresh Dynamo."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The tensors are small: on two busy cores, a second thread made 288 tests take 57 s in place of 2.
+    torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA or HIP device, and torch.cuda.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """The CPU, and the GPU where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """For a test that compiles: no graph of another test counts towards the recompile limit or its counters."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def fp8_opcheck(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
+    """`torch.library.opcheck`, which compares its inputs before and after by an allclose that has no FP8 kernel."""
+    narrow = {*FP8_DTYPES, *SCALE_DTYPES} - {torch.float32}
+    allclose = torch.allclose
+
+    def widened(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> bool:
+        if a.dtype == b.dtype and a.dtype in narrow:
+            return allclose(a.float(), b.float(), *args, **kwargs)
+        return allclose(a, b, *args, **kwargs)
+
+    monkeypatch.setattr(torch, "allclose", widened)
+    return torch.library.opcheck
