@@ -84,18 +84,23 @@ same_graphs = pytest.mark.skipif(
 @same_graphs
 def test_dynamo_graph() -> None:
     texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=False)
-    assert_expected_inline(texts["dynamo"], """\
+    assert_expected_inline(
+        texts["dynamo"],
+        """\
 transpose = transpose(l_self_modules_up_parameters_weight_, -2, -1)
 gemm_default = gemm(l_x_, transpose, l_self_modules_up_parameters_bias_, blockwise, None)
 relu = relu(gemm_default)
 transpose_1 = transpose(l_self_modules_down_parameters_weight_, -2, -1)
-gemm_default_1 = gemm(relu, transpose_1, l_self_modules_down_parameters_bias_, blockwise, None)""")
+gemm_default_1 = gemm(relu, transpose_1, l_self_modules_down_parameters_bias_, blockwise, None)""",
+    )
 
 
 @same_graphs
 def test_forward_graph_static() -> None:
     texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=False)
-    assert_expected_inline(texts["forward"], """\
+    assert_expected_inline(
+        texts["forward"],
+        """\
 transpose = transpose.int(primals_1, -2, -1)
 quantize_dual = quantize_dual(primals_3)
 quantize = quantize(transpose, [128, 128])
@@ -105,13 +110,16 @@ detach = detach(relu)
 transpose_1 = transpose.int(primals_4, -2, -1)
 quantize_dual_1 = quantize_dual(relu)
 quantize_1 = quantize(transpose_1, [128, 128])
-scaled_mm_1 = scaled_mm(quantize_dual_1[0], quantize_dual_1[1], [1, 128], quantize_1[0], quantize_1[1], [128, 128], primals_5, torch.float32)""")
+scaled_mm_1 = scaled_mm(quantize_dual_1[0], quantize_dual_1[1], [1, 128], quantize_1[0], quantize_1[1], [128, 128], primals_5, torch.float32)""",
+    )
 
 
 @same_graphs
 def test_backward_graph_static() -> None:
     texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=False)
-    assert_expected_inline(texts["backward"], """\
+    assert_expected_inline(
+        texts["backward"],
+        """\
 sum_1 = sum.dim_IntList(tangents_1, [0])
 quantize_dual_2 = quantize_dual(tangents_1)
 transpose_2 = transpose.int(getitem_10, -2, -1)
@@ -130,13 +138,16 @@ transpose_8 = transpose.int(quantize_2[0], -2, -1)
 transpose_9 = transpose.int(quantize_2[1], -2, -1)
 scaled_mm_4 = scaled_mm(transpose_8, transpose_9, [1, 128], getitem_2, getitem_3, [128, 1], None, torch.float32)
 transpose_10 = transpose.int(scaled_mm_4, -2, -1)
-transpose_11 = transpose.int(transpose_10, -2, -1)""")
+transpose_11 = transpose.int(transpose_10, -2, -1)""",
+    )
 
 
 @same_graphs
 def test_forward_graph_dynamic() -> None:
     texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=True)
-    assert_expected_inline(texts["forward"], """\
+    assert_expected_inline(
+        texts["forward"],
+        """\
 transpose = transpose.int(primals_1, -2, -1)
 quantize_dual = quantize_dual(primals_4)
 quantize = quantize(transpose, [128, 128])
@@ -146,13 +157,16 @@ detach = detach(relu)
 transpose_1 = transpose.int(primals_5, -2, -1)
 quantize_dual_1 = quantize_dual(relu)
 quantize_1 = quantize(transpose_1, [128, 128])
-scaled_mm_1 = scaled_mm(quantize_dual_1[0], quantize_dual_1[1], [1, 128], quantize_1[0], quantize_1[1], [128, 128], primals_6, torch.float32)""")
+scaled_mm_1 = scaled_mm(quantize_dual_1[0], quantize_dual_1[1], [1, 128], quantize_1[0], quantize_1[1], [128, 128], primals_6, torch.float32)""",
+    )
 
 
 @same_graphs
 def test_backward_graph_dynamic() -> None:
     texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=True)
-    assert_expected_inline(texts["backward"], """\
+    assert_expected_inline(
+        texts["backward"],
+        """\
 sum_1 = sum.dim_IntList(tangents_1, [0])
 quantize_dual_2 = quantize_dual(tangents_1)
 transpose_2 = transpose.int(getitem_10, -2, -1)
@@ -171,7 +185,8 @@ transpose_8 = transpose.int(quantize_2[0], -2, -1)
 transpose_9 = transpose.int(quantize_2[1], -2, -1)
 scaled_mm_4 = scaled_mm(transpose_8, transpose_9, [1, 128], getitem_2, getitem_3, [128, 1], None, torch.float32)
 transpose_10 = transpose.int(scaled_mm_4, -2, -1)
-transpose_11 = transpose.int(transpose_10, -2, -1)""")
+transpose_11 = transpose.int(transpose_10, -2, -1)""",
+    )
 
 
 class Spellings(nn.Module):

@@ -1,0 +1,152 @@
+"""`Recipe`: presets, its key as a string that ops take, its checks, and the recipes of the two gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fp8fn
+from fp8fn import Recipe
+from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
+from fp8fn.ops.layout import BLOCKS, contracts_rows, is_square, swap
+from fp8fn.ops.recipe import PRESETS, parse_recipe, recipe_key
+
+LEFT = [block for block in BLOCKS if not contracts_rows(block)]
+RIGHT = [block for block in BLOCKS if is_square(block) or contracts_rows(block)]
+DTYPES = st.sampled_from([None, *FP8_DTYPES])
+RECIPES = st.builds(
+    Recipe,
+    activation_block=st.sampled_from(LEFT),
+    weight_block=st.sampled_from(RIGHT),
+    gradient_block=st.sampled_from(LEFT),
+    activation_dtype=DTYPES,
+    weight_dtype=DTYPES,
+    gradient_dtype=DTYPES,
+    scale=st.sampled_from(SCALE_FORMATS),
+    second_order=st.booleans(),
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "key", "blocks", "gradient_dtype", "scale"),
+    [
+        (fp8fn.BLOCKWISE, "blockwise", ((1, 128), (128, 128), (1, 128)), None, "fp32"),
+        (fp8fn.BLOCKWISE_POW2, "blockwise_pow2", ((1, 128), (128, 128), (1, 128)), None, "pow2"),
+        (fp8fn.HYBRID, "hybrid", ((1, 128), (128, 128), (1, 128)), torch.float8_e5m2, "fp32"),
+        (fp8fn.ROWWISE, "rowwise", ((1, -1), (-1, 1), (1, -1)), None, "fp32"),
+        (fp8fn.TENSORWISE, "tensorwise", ((-1, -1), (-1, -1), (-1, -1)), None, "fp32"),
+        (fp8fn.MXFP8, "mxfp8", ((1, 32), (32, 1), (1, 32)), None, "e8m0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_presets(preset: Recipe, key: str, blocks: Any, gradient_dtype: Any, scale: str) -> None:
+    assert preset.key == key
+    assert (preset.activation_block, preset.weight_block, preset.gradient_block) == blocks
+    assert (preset.activation_dtype, preset.weight_dtype, preset.gradient_dtype) == (None, None, gradient_dtype)
+    assert (preset.scale, preset.second_order) == (scale, False)
+    assert PRESETS[key] is preset
+    assert parse_recipe(key) is preset
+    assert parse_recipe(key.upper()) is preset
+    assert getattr(fp8fn, key.upper()) is preset
+
+
+def test_there_is_no_other_preset() -> None:
+    assert len(PRESETS) == 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECIPES)
+def test_key_round_trip(recipe: Recipe) -> None:
+    assert parse_recipe(recipe.key) == recipe
+    assert recipe_key(recipe) == recipe.key
+    assert recipe_key(recipe.key) == recipe.key
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECIPES, RECIPES)
+def test_equal_recipes_have_equal_keys_and_hashes(a: Recipe, b: Recipe) -> None:
+    assert (a == b) == (a.key == b.key)
+    same = dataclasses.replace(a)
+    assert same == a
+    assert hash(same) == hash(a)
+    assert {a: 1}[same] == 1
+    assert pickle.loads(pickle.dumps(a)) == a
+
+
+@settings(max_examples=200, deadline=None)
+@given(RECIPES)
+def test_recipes_of_the_gradients(recipe: Recipe) -> None:
+    """`dA = dC @ Bᵀ`: the gradient on the left, the weight on the right. `dB = Aᵀ @ dC`: the gradient on the right."""
+    dgrad, wgrad = recipe.dgrad, recipe.wgrad
+    assert (dgrad.activation_block, dgrad.activation_dtype) == (recipe.gradient_block, recipe.gradient_dtype)
+    assert (dgrad.weight_block, dgrad.weight_dtype) == (recipe.weight_block, recipe.weight_dtype)
+    assert (wgrad.activation_block, wgrad.activation_dtype) == (recipe.activation_block, recipe.activation_dtype)
+    assert (wgrad.weight_block, wgrad.weight_dtype) == (swap(recipe.gradient_block), recipe.gradient_dtype)
+    assert dgrad.scale == wgrad.scale == recipe.scale
+    assert dgrad.second_order == wgrad.second_order == recipe.second_order
+
+
+def test_a_preset_written_out_is_the_preset() -> None:
+    assert Recipe().key == "blockwise"
+    assert Recipe(gradient_dtype=torch.float8_e5m2).key == "hybrid"
+    assert Recipe(second_order=True).key == "second_order=True"
+    assert parse_recipe("scale=pow2").key == "blockwise_pow2"
+    assert Recipe(scale="pow2", weight_dtype=torch.float8_e5m2).key == "weight_dtype=e5m2,scale=pow2"
+
+
+def test_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        fp8fn.BLOCKWISE.scale = "pow2"  # type: ignore[misc]
+    with pytest.raises(TypeError, match="positional"):
+        Recipe((1, 128))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("blokwise", r"recipe='blokwise' does not exist; did you mean 'blockwise' or 'blockwise_pow2'\?"),
+        ("mxfp", "did you mean 'mxfp8'"),
+        ("row", "did you mean 'rowwise'"),
+        ("qqq", "All presets: blockwise, blockwise_pow2, hybrid, rowwise, tensorwise, mxfp8"),
+        ("", "recipe='' does not exist"),
+        ("weigth_block=128x1", "Recipe has no field 'weigth_block'; did you mean 'weight_block'"),
+        ("weight_dtype=e4m3", "weight_dtype='e4m3' is not an FP8 type; use one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz"),
+        ("scale=fp16", r"scale='fp16' is not a scale format; use one of \('fp32', 'pow2', 'e8m0'\)"),
+        ("weight_block=128x64", r"weight_block=\(128, 64\) is not a block of fp8fn"),
+        ("weight_block=128", r"weight_block='128' is not a block; write it as '128x128'"),
+        ("weight_block=axb", r"weight_block='axb' is not a block; write it as '128x128'"),
+        ("second_order=yes", "second_order='yes' is neither 'True' nor 'False'"),
+        ("key=x", "Recipe has no field 'key'"),
+        ("scale=pow2,scale=fp32", "names the field 'scale' twice"),
+    ],
+)
+def test_text_that_is_no_recipe(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_recipe(text)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"activation_block": (128, 1)}, r"activation_block=\(128, 1\) has a scale for each .* of K; use \(1, 128\)"),
+        ({"weight_block": (1, 128)}, r"weight_block=\(1, 128\) has a scale for each element of K; use \(128, 1\)"),
+        ({"gradient_block": (-1, 1)}, r"gradient_block=\(-1, 1\) has a scale for each element of K; use \(1, -1\)"),
+        ({"weight_block": (64, 64)}, r"weight_block=\(64, 64\) is not a block of fp8fn; use one of"),
+        ({"gradient_dtype": torch.bfloat16}, "gradient_dtype=torch.bfloat16 is not an FP8 type"),
+        ({"scale": "fp16"}, "scale='fp16' is not a scale format"),
+    ],
+)
+def test_fields_that_do_not_fit(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Recipe(**values)
+
+
+def test_recipe_of_another_type() -> None:
+    with pytest.raises(TypeError, match=r"recipe=3 is a int; pass an fp8fn.Recipe or a preset's name"):
+        recipe_key(3)  # type: ignore[arg-type]
