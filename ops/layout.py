@@ -7,7 +7,8 @@ product, the long side of its block is the contraction. Memory follows from that
 - the scales of a one-sided block are contiguous along the other axis; those of a square block follow their data. Their
   leading dimension is padded to 16 bytes too.
 
-Hence the layout commutes with transposition: `quantize(x, (c, r))` lies as `quantize(x.mT, (r, c)).mT` does.
+Hence the layout of one-sided blocks commutes with transposition: `quantize(x, (c, r))` lies as `quantize(x.mT, (r, c))`
+does, transposed. A square block follows its input, and is row-major where the input has no contiguous axis.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacfwd, jacrev, vjp, vmap
+from torch.func import functional_call, grad, jacfwd, jacrev, vmap
 
 import fp8fn
 from fp8fn import Recipe, Site
@@ -21,6 +21,7 @@ M, N, K = 48, 160, 256
 
 Function = Callable[..., Any]
 jvp: Function = torch.func.jvp  # annotated as a pair or a triple
+vjp: Function = torch.func.vjp
 
 
 def product(a: Tensor, w: Tensor) -> Tensor:
