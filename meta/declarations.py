@@ -14,7 +14,9 @@ QUANTIZE = declare(
         reference=quantize.quantize_reference,
         kernel=quantize.quantize_kernel,
         fake=fake.quantize,
-        autograd=autograd.not_differentiable("quantize", _DIFFERENTIABLE),
+        autograd=autograd.not_differentiable(
+            "quantize", _DIFFERENTIABLE, quantize.quantize_reference, quantize.quantize_kernel
+        ),
         vmap=vmap.quantize,
     )
 )
@@ -24,7 +26,9 @@ QUANTIZE_DUAL = declare(
         reference=quantize.quantize_dual_reference,
         kernel=quantize.quantize_dual_kernel,
         fake=fake.quantize_dual,
-        autograd=autograd.not_differentiable("quantize_dual", _DIFFERENTIABLE),
+        autograd=autograd.not_differentiable(
+            "quantize_dual", _DIFFERENTIABLE, quantize.quantize_dual_reference, quantize.quantize_dual_kernel
+        ),
         vmap=vmap.quantize_dual,
     )
 )
@@ -34,7 +38,9 @@ SCALED_MM = declare(
         reference=scaled_mm.scaled_mm_reference,
         kernel=scaled_mm.scaled_mm_kernel,
         fake=fake.scaled_mm,
-        autograd=autograd.not_differentiable("scaled_mm", _DIFFERENTIABLE),
+        autograd=autograd.not_differentiable(
+            "scaled_mm", _DIFFERENTIABLE, scaled_mm.scaled_mm_reference, scaled_mm.scaled_mm_kernel
+        ),
         vmap=vmap.scaled_mm,
     )
 )

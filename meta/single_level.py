@@ -21,6 +21,7 @@ _functorch = torch._C._functorch
 _DIFFERENTIATING = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
 T = TypeVar("T")
 
+below_autograd = torch._C._AutoDispatchBelowAutograd
 SingleLevelFunction = _SingleLevelFunction
 
 
@@ -35,6 +36,18 @@ def has_forward_mode() -> bool:
     if stack:  # a compiled jvp enters its level without the Python counter below
         return bool(stack[-1].key() == _functorch.TransformType.Jvp)
     return forward_ad._current_level >= 0
+
+
+def is_differentiating() -> bool:
+    """Whether any derivative can be asked for at this level, of whatever tensors."""
+    return torch.is_grad_enabled() or _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def nothing_listens(*args: object) -> bool:
+    """Whether no `TorchDispatchMode` (tracing, a user's own) and no subclass of Tensor wants to see an op's call."""
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return False
+    return not any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args)
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:
@@ -62,10 +75,10 @@ def is_tracked_below(*tensors: Tensor | None) -> bool:
 def below(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """`function(*args)` under autograd of this level, visible to the levels outside it."""
     if not inside_transform():
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return function(*args, **kwargs)
     # A Function's forward runs with gradients off; the outer levels would record nothing and give zeros.
-    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
+    with below_autograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return function(*args, **kwargs)
 
 

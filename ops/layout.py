@@ -28,6 +28,7 @@ WHOLE: Final = -1
 BLOCKS: Final[tuple[Block, ...]] = (
     (1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32), (32, 1),
 )  # fmt: skip
+_KNOWN: Final = frozenset(BLOCKS)
 
 
 def known_block(block: Sequence[int]) -> Block | None:
@@ -37,8 +38,11 @@ def known_block(block: Sequence[int]) -> Block | None:
     symbolic, and SymPy does not come back from the one condition that `block in BLOCKS` then is.
     """
     if len(block) == 2:
+        rows, columns = block
+        if type(rows) is int and type(columns) is int:
+            return (rows, columns) if (rows, columns) in _KNOWN else None
         for known in BLOCKS:
-            if block[0] == known[0] and block[1] == known[1]:
+            if rows == known[0] and columns == known[1]:
                 return known
     return None
 
