@@ -15,7 +15,7 @@ from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 from fp8fn.ops.tuning.choose import plan_scaled_mm
 
 EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
-EXAMPLES = {"interpreted": 40, "device": 300}
+EXAMPLES = {"interpreted": 100, "device": 300}
 QUANTIZE_BLOCKS: list[Block] = [(1, 128), (128, 1), (128, 128), (1, -1), (-1, 1), (-1, -1), (1, 32), (32, 1)]
 PRODUCT_BLOCKS: list[tuple[Block, Block]] = [
     ((1, 128), (128, 128)), ((1, 128), (128, 1)), ((1, -1), (-1, 1)), ((-1, -1), (-1, -1)), ((1, 32), (32, 1)),
