@@ -40,7 +40,7 @@ def has_forward_mode() -> bool:
 
 def is_differentiating() -> bool:
     """Whether any derivative can be asked for at this level, of whatever tensors."""
-    return torch.is_grad_enabled() or _functorch.maybe_current_level() is not None or forward_ad._current_level >= 0
+    return torch.is_grad_enabled() or inside_transform() or forward_ad._current_level >= 0
 
 
 def nothing_listens(*args: object) -> bool:

@@ -105,7 +105,7 @@ def quantize_dual_kernel(
 
 def _kernel_takes(x: Tensor, dtype: torch.dtype) -> bool:
     target = targets.target_of(x.device)
-    targets.check_supported(target)
+    targets.check_supported(target, x.device)
     if x.numel() == 0:
         return False
     if dtype not in targets.fp8_dtypes(target):

@@ -135,7 +135,7 @@ def scaled_mm_kernel(
 ) -> Tensor:  # fmt: skip
     left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
     target = targets.target_of(a.device)
-    targets.check_supported(target)
+    targets.check_supported(target, a.device)
     out = empty_output(a, b, out_dtype)
     if out.numel() == 0:
         return out

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, swap
+from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, swap
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -181,8 +181,7 @@ def plan_quantize(
     """
     if x.numel() == 0:
         return ()
-    column_major_square = is_square(block) and is_column_major(data)
-    if column_major_square or (not is_square(block) and (block[0] == WHOLE or block[0] > block[1] != WHOLE)):
+    if contracts_rows(block) or (is_square(block) and is_column_major(data)):
         x, data, scales, block = x.mT, data.mT, scales.mT, swap(block)
     x, data, scales = batched(x), batched(data), batched(storage(scales))
     wide = is_wide(x, data)
