@@ -36,7 +36,11 @@ COMMANDS: Final = Group(
             {
                 "overhead": Command("the cost of a call, apart from its kernels", "fp8fn.bench.overhead"),
                 "readme": Command("make the README's tables from the committed results", "fp8fn.bench.readme"),
-                "dense": Command("products and quantizers of a linear layer, beside bf16", "fp8fn.bench.dense"),
+                "dense": Command("the forward product, beside its peers", "fp8fn.bench.dense"),
+                "wgrad": Command("the product of a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
+                "linear": Command("a linear layer's forward and backward, beside its peers", "fp8fn.bench.linear"),
+                "quant": Command("quantizers against a plain copy, beside their peers", "fp8fn.bench.quant"),
+                "plot": Command("draw a run that one of these wrote", "fp8fn.bench.plot"),
             },
         ),
     },

@@ -1,86 +1,68 @@
-"""The products and quantizers of a linear layer on this GPU, beside bf16: `python -m fp8fn bench dense`."""
+"""The forward product of a linear layer on quantized operands, beside its peers: `python -m fp8fn bench dense`.
+
+`out (M, N) = x (M, K) @ w (N, K)ᵀ`: x in (1, 128) and w in (128, 128), also rowwise and tensorwise; 2MNK operations.
+The ceiling is `torch._scaled_mm`, tensorwise with fast accumulation. SNR is that of the whole way from bf16 to bf16,
+quantization included, against float64.
+"""
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import fp8fn
-from fp8fn.bench.record import write
-from fp8fn.bench.shapes import ANCHORS
+from fp8fn.bench import command, peers, tables
+from fp8fn.bench.command import Suite
+from fp8fn.bench.layer import Layer
+from fp8fn.bench.measure import Case
+from fp8fn.bench.shapes import ANCHORS, SMALL
+from fp8fn.bench.timing import Call
 
 
-def cases(m: int, n: int, k: int) -> dict[str, tuple[Callable[[], Any], float, str]]:
-    """For one layer: name → function, its operations or bytes, and the unit."""
-    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    g = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
-    x_row, x_col = fp8fn.quantize_dual(x)
-    g_row, g_col = fp8fn.quantize_dual(g)
-    w_q = fp8fn.quantize(w, (128, 128))
-    x_whole, w_whole = fp8fn.quantize(x, (-1, -1)), fp8fn.quantize(w, (-1, -1))
-    x_line, w_line = fp8fn.quantize(x, (1, -1)), fp8fn.quantize(w, (1, -1))
-    operations, elements = 2.0 * m * n * k, float(m * k)
-    leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of one `(M, N, K)`."""
+    layer = Layer(shape, device)
 
-    def step(linear: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], Any]:
-        return lambda: torch.autograd.grad(linear(leaf_x, leaf_w), (leaf_x, leaf_w), g)
+    def case(peer: str, name: str, build: Callable[[], Call], element: int = 1, ceiling: bool = False) -> Case:
+        def accuracy(out: Any) -> dict[str, float]:
+            return {"out": layer.out.snr_db(out)}
 
-    return {
-        "bf16 forward": (lambda: x @ w.mT, operations, "TFLOP/s"),
-        "forward 1x128·128x128": (lambda: fp8fn.gemm(x_row, w_q.mT), operations, "TFLOP/s"),
-        "dgrad 1x128·128x128": (lambda: fp8fn.gemm(g_row, w_q), operations, "TFLOP/s"),
-        "wgrad 1x128·128x1": (lambda: fp8fn.gemm(g_col.mT, x_col), operations, "TFLOP/s"),
-        "forward rowwise": (lambda: fp8fn.gemm(x_line, w_line.mT), operations, "TFLOP/s"),
-        "forward tensorwise": (lambda: fp8fn.gemm(x_whole, w_whole.mT), operations, "TFLOP/s"),
-        "bf16 step": (step(torch.nn.functional.linear), 3 * operations, "TFLOP/s"),
-        "step with quantization": (step(fp8fn.linear), 3 * operations, "TFLOP/s"),
-        "copy": (lambda: x.clone(), 4 * elements, "TB/s"),
-        "quantize (1,128)": (lambda: fp8fn.quantize(x, (1, 128)), 3 * elements, "TB/s"),
-        "quantize (128,1)": (lambda: fp8fn.quantize(x, (128, 1)), 3 * elements, "TB/s"),
-        "quantize (128,128)": (lambda: fp8fn.quantize(x, (128, 128)), 3 * elements, "TB/s"),
-        "quantize_dual": (lambda: fp8fn.quantize_dual(x), 4 * elements, "TB/s"),
-    }
+        return Case(peer, name, build, accuracy, layer.operations, layer.bytes_moved(element), ceiling)
+
+    return [
+        case("fp8fn", "1x128·128x128", lambda: partial(fp8fn.gemm, layer.x_row, layer.w_square.mT)),
+        case("fp8fn", "rowwise", lambda: partial(fp8fn.gemm, layer.x_line, layer.w_line.mT)),
+        case("fp8fn", "tensorwise", lambda: partial(fp8fn.gemm, layer.x_whole, layer.w_whole.mT)),
+        case("torch", "cuBLASLt 1x128·128x128", lambda: peers.torch_blockwise(layer.x_row, layer.w_square.mT)),
+        case("torch", "rowwise, fast accumulation", lambda: peers.torch_scaled_mm(layer.x_line, layer.w_line.mT)),
+        ceiling_case(layer),
+        case("torch", "bf16", lambda: partial(torch.mm, layer.x, layer.w.mT), element=2),
+        case("torchao", "Triton 1x128·128x128", lambda: peers.torchao_gemm(layer.x_row, layer.w_square.mT)),
+        case("deep_gemm", "1x128·128x128", lambda: peers.deep_gemm(layer.x_row, layer.w_square.mT)),
+    ]
 
 
-def measure(shape: tuple[int, int, int], rounds: int = 3) -> list[dict[str, Any]]:
-    """Medians over interleaved rounds, the L2 flushed between runs."""
-    from triton.testing import do_bench
+def ceiling_case(layer: Layer) -> Case:
+    """The forward product that the machine does fastest: one scale for each operand, and sums in the tensor core."""
+    return Case(
+        "torch",
+        "tensorwise, fast accumulation",
+        lambda: peers.torch_scaled_mm(layer.x_whole, layer.w_whole.mT),
+        lambda out: {"out": layer.out.snr_db(out)},
+        layer.operations,
+        layer.bytes_moved(1),
+        ceiling=True,
+    )
 
-    functions = cases(*shape)
-    times: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
-        for name, (function, _, _) in functions.items():
-            times[name].append(do_bench(function, warmup=10, rep=50, return_mode="median"))
-    rows = []
-    for name, (_, work, unit) in functions.items():
-        ms = statistics.median(times[name])
-        rate = work / ms / 1e9  # operations, or bytes, in 1e12 a second
-        rows.append({"shape": shape, "case": name, "ms": ms, "rate": rate, "unit": unit, "ms_all": times[name]})
-    return rows
+
+SUITES = {
+    "anchors": Suite(ANCHORS, cases, tables.forward),
+    "small": Suite(SMALL, cases, tables.small, graphs=True),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(prog="fp8fn bench dense", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
-    parser.add_argument("--shape", metavar="M,N,K", action="append", help="a shape; by default the five anchors")
-    args = parser.parse_args(argv)
-    if not torch.cuda.is_available():
-        parser.error("no GPU here; `bench overhead` measures the host's side on the CPU")
-    shapes = [tuple(int(size) for size in text.split(",")) for text in args.shape or []] or list(ANCHORS)
-    results = []
-    for shape in shapes:
-        for row in measure((shape[0], shape[1], shape[2])):
-            results.append(row)
-            print(
-                f"{row['shape']!s:24} {row['case']:24} {row['ms']:9.4f} ms {row['rate']:8.2f} {row['unit']}", flush=True
-            )
-    if args.json:
-        write(args.json, "dense", results)
-    return 0
+    return command.main("dense", __doc__, SUITES, argv)

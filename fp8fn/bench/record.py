@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 from fp8fn.environment import describe
 
 
-def write(path: str, benchmark: str, results: Any) -> None:
-    """Writes `results` with their provenance as JSON."""
+def make(benchmark: str, results: Any) -> dict[str, Any]:
+    """`results` with their provenance, as `read` returns it."""
     environment = {key: value for key, value in describe().items() if key not in ("platform", "C++ compiler")}
-    record = {
+    return {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "environment": environment,
         "results": results,
     }
+
+
+def write(path: str, benchmark: str, results: Any) -> None:
+    """Writes `results` with their provenance as JSON."""
     with open(path, "w", encoding="utf-8") as file:
-        json.dump(record, file, indent=1)
+        json.dump(make(benchmark, results), file, indent=1)
         file.write("\n")
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    return run

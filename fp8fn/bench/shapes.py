@@ -1,4 +1,4 @@
-"""The shapes that tests and benchmarks use: the 84 of Primus-Turbo's suite, and the anchors measured on every peer."""
+"""The shapes that tests and benchmarks use: the 84 of Primus-Turbo's suite, and those measured beside every peer."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ SAMPLE_IDS: Final = (1, 16, 30, 50, 64, 47)
 ANCHORS: Final = (
     (4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672),
 )  # fmt: skip
+
+# Forward and backward of three layers; `wgrad` of them is `(N, M) @ (M, K)`.
+TRAINING: Final = ((8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192))
+
+# Few rows or columns: less than a wave of tiles, so that launches and tails count. 2112 is no multiple of 128.
+SMALL: Final = ((128, 7168, 2048), (64, 24576, 1536), (4096, 2112, 7168), (4096, 2176, 7168))
+
+# (M, N) of activations and gradients for the quantizers.
+QUANT: Final = ((8192, 4096), (16384, 8192), (16384, 28672))
 
 
 def shape(id: int) -> Shape:

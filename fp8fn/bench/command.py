@@ -1,0 +1,147 @@
+"""What `python -m fp8fn bench dense`, `wgrad`, `linear` and `quant` share: options, the run, JSON, table and plot."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fp8fn.bench import record, tables
+from fp8fn.bench.measure import Case, Row, copy_rate, measure
+from fp8fn.bench.peers import PEERS
+from fp8fn.bench.timing import DEFAULT, Clock, Schedule, clock_of
+from fp8fn.environment import device_name
+
+_EXIT = "Exit status 1 where a case of fp8fn did not run, or a result is under 25 dB."
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Shapes with the cases measured on each, the table that sums them up, and how long to measure."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    cases: Callable[[tuple[int, ...], torch.device], list[Case]]
+    table: Callable[[dict[str, Any]], str]
+    schedule: Schedule = DEFAULT
+    graphs: bool = False
+
+
+def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Sequence[str] | None) -> int:
+    """Measures, prints each shape as it is done and the table in the end; writes what --json and --plot name."""
+    parser = _parser(benchmark, doc, suites)
+    args = parser.parse_args(argv)
+    suite = suites[args.suite]
+    axes = len(suite.shapes[0])
+    if any(len(shape) != axes for shape in args.shape or []):
+        parser.error(f"--shape: {args.suite} needs {axes} sizes, {_axes(suite)}")
+    needed = ("tabulate", "matplotlib") if args.plot else ("tabulate",)
+    absent = [name for name in needed if importlib.util.find_spec(name) is None]
+    if absent:
+        parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
+    device = args.device or torch.device("cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; --device cpu with a small --shape shows what is measured")
+    if device.index is not None:
+        torch.cuda.set_device(device)
+    schedule = dataclasses.replace(suite.schedule, rounds=args.rounds) if args.rounds else suite.schedule
+
+    clock = clock_of(device)
+    clock.warm(1.0)
+    results: dict[str, Any] = {
+        "suite": args.suite,
+        "device": device_name(device),
+        "schedule": dataclasses.asdict(schedule),
+        "copy_tb_s": copy_rate(clock, 512 if device.type == "cuda" else 1),
+        "rows": [],
+    }
+    rows: list[Row] = []
+    for shape in args.shape or suite.shapes:
+        found = _measured(shape, suite, schedule, clock, args.peers)
+        rows += found
+        print(tables.terminal(found), end="\n\n", flush=True)
+        results["rows"] = [dataclasses.asdict(row) for row in rows]
+        if args.json:
+            record.write(args.json, benchmark, results)  # after each shape, so that a run cut short leaves its figures
+    run = record.make(benchmark, results)
+    print(suite.table(run))
+    if args.plot:
+        from fp8fn.bench import plot
+
+        plot.write(run, args.plot)
+    return int(any(row.wrong or (row.peer == "fp8fn" and row.us is None) for row in rows))
+
+
+def _measured(
+    shape: tuple[int, ...], suite: Suite, schedule: Schedule, clock: Clock, peers: Sequence[str]
+) -> list[Row]:
+    """The rows of a shape, with nothing left of its tensors."""
+    cases = [case for case in suite.cases(shape, clock.device) if case.peer in ("fp8fn", *peers)]
+    rows = measure(shape, cases, clock, schedule, suite.graphs)
+    del cases
+    gc.collect()
+    if clock.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return rows
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """`"8192,6144,4096"` → `(8192, 6144, 4096)`."""
+    try:
+        found = tuple(int(size) for size in text.split(","))
+    except ValueError:
+        found = (0,)
+    if min(found) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 8192,6144,4096")
+    return found
+
+
+def peer_names(text: str) -> tuple[str, ...]:
+    """`"torch,torchao"` → `("torch", "torchao")`; `"none"` → `()`."""
+    names = () if text == "none" else tuple(text.split(","))
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no peer; choose from {', '.join(PEERS)}, or none")
+    return names
+
+
+def _rounds(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)
+
+
+def _axes(suite: Suite) -> str:
+    return "M,N,K" if len(suite.shapes[0]) == 3 else "M,N"
+
+
+def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> argparse.ArgumentParser:
+    default = next(iter(suites))
+    axes = _axes(suites[default])
+    parser = argparse.ArgumentParser(
+        prog=f"python -m fp8fn bench {benchmark}",
+        description=doc,
+        epilog=_EXIT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--suite", choices=suites, default=default, help=f"what is measured; by default {default}")
+    parser.add_argument(
+        "--shape", type=sizes, metavar=axes, action="append", help="this shape and not the suite's; repeatable"
+    )
+    parser.add_argument(
+        "--peers",
+        type=peer_names,
+        default=PEERS,
+        metavar="NAMES",
+        help=f"whom to measure beside fp8fn; by default {','.join(PEERS)}; none for nobody",
+    )
+    parser.add_argument("--rounds", type=_rounds, metavar="R", help="turns of each call; by default the suite's")
+    parser.add_argument("--device", type=torch.device, help="where to measure; by default cuda")
+    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="draw them to FILE (needs matplotlib)")
+    return parser

@@ -1,0 +1,148 @@
+"""A benchmark of one shape: each way of doing the work is built, checked and timed in turn, and becomes a row."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+
+from fp8fn.bench.accuracy import worst
+from fp8fn.bench.timing import Call, Clock, Schedule, Timing, interleaved, reason, replayed
+
+# Every result is FP8 in E4M3 or better: 25 dB is DESIGN's bar for it, and Primus-Turbo's.
+SNR_BAR_DB: Final = 25.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of doing the work.
+
+    Attributes:
+        peer: who does it: "fp8fn", or a name of `peers.PEERS`.
+        name: what is done; peer and name together are the label.
+        build: makes the call that is timed; what it does itself is not. Raises where that is impossible.
+        accuracy: SNR in dB of each output, from the call's result; None where there is nothing to compare with.
+        operations, bytes: ideal ones of a call. The rate is operations a second, or bytes where there are none.
+        ceiling: whether the other cases are given as a percentage of this one.
+    """
+
+    peer: str
+    name: str
+    build: Callable[[], Call]
+    accuracy: Callable[[Any], dict[str, float]] | None = None
+    operations: float = 0.0
+    bytes: float = 0.0
+    ceiling: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a case, as it stands in JSON.
+
+    Times are in µs: median and quartiles of `samples` runs on the device, the host's for a launch, and a CUDA graph's.
+    `rate` is in `unit`, `percent` of the ceiling at the same shape. Where there is no time, `unavailable` says why.
+    """
+
+    shape: tuple[int, ...]
+    peer: str
+    case: str
+    unit: str
+    operations: float
+    bytes: float
+    samples: int = 0
+    us: float | None = None
+    us_q1: float | None = None
+    us_q3: float | None = None
+    host_us: float | None = None
+    graph_us: float | None = None
+    rate: float | None = None
+    percent: float | None = None
+    snr_db: dict[str, float] = field(default_factory=dict)
+    unavailable: str | None = None
+    graph_unavailable: str | None = None
+
+    @classmethod
+    def of_json(cls, row: Mapping[str, Any]) -> Row:
+        return cls(**{**row, "shape": tuple(row["shape"])})
+
+    @property
+    def label(self) -> str:
+        return f"{self.peer} {self.case}"
+
+    @property
+    def wrong(self) -> bool:
+        """Whether an output is under the bar, or NaN."""
+        least = worst(self.snr_db.values())
+        return least is not None and not least >= SNR_BAR_DB
+
+
+def measure(
+    shape: tuple[int, ...], cases: Sequence[Case], clock: Clock, schedule: Schedule, graphs: bool = False
+) -> list[Row]:
+    """A row for each case, in their order; with `graphs` also the time of a CUDA graph's replay, on a GPU.
+
+    Whatever a case raises, on building or running, is its row's `unavailable`; the others go on.
+    """
+    calls: dict[tuple[int, str], Call] = {}
+    snr: dict[int, dict[str, float]] = {}
+    failures: dict[tuple[int, str], str] = {}
+    for i, case in enumerate(cases):
+        try:
+            call = case.build()
+            value = call()
+            clock.synchronize()
+            snr[i] = case.accuracy(value) if case.accuracy else {}
+            calls[i, "call"] = call
+        except Exception as error:
+            failures[i, "call"] = reason(error)
+            continue
+        finally:
+            value = None  # several GB, at times
+        if graphs and clock.device.type == "cuda":
+            try:
+                calls[i, "graph"] = replayed(call)
+            except Exception as error:
+                failures[i, "graph"] = reason(error)
+    outcomes: dict[tuple[int, str], Timing | str] = {**interleaved(calls, clock, schedule), **failures}
+    rows = [
+        _row(shape, case, outcomes[i, "call"], snr.get(i, {}), outcomes.get((i, "graph")))
+        for i, case in enumerate(cases)
+    ]
+    ceiling = next((row.rate for row, case in zip(rows, cases, strict=True) if case.ceiling and row.rate), None)
+    if ceiling is not None:
+        rows = [replace(row, percent=100 * row.rate / ceiling) if row.rate else row for row in rows]
+    return rows
+
+
+def copy_rate(clock: Clock, mebibytes: int = 512) -> float:
+    """TB/s of a plain copy: bytes read and bytes written."""
+    source = torch.zeros(mebibytes * 2**20 // 4, dtype=torch.int32, device=clock.device)
+    target = torch.empty_like(source)
+    microseconds = statistics.median(clock.samples(lambda: target.copy_(source), 20, 1000.0))
+    return 2 * source.nbytes / microseconds / 1e6
+
+
+def _row(
+    shape: tuple[int, ...], case: Case, timing: Timing | str, snr: dict[str, float], graph: Timing | str | None
+) -> Row:
+    unit = "TFLOP/s" if case.operations else "TB/s"
+    row = Row(shape, case.peer, case.name, unit, case.operations, case.bytes)
+    if isinstance(timing, str):
+        return replace(row, unavailable=timing)
+    us = timing.median
+    first, third = timing.quartiles
+    return replace(
+        row,
+        samples=len(timing.samples),
+        us=us,
+        us_q1=first,
+        us_q3=third,
+        host_us=timing.host_us,
+        graph_us=graph.median if isinstance(graph, Timing) else None,
+        rate=(case.operations or case.bytes) / us / 1e6,
+        snr_db=snr,
+        graph_unavailable=graph if isinstance(graph, str) else None,
+    )

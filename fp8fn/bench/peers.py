@@ -1,0 +1,100 @@
+"""The other implementations of the same products and quantizers, each turned into a call on fp8fn's operands.
+
+A function here imports its peer when it is called, brings scales into the layout that the peer asks for, and returns
+the call that is timed. It raises where the peer is not installed or does not take the operands.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8fn import ScaledTensor
+from fp8fn.bench.timing import Call
+
+PEERS: Final = ("torch", "torchao", "deep_gemm")
+
+
+def torch_scaled_mm(a: ScaledTensor, b: ScaledTensor) -> Call:
+    """`torch._scaled_mm` with fast accumulation: tensorwise or rowwise `a (M, K) @ b (K, N)`."""
+    if a.block == (-1, -1):
+        a_scale, b_scale = a.scale.reshape(()), b.scale.reshape(())
+    else:
+        a_scale, b_scale = a.scale.flatten()[:, None], b.scale.flatten()[None]
+    return partial(torch._scaled_mm, a.data, b.data, a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def torch_blockwise(a: ScaledTensor, b: ScaledTensor) -> Call:
+    """cuBLASLt through `F.scaled_mm`: `a (M, K)` in (1, 128), `b (K, N)` in (128, 128) or (128, 1).
+
+    ATen's checks (ScaledBlas.cpp): scales of (1, 128) are `(M, K / 128)` with strides `(1, M)`; those of b in (128, 1)
+    are described as `(N, K / 128)` with strides `(1, N)`; those in (128, 128) as `(L, N / 128)` with strides `(1, L)`,
+    where L is `K / 128` rounded up to a multiple of 4.
+    """
+    kinds = F.ScalingType
+    if b.block == (128, 128):
+        b_kind, b_scale = kinds.BlockWise128x128, b.scale.mT
+        b_scale = F.pad(b_scale, (0, -b_scale.shape[-1] % 4)).contiguous().mT
+    else:
+        b_kind, b_scale = kinds.BlockWise1x128, b.scale.contiguous().mT
+    return partial(
+        F.scaled_mm, a.data, b.data, scale_a=a.scale.mT.contiguous().mT, scale_recipe_a=kinds.BlockWise1x128,
+        scale_b=b_scale, scale_recipe_b=b_kind, output_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def torchao_gemm(a: ScaledTensor, b: ScaledTensor) -> Call:
+    """torchao's Triton kernels: `a (M, K)` in (1, 128), `b (K, N)` in (128, 128) or (128, 1)."""
+    kernels = _torchao("kernels")
+    gemm = kernels.triton_fp8_gemm_1x128_128x128 if b.block == (128, 128) else kernels.triton_fp8_gemm_1x128_128x1
+    return partial(gemm, a.data, b.data, a.scale, b.scale, out_dtype=torch.bfloat16)
+
+
+def torchao_linear(use_triton: bool) -> Callable[[Tensor, Tensor], Tensor]:
+    """The function of torchao's `Float8BlockwiseLinear`: quantizers by Triton, products by Triton or cuBLASLt."""
+    function = _torchao("linear").fp8_blockwise_mm
+    _torchao_one_stage()
+    return lambda x, w: function.apply(x, w, 128, torch.bfloat16, use_triton)
+
+
+def torchao_quantizer(name: str) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+    """`triton_fp8_blockwise_{name}` of torchao: `x (M, N)` → data and dequantizing scales."""
+    _torchao_one_stage()
+    quantizer: Callable[[Tensor], tuple[Tensor, Tensor]] = getattr(_torchao("kernels"), f"triton_fp8_blockwise_{name}")
+    return quantizer
+
+
+def deep_gemm(a: ScaledTensor, b: ScaledTensor) -> Call:
+    """DeepGEMM's `fp8_gemm_nt`: `a (M, K)` in (1, 128), `b (K, N)` in (128, 128), into an output made beforehand."""
+    module: Any = importlib.import_module("deep_gemm")
+    out = torch.empty(a.shape[0], b.shape[1], device=a.device, dtype=torch.bfloat16)
+    a_scale = module.get_mn_major_tma_aligned_tensor(a.scale)
+    b_scale = b.scale.mT.contiguous()
+
+    def call() -> Tensor:
+        module.fp8_gemm_nt((a.data, a_scale), (b.data.mT, b_scale), out, disable_ue8m0_cast=True)
+        return out
+
+    return call
+
+
+def _torchao(name: str) -> Any:
+    return importlib.import_module(f"torchao.prototype.blockwise_fp8_training.{name}")
+
+
+def _torchao_one_stage() -> None:
+    """Of torchao's configurations of quantizers, those that differ in `num_stages` alone become one.
+
+    Their kernels have no loop to pipeline, and 2, 4 and 6 stages give the same PTX (sm90, Triton 3.7.1). Tuning then
+    compiles 15 variants for a size and not 45.
+    """
+    kernels = _torchao("kernels")
+    for name, kernel in vars(kernels).items():
+        if name.startswith("triton_fp8_blockwise_") and name.endswith("_kernel"):
+            kernel.configs = [config for config in kernel.configs if config.num_stages == 2]

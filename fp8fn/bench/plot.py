@@ -1,0 +1,141 @@
+"""Figures of a committed or fresh run: `python -m fp8fn bench plot RUN.json FIGURE.png`.
+
+Products and quantizers as bars by shape, products also in a roofline of this machine's own measured ceilings; the 84
+layers as speedups over bf16. Grays, hatches and markers tell cases apart, so that a print without colour does too.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from itertools import cycle
+from typing import Any, Final
+
+from fp8fn.bench import record
+from fp8fn.bench.llm84 import pairs
+from fp8fn.bench.measure import Row
+from fp8fn.bench.shapes import LLM84
+from fp8fn.bench.tables import provenance, rate, rows_of
+
+_HATCHES: Final = ("//", "..", "xx", "", "\\\\", "oo", "++", "--")
+_GRAYS: Final = ("0.55", "0.75", "0.9", "0.4", "0.65", "0.85", "0.5", "0.95")
+_MARKERS: Final = ("s", "^", "D", "v", "P", "X", "<", ">")
+
+
+def write(run: dict[str, Any], path: str) -> None:
+    """Draws `run`, as `record.read` returns it, to `path`, in the format that its ending names."""
+    from matplotlib.figure import Figure
+
+    rows = rows_of(run)
+    speedups = run["results"]["suite"] == "llm84"
+    roofline = not speedups and any(row.operations and row.bytes for row in rows)
+    figure = Figure(figsize=(11, 10 if roofline else 5), dpi=150, layout="constrained")
+    axes = figure.subplots(2 if roofline else 1, 1, squeeze=False)[:, 0]
+    if speedups:
+        _speedups(axes[0], rows)
+    else:
+        _bars(axes[0], rows)
+    if roofline:
+        _roofline(axes[1], rows, run["results"]["copy_tb_s"])
+    figure.suptitle(f"{run['benchmark']}, {run['results']['suite']}: {provenance(run)}", fontsize="medium")
+    figure.savefig(path)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draws a file that `--json` wrote."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn bench plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN.json", help="figures of dense, wgrad, linear or quant")
+    parser.add_argument("figure", metavar="FIGURE", help="the file to draw to")
+    args = parser.parse_args(argv)
+    write(record.read(args.run), args.figure)
+    return 0
+
+
+def _looks(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
+    """Each label with its bars' looks and its marker; fp8fn's are black and white, the others' gray."""
+    shades, hatches, markers = cycle(_GRAYS), cycle(_HATCHES), cycle(_MARKERS)
+    ours = cycle((("black", "", "o"), ("black", "////", "*"), ("white", "xxxx", "h"), ("white", "", "d")))
+    for label in labels:
+        if label.startswith("fp8fn "):
+            color, hatch, marker = next(ours)
+            # A hatch takes the edge's colour: black on black would not show.
+            edge = "white" if color == "black" and hatch else "black"
+            yield label, {"facecolor": color, "hatch": hatch, "edgecolor": edge}, marker
+        else:
+            yield label, {"facecolor": next(shades), "hatch": next(hatches), "edgecolor": "black"}, next(markers)
+
+
+def _bars(axes: Any, rows: Sequence[Row]) -> None:
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    timed = {(row.label, row.shape): row for row in rows if row.us is not None}
+    labels = list(dict.fromkeys(label for label, _ in timed))
+    width = 0.85 / max(1, len(labels))
+    for i, (label, look, _) in enumerate(_looks(labels)):
+        places, rates, below, above = [], [], [], []
+        for j, shape in enumerate(shapes):
+            row = timed.get((label, shape))
+            if row is not None and row.rate and row.us and row.us_q1 and row.us_q3:
+                places.append(j + (i - (len(labels) - 1) / 2) * width)
+                rates.append(row.rate)
+                # The quartiles of the time, as rates: the shorter time is the higher rate.
+                below.append(row.rate - row.rate * row.us / row.us_q3)
+                above.append(row.rate * row.us / row.us_q1 - row.rate)
+        axes.bar(places, rates, width, label=label, **look)
+        axes.errorbar(places, rates, [below, above], linestyle="none", color="0.3", capsize=2, linewidth=1)
+    axes.set_xticks(range(len(shapes)), [",".join(map(str, shape)) for shape in shapes])
+    axes.set_xlabel("M,N,K" if shapes and len(shapes[0]) == 3 else "M,N")
+    unit = rows[0].unit if rows else ""
+    axes.set_ylabel(f"throughput [{unit}], median and quartiles")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
+    """Rates over operations by ideal byte, below the copy's bandwidth and the fastest product of each element type."""
+    points = [row for row in rows if row.operations and row.bytes and row.rate is not None]
+    if not points:
+        return
+    intensities = [row.operations / row.bytes for row in points]
+    # FLOP/byte times TB/s is TFLOP/s.
+    ends = [min(intensities) / 2, max(intensities) * 2]
+    peaks = {
+        "fastest FP8 product": max((row.rate or 0.0 for row in points if "bf16" not in row.case), default=0.0),
+        "fastest bf16 product": max((row.rate or 0.0 for row in points if "bf16" in row.case), default=0.0),
+    }
+    for (name, peak), style in zip(peaks.items(), ("-", "--"), strict=True):
+        if peak:
+            knee = peak / copy_tb_s
+            low = min(ends[0], knee / 2)
+            line = [low, knee, max(ends[1], knee * 2)]
+            axes.plot(
+                line, [low * copy_tb_s, peak, peak], style, color="0.4", label=f"{name} here: {rate(peak)} TFLOP/s"
+            )
+    for label, look, marker in _looks(list(dict.fromkeys(row.label for row in points))):
+        x = [row.operations / row.bytes for row in points if row.label == label]
+        y = [row.rate for row in points if row.label == label]
+        axes.plot(x, y, marker, color=look["facecolor"], markeredgecolor="black", label=label)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel(f"operations by ideal byte [FLOP/byte]; the slope is the copy's {rate(copy_tb_s)} TB/s")
+    axes.set_ylabel("throughput [TFLOP/s]")
+    axes.grid(which="both", alpha=0.3)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _speedups(axes: Any, rows: Sequence[Row]) -> None:
+    """Forward and backward combined over bf16's, by the suite's ids."""
+    found = pairs(rows)
+    models = list(dict.fromkeys(s.model for s in LLM84))
+    for model, shade, hatch in zip(models, cycle(_GRAYS), cycle(_HATCHES), strict=False):
+        bars = [(s.id, found[s[2:]].speedup) for s in LLM84 if s.model == model and s[2:] in found]
+        if bars:
+            axes.bar(*zip(*bars, strict=True), label=model, facecolor=shade, hatch=hatch, edgecolor="black")
+    axes.axhline(1.0, color="black", linestyle="--", label="bf16")
+    axes.set_xlabel("layer [id of the suite]")
+    axes.set_ylabel("bf16's time / fp8fn's, forward and backward")
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))

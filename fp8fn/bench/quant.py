@@ -1,0 +1,108 @@
+"""Quantizers against this machine's copy, beside torchao's: `python -m fp8fn bench quant`.
+
+TB/s over the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. SNR is that of the
+dequantized outputs. The ceiling is a copy of x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+import fp8fn
+from fp8fn import ScaledTensor
+from fp8fn.bench import command, peers, tables
+from fp8fn.bench.accuracy import snr_db
+from fp8fn.bench.command import Suite
+from fp8fn.bench.layer import normal
+from fp8fn.bench.measure import Case
+from fp8fn.bench.shapes import QUANT
+from fp8fn.bench.timing import Call
+from fp8fn.ops.layout import Block, scale_shape
+
+ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
+
+# From the call's result to what stands for x, in its own orientation.
+Read: TypeAlias = Callable[[Any], Sequence[ScaledTensor]]
+
+
+def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of one `(M, N)`. To add one: who, what, the blocks of its outputs, the call, and how to read its result."""
+    m, n = shape
+    x = normal(m, n, device, 0)
+
+    def case(peer: str, name: str, blocks: Sequence[Block], build: Callable[[], Call], read: Read) -> Case:
+        def accuracy(result: Any) -> dict[str, float]:
+            return {str(q.block): snr_db(x, fp8fn.dequantize(q, torch.float32)) for q in read(result)}
+
+        return Case(peer, name, build, accuracy, bytes=bytes_moved(m, n, blocks))
+
+    def torchao(name: str) -> Callable[[], Call]:
+        def build() -> Call:
+            quantizer = peers.torchao_quantizer(name)
+            return lambda: quantizer(x)
+
+        return build
+
+    def torchao_pair() -> Call:
+        rows, columns = (peers.torchao_quantizer(name) for name in ("act_quant_lhs", "act_quant_rhs"))
+        return lambda: (rows(x), columns(x))
+
+    copy = torch.empty_like(x)
+    return [
+        case("fp8fn", "(1,128)", [ROW], lambda: lambda: fp8fn.quantize(x, ROW), _one),
+        case("fp8fn", "(128,1)", [COL], lambda: lambda: fp8fn.quantize(x, COL), _one),
+        case("fp8fn", "(128,128)", [SQUARE], lambda: lambda: fp8fn.quantize(x, SQUARE), _one),
+        case("fp8fn", "(1,128) and (128,1)", [ROW, COL], lambda: lambda: fp8fn.quantize_dual(x), _as_it_is),
+        case("torchao", "(1,128)", [ROW], torchao("act_quant_lhs"), _parts(ROW)),
+        case("torchao", "(128,1)", [COL], torchao("act_quant_rhs"), _parts(COL)),
+        case("torchao", "(128,1) transposed", [COL], torchao("act_quant_transposed_lhs"), _transposed(ROW)),
+        case("torchao", "(128,128)", [SQUARE], torchao("weight_quant_rhs"), _parts(SQUARE)),
+        case("torchao", "(128,128) transposed", [SQUARE], torchao("weight_quant_transposed_rhs"), _transposed(SQUARE)),
+        case(
+            "torchao",
+            "(1,128) and (128,1)",
+            [ROW, COL],
+            torchao_pair,
+            lambda result: [*_parts(ROW)(result[0]), *_parts(COL)(result[1])],
+        ),
+        Case("torch", "copy", lambda: lambda: copy.copy_(x), None, bytes=4.0 * m * n, ceiling=True),
+    ]
+
+
+def bytes_moved(m: int, n: int, blocks: Sequence[Block]) -> float:
+    """x `(m, n)` in bf16 read once; for each block FP8 data and float32 scales written once."""
+    scales = (scale_shape((m, n), block) for block in blocks)
+    return float(2 * m * n + sum(m * n + 4 * rows * columns for rows, columns in scales))
+
+
+def _one(q: ScaledTensor) -> Sequence[ScaledTensor]:
+    return [q]
+
+
+def _as_it_is(qs: Sequence[ScaledTensor]) -> Sequence[ScaledTensor]:
+    return qs
+
+
+def _parts(block: Block) -> Read:
+    def read(result: tuple[Tensor, Tensor]) -> Sequence[ScaledTensor]:
+        return [ScaledTensor(*result, block)]
+
+    return read
+
+
+def _transposed(block: Block) -> Read:
+    def read(result: tuple[Tensor, Tensor]) -> Sequence[ScaledTensor]:
+        return [ScaledTensor(*result, block).mT]
+
+    return read
+
+
+SUITES = {"quant": Suite(QUANT, cases, tables.quant)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.main("quant", __doc__, SUITES, argv)

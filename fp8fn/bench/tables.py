@@ -1,0 +1,181 @@
+"""Results as tables: one benchmark's on the terminal shape by shape, and in Markdown for the README.
+
+A function for the README takes a run as `record.read` returns it, and ends with the machine that gave it.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from fp8fn.bench.accuracy import worst
+from fp8fn.bench.llm84 import Pair, Times, pairs
+from fp8fn.bench.measure import SNR_BAR_DB, Row
+from fp8fn.bench.shapes import LLM84
+
+
+def rows_of(run: dict[str, Any]) -> list[Row]:
+    return [Row.of_json(row) for row in run["results"]["rows"]]
+
+
+def terminal(rows: Sequence[Row]) -> str:
+    """Every figure of some rows, and below them why others have none."""
+    from tabulate import tabulate
+
+    body = []
+    for row in rows:
+        if row.us is not None and row.us_q1 is not None and row.us_q3 is not None:
+            name = (",".join(map(str, row.shape)), row.peer, row.case)
+            spread = _number(100 * (row.us_q3 - row.us_q1) / row.us, 1)
+            times = (_number(row.us, 1), spread, _number(row.graph_us, 1), _number(row.host_us, 0))
+            snr = " / ".join(_number(value, 1) for value in row.snr_db.values()) + (" WRONG" if row.wrong else "")
+            body.append((*name, *times, rate(row.rate), _number(row.percent, 0), snr))
+    unit = rows[0].unit if rows else ""
+    headers = ("shape", "by", "case", "µs", "IQR %", "graph µs", "host µs", unit, "% of ceiling", "SNR dB")
+    alignment = ("left", "left", "left", *["right"] * 7)
+    table = [str(tabulate(body, headers, disable_numparse=True, colalign=alignment))] if body else []
+    missing = [f"{row.label}: not available: {row.unavailable}" for row in rows if row.unavailable is not None]
+    missing += [f"{row.label}: no CUDA graph: {row.graph_unavailable}" for row in rows if row.graph_unavailable]
+    return "\n".join([*table, *missing])
+
+
+def forward(run: dict[str, Any]) -> str:
+    return _rates(run, "TFLOP/s")
+
+
+def wgrad(run: dict[str, Any]) -> str:
+    return _rates(run, "TFLOP/s")
+
+
+def linear(run: dict[str, Any]) -> str:
+    return _rates(run, "TFLOP/s")
+
+
+def quant(run: dict[str, Any]) -> str:
+    return _rates(run, "TB/s")
+
+
+def small(run: dict[str, Any]) -> str:
+    """Microseconds of a call, and in brackets of its replay as a CUDA graph."""
+
+    def cell(row: Row) -> str:
+        return _number(row.us, 1) + (f" ({row.graph_us:.1f})" if row.graph_us is not None else "")
+
+    return _by_shape(run, "µs (as a CUDA graph)", cell, _worst_snr)
+
+
+def llm84(run: dict[str, Any]) -> str:
+    """By model: TFLOP/s of bf16 → fp8fn, geometric means; the speedup combined, its least with the layer's id; SNR."""
+    found = pairs(rows_of(run))
+    measured = [(s.id, s.model, found[s[2:]]) for s in LLM84 if s[2:] in found]
+    groups = [(name, [(id, pair) for id, model, pair in measured if model == name])
+              for name in dict.fromkeys(s.model for s in LLM84)]  # fmt: skip
+    groups.append(("all", [(id, pair) for id, _, pair in measured]))
+    body = []
+    for name, members in groups:
+        if not members:
+            body.append([name, "0", *[""] * 6])
+            continue
+        id, slowest = min(members, key=lambda member: member[1].speedup)
+        group = [pair for _, pair in members]
+        body.append([
+            name,
+            str(len(group)),
+            _pace(group, 1, lambda times: times.forward),
+            _pace(group, 2, lambda times: times.backward),
+            _pace(group, 3, lambda times: times.combined),
+            f"{statistics.geometric_mean(pair.speedup for pair in group):.2f}x",
+            f"{slowest.speedup:.2f}x ({id})",
+            f"{worst(pair.snr_db for pair in group):.1f}",
+        ])  # fmt: skip
+    headers = ("model", "layers", "forward", "backward", "combined", "speedup", "least (id)", "worst SNR, dB")
+    slower = sum(pair.speedup < 1 for _, _, pair in measured)
+    under = sum(not pair.snr_db >= SNR_BAR_DB for _, _, pair in measured)
+    lines = [
+        _markdown(body, headers),
+        "",
+        f"TFLOP/s, bf16 → fp8fn. {slower} of {len(measured)} layers are under 1.0x bf16 combined, {under} under"
+        f" {SNR_BAR_DB:.0f} dB; {len(LLM84) - len(measured)} of {len(LLM84)} were not measured.",
+    ]
+    return "\n".join([*lines, *_missing(rows_of(run)), "", provenance(run)])
+
+
+def provenance(run: dict[str, Any]) -> str:
+    """The device that was measured (the first GPU where the run names none), the versions and the date."""
+    environment = run["environment"]
+    device = run["results"].get("device") or environment.get("cuda:0 device", environment["cpu device"])
+    return f"{device}; torch {environment['torch']}, Triton {environment['triton']}; {run['date']}."
+
+
+def _rates(run: dict[str, Any], unit: str) -> str:
+    """A case's rate at each shape with the percentage of the ceiling, its geometric mean, and its worst SNR."""
+
+    def cell(row: Row) -> str:
+        return rate(row.rate) + (f" ({row.percent:.0f} %)" if row.percent is not None else "")
+
+    def mean(rows: Sequence[Row]) -> str:
+        rates = [row.rate for row in rows if row.rate is not None]
+        return rate(statistics.geometric_mean(rates)) if len(rates) == len(rows) else ""
+
+    return _by_shape(run, f"{unit} (of the ceiling)", cell, mean, _worst_snr, headers=("geomean", "worst SNR, dB"))
+
+
+def _by_shape(
+    run: dict[str, Any],
+    corner: str,
+    cell: Callable[[Row], str],
+    *totals: Callable[[Sequence[Row]], str],
+    headers: Sequence[str] = ("worst SNR, dB",),
+) -> str:
+    """A line for each case, a column for each shape, then `totals` of the line under `headers`."""
+    rows = rows_of(run)
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    body = []
+    for label in dict.fromkeys(row.label for row in rows):
+        line = {row.shape: row for row in rows if row.label == label}
+        cells = [cell(line[shape]) if shape in line and line[shape].us is not None else "n/a" for shape in shapes]
+        body.append([label, *cells, *(total(list(line.values())) for total in totals)])
+    names = [corner, *(",".join(map(str, shape)) for shape in shapes), *headers]
+    return "\n".join([_markdown(body, names), *_missing(rows), "", provenance(run)])
+
+
+def _worst_snr(rows: Sequence[Row]) -> str:
+    return _number(worst(value for row in rows for value in row.snr_db.values()), 1)
+
+
+def _pace(group: Iterable[Pair], products: int, time: Callable[[Times], float]) -> str:
+    """TFLOP/s of bf16 → fp8fn, geometric means."""
+    rates = [[products * pair.operations / time(times) / 1e6 for times in (pair.bf16, pair.fp8fn)] for pair in group]
+    return " → ".join(rate(statistics.geometric_mean(column)) for column in zip(*rates, strict=True))
+
+
+def _missing(rows: Iterable[Row]) -> list[str]:
+    """Each reason why there is no figure, once, with its cases."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        for kind, text in (("n/a", row.unavailable), ("no CUDA graph", row.graph_unavailable)):
+            if text is not None:
+                labels = reasons.setdefault(f"{kind}: `{text}`", [])
+                if row.label not in labels:
+                    labels.append(row.label)
+    lines = [f"{text}: {', '.join(labels)}." for text, labels in reasons.items()]
+    return [part for line in lines for part in ("", line)]
+
+
+def _markdown(body: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    from tabulate import tabulate
+
+    alignment = ("left", *["right"] * (len(headers) - 1))
+    return str(tabulate(body, headers, tablefmt="pipe", disable_numparse=True, colalign=alignment))
+
+
+def rate(value: float | None) -> str:
+    """Three digits that count, and whole numbers from 100 on."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
