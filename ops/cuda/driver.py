@@ -1,0 +1,73 @@
+"""The five calls of CUDA's driver that loading and launching a cubin takes, by ctypes: no compiler, no extension."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Final
+
+import torch
+
+# CUtensorMapDataType, CUtensorMapSwizzle (cuda.h).
+_MAP_TYPES: Final = {
+    torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
+}  # fmt: skip
+_SWIZZLES: Final = {0: 0, 32: 1, 64: 2, 128: 3}
+_L2_PROMOTION_256B: Final = 3
+_MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_STATIC_SHARED_LIMIT: Final = 48 << 10
+
+MAP_BYTES: Final = 128
+MAP_ALIGNMENT: Final = 64
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+
+@cache
+def library() -> ctypes.PyDLL:
+    """libcuda, called with the GIL held: every call here takes about a microsecond."""
+    return ctypes.PyDLL("libcuda.so.1")
+
+
+def check(status: int, what: str) -> None:
+    if status != 0:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(status, ctypes.byref(text))
+        raise DriverError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
+
+
+def load_function(cubin: bytes, entry: str, shared: int) -> int:
+    """The handle of a kernel of a cubin in the current context, allowed `shared` bytes of dynamic shared memory."""
+    torch.cuda.current_stream()  # makes the device's primary context current
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    cuda = library()
+    check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {entry}")
+    check(cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry}")
+    if shared > _STATIC_SHARED_LIMIT:
+        check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes for {entry}")
+    return function.value or 0
+
+
+def encode_map(
+    address: int, into: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
+    swizzle: int,
+) -> None:  # fmt: skip
+    """Writes a CUtensorMap to the 64-byte aligned address `into`.
+
+    `shape`, `strides` (elements) and `box` have the contiguous axis first, whose stride is 1 and left out of `strides`.
+    Elements outside of `shape` load as zeros, and stores to them are dropped.
+    """
+    rank = len(shape)
+    encoded = library().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(into), _MAP_TYPES[dtype], rank, ctypes.c_void_p(address),
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * max(rank - 1, 1))(*(stride * dtype.itemsize for stride in strides)),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        0, _SWIZZLES[swizzle], _L2_PROMOTION_256B, 0,
+    )  # fmt: skip
+    if encoded:
+        check(encoded, f"TMA descriptor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)} ({dtype})")

@@ -1,0 +1,180 @@
+// Hopper's instructions as functions: mbarriers, bulk tensor copies, wgmma, and the ordering among them (PTX ISA 8.0).
+#pragma once
+
+using int32_t = int;
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using int64_t = long long;
+using uint64_t = unsigned long long;
+
+#define INLINE __device__ __forceinline__
+
+struct __align__(64) TensorMap {
+    char bytes[128];
+};
+
+INLINE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+
+INLINE uint32_t lane_index() { return threadIdx.x % 32; }
+
+// ---- mbarriers: a phase ends when the arrivals that were announced and the bytes that were expected are there --------
+
+INLINE void barrier_init(uint32_t barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+
+INLINE void barrier_init_fence() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+INLINE void barrier_expect(uint32_t barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+INLINE void barrier_arrive(uint32_t barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Arrives at the barrier that lies at the same address in block `rank` of the cluster. The release is to this block only:
+// what it orders are reads, and one to the whole cluster would cost a fence over the GPU each time (0.5x speed, measured).
+INLINE void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    asm volatile(
+        "{.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(rank) : "memory");
+}
+
+// Arrives once the cp.async copies that this thread has started are there; the barrier's count includes this arrival.
+INLINE void barrier_arrive_after_copies(uint32_t barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
+    asm volatile(
+        "{.reg .pred done;\n"
+        "WAIT:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra DONE;\n"
+        "bra WAIT;\n"
+        "DONE:}" ::"r"(barrier), "r"(parity) : "memory");
+}
+
+// ---- copies -----------------------------------------------------------------------------------------------------------
+
+INLINE void prefetch_map(const TensorMap& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
+INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
+        : "memory");
+}
+
+// To the same address of every block in `blocks` (a mask), each of whose barriers counts the bytes.
+INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(blocks)
+        : "memory");
+}
+
+INLINE void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from),
+                 "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
+INLINE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until at most `PENDING` groups of stores still read shared memory.
+template <int PENDING>
+INLINE void tma_store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Four bytes, asynchronously; zeros where `valid` is false.
+INLINE void copy_word(uint32_t to, const void* from, bool valid) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
+}
+
+// Shared memory written by ordinary stores becomes visible to the tensor cores and the copy engine.
+INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+INLINE void store_matrices(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1), "r"(m2),
+                 "r"(m3)
+                 : "memory");
+}
+
+INLINE float load_shared(uint32_t from) {
+    float value;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(from));
+    return value;
+}
+
+INLINE float2 load_shared_pair(uint32_t from) {
+    float2 value;
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from));
+    return value;
+}
+
+// ---- blocks, clusters, warpgroups ---------------------------------------------------------------------------------------
+
+INLINE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+
+INLINE uint32_t cluster_rank() {
+    uint32_t rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+INLINE void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Whether this is the one lane of a converged warp that acts for it. The compiler knows that it is one, and keeps what
+// that lane computes in uniform registers, where bulk copies take their coordinates from.
+INLINE bool elect() {
+    uint32_t elected;
+    asm volatile(
+        "{.reg .pred one;\n"
+        "elect.sync _|one, 0xffffffff;\n"
+        "selp.u32 %0, 1, 0, one;}" : "=r"(elected));
+    return elected;
+}
+
+template <int REGISTERS>
+INLINE void take_registers() {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <int REGISTERS>
+INLINE void give_registers() {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// ---- wgmma: 64 x N += (64 x 32) · (N x 32)ᵀ of FP8, operands in shared memory, asynchronous ------------------------------
+
+// The descriptor of an operand whose rows are 128 bytes, swizzled by 128; 8 rows are 1024 bytes apart from the next 8.
+// Adding 2 to it moves 32 bytes along the rows.
+INLINE uint64_t matrix_descriptor(uint32_t address) {
+    return (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int PENDING>
+INLINE void wgmma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving reads and writes of accumulators across the asynchronous products.
+template <int COUNT>
+INLINE void fence_registers(float (&d)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+}

@@ -1,0 +1,94 @@
+"""Launches that are kept: a second call on tensors of the same kind only allocates, writes addresses and launches."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.launch import CudaLaunch, Prepared
+
+# A training step has a few launches for each of its shapes; past the limit the one that was used longest ago goes.
+LIMIT: Final = 4096
+
+Kind: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
+Geometry: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+_kept: Final[OrderedDict[Hashable, Any]] = OrderedDict()
+_lock: Final = threading.Lock()
+
+
+def kind(x: Tensor) -> Kind:
+    """All that a plan reads off a tensor: shape, strides, type, device, and its address modulo 16."""
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+
+
+def recall(key: Hashable) -> Any:
+    """What was kept under an equal key, or None.
+
+    `key` has to determine a launch but for the addresses of its tensors: the name of the op, its arguments, and the
+    `kind` of each tensor.
+    """
+    with _lock:
+        found = _kept.get(key)
+        if found is not None:
+            _kept.move_to_end(key)
+        return found
+
+
+def keep(key: Hashable, value: Any) -> Any:
+    """Keeps a value under a key, and returns it; of two threads that make one at the same time, the first's."""
+    with _lock:
+        value = _kept.setdefault(key, value)
+        while len(_kept) > LIMIT:
+            _kept.popitem(last=False)
+        return value
+
+
+def prepared(key: Hashable, make: Callable[[], CudaLaunch]) -> Prepared:
+    """The launch that was kept under an equal key, or `make()`, prepared and kept."""
+    found: Prepared | None = recall(key)
+    return found or keep(key, make().prepare())  # made without the lock: it may compile
+
+
+def start(launch: Prepared, addresses: list[int]) -> None:
+    """Launch on the current stream of the device that `launch` was prepared on."""
+    if launch.device.index == torch._C._cuda_getDevice():
+        launch.launch(addresses)
+    else:
+        with torch.cuda.device(launch.device):
+            launch.launch(addresses)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A launch of a `Call`, and for each of its pointers the tensor that it takes, of inputs and then outputs."""
+
+    launch: Prepared
+    pointers: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Launches on new tensors: allocates `made`, starts the steps, returns the first `returned` of what it made."""
+
+    steps: tuple[Step, ...]
+    made: tuple[Geometry, ...]
+    returned: int
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        device = self.steps[0].launch.device
+        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
+        addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
+        for step in self.steps:
+            start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])
+        return made[: self.returned]
+
+
+def geometry(x: Tensor) -> Geometry:
+    return x.shape, x.stride(), x.dtype

@@ -1,0 +1,438 @@
+// The scaled product on Hopper: out (M, N) = a (M, K) · b (N, K)ᵀ in FP8, promoted to float32 after every k-block.
+//
+// A block of MATH warpgroups that multiply and one that copies; persistent: each walks over output tiles. The copying
+// warpgroup keeps STAGES k-blocks of 128 in flight: A and B by TMA, swizzled as wgmma reads them, and beside them the
+// k-block's scales. A multiplying warpgroup owns SLICES_M x 64 rows of the tile; it computes SLICES_N parts of BN
+// columns, one wgmma group each, into the temporary `d`, and adds `scale * d` to the accumulators: a tensor core's own
+// accumulator keeps about 14 bits, and scales change from k-block to k-block. With DEPTH 2 there are two temporaries:
+// one is promoted while the other is computed. With CLUSTER 2, two blocks that lie one above the other in M share the
+// loads of B (SHARE_B), or two side by side those of A.
+//
+// Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, GROUP;
+// A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
+// of B only, BLOCK (one for 128 columns and a k-block); PROMOTE (k-blocks a promotion, where no scale changes);
+// OUT (BF16, FP16, FP32), OUT_TMA, BIAS (0, BF16, FP16, FP32), PARTS (out is one float32 matrix for each part of K).
+#include "hopper.cuh"
+#include "convert.cuh"
+
+#define WHOLE 0
+#define LINE 1
+#define VECTOR 2
+#define BLOCK 3
+
+constexpr int BK = 128;
+constexpr int WARPGROUP = 128;
+constexpr int ROWS = 64 * SLICES_M;  // of a warpgroup
+constexpr int BM = ROWS * MATH;
+constexpr int WIDTH = BN / SLICES_N;   // columns of one product
+constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
+constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
+static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
+
+// Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
+constexpr int CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
+constexpr int CHUNKS = BN / CHUNK;
+
+constexpr int A_BYTES = BM * BK;
+constexpr int B_BYTES = BN * BK;
+constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? BM * 4 : 0;
+constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : B_SCALE == BLOCK ? CHUNKS * 4 : 0;
+constexpr int B_SCALE_TMA_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
+// Parts of a stage start at multiples of 1024 (swizzled) and 128 bytes; scales of all stages follow the operands'.
+constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
+constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
+constexpr int OUT_BUFFER = 64 * 128;  // 64 rows of 128 bytes
+constexpr int OUT_BUFFERS = OUT_TMA ? OUT_CHUNKS : 0;
+
+constexpr int AT_B = STAGES * A_BYTES;
+constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
+constexpr int AT_A_SCALE = AT_OUT + MATH * OUT_BUFFERS * OUT_BUFFER;
+constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
+constexpr int AT_FULL = AT_B_SCALE + STAGES * B_SCALE_PITCH;
+constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
+
+#if A_SCALE == VECTOR
+using AScale = TensorMap;
+#else
+using AScale = const float*;
+#endif
+#if B_SCALE == VECTOR
+using BScale = TensorMap;
+#else
+using BScale = const float*;
+#endif
+#if OUT_TMA
+using Out = TensorMap;
+#else
+using Out = OutType*;
+#endif
+
+// Position in the ring of stages; `parity` of the current pass over it.
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    INLINE void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
+
+constexpr int PAIR_M = SHARE_B ? CLUSTER : 1, PAIR_N = SHARE_B ? 1 : CLUSTER;
+
+struct Problem {
+    int M, N, K, batches, parts;
+
+    INLINE int tiles_m() const { return (M + BM * PAIR_M - 1) / (BM * PAIR_M); }
+    INLINE int tiles_n() const { return (N + BN * PAIR_N - 1) / (BN * PAIR_N); }
+    INLINE int tiles() const { return tiles_m() * tiles_n() * batches * parts; }
+};
+
+// An output tile and the part of K that a block works on: `index` counts all of them in the order that keeps operands in
+// L2, GROUP rows of tiles at a time, column by column.
+struct Tile {
+    int m, n, batch, part, k_start, k_stop;
+
+    INLINE Tile(const Problem& problem, int index) {
+        const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
+        const int layer = index / (tiles_m * tiles_n);
+        index -= layer * (tiles_m * tiles_n);
+        batch = layer / problem.parts;
+        part = layer % problem.parts;
+        const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);
+        index %= GROUP * tiles_n;
+        m = first + index % height;
+        n = index / height;
+        if constexpr (CLUSTER > 1) {
+            m = SHARE_B ? m * CLUSTER + cluster_rank() : m;
+            n = SHARE_B ? n : n * CLUSTER + cluster_rank();
+        }
+        m *= BM;
+        n *= BN;
+        const int blocks = (problem.K + BK - 1) / BK;
+        k_start = int(int64_t(blocks) * part / problem.parts);
+        k_stop = int(int64_t(blocks) * (part + 1) / problem.parts);
+    }
+};
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__((MATH + 1) * WARPGROUP, 1)
+scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
+          const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
+          const Problem problem, int a_batched, int b_batched, int out_m,
+          int as_batch, int bs_batch, int bs_n, int bs_k) {
+    extern __shared__ __align__(1024) char memory[];
+    const uint32_t base = shared_address(memory);
+    auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
+    auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
+
+    const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
+    const int lane = lane_index();
+
+    if (threadIdx.x == 0) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full(stage), 1 + (B_SCALE == BLOCK ? CHUNKS : 0));
+            barrier_init(empty(stage), MATH * 4 * CLUSTER);
+        }
+        barrier_init_fence();
+    }
+    if constexpr (CLUSTER > 1)
+        cluster_sync();
+    else
+        __syncthreads();
+
+    const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+
+    if (warpgroup == MATH) {
+        // The copying warpgroup: one thread starts the bulk copies, one warp those of B's single scales.
+        if constexpr (MATH > 1) give_registers<MATH == 2 ? 40 : 32>();
+        Ring ring;
+        if (warp == 0 && elect()) {
+            prefetch_map(a);
+            prefetch_map(b);
+            const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+            for (int index = first; index < problem.tiles(); index += step) {
+                const Tile tile(problem, index);
+                const int a_batch = tile.batch * a_batched, b_batch = tile.batch * b_batched;
+#pragma unroll 1  // this warpgroup has few registers
+                for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
+                    const int s = ring.stage;
+                    const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
+                    barrier_wait(empty(s), ring.parity ^ 1);
+                    barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_TMA_BYTES);
+                    if constexpr (CLUSTER > 1 && !SHARE_B) {
+                        constexpr int PIECE = BM / CLUSTER;
+                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), k * BK, tile.m + rank * PIECE, a_batch,
+                                           (1 << CLUSTER) - 1);
+                    } else {
+                        tma_load(to_a, a, full(s), k * BK, tile.m, a_batch);
+                    }
+                    if constexpr (CLUSTER > 1 && SHARE_B) {
+                        constexpr int PIECE = BN / CLUSTER;
+                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), k * BK, tile.n + rank * PIECE, b_batch,
+                                           (1 << CLUSTER) - 1);
+                    } else {
+                        tma_load(to_b, b, full(s), k * BK, tile.n, b_batch);
+                    }
+#if A_SCALE == VECTOR
+                    tma_load(base + AT_A_SCALE + s * A_SCALE_PITCH, a_scale, full(s), tile.m, k, a_batch);
+#endif
+#if B_SCALE == VECTOR
+                    tma_load(base + AT_B_SCALE + s * B_SCALE_PITCH, b_scale, full(s), tile.n, k, b_batch);
+#endif
+                }
+            }
+        }
+#if B_SCALE == BLOCK
+        if (warp == 1 && lane < CHUNKS) {
+            for (int index = first; index < problem.tiles(); index += step) {
+                const Tile tile(problem, index);
+                const int column = tile.n + lane * CHUNK;
+                const float* scales = b_scale + int64_t(tile.batch * b_batched) * bs_batch + int64_t(column / 128) * bs_n;
+#pragma unroll 1  // this warpgroup has few registers
+                for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
+                    const int s = ring.stage;
+                    barrier_wait(empty(s), ring.parity ^ 1);
+                    const bool inside = column < problem.N;
+                    copy_word(base + AT_B_SCALE + s * B_SCALE_PITCH + lane * 4, inside ? scales + int64_t(k) * bs_k : b_scale,
+                              inside);
+                    barrier_arrive_after_copies(full(s));
+                }
+            }
+        }
+#endif
+    } else {
+        if constexpr (MATH == 2) take_registers<232>();
+        if constexpr (MATH == 3) take_registers<160>();
+        const int row = warpgroup * ROWS + warp * 16 + lane / 4;  // of the tile; also of row + 8, and 64 more a slice
+        Ring ring;
+
+        for (int index = first; index < problem.tiles(); index += step) {
+            const Tile tile(problem, index);
+            int k = tile.k_start;
+            float acc[PRODUCTS][WIDTH / 2] = {};
+
+            // Scales of a product, held from its start until it is promoted.
+            struct Scales {
+                float row0, row1;
+                float chunk[B_SCALE == BLOCK ? CHUNKS : 1];
+            };
+            auto scales_of = [&](int stage, int slice) {
+                Scales scales;
+#if A_SCALE == VECTOR
+                const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + (row + slice * 64) * 4;
+                scales.row0 = load_shared(at);
+                scales.row1 = load_shared(at + 32);
+#else
+                scales.row0 = scales.row1 = 1.0f;
+#endif
+#if B_SCALE == BLOCK
+#pragma unroll
+                for (int i = 0; i < CHUNKS; i++)
+                    scales.chunk[i] = load_shared(base + AT_B_SCALE + stage * B_SCALE_PITCH + i * 4);
+#endif
+                return scales;
+            };
+            auto start = [&](float(&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false) {
+                const uint64_t from_a = matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
+                const uint64_t from_b = matrix_descriptor(base + AT_B + stage * B_BYTES + slice_n * WIDTH * BK);
+                fence_registers(d);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < BK / 32; k++) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
+                wgmma_commit();
+                fence_registers(d);
+            };
+            auto release = [&](int stage) {
+                if constexpr (CLUSTER > 1) {
+                    if (lane < CLUSTER) barrier_arrive_at(empty(stage), lane);
+                } else {
+                    if (lane == 0) barrier_arrive(empty(stage));
+                }
+            };
+            auto promote = [&](const float(&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
+                float(&sum)[WIDTH / 2] = acc[product];
+                [[maybe_unused]] const int slice_n = product % SLICES_N;
+#pragma unroll
+                for (int j = 0; j < WIDTH / 8; j++) {
+                    float s00 = scales.row0, s01 = scales.row0, s10 = scales.row1, s11 = scales.row1;
+#if B_SCALE == BLOCK
+                    const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / CHUNK];
+                    s00 *= chunk, s01 *= chunk, s10 *= chunk, s11 *= chunk;
+#elif B_SCALE == VECTOR
+                    const float2 pair = load_shared_pair(base + AT_B_SCALE + stage * B_SCALE_PITCH +
+                                                         (slice_n * WIDTH + j * 8 + lane % 4 * 2) * 4);
+                    s00 *= pair.x, s01 *= pair.y, s10 *= pair.x, s11 *= pair.y;
+#endif
+                    sum[4 * j + 0] += s00 * d[4 * j + 0];
+                    sum[4 * j + 1] += s01 * d[4 * j + 1];
+                    sum[4 * j + 2] += s10 * d[4 * j + 2];
+                    sum[4 * j + 3] += s11 * d[4 * j + 3];
+                }
+            };
+
+            if constexpr (!SCALED && DEPTH == 2) {
+                // PROMOTE k-blocks accumulate in the tensor core, two groups in flight.
+                float d[PRODUCTS][WIDTH / 2];
+                const Scales one = {1.0f, 1.0f};
+                auto run = [&](int blocks) {
+#pragma unroll
+                    for (int i = 0; i < blocks; i++) {
+                        const int s = ring.stage;
+                        barrier_wait(full(s), ring.parity);
+#pragma unroll
+                        for (int p = 0; p < PRODUCTS; p++) start(d[p], s, p / SLICES_N, p % SLICES_N, i > 0);
+                        if (i > 0) {
+                            wgmma_wait<PRODUCTS>();
+                            release(s == 0 ? STAGES - 1 : s - 1);
+                        }
+                        ring.advance();
+                    }
+                    wgmma_wait<0>();
+                    release(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
+#pragma unroll
+                    for (int p = 0; p < PRODUCTS; p++) {
+                        fence_registers(d[p]);
+                        promote(d[p], one, 0, p);
+                    }
+                };
+                for (; k + PROMOTE <= tile.k_stop; k += PROMOTE) run(PROMOTE);
+                for (; k < tile.k_stop; k++) run(1);
+            } else if constexpr (DEPTH == 1) {
+                float d[WIDTH / 2];
+                for (; k < tile.k_stop; k++, ring.advance()) {
+                    const int s = ring.stage;
+                    barrier_wait(full(s), ring.parity);
+#pragma unroll
+                    for (int p = 0; p < PRODUCTS; p++) {
+                        const Scales scales = scales_of(s, p / SLICES_N);
+                        start(d, s, p / SLICES_N, p % SLICES_N);
+                        wgmma_wait<0>();
+                        fence_registers(d);
+                        if (B_SCALE != VECTOR && p == PRODUCTS - 1) release(s);
+                        promote(d, scales, s, p);
+                        if (B_SCALE == VECTOR && p == PRODUCTS - 1) release(s);
+                    }
+                }
+            } else {
+                // Two k-blocks in flight, over the loop's edge too.
+                float d0[WIDTH / 2], d1[WIDTH / 2];
+                Scales scales0, scales1;
+                auto finish = [&](float(&d)[WIDTH / 2], const Scales& scales, int stage) {
+                    fence_registers(d);
+                    if (B_SCALE != VECTOR) release(stage);
+                    promote(d, scales, stage, 0);
+                    if (B_SCALE == VECTOR) release(stage);
+                };
+                auto next = [&](float(&d)[WIDTH / 2], Scales& scales) {
+                    const int s = ring.stage;
+                    barrier_wait(full(s), ring.parity);
+                    scales = scales_of(s, 0);
+                    start(d, s, 0, 0);
+                    ring.advance();
+                    return s;
+                };
+                if (k < tile.k_stop) {
+                    int s0 = next(d0, scales0), s1;
+                    for (; k + 2 < tile.k_stop; k += 2) {
+                        s1 = next(d1, scales1);
+                        wgmma_wait<1>();
+                        finish(d0, scales0, s0);
+                        s0 = next(d0, scales0);
+                        wgmma_wait<1>();
+                        finish(d1, scales1, s1);
+                    }
+                    if (k + 1 < tile.k_stop) {
+                        s1 = next(d1, scales1);
+                        wgmma_wait<1>();
+                        finish(d0, scales0, s0);
+                        wgmma_wait<0>();
+                        finish(d1, scales1, s1);
+                    } else {
+                        wgmma_wait<0>();
+                        finish(d0, scales0, s0);
+                    }
+                }
+            }
+
+            // Epilogue: the scales that hold for all of K, the bias, the cast, the store.
+            int buffer = 0;
+#pragma unroll
+            for (int slice = 0; slice < SLICES_M; slice++) {
+                [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
+                float whole0 = 1.0f, whole1 = 1.0f;
+#if A_SCALE == LINE
+                const float* lines = a_scale + int64_t(tile.batch * a_batched) * as_batch;
+                whole0 = row0 < problem.M ? lines[row0] : 0.0f;
+                whole1 = row1 < problem.M ? lines[row1] : 0.0f;
+#elif A_SCALE == WHOLE
+                whole0 = whole1 = a_scale[int64_t(tile.batch * a_batched) * as_batch];
+#endif
+#pragma unroll
+                for (int column = 0; column < BN; column += 64) {
+                    uint32_t at_buffer = 0;
+#if OUT_TMA
+                    at_buffer = base + AT_OUT + (warpgroup * OUT_BUFFERS + buffer) * OUT_BUFFER;
+                    buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
+                    if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<OUT_BUFFERS - 1>();
+                    warpgroup_sync(1 + warpgroup);
+#endif
+                    uint32_t packed[4];
+#pragma unroll
+                    for (int j = 0; j < 8 && column + j * 8 < BN; j++) {
+                        const int place = column + j * 8;
+                        const int product = slice * SLICES_N + place / WIDTH, i = place % WIDTH / 2;
+                        [[maybe_unused]] const int n = tile.n + place + lane % 4 * 2;
+                        float v00 = acc[product][i] * whole0, v01 = acc[product][i + 1] * whole0;
+                        float v10 = acc[product][i + 2] * whole1, v11 = acc[product][i + 3] * whole1;
+#if B_SCALE == LINE
+                        const float* lines = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
+                        const float left = n < problem.N ? lines[n] : 0.0f, right = n + 1 < problem.N ? lines[n + 1] : 0.0f;
+                        v00 *= left, v01 *= right, v10 *= left, v11 *= right;
+#elif B_SCALE == WHOLE
+                        const float scale = b_scale[int64_t(tile.batch * b_batched) * bs_batch];
+                        v00 *= scale, v01 *= scale, v10 *= scale, v11 *= scale;
+#endif
+#if BIAS
+                        const float bias0 = n < problem.N ? float(bias[n]) : 0.0f, bias1 = n + 1 < problem.N ? float(bias[n + 1]) : 0.0f;
+                        v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
+#endif
+#if OUT_TMA
+                        packed[j % 2 * 2 + 0] = pack<OutType>(v00, v01);
+                        packed[j % 2 * 2 + 1] = pack<OutType>(v10, v11);
+                        if (j % 2 == 1) {
+                            const int matrix = lane / 8, line = warp * 16 + matrix % 2 * 8 + lane % 8;
+                            const int piece = (j - 1 + matrix / 2) ^ (line % 8);
+                            store_matrices(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                        }
+#else
+                        const int64_t layer = int64_t(tile.batch) * problem.parts + tile.part;
+                        OutType* to = out + (layer * problem.M + row0) * int64_t(out_m) + n;
+                        store_pair(to, v00, v01, row0 < problem.M ? problem.N - n : 0);
+                        store_pair(to + 8 * int64_t(out_m), v10, v11, row1 < problem.M ? problem.N - n : 0);
+#endif
+                    }
+#if OUT_TMA
+                    fence_async();
+                    warpgroup_sync(1 + warpgroup);
+                    if (threadIdx.x % WARPGROUP == 0) {
+                        tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64, tile.batch);
+                        tma_store_commit();
+                    }
+#endif
+                }
+            }
+        }
+#if OUT_TMA
+        if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
+#endif
+    }
+    // A block of a cluster must not end while the other may still arrive at its barriers or write to its stages.
+    if constexpr (CLUSTER > 1) cluster_sync();
+}

@@ -1,0 +1,250 @@
+"""The scaled product on Hopper in CUDA C++: its configurations, what it accepts, and its launch (`scaled_mm.cu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.launch import Argument, CudaLaunch, TensorMap
+from fp8fn.ops.cuda.nvrtc import CudaKernel
+from fp8fn.ops.cuda.prepared import Call, Step, geometry
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import OCP, Target
+
+BK: Final = 128
+_SHARED_LIMIT: Final = 227 << 10
+_TMA_ALIGNMENT: Final = 16
+_SUM_THREADS: Final = 256  # THREADS of sum_parts.cu
+_TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile of a block and how it is computed; `scaled_mm.cu` says what each does.
+
+    `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries, `STAGES`
+    k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks that share B (or A), `GROUP` rows of tiles walked
+    together, `PARTS` of K computed apart and added after, `PROMOTE` k-blocks a promotion where scales hold for all K.
+    """
+
+    MATH: int = 2
+    SLICES_M: int = 1
+    BN: int = 128
+    SLICES_N: int = 1
+    DEPTH: int = 2
+    STAGES: int = 0
+    CLUSTER: int = 1
+    SHARE_B: bool = True
+    GROUP: int = 8
+    PARTS: int = 1
+    PROMOTE: int = 4
+
+    @property
+    def BM(self) -> int:
+        return 64 * self.SLICES_M * self.MATH
+
+    def __str__(self) -> str:
+        slices = f"/{self.SLICES_M}x{self.SLICES_N}" if self.SLICES_M * self.SLICES_N > 1 else ""
+        shared = f" cluster{self.CLUSTER}{'B' if self.SHARE_B else 'A'}" if self.CLUSTER > 1 else ""
+        parts = f" parts{self.PARTS}" if self.PARTS > 1 else ""
+        return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{parts}"
+
+
+def wgmma_source(width: int, a_type: str, b_type: str) -> str:
+    """`wgmma(d, a, b, onto)` of 64 x `width`: one instruction, whose text lists every accumulator."""
+    count = width // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    return f"""
+__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b, int onto) {{
+    asm volatile("{{.reg .pred onto; setp.ne.b32 onto, %{count + 2}, 0;\\n"
+                 "wgmma.mma_async.sync.aligned.m64n{width}k32.f32.{a_type}.{b_type} {{{registers}}}, %{count}, "
+                 "%{count + 1}, onto, 1, 1;}}"
+                 : {outputs} : "l"(a), "l"(b), "r"(onto));
+}}
+"""
+
+
+def scale_kind(line: int, along_k: int) -> str:
+    """How the kernel reads the scales of an operand whose block is `line` rows (of a) or columns (of b), `along_k`."""
+    if along_k == WHOLE:
+        return "WHOLE" if line == WHOLE else "LINE"
+    return "VECTOR" if line == 1 else "BLOCK"
+
+
+def accepts(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target,
+) -> str | None:  # fmt: skip
+    """None where `plan` takes these operands, else the reason why not."""
+    if target.backend != "cuda" or target.arch != 90:
+        return f"{target.name} is not sm90"
+    if a.dtype not in OCP or b.dtype not in OCP:
+        return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
+    if a_scale.dtype != torch.float32 or 32 in (a_block[1], b_block[0]):
+        return "a scale is e8m0 or holds for 32 elements along K"
+    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
+    if kinds[0] == "BLOCK" or (WHOLE in (a_block[1], b_block[0]) and a_block[1] != b_block[0]):
+        return f"blocks {a_block} and {b_block} are no pair of this kernel"
+    if a.shape[-1] == 0:
+        return "K is 0"
+    for name, operand in (("a", a), ("b.mT", b.mT)):
+        if (fault := map_fault(operand)) is not None:
+            return f"{name} {fault}"
+    for name, scale, kind in (("a_scale", a_scale.mT, kinds[0]), ("b_scale", b_scale, kinds[1])):
+        if kind == "VECTOR" and (fault := map_fault(scale)) is not None:
+            return f"{name} {fault}"
+    return None
+
+
+def map_fault(x: Tensor) -> str | None:
+    """Why TMA cannot address a matrix or a batch of them, or None."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return f"has stride {x.stride(-1)} along its contiguous axis, not 1"
+    for axis in range(x.dim() - 1):
+        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % _TMA_ALIGNMENT or x.stride(axis) == 0):
+            return f"has a stride of {x.stride(axis) * x.element_size()} bytes, no multiple of 16"
+    if x.shape[-2] > 1 and x.stride(-2) < x.shape[-1]:
+        return f"has lines of {x.shape[-1]} elements at a stride of {x.stride(-2)}"
+    if x.data_ptr() % _TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
+        return "starts at an address that is no multiple of 16"
+    return None
+
+
+def plan(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
+
+    With `config.PARTS` above 1, a workspace takes one float32 sum for each part of K, and a second launch adds them up.
+    """
+    if config.PARTS > 1:
+        return _plan_parts(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
+    return _plan(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
+
+
+def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
+    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, and `bias` if `has_bias`."""
+    inputs = ["a", "a_scale", "b", "b_scale", *(["bias"] if has_bias else [])]
+    places = {name: i for i, name in enumerate([*inputs, "out", "parts"])}
+    steps, made = [], [geometry(out)]
+    phase: CudaLaunch | None = launch
+    while phase is not None:
+        names = [name for name, arg in phase.args.items() if not isinstance(arg, (int, float, tuple))]
+        pointers = tuple(None if phase.args[name] is None else places[name] for name in names)
+        steps.append(Step(phase.prepare(), pointers))
+        if isinstance(workspace := phase.args.get("parts"), Tensor) and len(made) == 1:
+            made.append(geometry(workspace))
+        phase = phase.then
+    return Call(tuple(steps), tuple(made), 1)
+
+
+def _plan_parts(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config,
+) -> CudaLaunch:  # fmt: skip
+    batch, (m, n) = out.shape[:-2], out.shape[-2:]
+    parts = torch.empty((*batch, config.PARTS, m, n), dtype=torch.float32, device=out.device)
+    product = _plan(a, a_scale, a_block, b, b_scale, b_block, None, parts, target, config)
+    batches = batch[0] if batch else 1
+    macros = (("OUT", _OUT[out.dtype]), ("BIAS", 0 if bias is None else _OUT[bias.dtype]))
+    blocks = min(-(-(n + 1) // 2 * m * batches // _SUM_THREADS), 8 * target.cores)
+    add = CudaLaunch(
+        kernel=CudaKernel("sum_parts.cu", "sum_parts", macros),
+        grid=(blocks, 1, 1),
+        threads=_SUM_THREADS,
+        shared=0,
+        args={
+            "parts": parts, "bias": bias, "out": out, "M": m, "N": n, "count": config.PARTS, "batches": batches,
+            "out_batch": out.stride(0) if batch else 0, "out_m": out.stride(-2),
+        },
+        target=target,
+    )  # fmt: skip
+    args = {("parts" if name == "out" else name): arg for name, arg in product.args.items()}
+    return replace(product, args=args, then=add)
+
+
+def _plan(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config,
+) -> CudaLaunch:  # fmt: skip
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    parts = config.PARTS
+    batches = out.shape[0] if out.dim() == (4 if parts > 1 else 3) else 1
+    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
+    through_tma = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and map_fault(out) is None
+    width = config.BN // config.SLICES_N
+    out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
+    stages, shared = _stages(config, kinds, out_chunks if through_tma else 0)
+    multicast = config.CLUSTER > 1
+    macros: dict[str, int | str] = {
+        "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
+        "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
+        "GROUP": config.GROUP, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
+        "PROMOTE": config.PROMOTE, "OUT": _OUT[out.dtype], "OUT_TMA": int(through_tma), "OUT_CHUNKS": out_chunks,
+        "BIAS": 0 if bias is None else _OUT[bias.dtype],
+    }  # fmt: skip
+    a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
+    b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
+    a_scales: Argument = TensorMap(_batch(a_scale.mT), (1, 1, config.BM)) if kinds[0] == "VECTOR" else a_scale
+    b_scales: Argument = TensorMap(_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
+    args: dict[str, Argument] = {
+        "a": TensorMap(_batch(a), (1, a_rows, BK), 128),
+        "b": TensorMap(_batch(b.mT), (1, b_rows, BK), 128),
+        "out": TensorMap(_batch(out), (1, 64, 64), 128) if through_tma else out,
+        "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
+        "problem": (m, n, k, batches, parts),
+        "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
+        "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
+        "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
+    }  # fmt: skip
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, _TYPES[a.dtype], _TYPES[b.dtype])
+        ),
+        grid=(_programs(m, n, batches, config, target), 1, 1),
+        threads=128 * (config.MATH + 1),
+        shared=shared,
+        args=args,
+        target=target,
+        options={"BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "PARTS": parts},
+    )
+
+
+def _programs(m: int, n: int, batches: int, config: Config, target: Target) -> int:
+    pair_m = config.CLUSTER if config.SHARE_B else 1
+    pair_n = config.CLUSTER if not config.SHARE_B else 1
+    tiles = -(-m // (config.BM * pair_m)) * -(-n // (config.BN * pair_n)) * batches * config.PARTS
+    return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
+
+
+def _stages(config: Config, kinds: tuple[str, str], out_chunks: int) -> tuple[int, int]:
+    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
+    a_scale = 4 * config.BM if kinds[0] == "VECTOR" else 0
+    b_scale = {"VECTOR": 4 * config.BN, "BLOCK": 128}.get(kinds[1], 0)
+    stage = (config.BM + config.BN) * BK + _round_up(a_scale, 128) + _round_up(b_scale, 128) + 16
+    fixed = config.MATH * out_chunks * 64 * 128
+    stages = config.STAGES or min((_SHARED_LIMIT - fixed) // stage, 12)
+    return stages, fixed + stages * stage
+
+
+def _batch(x: Tensor) -> Tensor:
+    """`(M, K)` → `(1, M, K)`, with strides that a descriptor takes."""
+    if x.dim() == 3:
+        return x
+    rows, columns = x.shape
+    lead = x.stride(0) if rows > 1 else _round_up(columns, _TMA_ALIGNMENT // x.element_size())
+    return x.as_strided((1, rows, columns), (lead * rows, lead, 1))
+
+
+def _round_up(size: int, to: int) -> int:
+    return -(-size // to) * to
