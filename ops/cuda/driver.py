@@ -1,4 +1,4 @@
-"""The five calls of CUDA's driver that loading and launching a cubin takes, by ctypes: no compiler, no extension."""
+"""The calls of CUDA's driver that loading and launching a cubin takes, by ctypes: no compiler, no extension."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _SWIZZLES: Final = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_256B: Final = 3
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _STATIC_SHARED_LIMIT: Final = 48 << 10
+
+INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 MAP_BYTES: Final = 128
 MAP_ALIGNMENT: Final = 64
@@ -39,9 +41,16 @@ def check(status: int, what: str) -> None:
         raise DriverError(f"{what}: {(text.value or b'unknown error').decode()} ({status})")
 
 
-def load_function(cubin: bytes, entry: str, shared: int) -> int:
-    """The handle of a kernel of a cubin in the current context, allowed `shared` bytes of dynamic shared memory."""
-    torch.cuda.current_stream()  # makes the device's primary context current
+def make_context_current(device: int) -> None:
+    """Gives the calling thread the device's primary context; a new thread has none before a call of CUDA's runtime."""
+    context, cuda = ctypes.c_void_p(), library()
+    check(cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"context of device {device}")
+    check(cuda.cuCtxSetCurrent(context), f"context of device {device}")
+
+
+def load_function(cubin: bytes, entry: str, shared: int, device: int) -> int:
+    """The handle of a kernel of a cubin on a device, allowed `shared` bytes of dynamic shared memory."""
+    make_context_current(device)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     cuda = library()
     check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {entry}")

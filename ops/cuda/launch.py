@@ -116,8 +116,7 @@ def pointers(args: Mapping[str, Argument]) -> list[int]:
 @cache
 def _function(kernel: CudaKernel, shared: int, device: int) -> int:
     """The loaded kernel; modules live as long as the process, as Triton's and PyTorch's do."""
-    del device  # part of the key: a module belongs to one context
-    return driver.load_function(compile_kernel(kernel).cubin, kernel.entry, shared)
+    return driver.load_function(compile_kernel(kernel).cubin, kernel.entry, shared, device)
 
 
 def _size(arg: Argument) -> int:
@@ -182,10 +181,15 @@ class Prepared:
                     if addresses[place] != self._last[place]:
                         status = cuda.cuTensorMapReplaceAddress(map_, ctypes.c_void_p(addresses[place]))
                         if status:
+                            self._last = [-1] * len(self._last)  # some descriptors have new addresses, some old ones
                             driver.check(status, "TMA descriptor")
                 for place, slot in self._slots:
                     slot.value = addresses[place]
                 self._last = addresses
-            status = cuda.cuLaunchKernel(self._function, *self._shape, ctypes.c_void_p(stream), self._parameters, None)
+            launch = (self._function, *self._shape, ctypes.c_void_p(stream), self._parameters, None)
+            status = cuda.cuLaunchKernel(*launch)
+            if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
+                driver.make_context_current(self._index)
+                status = cuda.cuLaunchKernel(*launch)
         if status:
             driver.check(status, "launch")

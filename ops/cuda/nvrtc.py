@@ -19,6 +19,7 @@ from typing import Final
 import torch
 
 _FOLDER: Final = Path(__file__).parent
+_CHECKSUM_BYTES: Final = 32
 _OPTIONS: Final = ("--std=c++17", "--device-int128", "-default-device")
 
 
@@ -56,12 +57,11 @@ def compile_kernel(kernel: CudaKernel, arch: str = "sm_90a", *, verbose: bool = 
         return _compile(source, kernel.file, headers, (*options, "--ptxas-options=-v"))
     digest = hashlib.sha256(repr((source, headers, options, version())).encode()).hexdigest()
     path = cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"
-    try:
-        return Compiled(path.read_bytes(), "")
-    except FileNotFoundError:
-        compiled = _compile(source, kernel.file, headers, options)
-        _write(path, compiled.cubin)
-        return compiled
+    if (cubin := _read_whole(path)) is not None:
+        return Compiled(cubin, "")
+    compiled = _compile(source, kernel.file, headers, options)
+    _write(path, compiled.cubin)
+    return compiled
 
 
 def cache_dir() -> Path:
@@ -87,15 +87,29 @@ def unavailable() -> str | None:
     return None
 
 
+def _read_whole(path: Path) -> bytes | None:
+    """What `_write` wrote; None where there is nothing, it may not be read, or it is damaged."""
+    try:
+        content = path.read_bytes()
+    except OSError:
+        return None
+    content, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
+    return content if _checksum(content) == checksum else None
+
+
 def _write(path: Path, content: bytes) -> None:
     """Whole or not at all, also beside another process that writes the same; a read-only home is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content)
+            file.write(content + _checksum(content))  # after the content: tools that read a cubin still do
         os.replace(file.name, path)
     except OSError:
         pass
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).digest()
 
 
 @cache
@@ -148,8 +162,9 @@ def _library() -> ctypes.CDLL:
     for major in majors:
         for name in (f"libnvrtc.so.{major}", *_packaged(major)):
             try:
-                for builtins in Path(name).parent.glob(f"libnvrtc-builtins.so.{major}*"):
-                    ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which succeeds once it is loaded
+                if os.sep in name:
+                    for builtins in Path(name).parent.glob(f"libnvrtc-builtins.so.{major}*"):
+                        ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which succeeds once it is loaded
                 return ctypes.CDLL(name)
             except OSError:
                 continue

@@ -136,6 +136,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     const int lane = lane_index();
 
     if (threadIdx.x == 0) {
+        prefetch_map(a);
+        prefetch_map(b);
         for (int stage = 0; stage < STAGES; stage++) {
             barrier_init(full(stage), 1 + (B_SCALE == BLOCK ? CHUNKS : 0));
             barrier_init(empty(stage), MATH * 4 * CLUSTER);
@@ -154,8 +156,6 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         if constexpr (MATH > 1) give_registers<MATH == 2 ? 40 : 32>();
         Ring ring;
         if (warp == 0 && elect()) {
-            prefetch_map(a);
-            prefetch_map(b);
             const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
             for (int index = first; index < problem.tiles(); index += step) {
                 const Tile tile(problem, index);
@@ -389,16 +389,18 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         const int place = column + j * 8;
                         const int product = slice * SLICES_N + place / WIDTH, i = place % WIDTH / 2;
                         [[maybe_unused]] const int n = tile.n + place + lane % 4 * 2;
-                        float v00 = acc[product][i] * whole0, v01 = acc[product][i + 1] * whole0;
-                        float v10 = acc[product][i + 2] * whole1, v11 = acc[product][i + 3] * whole1;
+                        float s00 = whole0, s01 = whole0, s10 = whole1, s11 = whole1;
 #if B_SCALE == LINE
-                        const float* lines = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
-                        const float left = n < problem.N ? lines[n] : 0.0f, right = n + 1 < problem.N ? lines[n + 1] : 0.0f;
-                        v00 *= left, v01 *= right, v10 *= left, v11 *= right;
+                        const float* of_columns = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
+                        const float left = n < problem.N ? of_columns[n] : 0.0f;
+                        const float right = n + 1 < problem.N ? of_columns[n + 1] : 0.0f;
+                        s00 *= left, s01 *= right, s10 *= left, s11 *= right;
 #elif B_SCALE == WHOLE
-                        const float scale = b_scale[int64_t(tile.batch * b_batched) * bs_batch];
-                        v00 *= scale, v01 *= scale, v10 *= scale, v11 *= scale;
+                        const float of_b = b_scale[int64_t(tile.batch * b_batched) * bs_batch];
+                        s00 *= of_b, s01 *= of_b, s10 *= of_b, s11 *= of_b;
 #endif
+                        float v00 = acc[product][i] * s00, v01 = acc[product][i + 1] * s01;
+                        float v10 = acc[product][i + 2] * s10, v11 = acc[product][i + 3] * s11;
 #if BIAS
                         const float bias0 = n < problem.N ? float(bias[n]) : 0.0f, bias1 = n + 1 < problem.N ? float(bias[n + 1]) : 0.0f;
                         v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;

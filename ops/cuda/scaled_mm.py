@@ -17,6 +17,7 @@ from fp8fn.ops.targets import OCP, Target
 BK: Final = 128
 _SHARED_LIMIT: Final = 227 << 10
 _TMA_ALIGNMENT: Final = 16
+_LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
 _SUM_THREADS: Final = 256  # THREADS of sum_parts.cu
 _TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 _OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
@@ -99,6 +100,10 @@ def accepts(
     for name, scale, kind in (("a_scale", a_scale.mT, kinds[0]), ("b_scale", b_scale, kinds[1])):
         if kind == "VECTOR" and (fault := map_fault(scale)) is not None:
             return f"{name} {fault}"
+        if kind == "LINE" and scale.shape[-1] > 1 and scale.stride(-1) != 1:
+            return f"{name} has stride {scale.stride(-1)} from line to line, not 1"
+    if max(*a.shape, *b.shape, *a_scale.stride(), *b_scale.stride()) > _LARGEST:
+        return "a size, or a stride of the scales, is past 32 bits"
     return None
 
 
@@ -181,7 +186,9 @@ def _plan(
     parts = config.PARTS
     batches = out.shape[0] if out.dim() == (4 if parts > 1 else 3) else 1
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    through_tma = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and map_fault(out) is None
+    # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
+    whole_pieces = n * out.element_size() % _TMA_ALIGNMENT == 0 and map_fault(out) is None
+    through_tma = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
     stages, shared = _stages(config, kinds, out_chunks if through_tma else 0)
@@ -238,12 +245,10 @@ def _stages(config: Config, kinds: tuple[str, str], out_chunks: int) -> tuple[in
 
 
 def _batch(x: Tensor) -> Tensor:
-    """`(M, K)` → `(1, M, K)`, with strides that a descriptor takes."""
-    if x.dim() == 3:
-        return x
-    rows, columns = x.shape
-    lead = x.stride(0) if rows > 1 else _round_up(columns, _TMA_ALIGNMENT // x.element_size())
-    return x.as_strided((1, rows, columns), (lead * rows, lead, 1))
+    """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
+    batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
+    lead = x.stride(-2) if rows > 1 else _round_up(columns, _TMA_ALIGNMENT // x.element_size())
+    return x.as_strided((batches, rows, columns), (x.stride(0) if batches > 1 else lead * rows, lead, 1))
 
 
 def _round_up(size: int, to: int) -> int:
