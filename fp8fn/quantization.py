@@ -1,4 +1,4 @@
-"""`quantize`, `quantize_dual` and `dequantize`: between tensors and `ScaledTensor`s."""
+"""`quantize`, its relatives, and `dequantize`: between tensors and `ScaledTensor`s."""
 
 from __future__ import annotations
 
@@ -37,11 +37,78 @@ def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale
 def quantize_dual(
     x: Tensor, block: Block = (1, 128), *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32"
 ) -> tuple[ScaledTensor, ScaledTensor]:
-    """`quantize(x, (r, c))` and `quantize(x, (c, r))`, for `(1, 128)` and `(1, 32)` by one launch with one read of `x`.
+    """`quantize(x, (r, c))` and `quantize(x, (c, r))`, for blocks of 128 and of 32 by one launch with one read of `x`.
 
-    A training step needs both of an activation: rows for the forward, columns for the weight's gradient.
+    A training step needs both of an activation: rows for the forward, columns for the weight's gradient. Of a square
+    block the two hold the same values, the first stored by rows and the second by columns: a weight's for the forward
+    and for its input's gradient.
     """
     row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale)
+    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
+
+
+def quantize_silu_mul(
+    gate: Tensor,
+    up: Tensor,
+    block: Block = (1, 128),
+    *,
+    dtype: torch.dtype | None = None,
+    scale: ScaleFormat = "fp32",
+) -> ScaledTensor:
+    """`quantize(silu(gate) * up, block)`, computed in float32 and rounded once: what an MLP's last product reads.
+
+    `gate` and `up` have one shape `(..., M, N)` and dtype (bfloat16, float16, float32) and any strides; on Hopper,
+    rows that are contiguous take one launch and one read. A square block is stored by rows. For the rest see
+    `quantize`.
+    """
+    data, scales = torch.ops.fp8fn.quantize_silu_mul(gate, up, block, dtype, scale)
+    return ScaledTensor(data, scales, block)
+
+
+def quantize_silu_mul_dual(
+    gate: Tensor,
+    up: Tensor,
+    block: Block = (1, 128),
+    *,
+    dtype: torch.dtype | None = None,
+    scale: ScaleFormat = "fp32",
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`quantize_dual(silu(gate) * up, block)`, like `quantize_silu_mul`."""
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_silu_mul_dual(gate, up, block, dtype, scale)
+    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
+
+
+def quantize_rms_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    block: Block = (1, 128),
+    *,
+    dtype: torch.dtype | None = None,
+    scale: ScaleFormat = "fp32",
+) -> ScaledTensor:
+    """`quantize(rms_norm(x, weight, eps), block)`, computed in float32 and rounded once, to FP8.
+
+    `rms_norm` is `x / sqrt(mean(x²) + eps) * weight`, over the last axis of `x (..., M, N)`, with `weight (N)`; its
+    sums have a fixed order, and the same bits on every device. On Hopper, `(1, 128)` of rows of up to 16384 columns
+    takes one launch and one read of `x`; other blocks, and `quantize_rms_norm_dual`, take a second launch and read. See
+    `quantize` for the rest.
+    """
+    data, scales = torch.ops.fp8fn.quantize_rms_norm(x, weight, eps, block, dtype, scale)
+    return ScaledTensor(data, scales, block)
+
+
+def quantize_rms_norm_dual(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    block: Block = (1, 128),
+    *,
+    dtype: torch.dtype | None = None,
+    scale: ScaleFormat = "fp32",
+) -> tuple[ScaledTensor, ScaledTensor]:
+    """`quantize_dual(rms_norm(x, weight, eps), block)`, like `quantize_rms_norm`."""
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_rms_norm_dual(x, weight, eps, block, dtype, scale)
     return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
 
 

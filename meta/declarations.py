@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8fn.meta import autograd, fake, vmap
 from fp8fn.meta.registry import Op, declare
-from fp8fn.ops import gemm, quantize, scaled_mm
+from fp8fn.ops import gemm, quantize, quantize_produced, scaled_mm
 
 _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
 
@@ -32,6 +32,58 @@ QUANTIZE_DUAL = declare(
         vmap=vmap.quantize_dual,
     )
 )
+QUANTIZE_SILU_MUL = declare(
+    Op(
+        schema=quantize_produced.SILU_MUL_SCHEMA,
+        reference=quantize_produced.quantize_silu_mul_reference,
+        kernel=quantize_produced.quantize_silu_mul_kernel,
+        fake=fake.quantize_silu_mul,
+        autograd=autograd.not_differentiable(
+            "quantize_silu_mul", _DIFFERENTIABLE,
+            quantize_produced.quantize_silu_mul_reference, quantize_produced.quantize_silu_mul_kernel,
+        ),
+        vmap=vmap.quantize_silu_mul,
+    )
+)  # fmt: skip
+QUANTIZE_SILU_MUL_DUAL = declare(
+    Op(
+        schema=quantize_produced.SILU_MUL_DUAL_SCHEMA,
+        reference=quantize_produced.quantize_silu_mul_dual_reference,
+        kernel=quantize_produced.quantize_silu_mul_dual_kernel,
+        fake=fake.quantize_silu_mul_dual,
+        autograd=autograd.not_differentiable(
+            "quantize_silu_mul_dual", _DIFFERENTIABLE,
+            quantize_produced.quantize_silu_mul_dual_reference, quantize_produced.quantize_silu_mul_dual_kernel,
+        ),
+        vmap=vmap.quantize_silu_mul_dual,
+    )
+)  # fmt: skip
+QUANTIZE_RMS_NORM = declare(
+    Op(
+        schema=quantize_produced.RMS_NORM_SCHEMA,
+        reference=quantize_produced.quantize_rms_norm_reference,
+        kernel=quantize_produced.quantize_rms_norm_kernel,
+        fake=fake.quantize_rms_norm,
+        autograd=autograd.not_differentiable(
+            "quantize_rms_norm", _DIFFERENTIABLE,
+            quantize_produced.quantize_rms_norm_reference, quantize_produced.quantize_rms_norm_kernel,
+        ),
+        vmap=vmap.quantize_rms_norm,
+    )
+)  # fmt: skip
+QUANTIZE_RMS_NORM_DUAL = declare(
+    Op(
+        schema=quantize_produced.RMS_NORM_DUAL_SCHEMA,
+        reference=quantize_produced.quantize_rms_norm_dual_reference,
+        kernel=quantize_produced.quantize_rms_norm_dual_kernel,
+        fake=fake.quantize_rms_norm_dual,
+        autograd=autograd.not_differentiable(
+            "quantize_rms_norm_dual", _DIFFERENTIABLE,
+            quantize_produced.quantize_rms_norm_dual_reference, quantize_produced.quantize_rms_norm_dual_kernel,
+        ),
+        vmap=vmap.quantize_rms_norm_dual,
+    )
+)  # fmt: skip
 SCALED_MM = declare(
     Op(
         schema=scaled_mm.SCALED_MM_SCHEMA,

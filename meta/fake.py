@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8fn.ops.layout import empty_data, empty_scale, swap
-from fp8fn.ops.quantize import check_dual_block, check_quantize
+from fp8fn.ops.layout import empty_data, empty_scale
+from fp8fn.ops.quantize import check_quantize, empty_dual
+from fp8fn.ops.quantize_produced import check_rms_norm, check_silu_mul
 from fp8fn.ops.scaled_mm import check_scaled_mm, empty_output
 
 
@@ -23,11 +24,37 @@ def quantize_dual(
     x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
-    check_dual_block(pair)
-    return (
-        empty_data(x, pair, fp8), empty_scale(x, pair, scale),
-        empty_data(x, swap(pair), fp8), empty_scale(x, swap(pair), scale),
-    )  # fmt: skip
+    return empty_dual(x, pair, fp8, scale)
+
+
+def quantize_silu_mul(
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul")
+    return empty_dual(gate, pair, fp8, scale)[:2]
+
+
+def quantize_silu_mul_dual(
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
+    return empty_dual(gate, pair, fp8, scale)
+
+
+def quantize_rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm")
+    return empty_dual(x, pair, fp8, scale)[:2]
+
+
+def quantize_rms_norm_dual(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual")
+    return empty_dual(x, pair, fp8, scale)
 
 
 def scaled_mm(

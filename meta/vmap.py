@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8fn.ops import reference
 from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.recipe import parse_recipe
 
@@ -17,6 +18,30 @@ def quantize(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
 
 def quantize_dual(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
     return torch.ops.fp8fn.quantize_dual(x.movedim(in_dims[0], 0), *args), (0, 0, 0, 0)
+
+
+def quantize_silu_mul(info: Any, in_dims: Any, gate: Tensor, up: Tensor, *args: Any) -> Any:
+    return torch.ops.fp8fn.quantize_silu_mul(*_gated(info, in_dims, gate, up), *args), (0, 0)
+
+
+def quantize_silu_mul_dual(info: Any, in_dims: Any, gate: Tensor, up: Tensor, *args: Any) -> Any:
+    return torch.ops.fp8fn.quantize_silu_mul_dual(*_gated(info, in_dims, gate, up), *args), (0, 0, 0, 0)
+
+
+def quantize_rms_norm(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
+    if in_dims[1] is None:
+        return torch.ops.fp8fn.quantize_rms_norm(x.movedim(in_dims[0], 0), weight, *args), (0, 0)
+    eps, block, *rest = _padded(args, 2)
+    y = _normalised(info, in_dims, x, weight, eps)
+    return torch.ops.fp8fn.quantize(y, block or (1, 128), *rest), (0, 0)
+
+
+def quantize_rms_norm_dual(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
+    if in_dims[1] is None:
+        return torch.ops.fp8fn.quantize_rms_norm_dual(x.movedim(in_dims[0], 0), weight, *args), (0, 0, 0, 0)
+    eps, block, *rest = _padded(args, 2)
+    y = _normalised(info, in_dims, x, weight, eps)
+    return torch.ops.fp8fn.quantize_dual(y, block or (1, 128), *rest), (0, 0, 0, 0)
 
 
 def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -50,6 +75,20 @@ def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
         return torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)  # type: ignore[no-any-return]
 
     return _with_bias(product, bias, bias_dim, out_dtype or default_out_dtype(args[0])), 0
+
+
+def _gated(info: Any, in_dims: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    gate_dim, up_dim, *_ = in_dims
+    rank = max(gate.ndim + (gate_dim is None), up.ndim + (up_dim is None))
+    return _lift(gate, gate_dim, info.batch_size, rank), _lift(up, up_dim, info.batch_size, rank)
+
+
+def _normalised(info: Any, in_dims: Any, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """With a weight for each element of the batch, which the op does not take."""
+    x = _lift(x, in_dims[0], info.batch_size, 0)
+    weight = weight.movedim(in_dims[1], 0)
+    weight = weight.reshape(weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[-1])
+    return reference.rms_norm(x, weight, 1e-6 if eps is None else eps)
 
 
 def _with_bias(product: Any, bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype) -> Tensor:

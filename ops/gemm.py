@@ -7,8 +7,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.layout import Block, is_square, swap
+from fp8fn.ops.layout import Block, is_column_major, is_square, swap
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
 
@@ -44,18 +45,33 @@ def default_out_dtype(a: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
 
 
-def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str) -> Quantized:
+def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:
+    """`x` in `block`, for a product that sums over its columns' axis, or with `sums_rows` over its rows' axis."""
+    if _on_hopper(x, block) and is_column_major(x) != sums_rows:  # a third launch would turn the data
+        return quantize_both(x, block, dtype, scale, sums_rows=sums_rows)[0]
     data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
     return Quantized(data, scales, block)
 
 
-def quantize_both(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str) -> tuple[Quantized, Quantized]:
-    """`x` in `block` and in its transpose, by one read of `x` where it fits on chip; a square block is both."""
-    if is_square(block):
+def quantize_both(
+    x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False
+) -> tuple[Quantized, Quantized]:
+    """`quantize(x, ...)`, and the same in the transposed block for the other axis: one read where `x` fits on chip.
+
+    One result of a square block serves both, but on Hopper, whose matrix instructions read FP8 along the contraction
+    only: there the same values are stored along either axis.
+    """
+    if is_square(block) and not _on_hopper(x, block):
         one = quantize(x, block, dtype, scale)
         return one, one
     row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale)
-    return Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
+    first, second = Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
+    return (second, first) if sums_rows and is_square(block) else (first, second)
+
+
+def _on_hopper(x: Tensor, block: Block) -> bool:
+    """Whether a square block is read along the contraction only, and one launch stores it along both axes."""
+    return block == (128, 128) and targets.target_of(x.device).name == "sm90"
 
 
 def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
@@ -69,7 +85,7 @@ def forward(
     a_args = (a, recipe.activation_block, recipe.activation_dtype, recipe.scale)
     b_args = (b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
     a_row, a_col = quantize_both(*a_args) if wgrad else (quantize(*a_args), None)
-    b_col, b_row = quantize_both(*b_args) if dgrad else (quantize(*b_args), None)
+    b_col, b_row = quantize_both(*b_args, sums_rows=True) if dgrad else (quantize(*b_args, sums_rows=True), None)
     return product(a_row, b_col, bias, out_dtype), a_col, b_row
 
 
@@ -86,7 +102,7 @@ def backward(
     elif b_row is not None:
         grad_row = quantize(*args)
     elif a_col is not None:
-        grad_col = quantize(grad, swap(recipe.gradient_block), recipe.gradient_dtype, recipe.scale)
+        grad_col = quantize(grad, swap(recipe.gradient_block), recipe.gradient_dtype, recipe.scale, sums_rows=True)
     grad_a = grad_b = None
     if b_row is not None and grad_row is not None:
         grad_a = product(grad_row, b_row.mT, None, a_dtype)

@@ -8,7 +8,8 @@ product, the long side of its block is the contraction. Memory follows from that
   leading dimension is padded to 16 bytes too.
 
 Hence the layout of one-sided blocks commutes with transposition: `quantize(x, (c, r))` lies as `quantize(x.mT, (r, c))`
-does, transposed. A square block follows its input, and is row-major where the input has no contiguous axis.
+does, transposed. A square block follows its input, and is row-major where the input has no contiguous axis; quantized
+for both sides (`quantize_dual`), it is row-major first and column-major second, as one-sided blocks `(1, c)` are.
 """
 
 from __future__ import annotations
@@ -103,18 +104,36 @@ def matrix_strides(shape: Sequence[int], column_major: bool, align: int) -> Stri
     return tuple(strides)
 
 
-def empty_data(x: Tensor, block: Block, dtype: torch.dtype) -> Tensor:
-    """Uninitialised FP8 data for `quantize(x, block)`, of the shape of `x`."""
-    strides = matrix_strides(x.shape, data_is_column_major(x, block), 16)
-    return torch.empty_strided(x.shape, strides, dtype=dtype, device=x.device)
+def empty_data(x: Tensor, block: Block, dtype: torch.dtype, column_major: bool | None = None) -> Tensor:
+    """Uninitialised FP8 data for `quantize(x, block)`, of the shape of `x`; `column_major` overrides the rules."""
+    if column_major is None:
+        column_major = data_is_column_major(x, block)
+    return torch.empty_strided(x.shape, matrix_strides(x.shape, column_major, 16), dtype=dtype, device=x.device)
 
 
-def empty_scale(x: Tensor, block: Block, scale: str) -> Tensor:
-    """Uninitialised scales for `quantize(x, block)`."""
+def empty_scale(x: Tensor, block: Block, scale: str, column_major: bool | None = None) -> Tensor:
+    """Uninitialised scales for `quantize(x, block)`; `column_major` is that of their data."""
+    if column_major is None:
+        column_major = data_is_column_major(x, block)
     shape, dtype = scale_shape(x.shape, block), scale_dtype(scale)
-    column_major = scale_is_column_major(data_is_column_major(x, block), block)
-    strides = matrix_strides(shape, column_major, 16 // dtype.itemsize)
+    strides = matrix_strides(shape, scale_is_column_major(column_major, block), 16 // dtype.itemsize)
     return torch.empty_strided(shape, strides, dtype=dtype, device=x.device)
+
+
+def turned(x: Tensor, column_major: bool) -> Tensor:
+    """A copy of data, or of the scales of a square block, with the strides of a row- or column-major result."""
+    strides = matrix_strides(x.shape, column_major, 16 // x.element_size())
+    copy = torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device)
+    if x.element_size() == 1:  # as bytes, for PyTorch copies no e8m0
+        copy.view(torch.uint8).copy_(x.view(torch.uint8))
+    else:
+        copy.copy_(x)
+    return copy
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """Leading dimensions as one: `(..., M, N)` → `(B, M, N)`; a matrix stays one."""
+    return x if x.ndim <= 3 else x.flatten(0, -3)
 
 
 def _round_up(size: int, to: int) -> int:

@@ -65,7 +65,35 @@ def quantize_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sam
         Sample("batched", (x(3, 40, 50, dtype=FP32), (1, 32)), {"scale": "e8m0"}),
         Sample("strided", (x(64, 96).mT, (128, 1)), {"dtype": torch.float8_e5m2}),
         Sample("whole", (x(30, 40, dtype=FP16), (1, -1)), {}),
+        Sample("ragged_square", (x(130, 140), (128, 128)), {}),
+        Sample("strided_square", (x(64, 200).mT, (128, 128)), {"scale": "e8m0"}),
+        Sample("batched_square", (x(2, 30, 40, dtype=FP32), (-1, -1)), {}),
+        Sample("empty_square", (x(0, 40), (128, 128)), {}),
         Sample("empty", (x(7, 0),), {}),
+    ]
+
+
+def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    return [
+        Sample("plain", (x(64, 256), x(64, 256)), {}),
+        Sample("ragged", (x(77, 99), x(77, 99), (128, 1)), {"scale": "pow2"}),
+        Sample("ragged_square", (x(70, 131, dtype=FP32), x(70, 131, dtype=FP32), (128, 128)), {}),
+        Sample("batched", (x(2, 3, 33, 70, dtype=FP16), x(2, 3, 33, 70, dtype=FP16), (1, -1)), {}),
+        Sample("strided", (x(96, 64).mT, x(64, 192)[:, ::2], (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
+        Sample("empty", (x(0, 40), x(0, 40)), {}),
+    ]
+
+
+def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    return [
+        Sample("plain", (x(64, 256), x(256)), {}),
+        Sample("ragged", (x(77, 99), x(99), 1e-3, (128, 1)), {"scale": "pow2"}),
+        Sample("ragged_square", (x(70, 2131, dtype=FP32), x(2131), 1e-5, (128, 128)), {}),
+        Sample("batched", (x(2, 3, 33, 70, dtype=FP16), x(70, dtype=FP16), 1e-6, (1, -1)), {}),
+        Sample("strided", (x(96, 64).mT, x(192)[::2], 1e-6, (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
+        Sample("empty", (x(7, 0), x(0)), {}),
     ]
 
 
@@ -106,6 +134,10 @@ def gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
 SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize": quantize,
     "quantize_dual": quantize_dual,
+    "quantize_silu_mul": quantize_silu_mul,
+    "quantize_silu_mul_dual": quantize_silu_mul,
+    "quantize_rms_norm": quantize_rms_norm,
+    "quantize_rms_norm_dual": quantize_rms_norm,
     "scaled_mm": scaled_mm,
     "gemm": gemm,
 }

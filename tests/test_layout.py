@@ -174,3 +174,18 @@ def test_dual_is_both(block: Block, scale: str) -> None:
             assert same_bits(got.data, want.data)
             assert same_bits(got.scale, want.scale)
             assert (got.data.stride(), got.scale.stride()) == (want.data.stride(), want.scale.stride())
+
+
+@pytest.mark.parametrize("scale", SCALE_FORMATS)
+@pytest.mark.parametrize("block", [b for b in BLOCKS if is_square(b)], ids=str)
+def test_dual_of_a_square_block_is_one_result_along_either_axis(block: Block, scale: str) -> None:
+    """Row-major, then column-major, whatever the strides of `x`: as `quantize` stores a matrix that lies so."""
+    for x in (torch.randn(77, 200), torch.randn(200, 77).mT, torch.randn(2, 130, 300)):
+        row, col = fp8fn.quantize_dual(x, block, scale=scale)  # type: ignore[arg-type]
+        as_rows = fp8fn.quantize(x.contiguous(), block, scale=scale)  # type: ignore[arg-type]
+        as_columns = fp8fn.quantize(x.mT.contiguous().mT, block, scale=scale)  # type: ignore[arg-type]
+        for got, want in ((row, as_rows), (col, as_columns)):
+            assert got.block == block
+            assert same_bits(got.data, want.data)
+            assert same_bits(got.scale, want.scale)
+            assert (got.data.stride(), got.scale.stride()) == (want.data.stride(), want.scale.stride())

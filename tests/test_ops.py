@@ -17,7 +17,9 @@ from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import BLOCKS
 
 # Products are summed in another order when a batch is flattened; quantized bytes have no such freedom.
-EXACT = {"quantize", "quantize_dual"}
+EXACT = {name for name in OPS if name.startswith("quantize")}
+# What they quantize comes of exp or rsqrt, which a batch may compute with other instructions than a matrix does.
+PRODUCED = {name for name in OPS if name.startswith(("quantize_silu_mul", "quantize_rms_norm"))}
 NEEDED_LABELS = ("plain", "ragged", "strided")
 CASES = [(name, label) for name in OPS for label in [s.label for s in SAMPLES.get(name, list)()]]
 NARROW = {*FP8_DTYPES, *SCALE_DTYPES} - {torch.float32}
@@ -47,11 +49,15 @@ def assert_same_layout(actual: Any, expected: Any) -> None:
         assert (got.shape, got.dtype, got.stride()) == (want.shape, want.dtype, want.stride())
 
 
+def is_exact(name: str, device: torch.device) -> bool:
+    return name in EXACT and not (name in PRODUCED and device.type == "cuda")
+
+
 def assert_near(actual: Any, expected: Any) -> None:
-    """Equal but for the order of a float32 sum: 1e-5 in norm, and a rare rounding to the neighbour in 16 bits."""
+    """Equal but for the order of a float32 sum: 1e-5 in norm, and a rare rounding to the neighbour in 16 or 8 bits."""
     for got, want in zip(outputs(actual), outputs(expected), strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        bound = 1e-5 if want.dtype == torch.float32 else 1e-3
+        bound = 1e-5 if want.dtype == torch.float32 else 1e-2 if want.dtype in NARROW else 1e-3
         assert (got.double() - want.double()).norm() <= bound * want.double().norm()
 
 
@@ -168,7 +174,7 @@ def vmapped(name: str, label: str, dim: int, device: torch.device, unmapped: int
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize(("name", "label"), CASES)
 def test_vmap_is_the_loop(name: str, label: str, dim: int, device: torch.device) -> None:
-    (assert_same_bits if name in EXACT else assert_near)(*vmapped(name, label, dim, device))
+    (assert_same_bits if is_exact(name, device) else assert_near)(*vmapped(name, label, dim, device))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +203,7 @@ def test_nested_vmap_is_the_loop(name: str, label: str, device: torch.device) ->
         stack([stack([looped[i][j][part] for j in range(2)], 0) for i in range(2)], 0)
         for part in range(len(looped[0][0]))
     )
-    (assert_same_bits if name in EXACT else assert_near)(mapped, expected)
+    (assert_same_bits if is_exact(name, device) else assert_near)(mapped, expected)
 
 
 @pytest.mark.parametrize("dim", [0, 1])

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent
-from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, extent, scale_shape
+from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, extent, is_square, scale_shape, turned
 
 
 def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,10 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[T
 
 
 def quantize_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize(x, (r, c))` and `quantize(x, (c, r))`."""
+    """`quantize(x, (r, c))` and `quantize(x, (c, r))`; a square block's one result, row-major and column-major."""
+    if is_square(block):
+        data, scales = quantize(x, block, dtype, scale)
+        return turned(data, False), turned(scales, False), turned(data, True), turned(scales, True)
     return *quantize(x, block, dtype, scale), *quantize(x, (block[1], block[0]), dtype, scale)
 
 

@@ -1,0 +1,65 @@
+// From the largest magnitude of a block to its scale, bit for bit as in fp8fn.ops.reference.quantize; partial stores.
+#pragma once
+#include "instructions.cuh"
+
+enum class Format { FP32, POW2, E8M0 };
+
+template <Format KIND>
+struct StoredScale {
+    using type = float;
+};
+template <>
+struct StoredScale<Format::E8M0> {
+    using type = unsigned char;
+};
+
+template <Format KIND>
+struct BlockScale {
+    typename StoredScale<KIND>::type stored;
+    float inverse;
+};
+
+// a / LARGEST rounded to nearest, for finite a from 1e-12 on: one step of Newton from the rounded reciprocal. What
+// __fdiv_rn adds is a call for results that are subnormal, which needs registers that the tile has not.
+template <Fp8 TYPE>
+__forceinline__ float over_largest(float a) {
+    constexpr float LARGEST = TYPE == Fp8::E4M3 ? 448.0f : 57344.0f;
+    constexpr float RECIPROCAL = 1.0f / LARGEST;
+    const float quotient = __fmul_rn(a, RECIPROCAL);
+    return __fmaf_rn(__fmaf_rn(-LARGEST, quotient, a), RECIPROCAL, quotient);
+}
+
+// `bits` are those of the block's largest magnitude in float32: as integers they order as the floats do, NaN above Inf
+// above all others.
+template <Fp8 TYPE, Format KIND>
+__forceinline__ BlockScale<KIND> block_scale(unsigned bits) {
+    constexpr int LARGEST_EXPONENT = TYPE == Fp8::E4M3 ? 8 : 15;
+    constexpr unsigned INFINITY_BITS = 0x7f800000u;
+    const bool finite = bits < INFINITY_BITS;
+    if constexpr (KIND == Format::E8M0) {
+        const int exponent = max(static_cast<int>(bits >> 23) - LARGEST_EXPONENT, 0);
+        // 2 ** (127 - exponent), without a division: at exponent 0 the scale itself is subnormal.
+        const float inverse = __uint_as_float(finite ? (254 - exponent) << 23 : 0x7fc00000u);
+        return {static_cast<unsigned char>(finite ? exponent : 255), inverse};
+    } else {
+        const float amax = __uint_as_float(max(bits, __float_as_uint(1e-12f)));
+        float scale = over_largest<TYPE>(amax);
+        if constexpr (KIND == Format::POW2) {
+            scale = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & INFINITY_BITS);
+        }
+        scale = finite ? scale : amax;
+        // __frcp_rn without its call for subnormals. Inf, which Newton's step would make a NaN, has the inverse 0.
+        float inverse = reciprocal(scale);
+        if (finite) inverse = __fmaf_rn(inverse, __fmaf_rn(-scale, inverse, 1.0f), inverse);
+        return {scale, inverse};
+    }
+}
+
+// Stores the first `count` bytes of 16.
+__forceinline__ void store_bytes(unsigned char* to, uint4 piece, int count) {
+    const unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+        if (i < count) to[i] = static_cast<unsigned char>(words[i / 4] >> 8 * (i % 4));
+    }
+}

@@ -1,0 +1,224 @@
+// What a thread quantizes: 8 columns of ROWS rows, loaded from a tensor, or made from two on the way.
+//
+// Macros: INPUT, ROWS, LOAD, EVEN, PARTIAL and ALIGNED as in quantize.cu; SOURCE, of the enum below.
+#pragma once
+#include "instructions.cuh"
+
+enum class Input { BF16, FP16, FP32 };
+
+// x; silu(x) * other; or x * rstd * other, where `other` is one row for all.
+enum class Source { PLAIN, SILU_MUL, RMS_NORM };
+
+constexpr bool SIXTEEN_BITS = INPUT != Input::FP32;
+constexpr int ELEMENT_BYTES = SIXTEEN_BITS ? 2 : 4;
+constexpr int CHUNK_WORDS = 8 * ELEMENT_BYTES / 4;
+constexpr unsigned MAGNITUDES = 0x7fff7fffu;
+
+// 8 elements as they lie in memory.
+struct Chunk {
+    unsigned word[CHUNK_WORDS];
+
+    // The compiler would keep what was unpacked for the next use, in registers that there are not.
+    void pack_again() {
+#pragma unroll
+        for (int w = 0; w < CHUNK_WORDS; ++w) forget(word[w]);
+    }
+
+    float at(int column) const {
+        if constexpr (INPUT == Input::FP32) {
+            return __uint_as_float(word[column]);
+        } else {
+            return to_float(word[column / 2], column % 2);
+        }
+    }
+
+    static float to_float(unsigned pair, bool upper) {
+        if constexpr (INPUT == Input::BF16) {
+            return __uint_as_float(upper ? pair & 0xffff0000u : pair << 16);
+        } else {
+            return half_to_float(static_cast<unsigned short>(upper ? pair >> 16 : pair));
+        }
+    }
+};
+
+// A 16-bit tensor stays packed. Maxima are of the bits of magnitudes, which order as the magnitudes do, NaN last; what
+// comes out are the bits of a float32.
+struct PackedValues {
+    Chunk row[ROWS];
+
+    float at(int r, int c) const { return row[r].at(c); }
+
+    void pack_again() {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) row[r].pack_again();
+    }
+
+    unsigned row_amax(int r) const {
+        const auto& word = row[r].word;
+        unsigned largest = word[0] & MAGNITUDES;
+#pragma unroll
+        for (int w = 1; w < CHUNK_WORDS; ++w) largest = __vmaxu2(largest, word[w] & MAGNITUDES);
+        return widened(max(largest >> 16, largest & 0xffffu), false);
+    }
+
+    unsigned column_words(int w) const {
+        unsigned largest = row[0].word[w] & MAGNITUDES;
+#pragma unroll
+        for (int r = 1; r < ROWS; ++r) largest = __vmaxu2(largest, row[r].word[w] & MAGNITUDES);
+        return largest;
+    }
+
+    void column_amax(unsigned (&amax)[8]) const {
+#pragma unroll
+        for (int w = 0; w < CHUNK_WORDS; ++w) {
+            const unsigned largest = column_words(w);
+            amax[2 * w] = widened(largest, false);
+            amax[2 * w + 1] = widened(largest, true);
+        }
+    }
+
+    unsigned amax() const {
+        unsigned largest = column_words(0);
+#pragma unroll
+        for (int w = 1; w < CHUNK_WORDS; ++w) largest = __vmaxu2(largest, column_words(w));
+        return widened(max(largest >> 16, largest & 0xffffu), false);
+    }
+
+    static unsigned widened(unsigned pair, bool upper) { return __float_as_uint(Chunk::to_float(pair, upper)); }
+};
+
+struct FloatValues {
+    float row[ROWS][8];
+
+    float at(int r, int c) const { return row[r][c]; }
+
+    void pack_again() {}
+
+    unsigned row_amax(int r) const {
+        unsigned largest = 0;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) largest = max(largest, magnitude(row[r][c]));
+        return largest;
+    }
+
+    void column_amax(unsigned (&amax)[8]) const {
+#pragma unroll
+        for (int c = 0; c < 8; ++c) {
+            amax[c] = 0;
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) amax[c] = max(amax[c], magnitude(row[r][c]));
+        }
+    }
+
+    unsigned amax() const {
+        unsigned largest = 0;
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) largest = max(largest, row_amax(r));
+        return largest;
+    }
+
+    static unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+};
+
+unsigned load_element(const void* base, long long index) {
+    if constexpr (SIXTEEN_BITS) {
+        return __ldg(static_cast<const unsigned short*>(base) + index);
+    } else {
+        return __ldg(static_cast<const unsigned*>(base) + index);
+    }
+}
+
+template <Load HOW>
+__forceinline__ void load_whole(Chunk& chunk, const void* base, long long index) {
+    const char* address = static_cast<const char*>(base) + index * ELEMENT_BYTES;
+#pragma unroll
+    for (int w = 0; w < CHUNK_WORDS; w += 4) {
+        // The halves of a float32 sector come by two instructions, the second from L1.
+        const uint4 v = load16<SIXTEEN_BITS ? HOW : Load::CACHED>(address + 4 * w);
+        chunk.word[w] = v.x, chunk.word[w + 1] = v.y, chunk.word[w + 2] = v.z, chunk.word[w + 3] = v.w;
+    }
+}
+
+__forceinline__ void load_by_element(Chunk& chunk, const void* base, long long index, int columns) {
+#pragma unroll
+    for (int c = 0; c < 8; ++c) {
+        const unsigned element = c < columns ? load_element(base, index + c) : 0;
+        if constexpr (SIXTEEN_BITS) {
+            chunk.word[c / 2] = c % 2 ? chunk.word[c / 2] | element << 16 : element;
+        } else {
+            chunk.word[c] = element;
+        }
+    }
+}
+
+// COUNT rows of 8 columns from (row, column) on, zeros outside of (M, N). Loads stand under a predicate and not in a
+// branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded whole: they lie in one
+// page, whatever follows the matrix.
+template <Load HOW, int COUNT>
+__forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long long first_row, int row, int column,
+                                 int M, int N, int stride) {
+    const long long first = (first_row + row) * stride + column;
+    const int columns = N - column;
+#pragma unroll
+    for (int r = 0; r < COUNT; ++r) {
+        const long long index = first + static_cast<long long>(r) * stride;
+        if constexpr (EVEN && ALIGNED) {
+            load_whole<HOW>(chunks[r], base, index);
+        } else if constexpr (ALIGNED) {
+            chunks[r] = Chunk{};
+            if (row + r < M && columns > 0) load_whole<HOW>(chunks[r], base, index);
+        } else {
+            load_by_element(chunks[r], base, index, row + r < M ? columns : 0);
+        }
+    }
+    if (PARTIAL && ALIGNED && columns < 8) {
+#pragma unroll
+        for (int w = 0; w < CHUNK_WORDS; ++w) {
+            const int inside = columns * ELEMENT_BYTES - 4 * w;  // bytes of the word
+            const unsigned mask = inside >= 4 ? ~0u : inside == 2 ? 0xffffu : 0u;
+#pragma unroll
+            for (int r = 0; r < COUNT; ++r) chunks[r].word[w] &= mask;
+        }
+    }
+}
+
+// With a relative error under 1e-5.
+__forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+
+__forceinline__ auto load_values(const void* x, const void* other, const float* rstd, long long first_row, int row, int column, int M,
+                                   int N, int x_m, int other_m) {
+    if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
+        PackedValues values;
+        load_chunks<LOAD>(values.row, x, first_row, row, column, M, N, x_m);
+        return values;
+    } else {
+        FloatValues values;
+        Chunk chunks[ROWS];
+        load_chunks<LOAD>(chunks, x, first_row, row, column, M, N, x_m);
+        if constexpr (SOURCE == Source::SILU_MUL) {
+            Chunk others[ROWS];
+            load_chunks<LOAD>(others, other, first_row, row, column, M, N, other_m);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                for (int c = 0; c < 8; ++c) values.row[r][c] = silu(chunks[r].at(c)) * others[r].at(c);
+            }
+        } else if constexpr (SOURCE == Source::RMS_NORM) {
+            Chunk weight[1];
+            load_chunks<Load::CACHED>(weight, other, 0, 0, column, 1, N, 0);
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const float by = EVEN || row + r < M ? __ldg(rstd + first_row + row + r) : 0.0f;
+#pragma unroll
+                for (int c = 0; c < 8; ++c) values.row[r][c] = chunks[r].at(c) * by * weight[0].at(c);
+            }
+        } else {
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                for (int c = 0; c < 8; ++c) values.row[r][c] = chunks[r].at(c);
+            }
+        }
+        return values;
+    }
+}
