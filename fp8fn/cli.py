@@ -31,6 +31,8 @@ COMMANDS: Final = Group(
     {
         "demo": Command("train a small GPT with and without FP8, and compare", "fp8fn.demo.command"),
         "env": Command("print versions, devices and the kernels that serve them", "fp8fn.environment"),
+        "tune": Command("time the products of your shapes, and keep the fastest configurations", "fp8fn.tune"),
+        "aot": Command("compile a model's kernels ahead of time, with no GPU", "fp8fn.aot"),
         "bench": Group(
             "Measurements.",
             {
@@ -39,6 +41,7 @@ COMMANDS: Final = Group(
                 "dense": Command("the forward product, beside its peers", "fp8fn.bench.dense"),
                 "wgrad": Command("the product of a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
                 "linear": Command("a linear layer's forward and backward, beside its peers", "fp8fn.bench.linear"),
+                "host": Command("the launch of a call on a GPU, and the first one", "fp8fn.bench.host"),
                 "quant": Command("quantizers against a plain copy, beside their peers", "fp8fn.bench.quant"),
                 "plot": Command("draw a run that one of these wrote", "fp8fn.bench.plot"),
             },

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda import scaled_mm as cuda
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, known_block, matrix_strides, scale_shape
 
 SCALED_MM_SCHEMA: Final = (
@@ -111,7 +115,8 @@ def empty_output(a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
 def contiguous_along_k(b: Tensor) -> Tensor:
     """`b (..., K, N)` with K contiguous, as Hopper's FP8 wgmma reads both operands; a row-major one is copied.
 
-    Triton would turn a row-major tile around byte by byte in every program: the copy moves 2 bytes an element once.
+    The quantizers of a training step write what each product reads, so this is for operands that a caller made. A
+    kernel would turn a row-major tile around byte by byte for every tile of the output: the copy does it once.
     """
     if b.stride(-2) == 1 or b.stride(-1) != 1:
         return b
@@ -133,6 +138,11 @@ def scaled_mm_kernel(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
+    operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
+    key = ("scaled_mm", tuple(a_block), tuple(b_block), out_dtype, *map(kind, operands))
+    call = recall(key)
+    if call is not None:  # the key holds all that the checks read
+        return call(*operands)[0]  # type: ignore[no-any-return]
     left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
     target = targets.target_of(a.device)
     targets.check_supported(target, a.device)
@@ -142,9 +152,15 @@ def scaled_mm_kernel(
     if not {a.dtype, b.dtype} <= set(targets.fp8_dtypes(target)):
         _log.debug("scaled_mm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, b.dtype, target.name)
         return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out.dtype)
+    if target.name == "sm90":
+        a_along_k, b_along_k = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
+        if a_along_k.stride() != a.stride() or b_along_k.stride() != b.stride():  # copied
+            return scaled_mm_kernel(a_along_k, a_scale, left, b_along_k, b_scale, right, bias, out_dtype)
     from fp8fn.ops.tuning.choose import plan_scaled_mm
 
-    if target.name == "sm90":
-        a, b = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
-    plan_scaled_mm(a, a_scale, left, b, b_scale, right, bias, out, target).run()
-    return out
+    launch = plan_scaled_mm(a, a_scale, left, b, b_scale, right, bias, out, target)
+    if isinstance(launch, Launch):
+        launch.run()
+        return out
+    call = cuda.call(launch, out, bias is not None) if isinstance(launch, CudaLaunch) else launch.call()
+    return keep(key, call)(*operands)[0]  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
+from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, fp8_max
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_data, empty_scale
@@ -33,6 +34,7 @@ from fp8fn.ops.targets import (
 )
 from fp8fn.ops.triton.interpreter import interpreting
 from fp8fn.ops.triton.quantize import plan_quantize
+from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
 from fp8fn.ops.tuning.choose import plan_scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -166,13 +168,16 @@ def meta_operands(m: int, n: int, k: int, padded: int | None = None) -> dict[str
     }  # fmt: skip
 
 
-def test_tma_is_chosen_where_it_applies_and_the_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
+def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
     with caplog.at_level(logging.DEBUG, logger="fp8fn"):
         assert plan_scaled_mm(**meta_operands(4096, 4096, 4096), target=SM90).name == "scaled_mm_tma"
         assert plan_scaled_mm(**meta_operands(4096, 4096, 4096), target=SM100).name == "scaled_mm"
         assert plan_scaled_mm(**meta_operands(16, 4096, 4096), target=SM90).name == "scaled_mm"
         unaligned = plan_scaled_mm(**meta_operands(256, 256, 256, padded=257), target=SM90)
-    assert unaligned.reason == "no TMA: a has a row stride of 257 bytes, no multiple of 16"
+    assert unaligned.reason.endswith("no TMA: a has a row stride of 257 bytes, no multiple of 16")
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 4
     assert "scaled_mm_tma[BM=128,BN=128,BK=128]" in messages[0]
@@ -181,5 +186,5 @@ def test_tma_is_chosen_where_it_applies_and_the_log_says_why_not(caplog: pytest.
 
 
 def test_a_launch_describes_itself() -> None:
-    launch = plan_scaled_mm(**meta_operands(4096, 8192, 4096), target=SM90)
+    launch = plan_scaled_mm_tma(**meta_operands(4096, 8192, 4096), target=SM90)
     assert launch.describe() == "scaled_mm_tma[BM=128,BN=128,BK=128] grid=132x1x1 num_warps=8 num_stages=4 sm90"

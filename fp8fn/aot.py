@@ -1,0 +1,177 @@
+"""`python -m fp8fn aot`: compiles a model's kernels into the disk cache ahead of time; no GPU is needed.
+
+For each linear layer: its three products, in the configurations that the tables and the model choose, and the
+quantizers of its input, weight and gradient, for training and for inference. A process that runs the layer later finds
+them in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn), which may be copied from one machine to another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import targets
+from fp8fn.ops.cuda import nvrtc, quantize
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
+from fp8fn.ops.formats import short_name
+from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
+from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning.choose import plan_scaled_mm
+from fp8fn.ops.tuning.problem import Chip, chip_of, empty_operands, linear_problems
+from fp8fn.ops.tuning.table import SHIPPED
+from fp8fn.tune import SUITES, sizes
+
+ARCHITECTURES: Final = ("sm90",)
+_INPUTS: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles what the options name, and prints how many kernels there are and where they went."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if (problem := nvrtc.unavailable()) is not None:
+        parser.error(problem)
+    if importlib.util.find_spec("tqdm") is None:
+        parser.error("needs tqdm: pip install tqdm")
+    try:
+        shapes = args.shapes or (SUITES[args.suite] if args.suite else shapes_of_model(args.model))
+        recipe = parse_recipe(args.recipe)
+        chip, target = chip_and_target()
+        kernels = kernels_of(shapes, recipe, _INPUTS[args.dtype], target, chip)
+    except (ValueError, TypeError, ImportError, AttributeError) as error:
+        parser.error(f"{type(error).__name__}: {error}")
+    folder = nvrtc.cache_dir() / "cubin"
+    before = _cubins(folder)
+    compile_all(kernels)
+    there = len(_cubins(folder) - before)
+    print(f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors:")
+    print(f"{len(kernels)} kernels, {there} compiled now, {len(kernels) - there} there before, in {folder}")
+    return 0
+
+
+def chip_and_target() -> tuple[Chip, Target]:
+    """The GPU here, if it is of Hopper, else the first chip that a table is shipped for."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda")
+        target = targets.target_of(device)
+        chip = chip_of(device, target)
+        if target.name == "sm90" and chip is not None:
+            return chip, target
+    chip = next(iter(SHIPPED))
+    return chip, Target("cuda", 90, 32, chip.multiprocessors)
+
+
+def kernels_of(
+    shapes: Sequence[tuple[int, ...]], recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
+) -> tuple[CudaKernel, ...]:
+    """The kernels in CUDA C++ of layers `(M, N, K)`, each once; what Triton or PyTorch serves is no part of them."""
+    found: dict[CudaKernel, None] = {}
+    for m, n, k in shapes:
+        for launch in (*_products(m, n, k, recipe, dtype, target, chip), *_quantizers(m, n, k, recipe, dtype, target)):
+            phase: CudaLaunch | None = launch
+            while phase is not None:
+                found[phase.kernel] = None
+                phase = phase.then
+    return tuple(found)
+
+
+def compile_all(kernels: Sequence[CudaKernel]) -> None:
+    """Into the cache, with a bar; NVRTC lets go of Python's lock, so as many at a time as there are processors."""
+    from tqdm import tqdm
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(kernels), unit="kernel") as bar:
+        for _ in pool.map(compile_kernel, kernels):
+            bar.update()
+
+
+def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
+    """The `(M, N, K)` of the products that `backend="fp8fn"` substitutes in a model, each once.
+
+    `name` is `module:callable`; the callable returns `(model, args)` or `(model, args, kwargs)`. The model runs once.
+    """
+    from fp8fn.lowering.explain import explain
+
+    module, _, attribute = name.partition(":")
+    if not module or not attribute:
+        raise ValueError(f"--model {name!r} is no module:callable such as train:example")
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, and the command `fp8fn` has not
+    try:
+        made: Any = getattr(importlib.import_module(module), attribute)()
+    finally:
+        sys.path.pop(0)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise TypeError(f"{name} returned {type(made).__name__}; it must return (model, args) or (model, args, kwargs)")
+    model, args, kwargs = (*made, {})[:3]
+    rows = explain(model, *args, show=False, **kwargs).rows
+    return tuple(dict.fromkeys(row.shape for row in rows if row.reason is None))
+
+
+def _products(
+    m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
+) -> Iterator[CudaLaunch]:
+    for problem in linear_problems(m, n, k, recipe).values():
+        operands = empty_operands(replace(problem, out_type=short_name(dtype)), "meta")
+        launch = plan_scaled_mm(*operands, target, chip)
+        if isinstance(launch, CudaLaunch):
+            yield launch
+
+
+def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:
+    """Of x, w and g for training, and of x and w for inference."""
+    x, w, g = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
+    for tensor, block, fp8 in (
+        (x, recipe.activation_block, recipe.activation_dtype),
+        (w.mT, recipe.weight_block, recipe.weight_dtype),
+        (g, recipe.gradient_block, recipe.gradient_dtype),
+    ):
+        element = fp8 or torch.float8_e4m3fn
+        if quantize.accepts(tensor, block, element, target) is not None:
+            continue
+        outs = [_empty(tensor, of, element, recipe.scale, side) for of, side in _sides(block)]
+        yield quantize.plan_quantize_both(tensor, outs[0], outs[1], is_square(block), recipe.scale, target)
+        if tensor is not g:
+            out = _empty(tensor, block, element, recipe.scale, None)
+            yield quantize.plan_quantize(tensor, out, block, recipe.scale, target)
+
+
+def _sides(block: Block) -> tuple[tuple[Block, bool], tuple[Block, bool]]:
+    """The blocks of a dual quantization, each with whether its data is column-major: the row-major one first."""
+    first = block if block[0] <= block[1] else swap(block)
+    return (first, False), (swap(first), True)
+
+
+def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major: bool | None) -> quantize.Quantized:
+    return quantize.Quantized(empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major))
+
+
+def _cubins(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*.cubin")}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ")
+    which.add_argument("--suite", choices=SUITES, help="the shapes of the benchmarks")
+    which.add_argument(
+        "--model", metavar="MODULE:CALLABLE", help="the layers of a model: the callable returns (model, args)"
+    )
+    parser.add_argument("--recipe", default="blockwise", help="by default %(default)s")
+    parser.add_argument("--dtype", choices=_INPUTS, default="bfloat16", help="of the model (default: %(default)s)")
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm90", help="by default %(default)s")
+    return parser

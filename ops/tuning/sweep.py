@@ -1,0 +1,117 @@
+"""Which configuration is fastest for a problem: the candidates take turns on the device, the winner has to be clear.
+
+A GPU's clock sinks as it warms, so the order of the turns is shuffled anew in each round, and a time is the median of
+all rounds. What is far behind after the first round leaves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+from typing import Any, Final, Protocol, TypeAlias
+
+from fp8fn.ops.cuda.scaled_mm import Config
+from fp8fn.ops.tuning.candidates import W, X, candidates, config_name
+from fp8fn.ops.tuning.model import microseconds, ranked
+from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.tuning.table import PEER, Entry
+
+Call: TypeAlias = Callable[[], Any]
+
+_BEST: Final = 4
+_BEHIND: Final = 1.15
+# Of a median: two sweeps of one kernel on a warm H200 differ by about as much, whatever the quartiles say.
+_LEAST_SPREAD: Final = 0.005
+_BURST_US: Final = 4000.0
+_FLUSH_US: Final = 80.0
+
+
+class Clock(Protocol):
+    """Times calls on a device: `repeats` times in µs, each behind an emptied L2; `lead_us` is the host's head start."""
+
+    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]: ...
+
+
+class Bench(Protocol):
+    """A device on which problems are timed."""
+
+    @property
+    def chip(self) -> Chip: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+        """What to time, by `config_name`, and `PEER` where it takes the operands; left out is what does not run."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """`rounds` turns for each call, of `repeats` runs that count."""
+
+    rounds: int
+    repeats: int
+
+
+def turns_for(us: float) -> Turns:
+    """Fewer for a longer call: a run of 100 ms averages over what a short one has to be repeated for."""
+    if us > 20e3:
+        return Turns(2, 1)
+    if us > 4e3:
+        return Turns(3, 1)
+    return Turns(5, max(1, min(20, round(_BURST_US / (us + _FLUSH_US)))))
+
+
+def shortlist(problem: Problem, cores: int) -> list[Config]:
+    """The model's best few, and the two tiles that win most large products."""
+    there = candidates(problem, cores)
+    return list(dict.fromkeys([*ranked(problem, cores)[:_BEST], *(tile for tile in (X, W) if tile in there)]))
+
+
+def tune(problem: Problem, bench: Bench) -> Entry:
+    """Measures a problem; RuntimeError where no configuration runs."""
+    cores = bench.chip.multiprocessors
+    configs = shortlist(problem, cores)
+    calls = bench.calls(problem, configs)
+    chosen = config_name(configs[0])
+    if not calls.keys() - {PEER}:
+        raise RuntimeError(f"{problem}: none of {', '.join(map(config_name, configs))} runs on {bench.chip.name}")
+    turns = turns_for(microseconds(problem, configs[0], cores))
+    return decide(measure(calls, bench.clock, turns, stays=chosen), chosen)
+
+
+def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> dict[str, list[float]]:
+    """The times of every call; those far behind the best after one round have that round's alone, but for `stays`."""
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    order, shuffle = list(calls), random.Random(0).shuffle
+    for turn in range(turns.rounds):
+        shuffle(order)
+        for name in order:
+            # 20 µs are what the host takes for a launch, the flush and two events.
+            samples[name] += clock.samples(calls[name], turns.repeats, 20.0 * (turns.repeats + 1))
+        if turn == 0:
+            least = min(median(times) for times in samples.values())
+            order = [name for name in order if name == stays or median(samples[name]) <= _BEHIND * least]
+    return samples
+
+
+def decide(samples: Mapping[str, Sequence[float]], models: str) -> Entry:
+    """The entry: the fastest, if it beats the model's choice by more than the spread of the two; else that choice."""
+    times = {name: median(found) for name, found in samples.items()}
+    peer_us = times.pop(PEER, None)
+    best = min(times, key=lambda name: (times[name], name))
+    if models in times and times[models] - times[best] <= max(spread(samples[models]), spread(samples[best])):
+        best = models
+    width = max(spread(samples[best]), spread(samples[PEER]) if PEER in samples else 0.0)
+    return Entry(best, times, width, peer_us)
+
+
+def spread(samples: Sequence[float]) -> float:
+    """What two medians have to differ by: the samples' interquartile range, or half a percent where that is more."""
+    least = _LEAST_SPREAD * median(samples)
+    if len(samples) == 1:
+        return least
+    first, _, third = quantiles(samples, n=4, method="inclusive")
+    return max(third - first, least)
