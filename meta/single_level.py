@@ -38,14 +38,9 @@ def has_forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-def is_differentiating() -> bool:
-    """Whether any derivative can be asked for at this level, of whatever tensors."""
-    return torch.is_grad_enabled() or inside_transform() or forward_ad._current_level >= 0
-
-
 def nothing_listens(*args: object) -> bool:
-    """Whether no `TorchDispatchMode` (tracing, a user's own) and no subclass of Tensor wants to see an op's call."""
-    if torch._C._len_torch_dispatch_stack() > 0:
+    """Whether no transform, no `TorchDispatchMode` (tracing, a user's own) and no subclass of Tensor sees a call."""
+    if torch._C._len_torch_dispatch_stack() > 0 or inside_transform():
         return False
     return not any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args)
 
