@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.targets import Target, check_supported, native_e4m3, target_of
 from fp8fn.version import __version__
@@ -60,7 +61,12 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
         return f"none: {reason}"
     if _triton_version() is None:
         return "none: Triton is not installed"
-    return "Triton, TMA descriptors" if target.name == "sm90" else "Triton, pointers"
+    if target.name != "sm90":
+        return "Triton, pointers"
+    missing = nvrtc.unavailable()
+    if missing is not None:
+        return f"Triton, TMA descriptors (none in CUDA C++: {missing})"
+    return f"CUDA C++ by NVRTC {'.'.join(map(str, nvrtc.version()))}"
 
 
 def cpp_compiler() -> str | None:

@@ -143,6 +143,8 @@ def comparison(first: table.Table, second: table.Table) -> str:
 def _gpu_bench(parser: argparse.ArgumentParser, device: torch.device, *, warm: bool) -> Bench:
     if not torch.cuda.is_available():
         parser.error("no GPU here; `python -m fp8fn aot` compiles without one")
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
     target, chip = targets.target_of(device), chip_of(device, targets.target_of(device))
     problem = nvrtc.unavailable()
     if target.name != "sm90" or problem or chip is None:

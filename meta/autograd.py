@@ -141,7 +141,7 @@ def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cu
         return getattr(torch.ops.fp8fn, name).default
 
     def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if single_level.is_tracked(x, *(arg for arg in args if isinstance(arg, Tensor))):
+        if single_level.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
             return single_level.apply(NotDifferentiable, overload(), message, kwargs, x, *args)
         if single_level.nothing_listens(x, *args):
             if x.is_cuda:

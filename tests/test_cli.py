@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from fp8fn import cli, environment
+from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target
 from fp8fn.version import __version__
 
@@ -100,7 +101,7 @@ def test_env_prints_what_describe_says(capsys: pytest.CaptureFixture[str]) -> No
     [
         (CPU, "reference (PyTorch)"),
         (SM89, "Triton, pointers"),
-        (SM90, "Triton, TMA descriptors"),
+        (SM90, "CUDA C++ by NVRTC 13.0"),
         (SM100, "Triton, pointers"),
         (SM120, "Triton, pointers"),
         (GFX942, "Triton, pointers"),
@@ -109,6 +110,8 @@ def test_env_prints_what_describe_says(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_kernel_family(target: Target, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     assert environment.kernel_family(target) == family
 
 
@@ -117,6 +120,9 @@ def test_kernel_family_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -
     assert old.startswith("none: ")
     assert "8.0" in old
     assert "8.9" in old
+    monkeypatch.setattr(environment, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
+    assert environment.kernel_family(SM90) == "Triton, TMA descriptors (none in CUDA C++: no NVRTC here)"
     monkeypatch.setattr(environment, "_triton_version", lambda: None)
     assert environment.kernel_family(SM90) == "none: Triton is not installed"
 

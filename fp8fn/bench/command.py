@@ -17,6 +17,7 @@ from fp8fn.bench.measure import Case, Row, copy_rate, measure
 from fp8fn.bench.peers import PEERS
 from fp8fn.bench.timing import DEFAULT, Clock, Schedule, clock_of
 from fp8fn.environment import device_name
+from fp8fn.ops.tuning import library
 
 _EXIT = "Exit status 1 where a case of fp8fn did not run, or a result is under 25 dB."
 
@@ -49,6 +50,7 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
         parser.error("no GPU here; --device cpu with a small --shape shows what is measured")
     if device.index is not None:
         torch.cuda.set_device(device)
+    library.allow(False)  # where PyTorch's kernel is the faster one, it is measured as a peer
     schedule = dataclasses.replace(suite.schedule, rounds=args.rounds) if args.rounds else suite.schedule
 
     clock = clock_of(device)

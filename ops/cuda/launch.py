@@ -177,15 +177,7 @@ class Prepared:
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         with self._lock:
             if addresses != self._last:
-                for place, map_ in self._maps:
-                    if addresses[place] != self._last[place]:
-                        status = cuda.cuTensorMapReplaceAddress(map_, ctypes.c_void_p(addresses[place]))
-                        if status:
-                            self._last = [-1] * len(self._last)  # some descriptors have new addresses, some old ones
-                            driver.check(status, "TMA descriptor")
-                for place, slot in self._slots:
-                    slot.value = addresses[place]
-                self._last = addresses
+                self._place(addresses)
             launch = (self._function, *self._shape, ctypes.c_void_p(stream), self._parameters, None)
             status = cuda.cuLaunchKernel(*launch)
             if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
@@ -193,3 +185,20 @@ class Prepared:
                 status = cuda.cuLaunchKernel(*launch)
         if status:
             driver.check(status, "launch")
+
+    def _place(self, addresses: list[int]) -> None:
+        """Puts the addresses into the parameters."""
+        replace_address = driver.library().cuTensorMapReplaceAddress
+        last, self._last = self._last, [-1] * len(addresses)  # where one fails, all are put in anew
+        for place, map_ in self._maps:
+            if addresses[place] != last[place]:
+                address = ctypes.c_void_p(addresses[place])
+                status = replace_address(map_, address)
+                if status == driver.INVALID_CONTEXT:
+                    driver.make_context_current(self._index)
+                    status = replace_address(map_, address)
+                if status:
+                    driver.check(status, "TMA descriptor")
+        for place, slot in self._slots:
+            slot.value = addresses[place]
+        self._last = addresses

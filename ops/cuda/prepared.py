@@ -82,12 +82,18 @@ class Call:
     returned: int
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        device = self.steps[0].launch.device
-        made = [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in self.made]
+        made = [empty(*geometry, device=self.steps[0].launch.device) for geometry in self.made]
         addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
         for step in self.steps:
             start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])
         return made[: self.returned]
+
+
+def empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty_strided`, on the current GPU past the dispatcher, as Inductor's code allocates: in half the time."""
+    if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
+        return torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined,no-any-return]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def geometry(x: Tensor) -> Geometry:

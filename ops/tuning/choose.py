@@ -63,7 +63,7 @@ def plan_scaled_mm(
         choice = choose_config(
             problem_of(a, a_block, b, b_block, out), target.cores, tables(chip or chip_of(a.device, target))
         )
-        if choice.peer_wins and library.accepts(*operands) is None:
+        if choice.peer_wins and library.allowed() and library.accepts(*operands) is None:
             launch = library.plan(*operands, reason=f"faster here by {choice.source}")
         else:
             launch = replace(cuda.plan(*operands, choice.config), reason=f"by {choice.source}")

@@ -29,6 +29,19 @@ _ROW_BLOCKS: Final = 4
 _SQUARE_BLOCKS: Final = 5
 
 
+_allowed = True
+
+
+def allow(allowed: bool) -> None:
+    """Whether products planned from now on may go to PyTorch; a benchmark of this library's kernels says no."""
+    global _allowed
+    _allowed = allowed
+
+
+def allowed() -> bool:
+    return _allowed
+
+
 @dataclass(frozen=True, eq=False)
 class LibraryLaunch:
     """A product by PyTorch's own kernel, decided but not performed; `recipe` is one of `RECIPES`."""
