@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch, Prepared
 LIMIT: Final = 4096
 
 Kind: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
-Geometry: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype]
+Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 _kept: Final[OrderedDict[Hashable, Any]] = OrderedDict()
 _lock: Final = threading.Lock()
@@ -89,7 +89,7 @@ class Call:
         return made[: self.returned]
 
 
-def empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty_strided`, on the current GPU past the dispatcher, as Inductor's code allocates: in half the time."""
     if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
         return torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined,no-any-return]
@@ -97,4 +97,4 @@ def empty(shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, devic
 
 
 def geometry(x: Tensor) -> Geometry:
-    return x.shape, x.stride(), x.dtype
+    return tuple(x.shape), x.stride(), x.dtype  # `torch.Size` is no tuple to the allocation above

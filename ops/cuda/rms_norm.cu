@@ -50,8 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     __syncthreads();
 
     // The normalised values are made twice: for the maxima, and again for the bytes, for they need twice the registers.
+    // Past the last column stand zeros, whose product with an Inf would be a NaN.
     const auto normalised = [&](int p, int r, int c, const Chunk& by) {
-        return chunks[p][r].at(c) * rstd[r] * by.at(c);
+        return EVEN || p * PASS + first_column < N ? chunks[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
     };
     unsigned amax[ITEMS] = {};
 #pragma unroll

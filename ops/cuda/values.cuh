@@ -128,11 +128,13 @@ unsigned load_element(const void* base, long long index) {
     }
 }
 
+// 16 bytes that begin at one of the `columns` that are left of the row, and no others.
 template <Load HOW>
-__forceinline__ void load_whole(Chunk& chunk, const void* base, long long index) {
+__forceinline__ void load_whole(Chunk& chunk, const void* base, long long index, int columns) {
     const char* address = static_cast<const char*>(base) + index * ELEMENT_BYTES;
 #pragma unroll
     for (int w = 0; w < CHUNK_WORDS; w += 4) {
+        if (PARTIAL && columns * ELEMENT_BYTES <= 4 * w) break;
         // The halves of a float32 sector come by two instructions, the second from L1.
         const uint4 v = load16<SIXTEEN_BITS ? HOW : Load::CACHED>(address + 4 * w);
         chunk.word[w] = v.x, chunk.word[w + 1] = v.y, chunk.word[w + 2] = v.z, chunk.word[w + 3] = v.w;
@@ -163,10 +165,10 @@ __forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long 
     for (int r = 0; r < COUNT; ++r) {
         const long long index = first + static_cast<long long>(r) * stride;
         if constexpr (EVEN && ALIGNED) {
-            load_whole<HOW>(chunks[r], base, index);
+            load_whole<HOW>(chunks[r], base, index, columns);
         } else if constexpr (ALIGNED) {
             chunks[r] = Chunk{};
-            if (row + r < M && columns > 0) load_whole<HOW>(chunks[r], base, index);
+            if (row + r < M && columns > 0) load_whole<HOW>(chunks[r], base, index, columns);
         } else {
             load_by_element(chunks[r], base, index, row + r < M ? columns : 0);
         }
@@ -208,9 +210,14 @@ __forceinline__ auto load_values(const void* x, const void* other, const float* 
             load_chunks<Load::CACHED>(weight, other, 0, 0, column, 1, N, 0);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const float by = EVEN || row + r < M ? __ldg(rstd + first_row + row + r) : 0.0f;
+                const bool inside = EVEN || row + r < M;
+                const float by = inside ? __ldg(rstd + first_row + row + r) : 0.0f;
 #pragma unroll
-                for (int c = 0; c < 8; ++c) values.row[r][c] = chunks[r].at(c) * by * weight[0].at(c);
+                for (int c = 0; c < 8; ++c) {
+                    // Past the edges stand zeros, whose product with an Inf would be a NaN.
+                    const bool there = inside && (EVEN || column + (PARTIAL ? c : 0) < N);
+                    values.row[r][c] = there ? chunks[r].at(c) * by * weight[0].at(c) : 0.0f;
+                }
             }
         } else {
 #pragma unroll

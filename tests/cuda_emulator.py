@@ -1,0 +1,129 @@
+"""Runs the CUDA quantizers on CPU tensors: the same sources, compiled by g++ with `emulator/` in the place of CUDA.
+
+What it checks is everything but the compiler and the instructions themselves: indices, layouts, masks, barriers, bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8fn.ops import targets
+from fp8fn.ops.cuda import launch as cuda_launch
+from fp8fn.ops.cuda import nvrtc, prepared
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.nvrtc import CudaKernel
+
+FOLDER = Path(__file__).parent / "emulator"
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator of CUDA is compiled by g++")
+
+_GLUE = """
+struct Parameters {{ {fields} }};
+static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
+extern "C" const char* emulate(const Span* spans, int count, void* with, unsigned x, unsigned y, unsigned z,
+                               int threads, bool backwards) {{
+    tensors = spans;
+    tensor_count = count;
+    return launch(run, with, {{x, y, z}}, threads, backwards);
+}}
+"""
+
+
+@cache
+def _built(kernel: CudaKernel) -> ctypes.CDLL:
+    source = nvrtc._text(kernel.file)
+    found = re.search(rf'extern "C" __global__ void[^{{]*?\b{kernel.entry}\(([^)]*)\)\s*\{{', source)
+    assert found is not None, kernel
+    types = [re.sub(r"\w+$", "", parameter.strip()) for parameter in found[1].split(",")]
+    glue = _GLUE.format(
+        fields=" ".join(f"{kind} p{i};" for i, kind in enumerate(types)),
+        entry=kernel.entry,
+        arguments=", ".join(f"p.p{i}" for i in range(len(types))),
+    )
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for header, text in nvrtc._headers().items():
+            (folder / header).write_text(text)
+        for replacement in FOLDER.iterdir():
+            shutil.copy(replacement, folder)
+        (folder / "kernel.cpp").write_text('#include "cuda.h"\n' + source + glue)
+        # No contraction to fused multiply-adds that the source does not ask for: NVRTC has none to make either.
+        options = ["-std=c++20", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
+        macros = [f"-D{name}={value}" for name, value in kernel.macros]
+        library = folder / "kernel.so"
+        subprocess.run(["g++", *options, *macros, "-o", library, folder / "kernel.cpp"], check=True)
+        loaded = ctypes.CDLL(str(library))
+    loaded.emulate.restype = ctypes.c_char_p
+    return loaded
+
+
+def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards: bool = False) -> None:
+    """Runs a launch; `addresses` take the place of those of its tensors, as in `Prepared.launch`.
+
+    AssertionError where a load begins outside of all tensors, or a store of 8 or 16 bytes leaves them.
+    """
+    pointers = iter(cuda_launch.pointers(launch.args) if addresses is None else addresses)
+    fields: list[tuple[str, Any]] = []
+    values: list[int | float] = []
+    spans: list[int] = []
+    for i, arg in enumerate(launch.args.values()):
+        pointer = arg is None or isinstance(arg, Tensor)
+        number = ctypes.c_float if isinstance(arg, float) else ctypes.c_int
+        fields.append((f"p{i}", ctypes.c_uint64 if pointer else number))
+        values.append(next(pointers) if pointer else arg)  # type: ignore[arg-type]
+        if isinstance(arg, Tensor):
+            spans += (int(values[-1]), int(values[-1]) + arg.element_size() * extent(arg.shape, arg.stride()))
+    parameters = type("Parameters", (ctypes.Structure,), {"_fields_": fields})(*values)
+    covered = (ctypes.c_uint64 * len(spans))(*spans)
+    fault = _built(launch.kernel).emulate(
+        covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, backwards
+    )
+    assert not fault, f"{launch.describe()}: {fault.decode()}"
+
+
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from the first of a tensor to its last, both counted; 0 for an empty one."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+class Emulated:
+    """In the place of `Prepared`."""
+
+    def __init__(self, launch: CudaLaunch, backwards: bool) -> None:
+        self._launch, self._backwards = launch, backwards
+        self.device = torch.device("cpu")
+
+    def launch(self, addresses: list[int]) -> None:
+        emulate(self._launch, addresses, backwards=self._backwards)
+
+
+@contextmanager
+def hopper_on_cpu(*, backwards: bool = False) -> Iterator[list[CudaLaunch]]:
+    """Inside, ops' kernels take CPU tensors for those of an sm90; yields the list of launches made."""
+    launches: list[CudaLaunch] = []
+
+    def prepare(launch: CudaLaunch) -> Emulated:
+        launches.append(launch)
+        return Emulated(launch, backwards)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(targets, "target_of", lambda device: targets.SM90)
+        patch.setattr(CudaLaunch, "prepare", prepare)
+        patch.setattr(prepared, "start", lambda launch, addresses: launch.launch(addresses))
+        patch.setattr(prepared, "_kept", type(prepared._kept)())
+        patch.setattr(nvrtc, "unavailable", lambda: None)
+        yield launches

@@ -1,0 +1,190 @@
+// Enough of CUDA C++ to run the quantizers on CPU tensors: a block's threads are coroutines of one CPU thread.
+#pragma once
+#include <setjmp.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define __global__
+#define __device__
+#define __shared__ static
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct Index {
+    unsigned x, y, z;
+};
+inline Index threadIdx, blockIdx, gridDim;
+
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+
+template <typename To, typename From>
+To bits_of(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To bits;
+    memcpy(&bits, &value, sizeof(To));
+    return bits;
+}
+inline unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); }
+inline float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+
+inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }
+inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline unsigned __vmaxu2(unsigned a, unsigned b) {
+    return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
+inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __expf(float a) { return __builtin_expf(a); }
+
+// ---- memory: what each tensor of the launch covers, and the first access that is not to be ---------------------------
+
+struct Span {
+    unsigned long start, end;
+};
+inline const Span* tensors;
+inline int tensor_count;
+inline char fault[200];
+
+// Whether `needed` bytes at an address that is a multiple of `bytes` lie in one tensor; else the access is left out.
+inline bool allowed(const char* what, const void* to, unsigned long bytes, unsigned long needed) {
+    const auto address = reinterpret_cast<unsigned long>(to);
+    bool inside = false;
+    for (int i = 0; i < tensor_count; ++i) inside |= address >= tensors[i].start && address + needed <= tensors[i].end;
+    const bool aligned = address % bytes == 0;
+    if (!(inside && aligned) && fault[0] == 0) {
+        snprintf(fault, sizeof(fault), "a %s of %lu bytes at %p is %s; block (%u, %u, %u), thread %u", what, bytes, to,
+                 aligned ? "outside of all tensors" : "misaligned", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
+    }
+    return inside && aligned;
+}
+// Accesses that begin in a tensor stay in its page, so that a load may go past its end.
+inline bool may_load(const void* from, unsigned long bytes) { return allowed("load", from, bytes, 1); }
+inline bool may_store(const void* to, unsigned long bytes) { return allowed("store", to, bytes, bytes); }
+
+template <typename T>
+T __ldg(const T* address) {
+    return may_load(address, sizeof(T)) ? *address : T{};
+}
+
+// ---- threads: each runs until it waits for others ------------------------------------------------------------------
+
+struct Thread {
+    jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
+    bool begun, done;
+};
+struct Warp {
+    unsigned long slot[32];
+    int arrived;
+    unsigned round;
+};
+inline constexpr int MOST_THREADS = 1024, STACK = 64 << 10;
+inline Thread threads[MOST_THREADS];
+inline Warp warps[MOST_THREADS / 32];
+alignas(64) inline char stacks[MOST_THREADS][STACK];
+inline jmp_buf scheduler;
+inline int thread_count, current, block_arrived;
+inline unsigned block_round;
+
+inline void wait_for_others() {
+    if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
+}
+
+inline void meet(int& arrived, unsigned& round, int count) {
+    const unsigned mine = round;
+    if (++arrived == count) {
+        arrived = 0;
+        ++round;
+    } else {
+        while (round == mine) wait_for_others();
+    }
+}
+inline void __syncthreads() { meet(block_arrived, block_round, thread_count); }
+
+template <typename T>
+T exchanged(T value, int from) {
+    Warp& warp = warps[current / 32];
+    memcpy(&warp.slot[current % 32], &value, sizeof(T));
+    meet(warp.arrived, warp.round, 32);
+    T received;
+    memcpy(&received, &warp.slot[from], sizeof(T));
+    meet(warp.arrived, warp.round, 32);
+    return received;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+    return exchanged(value, (current % 32) ^ mask);
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+    return exchanged(value, lane % 32);
+}
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+    for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
+    return value;
+}
+
+// ---- launches ------------------------------------------------------------------------------------------------------
+
+inline void (*kernel)(void*);
+inline void* parameters;
+
+inline void run_thread() {
+    kernel(parameters);
+    threads[current].done = true;
+    wait_for_others();
+}
+
+// Comes back when the current thread waits or is done.
+[[gnu::noinline]] inline void resume() {
+    Thread& thread = threads[current];
+    if (_setjmp(scheduler) != 0) return;
+    if (thread.begun) _longjmp(thread.at, 1);
+    thread.begun = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks[current];
+    context.uc_stack.ss_size = STACK;
+    makecontext(&context, run_thread, 0);
+    setcontext(&context);
+}
+
+// `backwards` lets the last thread run first: what is right in both orders has the barriers that it needs.
+// Returns the first fault, or an empty text.
+inline const char* launch(void (*run)(void*), void* with, Index grid, int count, bool backwards) {
+    kernel = run;
+    parameters = with;
+    gridDim = grid;
+    thread_count = count;
+    fault[0] = 0;
+    for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
+        for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
+            for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
+                block_arrived = 0;
+                for (Warp& warp : warps) warp.arrived = 0;
+                for (int t = 0; t < count; ++t) threads[t].begun = threads[t].done = false;
+                for (bool left = true; left;) {
+                    left = false;
+                    for (int i = 0; i < count; ++i) {
+                        current = backwards ? count - 1 - i : i;
+                        if (threads[current].done) continue;
+                        left = true;
+                        threadIdx = {static_cast<unsigned>(current), 0, 0};
+                        resume();
+                    }
+                }
+            }
+    return fault;
+}
