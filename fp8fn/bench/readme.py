@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import record
+from fp8fn.bench import record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
+from fp8fn.ops import tuning
+from fp8fn.ops.tuning import compare, table
+from fp8fn.ops.tuning.library import RECIPES
 
 RESULTS: Final = Path(__file__).parent / "results"
 
@@ -25,8 +28,33 @@ def overhead(run: dict[str, Any]) -> str:
     return "\n".join([*lines, "", provenance(run)])
 
 
+def host(run: dict[str, Any]) -> str:
+    """Microseconds that calls take of the host, and seconds of a first call."""
+    lines = ["| call | time | bar |", "|---|---|---|"]
+    for name, row in run["results"].items():
+        bar = "" if row["bar"] is None else f"{row['bar']:g}"
+        lines.append(f"| {name} | {row['value']:.3g} {row['unit']} | {bar} |")
+    return "\n".join([*lines, "", provenance(run)])
+
+
+def tuned(document: dict[str, Any]) -> str:
+    """By the kinds of scales: TFLOP/s of fp8fn's choices and of cuBLASLt over a tuning table, and their ratio."""
+    found = table.parse(document)
+    lines = ["| product | of them | fp8fn, TFLOP/s | cuBLASLt | ratio | least |", "|---|---|---|---|---|---|"]
+    for kinds, name in RECIPES.items():
+        pairs = [(p.operations / e.us / 1e6, p.operations / e.peer_us / 1e6)
+                 for p, e in found.entries.items() if p.kinds == kinds and e.peer_us is not None]  # fmt: skip
+        ours, theirs = (compare.geomean(column) for column in zip(*pairs, strict=True))
+        least = min(mine / other for mine, other in pairs)
+        lines.append(f"| {name} | {len(pairs)} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.3f}x | {least:.2f}x |")
+    origin = found.origin
+    return "\n".join(
+        [*lines, "", f"{found.chip.name}; torch {origin['torch']}, NVRTC {origin['NVRTC']}; {origin['date']}."]
+    )
+
+
 class Table(NamedTuple):
-    """What stands between `<!-- marker -->` and `<!-- /marker -->`, from a file of `results/`."""
+    """What stands between `<!-- marker -->` and `<!-- /marker -->`, from a file of `results/` or an absolute path."""
 
     marker: str
     result: str
@@ -34,7 +62,14 @@ class Table(NamedTuple):
 
 
 # The tables of the README, each with the committed run that it is made from.
-TABLES: Final = (Table("overhead", "overhead.json", overhead),)
+TABLES: Final = (
+    Table("forward", "forward.json", tables.forward),
+    Table("linear", "linear.json", tables.linear),
+    Table("llm84", "llm84.json", tables.llm84),
+    Table("tuned", str(Path(tuning.__path__[0]) / "h200.json"), tuned),
+    Table("host", "host.json", host),
+    Table("overhead", "overhead.json", overhead),
+)
 
 
 def rewritten(text: str, tables: Sequence[Table] = TABLES) -> str:

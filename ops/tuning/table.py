@@ -13,7 +13,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -123,7 +123,11 @@ def _read_users(path: Path, chip: Chip) -> Table | None:
 
 def read(path: Path) -> Table:
     """The table of a file; OSError or ValueError where it is none."""
-    document = json.loads(path.read_text(encoding="utf-8"))
+    return replace(parse(json.loads(path.read_text(encoding="utf-8"))), name=path.name)
+
+
+def parse(document: Any) -> Table:
+    """The table of a file's contents."""
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("columns") != list(COLUMNS):
         raise ValueError(f"it is no table of format {FORMAT}")
     try:
@@ -131,7 +135,7 @@ def read(path: Path) -> Table:
         entries = dict(_entry_of_row(row) for row in document["rows"])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"its contents are off: {type(error).__name__}: {error}") from error
-    return Table(chip, entries, document.get("origin", {}), path.name)
+    return Table(chip, entries, document.get("origin", {}))
 
 
 def _entry_of_row(row: list[Any]) -> tuple[Problem, Entry]:
