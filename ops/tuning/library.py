@@ -7,7 +7,8 @@ each asks for is in PyTorch's `ScaledBlas.cpp`, restated in `accepts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,10 +33,15 @@ _SQUARE_BLOCKS: Final = 5
 _allowed = True
 
 
-def allow(allowed: bool) -> None:
-    """Whether products planned from now on may go to PyTorch; a benchmark of this library's kernels says no."""
+@contextmanager
+def left_out() -> Iterator[None]:
+    """No product planned inside goes to PyTorch: a benchmark of this library's kernels measures those."""
     global _allowed
-    _allowed = allowed
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before
 
 
 def allowed() -> bool:
