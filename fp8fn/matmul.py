@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
-from fp8fn.ops.scaled_mm import broadcast_batch
+from fp8fn.ops.scaled_mm import broadcast_batch, check_product
 from fp8fn.scaled_tensor import ScaledTensor
 
 
@@ -28,15 +29,22 @@ def gemm(
     Two `ScaledTensor`s give the scaled product of what they hold, whatever `recipe`; `out_dtype` is then bfloat16 by
     default. It has no derivative.
 
+    A tensor and a `ScaledTensor` give `a.float() @ (b.data.float() * b.scale) + bias`, products and sums in float32,
+    whatever `recipe`: activations of 16 or 32 bits by an FP8 weight, which a GPU converts on its way to the matrix
+    unit. `a (..., M, K)` with `b (K, N)` or leading dimensions that broadcast, any block; `out_dtype` as for two
+    tensors. On a GPU the scales multiply the sums of `a * b.data`, which have to fit float32. Where they change with
+    every element along K (a block of 1 there), they multiply the weight, rounded to the type of `a`. Differentiable in
+    the tensor and in `bias`, to any order in reverse mode; the `ScaledTensor` is a constant. The other way around,
+    `a` quantized, is the transposed product, and column-major.
+
     Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
     """
-    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
-        return _scaled_product(a, b, bias, out_dtype)
-    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor):
-        raise TypeError(
-            f"gemm: a is a {type(a).__name__} and b a {type(b).__name__}; quantize both, or dequantize one "
-            "(fp8fn.dequantize)"
-        )
+    if isinstance(b, ScaledTensor):
+        if isinstance(a, ScaledTensor):
+            return _scaled_product(a, b, bias, out_dtype)
+        return _weight_only_product(a, b, bias, out_dtype)
+    if isinstance(a, ScaledTensor):
+        return _weight_first_product(a, b, bias, out_dtype)
     key = recipe_key(recipe)
     if a.ndim == 1:
         return torch.ops.fp8fn.gemm(a[None], b, bias, key, out_dtype).squeeze(-2)  # type: ignore[no-any-return]
@@ -62,6 +70,44 @@ def _scaled_product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_d
     lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]
     return torch.ops.fp8fn.scaled_mm(*flat, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
+
+
+def _weight_only_product(x: Tensor, w: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """`x (..., K) @ w (..., K, N) + bias (N)`."""
+    if x.ndim == 0:
+        raise ValueError("gemm: a has shape (); it needs at least one dimension")
+    x = _autocast(x)
+    if x.ndim == 1:
+        return _weight_only_product(x[None], w, bias, out_dtype).squeeze(-2)
+    data, scale, block = _parts(w)
+    if w.ndim == 2 and x.ndim > 3:
+        flat = torch.ops.fp8fn.mm_a16w8(x.flatten(0, -3), data, scale, block, bias, out_dtype)
+        return flat.unflatten(0, x.shape[:-2])  # type: ignore[no-any-return]
+    if x.ndim <= 3 and w.ndim <= 3:
+        return torch.ops.fp8fn.mm_a16w8(x, data, scale, block, bias, out_dtype)  # type: ignore[no-any-return]
+    lead = broadcast_batch("gemm", x, data)
+    x, data, scale = (t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in (x, data, scale))
+    return torch.ops.fp8fn.mm_a16w8(x, data, scale, block, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
+
+
+def _weight_first_product(w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """`w (..., M, K) @ x (..., K, N) + bias (N)`, which is `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
+    if x.ndim < 2:
+        raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
+    x = _autocast(x)
+    if bias is None:
+        return _weight_only_product(x.mT, w.mT, None, out_dtype).mT
+    check_product("gemm", w.data, x, bias, out_dtype)
+    sums = _weight_only_product(x.mT, w.mT, None, torch.float32).mT
+    return (sums + bias.float()).to(out_dtype or x.dtype)
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """`x` as `torch.matmul` takes it: under autocast in its type."""
+    kind = x.device.type
+    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype in INPUT_DTYPES:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
 
 
 def _parts(q: ScaledTensor) -> tuple[Tensor, Tensor, tuple[int, int]]:

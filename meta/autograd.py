@@ -12,7 +12,7 @@ from torch import Tensor
 from fp8fn.meta import single_level
 from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.gemm import Quantized
-from fp8fn.ops.layout import is_column_major, swap
+from fp8fn.ops.layout import Block, is_column_major, swap
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import broadcast_batch
 
@@ -129,12 +129,21 @@ def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor
 
 
 def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
-    """An Autograd kernel for an op on FP8: cheap where nothing is tracked, else an error in the backward.
+    """An Autograd kernel for an op on FP8: cheap where nothing is tracked, else an error in the backward."""
+    message = f"fp8fn.{name} has no derivative: {remedy}"
+
+    def track(*args: Any, **kwargs: Any) -> Any:
+        return single_level.apply(NotDifferentiable, getattr(torch.ops.fp8fn, name).default, message, kwargs, *args)
+
+    return _leaf(name, track, on_cpu, on_cuda)
+
+
+def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
+    """An Autograd kernel: `track` where autograd has to know of the call, else the op below it.
 
     `on_cpu` and `on_cuda` are the op's implementations, called directly where no other part of PyTorch listens: a
     second pass of the dispatcher would cost 2 µs of the 10 that a call may.
     """
-    message = f"fp8fn.{name} has no derivative: {remedy}"
 
     @cache
     def overload() -> Any:
@@ -142,7 +151,7 @@ def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cu
 
     def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if single_level.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
-            return single_level.apply(NotDifferentiable, overload(), message, kwargs, x, *args)
+            return track(x, *args, **kwargs)
         if single_level.nothing_listens(x, *args):
             if x.is_cuda:
                 return on_cuda(x, *args, **kwargs)
@@ -169,3 +178,80 @@ class NotDifferentiable(single_level.SingleLevelFunction):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise NotImplementedError(ctx.message)
+
+
+def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
+    """The Autograd kernel of `fp8fn::mm_a16w8`."""
+
+    def track(
+        x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
+        return single_level.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype)
+
+    return _leaf("mm_a16w8", track, on_cpu, on_cuda)
+
+
+class MmA16W8(single_level.SingleLevelFunction):
+    """`C = x W + bias` with `W` in FP8; `dx = dC Wᵀ` by the same op, so differentiable again, and `dbias = Σ dC`.
+
+    `W` and its scales are constants: where their gradient is asked for, the backward raises.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
+        ctx.save_for_backward(w, w_scale)
+        if single_level.has_forward_mode():
+            ctx.save_for_forward(w, w_scale)
+        ctx.w_block, ctx.x_ndim, ctx.x_dtype = w_block, x.ndim, x.dtype
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
+        out: Tensor = single_level.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype)
+        ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if any(ctx.needs_input_grad[1:3]):
+            raise NotImplementedError(CONSTANT_WEIGHT)
+        if grad is None:
+            return (None,) * 6
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            w, w_scale = ctx.saved_tensors
+            summed = grad.ndim > ctx.x_ndim  # one x beside a batch of weights
+            dtype = torch.float32 if summed else ctx.x_dtype
+            grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype)
+            grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
+        if ctx.needs_input_grad[4]:
+            shape, bias_dtype = ctx.bias
+            rows = tuple(range(grad.ndim - 1)) if len(shape) == 1 else (1,)
+            grad_bias = grad.sum(rows, dtype=torch.float32).to(bias_dtype).reshape(shape)
+        return grad_x, None, None, None, grad_bias, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, block: None,
+        bias_tangent: Tensor | None, out_dtype: None,
+    ) -> Tensor | None:  # fmt: skip
+        if single_level.forward_mode_depth() > 1:
+            raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
+        if w_tangent is not None or scale_tangent is not None:
+            raise NotImplementedError(CONSTANT_WEIGHT)
+        w, w_scale = ctx.saved_tensors
+        if x_tangent is not None:
+            tangent: Tensor = torch.ops.fp8fn.mm_a16w8(x_tangent, w, w_scale, ctx.w_block, bias_tangent, ctx.out_dtype)
+            return tangent
+        if bias_tangent is None:
+            return None
+        rows = bias_tangent.unsqueeze(1) if bias_tangent.ndim == 2 else bias_tangent
+        return rows.to(ctx.out_dtype).expand(ctx.out_shape)
+
+
+CONSTANT_WEIGHT = (
+    "fp8fn.mm_a16w8 has no derivative in w and w_scale: detach them (a Parameter in FP8 has requires_grad=False), or "
+    "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable"
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp8fn.meta import autograd, fake, vmap
 from fp8fn.meta.registry import Op, declare
-from fp8fn.ops import gemm, quantize, quantize_produced, scaled_mm
+from fp8fn.ops import gemm, mm_a16w8, quantize, quantize_produced, scaled_mm
 
 _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
 
@@ -94,6 +94,16 @@ SCALED_MM = declare(
             "scaled_mm", _DIFFERENTIABLE, scaled_mm.scaled_mm_reference, scaled_mm.scaled_mm_kernel
         ),
         vmap=vmap.scaled_mm,
+    )
+)
+MM_A16W8 = declare(
+    Op(
+        schema=mm_a16w8.MM_A16W8_SCHEMA,
+        reference=mm_a16w8.mm_a16w8_reference,
+        kernel=mm_a16w8.mm_a16w8_kernel,
+        fake=fake.mm_a16w8,
+        autograd=autograd.mm_a16w8(mm_a16w8.mm_a16w8_reference, mm_a16w8.mm_a16w8_kernel),
+        vmap=vmap.mm_a16w8,
     )
 )
 GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))

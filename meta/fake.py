@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import empty_data, empty_scale
+from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.quantize import check_quantize, empty_dual
 from fp8fn.ops.quantize_produced import check_rms_norm, check_silu_mul
 from fp8fn.ops.scaled_mm import check_scaled_mm, empty_output
@@ -64,3 +65,11 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
     return empty_output(a, b, out_dtype)
+
+
+def mm_a16w8(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
+    return empty_output(x, w, out_dtype or x.dtype)

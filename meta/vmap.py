@@ -61,6 +61,25 @@ def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
 
+def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
+    x, w, w_scale, block, bias, out_dtype = _padded(args, 6)
+    x_dim, w_dim, scale_dim, _, bias_dim, _ = _padded(in_dims, 6)
+    size = info.batch_size
+    rank = 1 + max(x.ndim - (x_dim is not None), w.ndim - (w_dim is not None))
+    x = _lift(x, x_dim, size, rank)
+    lead = x.shape[:-2]
+    if w.ndim > 2 or scale_dim is not None:  # else one weight for all
+        w, w_scale = _lift(w, w_dim, size, rank), _lift(w_scale, scale_dim, size, rank)
+        lead = torch.broadcast_shapes(lead, w.shape[:-2])
+        w, w_scale = (t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in (w, w_scale))
+    x = x.expand(*lead, *x.shape[-2:]).flatten(0, -3)
+    if bias is not None and (bias.ndim > 1 or bias_dim is not None):
+        bias = bias.movedim(bias_dim, 0) if bias_dim is not None else bias.expand(size, *bias.shape)
+        bias = bias.flatten(1, -2) if bias.ndim > 2 else bias.unsqueeze(1)
+        bias = bias.expand(size, lead[1:].numel(), bias.shape[-1]).flatten(0, 1)
+    return torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype).unflatten(0, lead), 0
+
+
 def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
     a, b, bias, recipe, out_dtype = _padded(args, 5)
     a_dim, b_dim, bias_dim, *_ = _padded(in_dims, 5)

@@ -131,6 +131,25 @@ def gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     ]
 
 
+def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    e5m2, mx = {"dtype": torch.float8_e5m2}, {"scale": "e8m0"}
+    col, square = (128, 1), (128, 128)
+    return [
+        Sample("plain", (x(64, 256), *_operand(x(384, 256).mT, square)), {}),
+        Sample("plain_row_major", (x(16, 160), *_operand(x(160, 96), (1, 128), **e5m2)), {"out_dtype": FP32}),
+        Sample("ragged", (x(33, 190), *_operand(x(65, 190).mT, square), x(65)), {}),
+        Sample("ragged_float32", (x(5, 70, dtype=FP32), *_operand(x(70, 33), (1, -1)), x(33, dtype=FP16)), {}),
+        Sample("batched", (x(2, 24, 80, dtype=FP16), *_operand(x(2, 80, 32), (-1, 1)), x(2, 32)), {}),
+        Sample("batched_left", (x(3, 24, 160), *_operand(x(160, 32), col), x(3, 1, 32)), {"out_dtype": FP16}),
+        Sample("batched_right", (x(24, 160), *_operand(x(3, 160, 32), col), x(32, dtype=FP32)), {}),
+        Sample("strided", (x(160, 48).mT, *_operand(x(64, 160).mT, (-1, -1)), x(128)[::2]), {}),
+        Sample("mx", (x(24, 96), *_operand(x(96, 40), (32, 1), **mx)), {}),
+        Sample("mx_dgrad", (x(24, 40), *_operand(x(40, 96), (1, 32), **mx)), {}),
+        Sample("empty", (x(16, 0), *_operand(x(0, 16), square), x(16)), {}),
+    ]
+
+
 SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize": quantize,
     "quantize_dual": quantize_dual,
@@ -139,5 +158,6 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_rms_norm": quantize_rms_norm,
     "quantize_rms_norm_dual": quantize_rms_norm,
     "scaled_mm": scaled_mm,
+    "mm_a16w8": mm_a16w8,
     "gemm": gemm,
 }

@@ -69,12 +69,6 @@ GEMM: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
         ("'scales'", "did you mean 'scale'"),
     ),
     ("op's recipe", lambda: torch.ops.fp8fn.gemm(A, B, None, "mxpf8"), ValueError, ("'mxpf8'", "did you mean 'mxfp8'")),
-    (
-        "one of the two quantized",
-        lambda: fp8fn.gemm(quantized(A, (1, 128)), B),
-        TypeError,
-        ("a is a ScaledTensor and b a Tensor", "quantize both"),
-    ),
 ]
 
 QUANTIZE: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [

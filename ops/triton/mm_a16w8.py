@@ -1,0 +1,224 @@
+"""The portable product of 16- or 32-bit activations and an FP8 weight, converted on its way to the tensor core.
+
+A tile is computed transposed, `outᵀ = wᵀ xᵀ`: so the weight is the left operand, the one that Hopper's wgmma takes from
+registers, where it has just been converted. The scale multiplies the float32 sum wherever it is constant along the
+tile's part of K, and is free. Where it changes with every element of K, as in the input's gradient of a weight that was
+quantized by channels, the weight itself is multiplied, and rounded to the type of `x`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.scale import scale_value, storage
+from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and compiler options of `mm_a16w8`."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
+    GROUP: int = 8
+    options: tuple[tuple[str, int], ...] = field(default=())
+
+
+@triton.jit
+def mm_a16w8(
+    x, w, out, w_scale, bias, M, N, K, x_b, x_m, x_k, x_step, w_b, w_k, w_n, w_step, out_b, out_m,
+    s_b, s_k, s_n, bias_b, bias_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, S_K: tl.constexpr, S_N: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One `BM x BN` tile of one matrix of the batch; a scale holds for `S_K x S_N` elements of `w`."""
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    batch = tl.program_id(0) // (tiles_m * tiles_n)
+    tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    offset_k = tl.arange(0, BK)
+    if WIDE:
+        batch = batch.to(tl.int64)
+        tile_m = tile_m.to(tl.int64)
+        tile_n = tile_n.to(tl.int64)
+        offset_k = offset_k.to(tl.int64)
+    offset_m = tile_m * BM + tl.arange(0, BM)
+    offset_n = tile_n * BN + tl.arange(0, BN)
+    x_pointers = x + batch * x_b + offset_k[:, None] * x_k + offset_m[None, :] * x_m
+    w_pointers = w + batch * w_b + offset_n[:, None] * w_n + offset_k[None, :] * w_k
+    w_scale += batch * s_b
+    kind: tl.constexpr = x.dtype.element_ty
+    # A float32 product is too slow to show the time of a multiplication, which keeps its sums in the caller's range.
+    ON_WEIGHT: tl.constexpr = kind == tl.float32
+    VECTOR: tl.constexpr = S_N != -1 and S_N % BN != 0
+
+    acc = tl.zeros((BN, BM), tl.float32)
+    for k in range(tl.cdiv(K, BK)):
+        if EVEN_K and EVEN_M:
+            x_tile = tl.load(x_pointers)
+        elif EVEN_K:
+            x_tile = tl.load(x_pointers, mask=offset_m[None, :] < M, other=0.0)
+        else:
+            x_tile = tl.load(x_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_m[None, :] < M), other=0.0)
+        if EVEN_K and EVEN_N:
+            w_tile = tl.load(w_pointers)
+        elif EVEN_K:
+            w_tile = tl.load(w_pointers, mask=offset_n[:, None] < N, other=0.0)
+        else:
+            w_tile = tl.load(w_pointers, mask=(offset_n[:, None] < N) & (offset_k[None, :] < K - k * BK), other=0.0)
+        if S_K == 1:
+            scale = _scales_along_k(w_scale, tile_n * BN, k * BK, N, K, s_n, s_k, S_N, BN, BK, WIDE)
+            if kind == tl.float16:
+                power, inverse = _power_above(scale)
+                scaled = (w_tile.to(tl.float32) * (scale * inverse)).to(kind)
+                acc += tl.dot(scaled, x_tile) * power
+            else:
+                scaled = (w_tile.to(tl.float32) * scale).to(kind)
+                acc = tl.dot(scaled, x_tile, acc, input_precision="ieee")
+        elif ON_WEIGHT or S_K != -1:
+            if S_K == -1:
+                k_scale = w_scale
+            else:
+                k_scale = w_scale + tl.cast(k * BK // S_K, tl.int64) * s_k
+            scale = _column(tile_scales(k_scale, tile_n * BN, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
+            if ON_WEIGHT:
+                acc = tl.dot(w_tile.to(kind) * scale, x_tile, acc, input_precision="ieee")
+            else:
+                acc += tl.dot(w_tile.to(kind), x_tile) * scale
+        else:
+            acc = tl.dot(w_tile.to(kind), x_tile, acc)
+        x_pointers += x_step
+        w_pointers += w_step
+
+    if S_K == -1 and not ON_WEIGHT:
+        acc *= _column(tile_scales(w_scale, tile_n * BN, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
+    if bias is not None:
+        bias_pointers = bias + batch * bias_b + offset_n * bias_n
+        acc += tl.load(bias_pointers, mask=offset_n < N, other=0.0).to(tl.float32)[:, None]
+    out_pointers = out + batch * out_b + offset_n[:, None] + offset_m[None, :] * out_m
+    result = acc.to(out.dtype.element_ty)
+    if EVEN_M and EVEN_N:
+        tl.store(out_pointers, result)
+    else:
+        tl.store(out_pointers, result, mask=(offset_n[:, None] < N) & (offset_m[None, :] < M))
+
+
+@triton.jit
+def _column(scale, VECTOR: tl.constexpr):
+    """A vector over N as a column of `(BN, BM)`; a number as it is."""
+    if VECTOR:
+        result = scale[:, None]
+    else:
+        result = scale
+    return result
+
+
+@triton.jit
+def _scales_along_k(
+    w_scale, start_n, start_k, N, K, s_n, s_k, S_N: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, WIDE: tl.constexpr
+):
+    """One scale for each element of K in a tile of `wᵀ`: `(BN, BK)`, or `(1, BK)` where they are constant along N."""
+    ROWS: tl.constexpr = 1 if S_N == -1 or S_N % BN == 0 else BN // S_N
+    # Past the edges the last scale again: there it meets zeros, or what is not stored.
+    index_k = tl.minimum(start_k + tl.arange(0, BK), K - 1)
+    index_n = tl.arange(0, ROWS)
+    if S_N != -1:
+        index_n = tl.minimum(start_n // S_N + index_n, tl.cdiv(N, S_N) - 1)
+    if WIDE:
+        index_n = index_n.to(tl.int64)
+        index_k = index_k.to(tl.int64)
+    scale = scale_value(tl.load(w_scale + index_n[:, None] * s_n + index_k[None, :] * s_k))
+    if ROWS > 1:
+        scale = tl.reshape(tl.broadcast_to(scale[:, None, :], (ROWS, BN // ROWS, BK)), (BN, BK))
+    return scale
+
+
+@triton.jit
+def _power_above(scale):
+    """`2 ** e` above the largest scale of each row, and `2 ** -e`: in that unit a float16 tile does not overflow."""
+    exponent = tl.max(scale.to(tl.int32, bitcast=True) & 0x7F800000, axis=1, keep_dims=True)
+    power = tl.minimum(exponent, 252 << 23) + (1 << 23)  # 2 ** 126 at most, so that the inverse is normal
+    return power.to(tl.float32, bitcast=True), ((254 << 23) - power).to(tl.float32, bitcast=True)
+
+
+def plan_mm_a16w8(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, `N` at least 1.
+
+    `out` is row-major bfloat16, float16 or float32. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or
+    `(B, 1, N)`. A batch of `x` whose rows follow one another, by one weight, is one matrix.
+    """
+    one_weight = x.ndim == 3 and w.ndim == 2 and (bias is None or bias.ndim == 1)
+    if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+        x, out = x.flatten(0, 1), out.flatten(0, 1)
+    x, out = batched(x), batched(out)
+    w, w_scale = batched(w), batched(storage(w_scale))
+    batch, m, n = out.shape
+    k = x.shape[2]
+    if bias is not None:
+        bias = bias.expand(batch, n) if bias.ndim == 1 else bias.reshape(batch, n)
+    config = config or choose_config(m, n, w_block, x.dtype, target)
+    bk = config.BK
+    return Launch(
+        kernel=mm_a16w8,
+        grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
+        args={
+            "x": x, "w": w, "out": out, "w_scale": w_scale, "bias": bias, "M": m, "N": n, "K": k,
+            "x_b": _batch_stride(x, batch), "x_m": x.stride(1), "x_k": x.stride(2), "x_step": bk * x.stride(2),
+            "w_b": _batch_stride(w, batch), "w_k": w.stride(1), "w_n": w.stride(2), "w_step": bk * w.stride(1),
+            "out_b": out.stride(0), "out_m": out.stride(1),
+            "s_b": _batch_stride(w_scale, batch), "s_k": w_scale.stride(1), "s_n": w_scale.stride(2),
+            "bias_b": 0 if bias is None else bias.stride(0), "bias_n": 0 if bias is None else bias.stride(1),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "S_K": w_block[0], "S_N": w_block[1],
+            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
+            "WIDE": is_wide(x, w, out, w_scale),
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+        target=target,
+    )  # fmt: skip
+
+
+def _batch_stride(x: Tensor, batch: int) -> int:
+    return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
+
+
+def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target) -> Config:
+    """The default configuration; none of them spills (tests/test_mm_a16w8.py).
+
+    Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
+    the products do, and the conversion: the more rows share a converted tile, the less of it.
+    """
+    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
+    per_element = w_block[0] == 1
+    depth = 32 if w_block[0] == 32 else 64 if per_element else 128  # a scale holds for the whole depth, or for 1
+    if dtype == torch.float32:
+        return Config(16, 64, 32, 4, 2, options=options) if m <= 16 else Config(64, 64, 32, 8, 3, options=options)
+    if m <= 64:
+        bm = 16 if m <= 16 else 32 if m <= 32 else 64
+        bn = 64 if ceil_div(n, 64) >= target.cores else 32
+        if target.backend == "hip":
+            return Config(bm, bn, depth, 4, 2, options=options)
+        if bm == 64:
+            return Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
+        return Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
+    if target.backend == "hip":
+        return Config(128, 128, min(depth, 64), 4, 2, options=options)
+    if per_element and target.arch not in (90, 100, 103):
+        return Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
+    return Config(128, 128, min(depth, 64), 8, 3)
