@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fp8fn.lowering.joint import with_pass
 from fp8fn.lowering.rewrite import rewrite
 from fp8fn.ops.recipe import parse_recipe, recipe_key
 from fp8fn.site import check_where
@@ -36,7 +37,7 @@ def fp8fn(
     check_where(where)
     rewrite(gm.graph, recipe, where)
     gm.recompile()
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=_inductor_options(mode, given))
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=with_pass(_inductor_options(mode, given)))
     return compiled  # type: ignore[no-any-return]
 
 

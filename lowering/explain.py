@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from fp8fn.lowering.rewrite import Decision, decide
+from fp8fn.lowering.substitute import Substitution
 from fp8fn.ops import targets
-from fp8fn.ops.formats import scale_dtype
+from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.site import Site, Where, check_where
@@ -87,8 +88,13 @@ def explain(
     def record(gm: GraphModule, example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        rows.extend(_row(decision, parse_recipe(key)) for decision in decide(gm.graph, where))
-        return gm.forward
+        decided = [_row(decision, parse_recipe(key)) for decision in decide(gm.graph, where)]
+        forward: Callable[..., Any] = gm.forward
+        substitutions: list[Substitution] = []
+        if _holds_fp8(gm):
+            forward = _traced(gm, example_inputs, substitutions)
+        rows.extend(_with_substitutions(decided, substitutions))
+        return forward
 
     with _unchanged(model):
         torch._dynamo.reset()
@@ -111,6 +117,62 @@ def _row(decision: Decision, recipe: Recipe) -> Row:
         kernel=kernel_name(site, recipe) if decision.reason is None else None,
         reason=decision.reason,
     )
+
+
+def _holds_fp8(gm: GraphModule) -> bool:
+    """Whether a graph has tensors of FP8, without which no exact pattern is in it."""
+    values = (node.meta.get("example_value") for node in gm.graph.nodes)
+    return any(isinstance(value, Tensor) and value.dtype in FP8_DTYPES for value in values)
+
+
+def _traced(gm: GraphModule, example_inputs: Sequence[Tensor], found: list[Substitution]) -> Callable[..., Any]:
+    """Down to the joint graph, or that of an inference, where exact patterns are found and substituted."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._functorch.partitioners import default_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    from fp8fn.lowering import joint
+
+    def partition(joint_module: GraphModule, inputs: Any, **options: Any) -> Any:
+        found.extend(joint.apply(joint_module.graph))
+        joint_module.recompile()
+        return default_partition(joint_module, inputs, **options)
+
+    def unchanged(module: GraphModule, inputs: Any) -> Callable[..., Any]:
+        boxed: Callable[..., Any] = make_boxed_func(module.forward)
+        return boxed
+
+    def inference(module: GraphModule, inputs: Any) -> Callable[..., Any]:
+        found.extend(joint.apply(module.graph))
+        module.recompile()
+        return unchanged(module, inputs)
+
+    compile_graph = aot_autograd(
+        fw_compiler=unchanged, bw_compiler=unchanged, inference_compiler=inference, partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )  # fmt: skip
+    compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
+    return compiled
+
+
+def _with_substitutions(rows: Sequence[Row], substitutions: Sequence[Substitution]) -> list[Row]:
+    """A product that is in both lists once, as the pattern has it; those of the backward after all."""
+    by_origin = {found.origin: found for found in substitutions if not found.backward}
+    merged = []
+    for row in rows:
+        found = by_origin.pop(row.node, None)
+        merged.append(row if found is None else replace(row, kernel=_made(found), reason=found.reason))
+    backward = [found for found in substitutions if found.backward]
+    for found in (*by_origin.values(), *backward):
+        op = f"{found.target}, backward of {found.origin}" if found.backward else found.target
+        merged.append(Row(node=found.node, source=found.source, op=op, weight="", shape=found.shape,
+                          kernel=_made(found), reason=found.reason))  # fmt: skip
+    return merged
+
+
+def _made(found: Substitution) -> str | None:
+    return None if found.reason else found.made.replace(".default", "").replace(".", "::")
 
 
 def kernel_name(site: Site, recipe: Recipe) -> str:

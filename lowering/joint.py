@@ -1,0 +1,120 @@
+"""The pass over joint graphs that puts fp8fn's ops in the place of products on FP8 data; always exact, never by recipe.
+
+It runs with `backend="fp8fn"`, and with plain `torch.compile` inside of `substitution()`, or after `enable()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from fp8fn import lowering
+from fp8fn.lowering.patterns import dequantized_matmul
+from fp8fn.lowering.substitute import Substitution, origin_of
+from fp8fn.ops import tuning
+from fp8fn.version import __version__
+
+PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (dequantized_matmul.substitute,)
+_LOG: Final = logging.getLogger("fp8fn")
+_listeners: Final[list[list[Substitution]]] = []
+
+
+def apply(graph: Graph) -> list[Substitution]:
+    """Substitutes in place, and returns what became of each product that a pattern knows."""
+    origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
+    found = []
+    for pattern in PATTERNS:
+        for substitution in pattern(graph):
+            origin, backward = origins.get(substitution.node, ("", False))
+            found.append(replace(substitution, origin=origin, backward=backward))
+    if any(substitution.reason is None for substitution in found):
+        graph.eliminate_dead_code()
+        graph.lint()
+    for substitution in found:
+        _LOG.info(
+            "%s %s (M,N,K)=(%s,%s,%s): %s",
+            substitution.source, substitution.target, *substitution.shape,
+            substitution.reason or substitution.made,
+        )  # fmt: skip
+    for listener in _listeners:
+        listener += found
+    return found
+
+
+@contextmanager
+def recorded() -> Iterator[list[Substitution]]:
+    """All substitutions of the compilations inside."""
+    found: list[Substitution] = []
+    _listeners.append(found)
+    try:
+        yield found
+    finally:
+        _listeners.remove(found)
+
+
+class SubstitutionPass(CustomGraphPass):
+    """Inductor's hook; graphs that were compiled with another version of the patterns are no hits of its caches."""
+
+    def __init__(self, before: Any = None) -> None:
+        self.before = before
+
+    def __call__(self, graph: Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        apply(graph)
+
+    def uuid(self) -> Any:
+        before = self.before.uuid() if self.before is not None else None
+        return ("fp8fn", __version__, _fingerprint(), before)
+
+
+@cache
+def _fingerprint() -> str:
+    """Of the sources that decide about a graph, and of the tuning tables."""
+    digest = hashlib.sha256()
+    for file in sorted([*Path(lowering.__path__[0]).rglob("*.py"), *Path(tuning.__path__[0]).glob("*.json")]):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def with_pass(patches: dict[str, Any]) -> dict[str, Any]:
+    """Inductor's options with the pass among them, after the user's own."""
+    import torch._inductor.config as config
+
+    before = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    if isinstance(before, SubstitutionPass):
+        return patches
+    return {**patches, "joint_custom_pre_pass": SubstitutionPass(before)}
+
+
+@contextmanager
+def substitution() -> Iterator[None]:
+    """See `fp8fn.lowering.substitution`."""
+    import torch._inductor.config as config
+
+    with config.patch(with_pass({})):
+        yield
+
+
+def enable() -> None:
+    """See `fp8fn.lowering.enable`."""
+    import torch._inductor.config as config
+
+    config.joint_custom_pre_pass = with_pass({}).get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+
+
+def disable() -> None:
+    """See `fp8fn.lowering.disable`."""
+    import torch._inductor.config as config
+
+    if isinstance(config.joint_custom_pre_pass, SubstitutionPass):
+        config.joint_custom_pre_pass = config.joint_custom_pre_pass.before

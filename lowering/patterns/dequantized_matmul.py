@@ -1,0 +1,111 @@
+"""`x @ dequantize(w)` and `dequantize(x) @ dequantize(w)`, as models without FP8 kernels spell them.
+
+    w = weight.to(bf16) * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+    w = (weight.float().view(N // 128, 128, K // 128, 128) * scale[:, None, :, None]).view(N, K).to(bf16)
+    y = F.linear(x, w)
+
+With one side of FP8 it becomes `fp8fn::mm_a16w8`, with both `fp8fn::scaled_mm`; so does fake quantization, whose FP8
+data is made in the graph. Where the spelling rounds the dequantized numbers to 16 bits, the substitute does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fp8fn.lowering.dequantized import Operand, call, find_operand, value
+from fp8fn.lowering.substitute import Substitution, replace, source_of
+from fp8fn.lowering.views import aten
+from fp8fn.ops import targets
+from fp8fn.ops.formats import INPUT_DTYPES, short_name
+from fp8fn.ops.layout import swap
+
+NAME: Final = "dequantized_matmul"
+PRODUCTS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+
+
+def substitute(graph: Graph) -> Iterator[Substitution]:
+    """Replaces what it can, and says so of each product with a dequantized operand."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in PRODUCTS:
+            continue
+        bias, a, b = node.args[:3] if node.target is aten.addmm.default else (None, *node.args[:2])
+        left, right = find_operand(a), find_operand(b)
+        if left is None and right is None:
+            continue
+        reason = _why_not(node, bias, left, right)
+        made = "" if reason else _emit(graph, node, a, b, bias, left, right)
+        (m, k), n = a.meta["val"].shape[-2:], b.meta["val"].shape[-1]
+        yield Substitution(NAME, str(node), source_of(node), str(node.target), (m, n, k), made, reason)
+
+
+def _why_not(node: Node, bias: Any, left: Operand | None, right: Operand | None) -> str | None:
+    dtype = node.meta["val"].dtype
+    if dtype not in INPUT_DTYPES:
+        return f"the product is in {short_name(dtype)}"
+    if node.target is aten.addmm.default:
+        if any(factor != 1 for factor in node.kwargs.values()):
+            return "addmm with alpha or beta"
+        row = value(bias)
+        if row is None or row.dim() != 1 or row.dtype not in INPUT_DTYPES:
+            return "the bias is not one row of N"
+    for operand in (left, right):
+        if operand is not None:
+            target = targets.target_of(operand.device)
+            if operand.dtype not in targets.fp8_dtypes(target):
+                return f"{target.name} has no kernel for {short_name(operand.dtype)}"
+    if not _both(left, right):
+        one = right or left
+        assert one is not None
+        along = one.block[0] if one is right else one.block[1]
+        if along == 1 and not _is_stored(one.found.data):
+            return "a scale for each element of K, of data made in the graph: the product in 16 bits is faster"
+    return None
+
+
+def _both(left: Operand | None, right: Operand | None) -> bool:
+    """Whether both sides can enter the product as FP8: one scale holds for several elements of K."""
+    return left is not None and right is not None and left.block[1] != 1 and right.block[0] != 1
+
+
+def _is_stored(data: Node) -> bool:
+    """Whether data comes into the graph, and is not made in it."""
+    while data.op == "call_function" and data.args and isinstance(data.args[0], Node) and data.args[0].op != "output":
+        if value(data.args[0]) is None or value(data.args[0]).dtype != value(data).dtype:  # type: ignore[union-attr]
+            return False
+        data = data.args[0]
+    return data.op in ("placeholder", "get_attr")
+
+
+def _emit(
+    graph: Graph, node: Node, a: Node, b: Node, bias: Node | None, left: Operand | None, right: Operand | None
+) -> str:
+    """Puts the substitute in the place of the product, and names its op."""
+    dtype = node.meta["val"].dtype
+    with graph.inserting_before(node):
+        if left is not None and right is not None and _both(left, right):
+            sides = (*left.emit(graph), left.block, *right.emit(graph), right.block)
+            out = call(graph, torch.ops.fp8fn.scaled_mm.default, *sides, bias, dtype)
+        elif right is not None:
+            out = call(graph, torch.ops.fp8fn.mm_a16w8.default, a, *right.emit(graph), right.block, bias, dtype)
+        else:
+            assert left is not None
+            data, scale = (_turned(graph, part) for part in left.emit(graph))
+            arguments = (_turned(graph, b), data, scale, swap(left.block), None, dtype)
+            out = call(graph, torch.ops.fp8fn.mm_a16w8.default, *arguments)
+            name = str(out.target)
+            out = call(graph, aten.clone.default, _turned(graph, out), memory_format=torch.contiguous_format)
+            if bias is not None:
+                out = call(graph, aten.add.Tensor, out, bias)
+            replace(graph, node, out)
+            return name
+    replace(graph, node, out)
+    return str(out.target)
+
+
+def _turned(graph: Graph, node: Node) -> Node:
+    dims = list(range(node.meta["val"].dim()))
+    return call(graph, aten.permute.default, node, [*dims[:-2], dims[-1], dims[-2]])

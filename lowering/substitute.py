@@ -1,0 +1,52 @@
+"""What every pattern reports and does alike: a `Substitution` for each product, and the exchange of a node."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from torch.fx import Graph, Node
+
+from fp8fn.lowering.views import Size
+
+
+@dataclass(frozen=True)
+class Substitution:
+    """What became of one product: the op `made` in its place, or the `reason` why it was left alone.
+
+    `origin` is the node of Dynamo's graph that the product comes of, `backward` whether by differentiation.
+    """
+
+    pattern: str
+    node: str
+    source: str
+    target: str
+    shape: tuple[Size, Size, Size]
+    made: str
+    reason: str | None
+    origin: str = ""
+    backward: bool = False
+
+
+def origin_of(node: Node) -> tuple[str, bool]:
+    """The node of Dynamo's graph, `""` where PyTorch did not keep it, and whether this one is of its backward."""
+    forward, backward = (node.meta.get(key) for key in ("source_fn_stack", "fwd_source_fn_stack"))
+    stack = forward or backward
+    return (str(stack[-1][0]) if stack else "", not forward and bool(backward))
+
+
+def source_of(node: Node) -> str:
+    """`file:line` of the user's code, `""` where PyTorch did not keep it."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
+
+
+def replace(graph: Graph, node: Node, out: Node) -> None:
+    """`out` in the place of `node`, whose shape, type and strides it has."""
+    old, new = node.meta["val"], out.meta["val"]
+    assert (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride()), (node, old, new)
+    for key, meta in node.meta.items():
+        if key not in ("val", "tensor_meta", "original_aten"):
+            out.meta.setdefault(key, meta)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
