@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8fn.meta.single_level import goes_unseen
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
-from fp8fn.ops.scaled_mm import broadcast_batch, check_product
+from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor
 
 
@@ -66,6 +67,9 @@ def linear(
 def _scaled_product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
     args = (*_parts(a), *_parts(b))
     if a.ndim <= 3 and b.ndim <= 3:
+        # The dispatcher takes 6 µs of the host, a third of the call.
+        if not torch.compiler.is_compiling() and a.data.is_cuda and goes_unseen(a.data, a.scale, b.data, b.scale, bias):
+            return scaled_mm_kernel(*args, bias, out_dtype)
         return torch.ops.fp8fn.scaled_mm(*args, bias, out_dtype)  # type: ignore[no-any-return]
     lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]

@@ -19,6 +19,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 _functorch = torch._C._functorch
 _DIFFERENTIATING = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
+_PLAIN = (Tensor, torch.nn.Parameter)
 T = TypeVar("T")
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -42,7 +43,21 @@ def nothing_listens(*args: object) -> bool:
     """Whether no transform, no `TorchDispatchMode` (tracing, a user's own) and no subclass of Tensor sees a call."""
     if torch._C._len_torch_dispatch_stack() > 0 or inside_transform():
         return False
-    return not any(isinstance(arg, Tensor) and type(arg) is not Tensor for arg in args)
+    return not any(isinstance(arg, Tensor) and type(arg) not in _PLAIN for arg in args)
+
+
+def goes_unseen(*tensors: Tensor | None) -> bool:
+    """Whether a call of an op on these tensors concerns its kernel alone, so that the dispatcher may be left out.
+
+    That is: no autograd, transform, mode, subclass, trace or profiler.
+    """
+    return (
+        not is_tracked(*tensors)
+        and nothing_listens(*tensors)
+        and torch._C._len_torch_function_stack() == 0
+        and torch._C._get_tracing_state() is None
+        and not torch._C._autograd._profiler_enabled()
+    )
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:

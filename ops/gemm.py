@@ -42,7 +42,8 @@ def check_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 def default_out_dtype(a: Tensor) -> torch.dtype:
     """The type of `torch.matmul`'s result: under autocast the one that autocast names, else that of `a`."""
     kind = a.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else a.dtype
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # which raises for `meta`
+    return torch.get_autocast_dtype(kind) if autocast else a.dtype
 
 
 def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:

@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import fp8fn
 from fp8fn import Recipe
+from fp8fn.meta.single_level import goes_unseen
 from fp8fn.ops.layout import swap
 from fp8fn.ops.recipe import PRESETS
 
@@ -372,3 +374,40 @@ def test_second_derivative(scale: Any) -> None:
     assert torch.equal(out, plain)
     for g, p in zip(grads, plain_grads, strict=True):
         torch.testing.assert_close(g, p)
+
+
+def test_bias_of_any_stride(device: torch.device) -> None:
+    a, b = (fp8fn.quantize(torch.randn(64, 128, device=device), (1, 128)) for _ in range(2))
+    bias = torch.randn(128, device=device)
+    expected = fp8fn.gemm(a, b.mT, bias=bias[::2].contiguous())
+    assert torch.equal(fp8fn.gemm(a, b.mT, bias=bias[::2]), expected)
+
+
+def test_meta_tensors_have_a_shape() -> None:
+    x = torch.empty(3, 48, 128, device="meta", dtype=torch.bfloat16)
+    out = fp8fn.gemm(x, torch.empty(128, 64, device="meta", dtype=torch.bfloat16))
+    assert (out.shape, out.dtype, out.device.type) == ((3, 48, 64), torch.bfloat16, "meta")
+
+
+def test_who_listens_to_an_op_sees_its_call() -> None:
+    """What `fp8fn.gemm` asks before it leaves the dispatcher out."""
+    x = torch.randn(4, 4)
+    assert goes_unseen(x, None)
+    assert not goes_unseen(x, x.clone().requires_grad_())
+    with torch.no_grad():
+        assert goes_unseen(x.clone().requires_grad_())
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert not goes_unseen(x)
+    with FakeTensorMode():
+        assert not goes_unseen(torch.empty(4))
+    with torch.device("cpu"):  # a mode of functions
+        assert not goes_unseen(x)
+    seen = []
+    torch.func.vmap(lambda row: seen.append(goes_unseen(row)) or row)(x)
+    torch.func.grad(lambda y: seen.append(goes_unseen(x)) or y.sum())(x)
+    assert seen == [False, False]
+
+    class Wrapped(torch.Tensor):
+        pass
+
+    assert not goes_unseen(x.as_subclass(Wrapped))
