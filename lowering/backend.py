@@ -35,8 +35,7 @@ def fp8fn(
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
     where = given.pop("where", None)
     check_where(where)
-    rewrite(gm.graph, recipe, where)
-    gm.recompile()
+    rewrite(gm, recipe, where)
     compiled: Any = compile_fx(gm, list(example_inputs), config_patches=with_pass(_inductor_options(mode, given)))
     return compiled  # type: ignore[no-any-return]
 

@@ -88,7 +88,7 @@ def explain(
     def record(gm: GraphModule, example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        decided = [_row(decision, parse_recipe(key)) for decision in decide(gm.graph, where)]
+        decided = [_row(decision, parse_recipe(key)) for decision in decide(gm, where)]
         forward: Callable[..., Any] = gm.forward
         substitutions: list[Substitution] = []
         if _holds_fp8(gm):

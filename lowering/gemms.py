@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import GraphModule, Node
 
 from fp8fn.site import Site
 
@@ -20,6 +20,13 @@ _MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tens
 _MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
 _ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
 _LEFT_ALONE: Final = {torch.einsum: "einsum", torch.functional.einsum: "einsum", torch.baddbmm: "baddbmm"}
+
+# Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
+_REGIONS: Final = (
+    torch.ops.higher_order.tag_activation_checkpoint,
+    torch.ops.higher_order.wrap,
+    torch.ops.higher_order.invoke_subgraph,
+)
 
 # What a weight may pass through between the parameter and the product: views and casts.
 _VIEWS: Final = {
@@ -48,14 +55,23 @@ class Gemm:
         return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
 
 
-def find_gemms(graph: Graph) -> Iterator[Gemm]:
-    """Every product of the graph, those too that are none of our business, with the reason."""
-    for node in graph.nodes:
+def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Iterator[Gemm]:
+    """Every product of the graph, those too that are none of our business, with the reason.
+
+    Also those of the regions inside, such as checkpointed ones; `outer` has the nodes that a region's inputs are.
+    """
+    outer = {} if outer is None else outer
+    for node in gm.graph.nodes:
         operands = _operands(node)
         if operands is not None:
-            gemm = _classify(node, *operands)
+            gemm = _classify(node, outer, *operands)
             if gemm is not None:
                 yield gemm
+        elif node.op == "call_function" and node.target in _REGIONS:
+            region = getattr(gm, str(node.args[0].target))
+            inputs = region.graph.find_nodes(op="placeholder")
+            given = node.args[len(node.args) - len(inputs) :]
+            yield from find_gemms(region, {**outer, **dict(zip(inputs, given, strict=True))})
 
 
 def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
@@ -81,14 +97,22 @@ def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
     return None
 
 
-def _classify(node: Node, op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None) -> Gemm | None:
+def _classify(
+    node: Node, outer: Mapping[Node, Node], op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None
+) -> Gemm | None:
     left, right, out = _value(a), _value(b), _value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None
-    parameter = parameter_of(b)
+    parameter = parameter_of(b, outer)
     flipped = False
-    if parameter is None and op == "matmul" and left.ndim == 2 and right.ndim >= 2 and parameter_of(a) is not None:
-        parameter, flipped = parameter_of(a), True
+    if (
+        parameter is None
+        and op == "matmul"
+        and left.ndim == 2
+        and right.ndim >= 2
+        and parameter_of(a, outer) is not None
+    ):
+        parameter, flipped = parameter_of(a, outer), True
         a, b, left, right = b, a, right.mT, left.mT
     k, n = right.shape[-2:] if right.ndim > 1 else (right.shape[0], 1)
     if transposed:
@@ -118,9 +142,12 @@ def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, pa
     return None
 
 
-def parameter_of(node: Any) -> Node | None:
+def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
     """The parameter behind a chain of views and casts, else None."""
     while isinstance(node, Node):
+        if node in outer:
+            node = outer[node]
+            continue
         value = _value(node)
         if node.op in ("placeholder", "get_attr"):
             return node if isinstance(value, torch.nn.Parameter) else None

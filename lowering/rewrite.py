@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.lowering.gemms import Gemm, find_gemms
 from fp8fn.ops.recipe import Recipe
@@ -23,25 +23,29 @@ class Decision:
     reason: str | None
 
 
-def decide(graph: Graph, where: Where = None) -> list[Decision]:
+def decide(gm: GraphModule, where: Where = None) -> list[Decision]:
     """For every product of the graph, whether it goes to FP8 and why not."""
-    return [Decision(gemm, gemm.reason or why_not(gemm.site, where)) for gemm in find_gemms(graph)]
+    return [Decision(gemm, gemm.reason or why_not(gemm.site, where)) for gemm in find_gemms(gm)]
 
 
-def rewrite(graph: Graph, recipe: Recipe, where: Where = None) -> list[Decision]:
+def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:
     """Substitutes the eligible products of the graph in place, and returns what was decided for each."""
-    decisions = decide(graph, where)
+    decisions = decide(gm, where)
     substitutes: dict[Node, Node] = {}
     for decision in decisions:
         gemm = decision.gemm
         if decision.reason is None:
-            substitutes[gemm.node] = _substitute(graph, gemm, recipe, substitutes)
+            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes)
         _log.info(
             "%s %s %s (M,N,K)=(%s,%s,%s): %s",
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
             decision.reason or f"fp8fn.gemm, {recipe.key}",
         )  # fmt: skip
-    graph.lint()
+    for graph in {decision.gemm.node.graph for decision in decisions if decision.reason is not None} | {gm.graph}:
+        graph.lint()
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            module.recompile()
     return decisions
 
 

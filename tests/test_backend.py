@@ -50,7 +50,7 @@ def graphs_of(model: nn.Module, x: Tensor, dynamic: bool) -> dict[str, str]:
     aot = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
 
     def backend(gm: GraphModule, inputs: list[Tensor]) -> Any:
-        rewrite(gm.graph, BLOCKWISE)
+        rewrite(gm, BLOCKWISE)
         gm.recompile()
         texts["dynamo"] = readable(gm)
         return aot(gm, inputs)
@@ -299,7 +299,7 @@ def test_recipe_and_where() -> None:
         seen: list[str] = []
 
         def backend(gm: GraphModule, _: Any) -> Any:
-            rewrite(gm.graph, recipe, where)
+            rewrite(gm, recipe, where)
             gm.recompile()
             seen.extend(node.args[3] for node in gm.graph.nodes if node.target is torch.ops.fp8fn.gemm.default)
             return gm.forward
