@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -89,7 +90,7 @@ def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
             return "addmm", args[1], args[2], args[0], False, reason
         if node.target in _LEFT_ALONE:
             name = _LEFT_ALONE[node.target]
-            tensors = [arg for arg in node.all_input_nodes if _value(arg) is not None]
+            tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and _value(arg) is not None]
             if len(tensors) >= 2:
                 return name, tensors[-2], tensors[-1], None, False, f"{name} is not matched"
     elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:

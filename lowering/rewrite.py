@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from fp8fn.lowering.gemms import Gemm, find_gemms
+from fp8fn.lowering.einsum import reduce_einsums
+from fp8fn.lowering.gemms import Gemm, find_gemms, parameter_of
 from fp8fn.ops.recipe import Recipe
 from fp8fn.site import Where, why_not
 
@@ -24,7 +25,8 @@ class Decision:
 
 
 def decide(gm: GraphModule, where: Where = None) -> list[Decision]:
-    """For every product of the graph, whether it goes to FP8 and why not."""
+    """For every product of the graph, whether it goes to FP8 and why not; an einsum becomes the product that it is."""
+    reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
     return [Decision(gemm, gemm.reason or why_not(gemm.site, where)) for gemm in find_gemms(gm)]
 
 

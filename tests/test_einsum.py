@@ -1,0 +1,73 @@
+"""Einsums as products: which are, and that a compiled model's go to FP8 with the values of a plain one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn.lowering.einsum import as_product
+
+
+@pytest.mark.parametrize(
+    ("equation", "a", "b"),
+    [
+        ("ij,jk->ik", (4, 5), (5, 6)), ("bmk,nk->bmn", (2, 3, 4), (5, 4)), ("...d,de->...e", (2, 3, 4), (4, 5)),
+        ("bsd,dhe->bshe", (2, 3, 4), (4, 5, 6)), ("bshe,hed->bsd", (2, 3, 5, 6), (5, 6, 4)),
+        ("bdhw,od->bohw", (2, 4, 3, 3), (5, 4)), ("bseh,hed->dsb", (2, 3, 6, 5), (5, 6, 4)), ("d,de->e", (4,), (4, 5)),
+    ],
+)  # fmt: skip
+def test_products(equation: str, a: tuple[int, ...], b: tuple[int, ...]) -> None:
+    x, w = torch.randn(a, dtype=torch.float64), torch.randn(b, dtype=torch.float64)
+    product = as_product(equation, x.dim(), w.dim())
+    assert product is not None
+    left = x.permute(product.a).flatten(x.dim() - product.contracted)
+    right = w.permute(product.b).flatten(0, product.contracted - 1).flatten(1)
+    free = [x.shape[axis] for axis in product.a[: -product.contracted]]
+    free += [w.shape[axis] for axis in product.b[product.contracted :]]
+    out = (left @ right).reshape(free).permute(product.out)
+    torch.testing.assert_close(out, torch.einsum(equation, x, w))
+
+
+@pytest.mark.parametrize(
+    "equation", ["bij,bjk->bik", "ij,jk->k", "ii,ij->j", "ij,jk", "ij,jk,kl->il", "i,j->ij", "ij,jk->ikk"]
+)
+def test_what_is_no_product(equation: str) -> None:
+    assert as_product(equation, 3 if equation.startswith("b") else 2, 3 if "bjk" in equation else 2) is None
+
+
+class Heads(nn.Module):
+    """Attention's projections as JAX-minded code spells them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into = nn.Parameter(torch.randn(256, 4, 64) / 16)
+        self.out = nn.Parameter(torch.randn(4, 64, 256) / 16)
+        self.mix = nn.Parameter(torch.randn(256, 256) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = torch.einsum("bsd,dhe->bshe", x, self.into)
+        scores = torch.einsum("bshe,bthe->bhst", heads, heads)
+        x = torch.einsum("bshe,hed->bsd", heads, self.out) + torch.tanh(scores.mean())
+        return torch.einsum("od,bsd->bso", self.mix, x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_models_einsums(dynamic: bool, fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+    model, x = Heads(), torch.randn(2, 32, 256, requires_grad=True)
+    compiled = torch.compile(model, backend="fp8fn", fullgraph=True, dynamic=dynamic)
+    out, expected = compiled(x), model(x)
+    (grad,), (wanted,) = (torch.autograd.grad(y.square().sum(), x) for y in (out, expected))
+    for got, want in ((out, expected), (grad, wanted)):
+        assert got.shape == want.shape
+        assert 5e-3 < float((got - want).detach().norm() / want.detach().norm()) < 0.1  # FP8, and no more
+
+
+def test_explain_names_their_weights(fresh_dynamo: None) -> None:
+    rows = fp8fn.explain(Heads(), torch.randn(2, 32, 256), show=False).rows
+    assert [(row.weight, row.shape, row.reason is None) for row in rows if row.weight] == [
+        ("into", (64, 256, 256), True), ("out", (64, 256, 256), True), ("mix", (64, 256, 256), True),
+    ]  # fmt: skip
+    assert [row.reason for row in rows if not row.weight] == ["einsum is not matched"]
