@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -17,6 +18,10 @@ LEAST_K: Final = 128
 LEAST_N: Final = 128
 # A decoding step takes as long as reading the weight, and quantizing both operands reads it once more.
 LEAST_M: Final = 16
+# Under this, launches and quantization take about what the product does; measured on an H200 at 4096 rows.
+LEAST_WORTHWHILE: Final = 512
+# Logits and routers feel the rounding of FP8 most, and are a small part of the work.
+_SENSITIVE: Final = re.compile(r"(^|\.)(lm_head|output_head|embed\w*|wte|router)(\.|$)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +57,17 @@ def why_not(site: Site, where: Where = None) -> str | None:
             return f"small: {name}={size} is under {least}"
     if not selected(site, where):
         return "where said no"
+    return None
+
+
+def why_not_by_default(site: Site) -> str | None:
+    """The reason why a product of a model stays as it is where its user gave no `where`."""
+    found = _SENSITIVE.search(site.weight)
+    if found is not None:
+        return f"sensitive: {found[2]}; where='*' takes it too"
+    for name, size in (("K", site.k), ("N", site.n)):
+        if isinstance(size, int) and size < LEAST_WORTHWHILE:
+            return f"small: {name}={size} is under {LEAST_WORTHWHILE}; where='*' takes it too"
     return None
 
 

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from fp8fn.lowering.einsum import reduce_einsums
 from fp8fn.lowering.gemms import Gemm, find_gemms, parameter_of
 from fp8fn.ops.recipe import Recipe
-from fp8fn.site import Where, why_not
+from fp8fn.site import Site, Where, why_not, why_not_by_default
 
 _log = logging.getLogger("fp8fn")
 
@@ -27,7 +27,11 @@ class Decision:
 def decide(gm: GraphModule, where: Where = None) -> list[Decision]:
     """For every product of the graph, whether it goes to FP8 and why not; an einsum becomes the product that it is."""
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
-    return [Decision(gemm, gemm.reason or why_not(gemm.site, where)) for gemm in find_gemms(gm)]
+    return [Decision(gemm, gemm.reason or _why_not(gemm.site, where)) for gemm in find_gemms(gm)]
+
+
+def _why_not(site: Site, where: Where) -> str | None:
+    return why_not(site, where) or (why_not_by_default(site) if where is None else None)
 
 
 def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:

@@ -50,7 +50,7 @@ def graphs_of(model: nn.Module, x: Tensor, dynamic: bool) -> dict[str, str]:
     aot = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
 
     def backend(gm: GraphModule, inputs: list[Tensor]) -> Any:
-        rewrite(gm, BLOCKWISE)
+        rewrite(gm, BLOCKWISE, "*")
         gm.recompile()
         texts["dynamo"] = readable(gm)
         return aot(gm, inputs)
@@ -219,7 +219,7 @@ def test_every_spelling_in_values() -> None:
     weight = torch.randn(48, 64)
     expected = model(x)
     grads = torch.autograd.grad((expected * weight).sum(), list(model.parameters()))
-    compiled = torch.compile(model, backend="fp8fn", fullgraph=True)
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, fullgraph=True)
     out = compiled(x)
     found = torch.autograd.grad((out * weight).sum(), list(model.parameters()))
     assert snr(expected, out) > 25
@@ -229,7 +229,7 @@ def test_every_spelling_in_values() -> None:
 
 
 def test_what_is_substituted() -> None:
-    rows = fp8fn.explain(Spellings(), torch.randn(48, 128), show=False).rows
+    rows = fp8fn.explain(Spellings(), torch.randn(48, 128), where="*", show=False).rows
     assert [row.reason for row in rows] == [
         None, None, None, None, None, None, None, None, None,
         "no parameter: activation by activation", "no parameter: activation by activation",
@@ -242,7 +242,7 @@ def test_what_is_substituted() -> None:
 def test_compiled_equals_functional() -> None:
     """The backend adds nothing to `fp8fn.linear`: the same bits, but for sums over the batch, which Inductor orders."""
     model, x = Mlp(), torch.randn(40, 128)
-    out = torch.compile(model, backend="fp8fn")(x)
+    out = torch.compile(model, backend="fp8fn", options={"where": "*"})(x)
     out.square().sum().backward()
     expected = fp8fn.linear(
         torch.relu(fp8fn.linear(x, model.up.weight, model.up.bias)), model.down.weight, model.down.bias
@@ -260,7 +260,7 @@ def test_compiled_equals_functional() -> None:
 def test_no_recompilation_over_batch_sizes() -> None:
     """Ragged M needs no guard on its divisibility."""
     model = Mlp()
-    compiled = torch.compile(model, backend="fp8fn", dynamic=True)
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, dynamic=True)
     with torch.no_grad():
         for rows in (130, 257, 64, 999):
             x = torch.randn(rows, 128)
@@ -281,10 +281,10 @@ def test_autocast(inside: bool) -> None:
             return model(x)
 
     if inside:
-        out = torch.compile(forward, backend="fp8fn")(x)
+        out = torch.compile(forward, backend="fp8fn", options={"where": "*"})(x)
     else:
         with torch.autocast("cpu", torch.bfloat16):
-            out = torch.compile(model, backend="fp8fn")(x)
+            out = torch.compile(model, backend="fp8fn", options={"where": "*"})(x)
     assert out.dtype == torch.bfloat16
     out.sum().backward()
     assert model.up.weight.grad is not None
@@ -309,7 +309,7 @@ def test_recipe_and_where() -> None:
         return seen
 
     custom = Recipe(weight_dtype=torch.float8_e5m2, scale="pow2")
-    assert keys(custom, None) == [custom.key, custom.key]
+    assert keys(custom, "*") == [custom.key, custom.key]
     assert parse_recipe(custom.key) == custom
     assert keys(BLOCKWISE, "up.*") == ["blockwise"]
     assert keys(BLOCKWISE, ["nothing", "*.weight"]) == ["blockwise", "blockwise"]
@@ -318,6 +318,34 @@ def test_recipe_and_where() -> None:
     assert [(s.op, s.m, s.n, s.k, s.weight) for s in sites] == [
         ("linear", 32, 256, 128, "up.weight"), ("linear", 32, 128, 256, "down.weight"),
     ]  # fmt: skip
+
+
+class Language(nn.Module):
+    """Layers that FP8 is for, and those that it is known to hurt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(1024, 512)
+        self.router = nn.Linear(512, 640)
+        self.narrow, self.wide, self.lm_head = nn.Linear(512, 256), nn.Linear(512, 512), nn.Linear(512, 1024)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, ...]:
+        x = self.embed_tokens(tokens)
+        x = self.wide(x)
+        return self.router(x), self.narrow(x), self.lm_head(x), F.linear(x, self.embed_tokens.weight)
+
+
+def test_by_default_what_fp8_hurts_stays(fresh_dynamo: None) -> None:
+    model, tokens = Language(), torch.randint(0, 1024, (2, 32))
+    rows = {row.weight: row.reason for row in fp8fn.explain(model, tokens, show=False).rows}
+    assert rows == {
+        "wide.weight": None,
+        "router.weight": "sensitive: router; where='*' takes it too",
+        "narrow.weight": "small: N=256 is under 512; where='*' takes it too",
+        "lm_head.weight": "sensitive: lm_head; where='*' takes it too",
+        "embed_tokens.weight": "sensitive: embed_tokens; where='*' takes it too",
+    }
+    assert all(row.reason is None for row in fp8fn.explain(model, tokens, where="*", show=False).rows)
 
 
 def test_options_reach_inductor() -> None:
@@ -333,7 +361,7 @@ def test_options_reach_inductor() -> None:
 def test_compiled_keeps_fp8_for_the_backward() -> None:
     """What AOTAutograd saves of a layer's input is FP8: no 16- or 32-bit copy of it."""
     model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)), torch.randn(64, 256)
-    compiled = torch.compile(model, backend="fp8fn")
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"})
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         compiled(x)
@@ -350,7 +378,7 @@ def test_found_with_nothing_imported() -> None:
         "model = torch.nn.Linear(128, 128)\n"
         "assert 'fp8fn' in torch._dynamo.list_backends(exclude_tags=()) and 'fp8fn' not in sys.modules\n"
         "x = torch.randn(16, 128)\n"
-        "y = torch.compile(model, backend='fp8fn')(x)\n"
+        "y = torch.compile(model, backend='fp8fn', options={'where': '*'})(x)\n"
         "error = (y - model(x)).norm() / model(x).norm()\n"
         "assert 0.001 < error < 0.06, error\n"
     )
@@ -361,7 +389,7 @@ def test_explain_leaves_the_model_as_it_was(capsys: pytest.CaptureFixture[str]) 
     model = nn.Sequential(nn.Linear(128, 128), nn.BatchNorm1d(128), nn.Dropout(0.5))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    explanation = fp8fn.explain(model, torch.randn(32, 128, generator=torch.Generator().manual_seed(0)))
+    explanation = fp8fn.explain(model, torch.randn(32, 128, generator=torch.Generator().manual_seed(0)), where="*")
     assert torch.equal(torch.get_rng_state(), state)
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
@@ -374,7 +402,9 @@ def test_explain_names_line_and_reason() -> None:
     def double(x: Tensor, w: nn.Parameter) -> Tensor:
         return F.linear(x.double(), w.double())
 
-    explanation = fp8fn.explain(double, torch.randn(32, 128), nn.Parameter(torch.randn(128, 128)), show=False)
+    explanation = fp8fn.explain(
+        double, torch.randn(32, 128), nn.Parameter(torch.randn(128, 128)), where="*", show=False
+    )
     (row,) = explanation.rows
     assert row.source.startswith("test_backend.py:")
     assert row.reason == "float64 operands; FP8 takes bfloat16, float16 and float32"

@@ -57,7 +57,7 @@ class Heads(nn.Module):
 def test_a_models_einsums(dynamic: bool, fresh_dynamo: None) -> None:
     torch.manual_seed(0)
     model, x = Heads(), torch.randn(2, 32, 256, requires_grad=True)
-    compiled = torch.compile(model, backend="fp8fn", fullgraph=True, dynamic=dynamic)
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, fullgraph=True, dynamic=dynamic)
     out, expected = compiled(x), model(x)
     (grad,), (wanted,) = (torch.autograd.grad(y.square().sum(), x) for y in (out, expected))
     for got, want in ((out, expected), (grad, wanted)):
@@ -66,7 +66,7 @@ def test_a_models_einsums(dynamic: bool, fresh_dynamo: None) -> None:
 
 
 def test_explain_names_their_weights(fresh_dynamo: None) -> None:
-    rows = fp8fn.explain(Heads(), torch.randn(2, 32, 256), show=False).rows
+    rows = fp8fn.explain(Heads(), torch.randn(2, 32, 256), where="*", show=False).rows
     assert [(row.weight, row.shape, row.reason is None) for row in rows if row.weight] == [
         ("into", (64, 256, 256), True), ("out", (64, 256, 256), True), ("mix", (64, 256, 256), True),
     ]  # fmt: skip

@@ -115,7 +115,7 @@ def test_backend_matches_eager(dynamic: bool) -> None:
     torch._dynamo.reset()
     model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)).cuda()
     x = torch.randn(300, 256, device="cuda")
-    compiled = torch.compile(model, backend="fp8fn", dynamic=dynamic)
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, dynamic=dynamic)
     with torch.autocast("cuda", torch.bfloat16):
         loss = compiled(x).float().square().mean()
         loss.backward()

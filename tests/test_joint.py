@@ -62,7 +62,11 @@ def test_the_second_compile_is_a_hit_of_both_caches(how: str, fresh_dynamo: None
         counters.clear()
         x = tokens(32, grad=True)
         with fp8fn.lowering.substitution():
-            compiled = torch.compile(model, backend="fp8fn") if how == "backend" else torch.compile(model)
+            compiled = (
+                torch.compile(model, backend="fp8fn", options={"where": "*"})
+                if how == "backend"
+                else torch.compile(model)
+            )
             out = compiled(x)
             (grad,) = torch.autograd.grad(out.float().sum(), x)
         assert counters["aot_autograd"]["autograd_cache_hit"] == hits
@@ -89,7 +93,7 @@ def test_another_version_or_table_is_no_hit(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_one_compile_serves_every_count_of_tokens(fresh_dynamo: None) -> None:
     model = Model()
-    compiled = torch.compile(model, backend="fp8fn", dynamic=True, fullgraph=True)
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, dynamic=True, fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         for count in (4096, 100, 128, 3, 100003):
             x = tokens(count)
@@ -101,7 +105,7 @@ def test_export_then_compile(fresh_dynamo: None) -> None:
     model, x = Model().eval(), tokens(48)
     program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.AUTO},))
     with torch.no_grad(), joint.recorded() as record, torch._inductor.config.patch(fx_graph_cache=False):
-        out = torch.compile(program.module(), backend="fp8fn")(x)
+        out = torch.compile(program.module(), backend="fp8fn", options={"where": "*"})(x)
     assert [found.made for found in record] == ["fp8fn.mm_a16w8.default"]
     assert near(out, model(x), 5e-2)
 
@@ -130,7 +134,7 @@ def test_the_log_says_what_was_done(fresh_dynamo: None, caplog: pytest.LogCaptur
 
 def test_explain_has_each_product_once(fresh_dynamo: None) -> None:
     model, x = Model(), tokens(32, grad=True)
-    rows = fp8fn.explain(model, x, show=False).rows
+    rows = fp8fn.explain(model, x, where="*", show=False).rows
     assert [(row.shape, row.kernel, row.reason) for row in rows] == [
         ((32, N, K), "fp8fn::mm_a16w8", None),
         ((32, K, N), "reference (plain PyTorch)", None),
@@ -139,7 +143,7 @@ def test_explain_has_each_product_once(fresh_dynamo: None) -> None:
     assert rows[0].source.startswith("test_joint.py:")
     assert rows[2].op.startswith("aten.mm.default, backward of ")
     with torch.no_grad():
-        assert len(fp8fn.explain(model, x, show=False).rows) == 2
+        assert len(fp8fn.explain(model, x, where="*", show=False).rows) == 2
 
 
 def test_explain_says_why_a_product_is_left_alone(fresh_dynamo: None) -> None:
@@ -149,5 +153,5 @@ def test_explain_says_why_a_product_is_left_alone(fresh_dynamo: None) -> None:
             weight = (self.weight.float() * scale).to(x.dtype)
             return torch.addmm(torch.ones(N, dtype=x.dtype), x, weight.t(), beta=2)
 
-    rows = fp8fn.explain(Doubled(), tokens(32), show=False).rows
+    rows = fp8fn.explain(Doubled(), tokens(32), where="*", show=False).rows
     assert [(row.kernel, row.reason) for row in rows] == [(None, "addmm with alpha or beta")]

@@ -866,8 +866,8 @@ def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
 
 
 def example() -> tuple[nn.Module, tuple[Tensor]]:
-    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU(), nn.Linear(256, 512))
-    return model.bfloat16(), (torch.randn(128, 256, dtype=torch.bfloat16),)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1024))
+    return model.bfloat16(), (torch.randn(128, 512, dtype=torch.bfloat16),)
 
 
 def nothing() -> int:
@@ -875,7 +875,7 @@ def nothing() -> int:
 
 
 def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
-    assert aot.shapes_of_model(f"{__name__}:example") == ((128, 512, 256), (128, 256, 512))
+    assert aot.shapes_of_model(f"{__name__}:example") == ((128, 1024, 512), (128, 512, 1024))
 
 
 @pytest.mark.parametrize(

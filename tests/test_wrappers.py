@@ -73,15 +73,15 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def test_checkpointing_gives_the_same_gradients(fresh_dynamo: None) -> None:
     """But for the rounding of activations, which Inductor computes in another order: a byte of FP8 here and there."""
     plain, checkpointed = model(), model(checkpointed=True)
-    expected = gradients(plain, torch.compile(plain, backend="fp8fn"), tokens())
-    actual = gradients(checkpointed, torch.compile(checkpointed, backend="fp8fn"), tokens())
+    expected = gradients(plain, torch.compile(plain, backend="fp8fn", options={"where": "*"}), tokens())
+    actual = gradients(checkpointed, torch.compile(checkpointed, backend="fp8fn", options={"where": "*"}), tokens())
     for got, want in zip(actual, expected, strict=True):
         assert error(got, want) < 1e-2
 
 
 def test_autocast_decides_the_result_type(fresh_dynamo: None) -> None:
     module = model()
-    compiled = torch.compile(module.blocks[0].up, backend="fp8fn")
+    compiled = torch.compile(module.blocks[0].up, backend="fp8fn", options={"where": "*"})
     with torch.autocast("cpu", torch.bfloat16):
         out = compiled(tokens())
     assert out.dtype == torch.bfloat16
@@ -112,7 +112,7 @@ def test_tied_weights_are_quantized_once(fresh_dynamo: None) -> None:
 
     with torch._inductor.config.patch(post_grad_custom_post_pass=Counting(), fx_graph_cache=False):
         module = Tied()
-        gradients(module, torch.compile(module, backend="fp8fn"), tokens().requires_grad_())
+        gradients(module, torch.compile(module, backend="fp8fn", options={"where": "*"}), tokens().requires_grad_())
     # Twice x and g in both orientations; once the weight, whose square blocks serve both.
     assert counts == {
         "fp8fn.quantize_dual.default": 4, "fp8fn.quantize.default": 1, "fp8fn.scaled_mm.default": 6,
@@ -137,7 +137,7 @@ def process_group(rank: int, size: int, port: int) -> Iterator[None]:
 def expected_gradients() -> list[Tensor]:
     """Of the mean over both ranks' tokens, each rank's own quantized alone."""
     module = model()
-    compiled = torch.compile(module, backend="fp8fn")
+    compiled = torch.compile(module, backend="fp8fn", options={"where": "*"})
     each = [gradients(module, compiled, tokens(seed)) for seed in (1, 2)]
     return [(a + b) / 2 for a, b in zip(*each, strict=True)]
 
@@ -147,7 +147,7 @@ def _ddp(rank: int, size: int, port: int) -> None:
 
     with process_group(rank, size, port):
         module = DistributedDataParallel(model())
-        actual = gradients(module, torch.compile(module, backend="fp8fn"), tokens(rank + 1))
+        actual = gradients(module, torch.compile(module, backend="fp8fn", options={"where": "*"}), tokens(rank + 1))
         for got, want in zip(actual, expected_gradients(), strict=True):
             assert error(got, want) < 1e-6
 
@@ -161,7 +161,7 @@ def _fsdp(rank: int, size: int, port: int) -> None:
         before = copy.deepcopy(module)
         mesh = init_device_mesh("cpu", (size,))
         for block in module.blocks:
-            block.compile(backend="fp8fn")
+            block.compile(backend="fp8fn", options={"where": "*"})
             fully_shard(block, mesh=mesh)
         fully_shard(module, mesh=mesh)
         actual = gradients(module, module, tokens(rank + 1))
@@ -178,6 +178,6 @@ def test_two_processes(wrap: Callable[[int, int, int], None]) -> None:
 def test_explain_looks_into_checkpointed_regions(fresh_dynamo: None) -> None:
     import fp8fn
 
-    rows = fp8fn.explain(model(checkpointed=True), tokens(), show=False).rows
+    rows = fp8fn.explain(model(checkpointed=True), tokens(), where="*", show=False).rows
     assert [row.weight for row in rows] == [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("up", "down")]
     assert all(row.reason is None for row in rows)

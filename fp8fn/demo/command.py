@@ -144,7 +144,7 @@ def _unsuitable(device: torch.device) -> str | None:
 def _explain(model: GPT, plan: Plan, recipe: str) -> None:
     tokens = torch.zeros(plan.batch, model.config.context, dtype=torch.int64, device=plan.device)
     with plan.autocast:
-        fp8fn.explain(model, tokens, recipe=recipe)
+        fp8fn.explain(model, tokens, recipe=recipe, where="*")
     print(flush=True)
 
 

@@ -24,7 +24,7 @@ def silent(name: str, steps: Iterable[int]) -> Iterable[int]:
 
 def in_fp8(recipe: str) -> Variant:
     """The variant in which fp8fn compiles the model."""
-    return Variant(name=f"fp8 {recipe}", backend="fp8fn", options={"recipe": recipe})
+    return Variant(name=f"fp8 {recipe}", backend="fp8fn", options={"recipe": recipe, "where": "*"})
 
 
 def build(config: GPTConfig, plan: Plan) -> GPT:
