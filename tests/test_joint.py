@@ -155,3 +155,24 @@ def test_explain_says_why_a_product_is_left_alone(fresh_dynamo: None) -> None:
 
     rows = fp8fn.explain(Doubled(), tokens(32), where="*", show=False).rows
     assert [(row.kernel, row.reason) for row in rows] == [(None, "addmm with alpha or beta")]
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # PyTorch's own
+def test_a_package_of_aotinductor(fresh_dynamo: None, tmp_path: Path) -> None:
+    """Exported with fp8fn's ops in it, compiled ahead of time, and loaded again."""
+
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.stored = nn.Linear(K, N, bias=False), Dequantizing()
+
+        def forward(self, x: Tensor) -> Tensor:
+            weight = fp8fn.ScaledTensor(self.stored.weight, self.stored.scale, (128, 128))
+            return fp8fn.gemm(F.silu(fp8fn.linear(x, self.up.weight)), weight)
+
+    model, x = Functional().eval(), torch.randn(48, K)
+    with torch.no_grad():
+        program = torch.export.export(model, (x,))
+        package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        out = torch._inductor.aoti_load_package(package)(x)
+        assert torch.equal(out, model(x))
