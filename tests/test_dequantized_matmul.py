@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -128,7 +129,8 @@ def code(graph: Graph) -> str:
     """The calls of fp8fn's ops and what multiplies without them, an argument a line."""
 
     def text(arg: Any) -> str:
-        shown = f"{arg.name} {list(arg.meta['val'].shape)}" if isinstance(arg, Node) else str(arg)
+        name = re.sub(r"(_default)?(_\d+)?$", "", arg.name) if isinstance(arg, Node) else ""
+        shown = f"{name} {list(arg.meta['val'].shape)}" if isinstance(arg, Node) else str(arg)
         return f"\n    {shown}"
 
     lines = []
@@ -338,16 +340,16 @@ def test_the_graph_of_a_weight(fresh_dynamo: None) -> None:
         code(found[0]),
         """\
 fp8fn.mm_a16w8.default(
-    view_2 [48, 384],
-    permute_default [384, 256],
-    permute_default_1 [3, 2],
+    view [48, 384],
+    permute [384, 256],
+    permute [3, 2],
     (128, 128),
     None,
     torch.bfloat16)
 fp8fn.mm_a16w8.default(
-    view_4 [48, 256],
-    primals_2 [256, 384],
-    primals_3 [2, 3],
+    view [48, 256],
+    primals [256, 384],
+    primals [2, 3],
     (128, 128),
     None,
     torch.bfloat16)""",
@@ -366,18 +368,18 @@ def test_the_graph_of_both_sides(fresh_dynamo: None) -> None:
         code(found[0]),
         """\
 fp8fn.scaled_mm.default(
-    reshape_default [48, 384],
-    reshape_default_1 [48, 3],
+    reshape [48, 384],
+    reshape [48, 3],
     (1, 128),
-    permute_default [384, 256],
-    permute_default_1 [3, 2],
+    permute [384, 256],
+    permute [3, 2],
     (128, 128),
     None,
     torch.bfloat16)
 fp8fn.mm_a16w8.default(
-    view_5 [48, 256],
-    primals_3 [256, 384],
-    primals_2 [2, 3],
+    view [48, 256],
+    primals [256, 384],
+    primals [2, 3],
     (128, 128),
     None,
     torch.bfloat16)""",

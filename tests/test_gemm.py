@@ -396,7 +396,7 @@ def test_who_listens_to_an_op_sees_its_call() -> None:
     assert not goes_unseen(x, x.clone().requires_grad_())
     with torch.no_grad():
         assert goes_unseen(x.clone().requires_grad_())
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
         assert not goes_unseen(x)
     with FakeTensorMode():
         assert not goes_unseen(torch.empty(4))
