@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fp8fn.lowering.substitute import source_of
 from fp8fn.site import Site
 
 _LINEAR: Final = (F.linear, torch._C._nn.linear)
@@ -52,8 +53,7 @@ class Gemm:
     @property
     def source(self) -> str:
         """`file:line` of the user's code, `""` where PyTorch did not keep it."""
-        lines = re.findall(r'File "([^"]+)", line (\d+)', self.node.meta.get("stack_trace") or "")
-        return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
+        return source_of(self.node)
 
 
 def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Iterator[Gemm]:

@@ -18,12 +18,14 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp8fn import lowering
-from fp8fn.lowering.patterns import dequantized_matmul
+from fp8fn.lowering.patterns import dequantized_matmul, scaled_mm, torchao, transformers_fp8
 from fp8fn.lowering.substitute import Substitution, origin_of
 from fp8fn.ops import tuning
 from fp8fn.version import __version__
 
-PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (dequantized_matmul.substitute,)
+PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (
+    scaled_mm.substitute, torchao.substitute, transformers_fp8.substitute, dequantized_matmul.substitute,
+)  # fmt: skip
 _LOG: Final = logging.getLogger("fp8fn")
 _listeners: Final[list[list[Substitution]]] = []
 
@@ -90,6 +92,7 @@ def with_pass(patches: dict[str, Any]) -> dict[str, Any]:
     """Inductor's options with the pass among them, after the user's own."""
     import torch._inductor.config as config
 
+    transformers_fp8.serve()
     before = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
     if isinstance(before, SubstitutionPass):
         return patches

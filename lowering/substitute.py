@@ -36,9 +36,10 @@ def origin_of(node: Node) -> tuple[str, bool]:
 
 
 def source_of(node: Node) -> str:
-    """`file:line` of the user's code, `""` where PyTorch did not keep it."""
+    """`file:line` of the innermost frame that is no installed package's, `""` where PyTorch did not keep it."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    return f"{lines[-1][0].rsplit('/', 1)[-1]}:{lines[-1][1]}" if lines else ""
+    users = [line for line in lines if "/site-packages/" not in line[0]] or lines
+    return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
 
 
 def replace(graph: Graph, node: Node, out: Node) -> None:
@@ -46,7 +47,8 @@ def replace(graph: Graph, node: Node, out: Node) -> None:
     old, new = node.meta["val"], out.meta["val"]
     assert (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride()), (node, old, new)
     for key, meta in node.meta.items():
-        if key not in ("val", "tensor_meta", "original_aten"):
+        # Of "eager_input_vals" Inductor takes the strides that an op's arguments must have: those were another's.
+        if key not in ("val", "tensor_meta", "original_aten", "eager_input_vals"):
             out.meta.setdefault(key, meta)
     node.replace_all_uses_with(out)
     graph.erase_node(node)

@@ -1,0 +1,214 @@
+"""Hugging Face transformers' fine-grained FP8: the `FP8Linear` of DeepSeek-V3-style checkpoints, in blocks of 128x128.
+
+    model = AutoModelForCausalLM.from_pretrained(…)  # "quantization_config": {"quant_method": "fp8", …}
+
+It quantizes the activation in (1, 128) and multiplies, by a Triton kernel that transformers downloads from the Hub.
+Where that is there, a joint graph has the op or its kernel, which become `fp8fn::quantize` and `fp8fn::scaled_mm`.
+Where it cannot be had (no `kernels` package, no network, a CPU) transformers raises, in eager mode too, before there is
+a graph: then `serve` gives it these products spelled in PyTorch, and `dequantized_matmul` finds them. Experts' products
+stay as they are, and what DeepGEMM computes, which transformers prefers on Hopper where its package and nvcc are there.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.callback import callback_handler
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch.fx import Graph, Node
+
+from fp8fn.lowering.dequantized import call
+from fp8fn.lowering.substitute import Substitution, replace, source_of
+from fp8fn.lowering.views import aten, equal
+from fp8fn.ops import targets
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
+from fp8fn.ops.layout import scale_shape
+
+NAME: Final = "transformers_fp8"
+PRODUCT: Final = "w8a8_block_dynamic_fp8_matmul"
+EXPERTS: Final = (f"{PRODUCT}_grouped", f"{PRODUCT}_batched")
+_MODULE: Final = "transformers.integrations.finegrained_fp8"
+_LOADED: Final = "_FINEGRAINED_FP8"
+_LOG: Final = logging.getLogger("fp8fn")
+
+
+def substitute(graph: Graph) -> Iterator[Substitution]:
+    """Replaces the products of the Hub's kernel, and says so of each, and of those with a weight per expert."""
+    for node in list(graph.nodes):
+        found = _read(node)
+        if found is None:
+            continue
+        name, given, outs = found
+        reason = "a product per expert, and fp8fn has none" if name in EXPERTS else _why_not(given, outs)
+        made = "" if reason else _emit(graph, node, given, outs)
+        a, b = given["A"].meta["val"], given["B"].meta["val"]
+        shape = (a.numel() // a.shape[-1], b.shape[-2], b.shape[-1])
+        yield Substitution(NAME, str(node), source_of(node), name, shape, made, reason)
+
+
+def _read(node: Node) -> tuple[str, dict[str, Any], list[Node]] | None:
+    """The product's name, what it was given, and the nodes of its result."""
+    if node.op != "call_function":
+        return None
+    if node.target is triton_kernel_wrapper_functional:
+        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+        while hasattr(kernel, "fn"):
+            kernel = kernel.fn
+        if kernel.__name__ != f"{PRODUCT}_kernel":
+            return None
+        given = dict(node.kwargs["kwargs"])  # type: ignore[arg-type]
+        given["block_size"] = (given.get("BLOCK_SIZE_N"), given.get("BLOCK_SIZE_K"))
+        items = [user for user in node.users if user.target is operator.getitem]
+        return PRODUCT, given, [item for item in items if item.args[1] == "C"]
+    schema = getattr(node.target, "_schema", None)
+    name = schema.name.partition("::")[2] if schema is not None else ""  # the Hub's namespaces end in a hash
+    if name not in (PRODUCT, *EXPERTS):
+        return None
+    given = {}
+    for place, argument in enumerate(schema.arguments):  # type: ignore[union-attr]
+        default = node.args[place] if place < len(node.args) else argument.default_value
+        given[argument.name] = node.kwargs.get(argument.name, default)
+    return name, given, [node]
+
+
+def _why_not(given: dict[str, Any], outs: list[Node]) -> str | None:
+    a, b, scale = given["A"].meta["val"], given["B"].meta["val"], _scale(given).meta["val"]
+    target = targets.target_of(a.device)
+    if tuple(given["block_size"]) != (128, 128):
+        return f"weight_block_size is {list(given['block_size'])}; fp8fn has blocks of 128x128"
+    if scale.dtype not in SCALE_DTYPES or not all(map(equal, scale.shape, scale_shape(b.shape, (128, 128)))):
+        return f"the weight's scales are {short_name(scale.dtype)} of shape {tuple(scale.shape)}"
+    for x in (a, *(out.meta["val"] for out in outs)):
+        if x.dtype not in INPUT_DTYPES:
+            return f"the product is in {short_name(x.dtype)}"
+    if b.dtype not in targets.fp8_dtypes(target):
+        return f"{target.name} has no kernel for {short_name(b.dtype)}"
+    return None
+
+
+def _scale(given: dict[str, Any]) -> Node:
+    """The weight's scales, which the kernel takes as bytes where they are e8m0."""
+    scale: Node = given["Bs"]
+    return scale.args[0] if scale.target is aten.view.dtype else scale  # type: ignore[return-value]
+
+
+def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> str:
+    """Puts quantizer and product in the place of the kernel, and names the op."""
+    a, b = given["A"], given["B"]
+    n, k = b.meta["val"].shape
+    target = torch.ops.fp8fn.scaled_mm.default
+    for out in outs:
+        with graph.inserting_before(out):
+            rows = a if a.meta["val"].dim() == 2 else call(graph, aten.reshape.default, a, [-1, k])
+            quantized = call(graph, torch.ops.fp8fn.quantize.default, rows, (1, 128), b.meta["val"].dtype)
+            left = [call(graph, operator.getitem, quantized, place) for place in (0, 1)]
+            right = [call(graph, aten.permute.default, part, [1, 0]) for part in (b, _scale(given))]
+            wanted = out.meta["val"]
+            made = call(graph, target, *left, (1, 128), *right, (128, 128), None, wanted.dtype)
+            if wanted.dim() != 2:
+                made = call(graph, aten.reshape.default, made, [*wanted.shape[:-1], n])
+        replace(graph, out, made)
+    if node not in outs:
+        # Where no GPU is there to ask what a kernel writes, PyTorch takes it to write all that it is given.
+        for item in list(node.users):
+            item.replace_all_uses_with(given[item.args[1]])  # type: ignore[index]
+            graph.erase_node(item)
+        graph.erase_node(node)
+    return str(target)
+
+
+def serve(*_: Any) -> None:
+    """Gives transformers the products of the kernel that it cannot load, so that its models can be traced at all.
+
+    Does nothing before transformers' FP8 is imported, or where its kernel is there. It is called when a compilation
+    starts, until `torch._dynamo.reset()`, and when a substitution is asked for.
+    """
+    if serve not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(serve)
+    module = sys.modules.get(_MODULE)
+    if module is None or getattr(module, _LOADED, module) is not None:
+        return
+    try:
+        module._load_finegrained_fp8_kernel()
+    except Exception as error:  # whatever a download may end with
+        _LOG.info("transformers' FP8 kernel is not here, PyTorch serves: %s", error)
+        setattr(
+            module,
+            _LOADED,
+            module.FineGrainedFP8(matmul=matmul, batched_matmul=batched_matmul, grouped_matmul=grouped_matmul),
+        )
+
+
+def matmul(
+    a: Tensor, b: Tensor, b_scale: Tensor, block_size: Sequence[int] | None,
+    output_dtype: torch.dtype | None = None, activation_scale: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`a @ b.T` of the Hub's `matmul_2d`: `a` is quantized in blocks along K, or by its static scale."""
+    rows, right = a.reshape(-1, a.shape[-1]), _dequantized(b, b_scale, block_size)
+    if activation_scale is None:
+        left = _requantized(rows, b, block_size)
+    else:
+        scale = activation_scale.detach().float()
+        left = (rows.float() / scale).clamp(*_range(b)).to(b.dtype).float() * scale
+    out = F.linear(left, right).to(output_dtype or a.dtype)
+    return out.view(*a.shape[:-1], b.shape[0])
+
+
+def grouped_matmul(
+    a: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, tokens_per_expert: Tensor, block_size: Sequence[int] | None
+) -> Tensor:
+    """Rows of `a` up to an expert's offset times its weight: `matmul_grouped`."""
+    right = _dequantized(b, b_scale, block_size).bfloat16()  # what Inductor multiplies in groups
+    left = _requantized(a, b, block_size).bfloat16()
+    return F.grouped_mm(left, right.mT, offs=offsets).to(a.dtype)
+
+
+def batched_matmul(
+    a: Tensor, b: Tensor, b_scale: Tensor, block_size: Sequence[int] | None, expert_ids: Tensor
+) -> Tensor:
+    """Each row of `a` times its expert's weight: `matmul_batched`."""
+    ids, order = torch.sort(expert_ids)
+    experts = torch.arange(b.shape[0], device=ids.device, dtype=ids.dtype)
+    offsets = torch.searchsorted(ids, experts, right=True).to(torch.int32)
+    out = grouped_matmul(a[order], b, b_scale, offsets, offsets, block_size)
+    return torch.empty_like(out).index_copy(0, order, out)
+
+
+def _requantized(a: Tensor, b: Tensor, block_size: Sequence[int] | None) -> Tensor:
+    """`a` as FP8 of the weight's type has it: one scale for each row, or for each 128 of it."""
+    block = (1, -1) if block_size is None or tuple(block_size) == tuple(b.shape[-2:]) else (1, 128)
+    parts: tuple[Tensor, Tensor] = torch.ops.fp8fn.quantize(a, block, b.dtype)
+    data, scale = parts
+    return data.float() * _along(scale, -1, a.shape[-1])
+
+
+def _dequantized(b: Tensor, scale: Tensor, block_size: Sequence[int] | None) -> Tensor:
+    # The Hub's kernel has no gradient of the weight.
+    b, scale = b.detach(), scale.detach().float()
+    if b.dtype not in FP8_DTYPES:
+        raise NotImplementedError(f"fp8fn: a weight in {b.dtype}; without the Hub's kernel there is FP8 alone")
+    if block_size is None or tuple(block_size) == tuple(b.shape[-2:]):
+        return b.float() * scale.reshape(*scale.shape[:-2], 1, 1)
+    if tuple(block_size) != (128, 128):
+        raise NotImplementedError(f"fp8fn: weight_block_size is {list(block_size)}; there are blocks of 128x128")
+    return b.float() * _along(_along(scale, -2, b.shape[-2]), -1, b.shape[-1])
+
+
+def _along(scale: Tensor, dim: int, size: int) -> Tensor:
+    """The scales of blocks of 128, for each of `size` elements."""
+    return scale if scale.shape[dim] == 1 else scale.repeat_interleave(128, dim).narrow(dim, 0, size)
+
+
+def _range(b: Tensor) -> tuple[float, float]:
+    info = torch.finfo(b.dtype)
+    return info.min, info.max
+
+
+serve()
