@@ -96,10 +96,11 @@ def snr(reference: Tensor, other: Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def without_the_hub() -> Iterator[None]:
-    """transformers as it is without the Hub's kernels, before and after."""
+    """transformers as it is without the Hub's kernels, before and after; a graph from a cache would show no pass."""
     before = finegrained_fp8._FINEGRAINED_FP8
     finegrained_fp8._FINEGRAINED_FP8 = None
-    yield
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield
     finegrained_fp8._FINEGRAINED_FP8 = before
 
 
