@@ -185,6 +185,8 @@ def _steps(data: View, scale: View, sizes: Sequence[Size]) -> dict[int, tuple[in
         runs: Sequence[Run | Dim] = along.runs
         if along.cut:
             return None
+        if all(run.axis is None for run in dim.runs):  # one scale for the whole dimension
+            continue
         if dim.cut:
             if not _cut_steps(along.runs, dim, found):
                 return None

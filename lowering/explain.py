@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -98,6 +99,10 @@ def explain(
 
     with _unchanged(model):
         torch._dynamo.reset()
+        if "transformers.integrations.finegrained_fp8" in sys.modules:
+            from fp8fn.lowering.patterns import transformers_fp8
+
+            transformers_fp8.serve()
         torch.compile(model, backend=record)(*args, **kwargs)
         torch._dynamo.reset()
     explanation = Explanation(tuple(rows), key, graphs)

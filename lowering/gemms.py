@@ -21,7 +21,12 @@ _LINEAR: Final = (F.linear, torch._C._nn.linear)
 _MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm)
 _MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
 _ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
-_LEFT_ALONE: Final = {torch.einsum: "einsum", torch.functional.einsum: "einsum", torch.baddbmm: "baddbmm"}
+# By name, and where the operands stand among the tensors.
+_LEFT_ALONE: Final = {
+    torch.functional.einsum: ("einsum", -2),
+    torch.baddbmm: ("baddbmm", -2),
+    **dict.fromkeys((torch._grouped_mm, getattr(F, "grouped_mm", None)), ("grouped_mm", 0)),
+}
 
 # Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
 _REGIONS: Final = (
@@ -89,10 +94,10 @@ def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
             reason = None if all(scale == 1 for scale in kwargs.values()) else "addmm with alpha or beta"
             return "addmm", args[1], args[2], args[0], False, reason
         if node.target in _LEFT_ALONE:
-            name = _LEFT_ALONE[node.target]
+            name, first = _LEFT_ALONE[node.target]
             tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and _value(arg) is not None]
             if len(tensors) >= 2:
-                return name, tensors[-2], tensors[-1], None, False, f"{name} is not matched"
+                return name, tensors[first], tensors[first + 1], None, False, f"{name} is not matched"
     elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
         return "matmul", *args, None, False, None
     return None

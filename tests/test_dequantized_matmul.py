@@ -186,9 +186,10 @@ def test_batches(product: str, fresh_dynamo: None) -> None:
     assert_close(actual, step(function, x, w, s))
 
 
-def test_ragged_blocks(fresh_dynamo: None) -> None:
-    w, s = weight((200, 300))
-    x = activation((2, 24, 300))
+@pytest.mark.parametrize("shape", [(200, 300), (200, 96), (100, 300)], ids=str)
+def test_ragged_blocks(shape: tuple[int, int], fresh_dynamo: None) -> None:
+    w, s = weight(shape)
+    x = activation((2, 24, shape[1]))
 
     def function(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
         scales = s.repeat_interleave(128, 0)[: w.shape[0]].repeat_interleave(128, 1)[:, : w.shape[1]]
