@@ -41,6 +41,7 @@ COMMANDS: Final = Group(
                 "dense": Command("the forward product, beside its peers", "fp8fn.bench.dense"),
                 "wgrad": Command("the product of a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
                 "linear": Command("a linear layer's forward and backward, beside its peers", "fp8fn.bench.linear"),
+                "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
                 "host": Command("the launch of a call on a GPU, and the first one", "fp8fn.bench.host"),
                 "quant": Command("quantizers against a plain copy, beside their peers", "fp8fn.bench.quant"),
                 "plot": Command("draw a run that one of these wrote", "fp8fn.bench.plot"),

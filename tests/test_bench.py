@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import fp8fn
 from fp8fn import cli
-from fp8fn.bench import llm84, overhead, peers, plot, quant, readme, record, tables
+from fp8fn.bench import decoder, llm84, overhead, peers, plot, quant, readme, record, tables
 from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
 from fp8fn.bench.layer import Layer, normal
@@ -526,3 +526,28 @@ def test_suites(module: str) -> None:
     }
     assert {name: suite.shapes for name, suite in suites.items()} == expected[module]
     assert [name for name, suite in suites.items() if suite.graphs] == (["small"] if module == "dense" else [])
+
+
+def test_the_decoder_layer_of_the_bench() -> None:
+    """Seven linears of Llama's shape, and a step that gives out, dx and a gradient of every weight."""
+    setting = decoder.Setting((64, 512, 1024), CPU)
+    assert setting.module.weights == 2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1024
+    out, dx, *gradients = setting.eager
+    assert out.shape == dx.shape == (1, 64, 512)
+    assert [g.shape for g in gradients] == [p.shape for p in setting.module.parameters()]
+    ours, theirs = decoder.cases((64, 512, 1024), CPU)
+    assert [(case.peer, case.name) for case in (ours, theirs)] == [
+        ("fp8fn", "compiled, FP8"),
+        ("torch", "compiled, bf16"),
+    ]
+    assert ours.operations == theirs.operations == 6.0 * 64 * setting.module.weights
+    rows = fp8fn.explain(setting.module, setting.x, where="*", show=False).rows
+    assert [row.reason for row in rows if row.weight] == [None] * 7
+
+
+def test_the_default_takes_all_seven_of_llama() -> None:
+    with torch.device("meta"):
+        module = decoder.Decoder(4096, 14336).bfloat16()
+        x = torch.empty(1, 64, 4096, dtype=torch.bfloat16)
+    rows = fp8fn.explain(module, x, show=False).rows
+    assert [row.reason for row in rows if row.weight] == [None] * 7

@@ -140,3 +140,45 @@ def test_fnuz_on_nvidia_is_the_reference() -> None:
     data, scale = reference.quantize(x.cpu(), (1, 128), torch.float8_e4m3fnuz, "fp32")
     assert torch.equal(q.data.cpu().float(), data.float())
     assert torch.equal(q.scale.cpu(), scale)
+
+
+def test_reduce_overhead() -> None:
+    """CUDA graphs that torch.compile captures replay our launches on new data, forward and backward."""
+    torch._dynamo.reset()
+    model = (
+        torch.nn.Sequential(torch.nn.Linear(512, 1024), torch.nn.GELU(), torch.nn.Linear(1024, 512)).cuda().bfloat16()
+    )
+    captured = torch.compile(model, backend="fp8fn", mode="reduce-overhead", options={"where": "*"})
+    plain = torch.compile(model, backend="fp8fn", options={"where": "*"})
+    for seed in range(4):  # two to warm up and record, two to replay
+        torch.compiler.cudagraph_mark_step_begin()
+        x = torch.randn(256, 512, device="cuda", generator=torch.Generator("cuda").manual_seed(seed)).bfloat16()
+        found = []
+        for compiled in (captured, plain):
+            model.zero_grad(set_to_none=True)
+            out = compiled(x)
+            out.float().square().mean().backward()
+            found.append([out.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        for got, want in zip(*found, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_products_on_fp8_data_are_substituted() -> None:
+    """An FP8 checkpoint's dequantized weight, and both sides quantized, by our kernels on the GPU."""
+    torch._dynamo.reset()
+    q = fp8fn.quantize(torch.randn(1024, 512, device="cuda"), (128, 128))
+    weight, scale = q.data.contiguous(), q.scale.contiguous()
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        scales = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return torch.nn.functional.linear(x, (weight.float() * scales).to(x.dtype))
+
+    x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with fp8fn.lowering.substitution(), torch.profiler.profile() as profile:
+        out = torch.compile(linear)(x, weight, scale)
+        (grad,) = torch.autograd.grad(out.float().square().sum(), x)
+    expected = linear(x, weight, scale)
+    (wanted,) = torch.autograd.grad(expected.float().square().sum(), x)
+    assert "fp8fn::mm_a16w8" in {event.key for event in profile.key_averages()}
+    for got, want in ((out, expected), (grad, wanted)):
+        assert (got.float() - want.float()).norm() < 1e-2 * want.float().norm()
