@@ -174,7 +174,7 @@ def test_products_on_fp8_data_are_substituted() -> None:
         return torch.nn.functional.linear(x, (weight.float() * scales).to(x.dtype))
 
     x = torch.randn(300, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with fp8fn.lowering.substitution(), torch.profiler.profile() as profile:
+    with fp8fn.lowering.substitution(), torch.profiler.profile(acc_events=True) as profile:
         out = torch.compile(linear)(x, weight, scale)
         (grad,) = torch.autograd.grad(out.float().square().sum(), x)
     expected = linear(x, weight, scale)
