@@ -152,7 +152,7 @@ def scaled_mm_kernel(
     if not {a.dtype, b.dtype} <= set(targets.fp8_dtypes(target)):
         _log.debug("scaled_mm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, b.dtype, target.name)
         return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out.dtype)
-    if bias is not None and bias.stride(0) != 1:  # kernels take its elements to be neighbours
+    if bias is not None and not bias.is_contiguous():  # kernels take its elements to be neighbours
         return scaled_mm_kernel(a, a_scale, left, b, b_scale, right, bias.contiguous(), out_dtype)
     if target.name == "sm90":
         a_along_k, b_along_k = contiguous_along_k(a.mT).mT, contiguous_along_k(b)

@@ -381,6 +381,8 @@ def test_bias_of_any_stride(device: torch.device) -> None:
     bias = torch.randn(128, device=device)
     expected = fp8fn.gemm(a, b.mT, bias=bias[::2].contiguous())
     assert torch.equal(fp8fn.gemm(a, b.mT, bias=bias[::2]), expected)
+    one = fp8fn.quantize(torch.randn(1, 128, device=device), (1, 128)).mT
+    assert torch.equal(fp8fn.gemm(a, one, bias=bias[:2:2]), fp8fn.gemm(a, one, bias=bias[:1].clone()))
 
 
 def test_meta_tensors_have_a_shape() -> None:
