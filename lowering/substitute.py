@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.views import Size
+if TYPE_CHECKING:  # `explain` imports this file with fp8fn, and views bring SymPy: half a second
+    from fp8fn.lowering.views import Size
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,25 @@ def source_of(node: Node) -> str:
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     users = [line for line in lines if "/site-packages/" not in line[0]] or lines
     return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """An op's arguments by name, with the defaults of its schema, which differs between releases of PyTorch."""
+    given = {}
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        default = node.args[place] if place < len(node.args) else argument.default_value
+        given[argument.name] = node.kwargs.get(argument.name, default)
+    return given
+
+
+def triton_function(node: Node) -> Any:
+    """The Python function of the Triton kernel that a `triton_kernel_wrapper_functional` launches."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    while hasattr(kernel, "fn"):  # below an autotuner and heuristics
+        kernel = kernel.fn
+    return kernel
 
 
 def replace(graph: Graph, node: Node, out: Node) -> None:

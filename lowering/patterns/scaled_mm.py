@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.dequantized import call, value
-from fp8fn.lowering.substitute import Substitution, replace, source_of
+from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of
 from fp8fn.lowering.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.scaled_mm import scale_kind
@@ -113,18 +113,9 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         yield Substitution(NAME, str(node), source_of(node), str(node.target), (m, n, k), made, reason)
 
 
-def _arguments(node: Node) -> dict[str, Any]:
-    """By name, with the defaults of the schema, which differs between releases of PyTorch."""
-    found = {}
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        given = node.args[place] if place < len(node.args) else argument.default_value
-        found[argument.name] = node.kwargs.get(argument.name, given)
-    return found
-
-
 def _read(node: Node) -> Product | str:
     """The product, or the reason why it is none of this library's."""
-    given = _arguments(node)
+    given = arguments_of(node)
     a, b, fast = given["self"], given["mat2"], bool(given["use_fast_accum"])
     if given.get("scale_result") is not None:
         return "scale_result is for outputs in FP8, which fp8fn does not write: leave it out"

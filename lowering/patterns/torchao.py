@@ -20,12 +20,12 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.dequantized import call, value
 from fp8fn.lowering.patterns.scaled_mm import Side, why_slower
-from fp8fn.lowering.substitute import Substitution, replace, source_of
+from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of, triton_function
 from fp8fn.lowering.views import aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.scaled_mm import scale_kind
@@ -102,10 +102,7 @@ def _read(node: Node) -> Called | None:
     name = node.target._schema.name.removeprefix("torchao::")  # type: ignore[union-attr]
     if not _is_ours(name):
         return None
-    given = {}
-    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        default = node.args[place] if place < len(node.args) else argument.default_value
-        given[argument.name] = node.kwargs.get(argument.name, default)
+    given = arguments_of(node)
     if name in PRODUCTS or name == _SCALED_MM:
         return Called(node, name, given, {"c": [node]})
     return Called(node, name, given, _items(node, {0: "y", 1: "s"}))
@@ -113,9 +110,7 @@ def _read(node: Node) -> Called | None:
 
 def _read_kernel(node: Node) -> Called | None:
     """A launch of torchao's kernels; its pointers are the tensors of the op around it."""
-    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
-    while hasattr(kernel, "fn"):
-        kernel = kernel.fn
+    kernel = triton_function(node)
     name = kernel.__name__.removesuffix("_kernel")
     if not kernel.__module__.startswith("torchao.") or not _is_ours(name):
         return None

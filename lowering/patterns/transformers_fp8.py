@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.callback import callback_handler
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.dequantized import call
-from fp8fn.lowering.substitute import Substitution, replace, source_of
+from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of, triton_function
 from fp8fn.lowering.views import aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
@@ -58,10 +58,7 @@ def _read(node: Node) -> tuple[str, dict[str, Any], list[Node]] | None:
     if node.op != "call_function":
         return None
     if node.target is triton_kernel_wrapper_functional:
-        kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
-        while hasattr(kernel, "fn"):
-            kernel = kernel.fn
-        if kernel.__name__ != f"{PRODUCT}_kernel":
+        if triton_function(node).__name__ != f"{PRODUCT}_kernel":
             return None
         given = dict(node.kwargs["kwargs"])  # type: ignore[arg-type]
         given["block_size"] = (given.get("BLOCK_SIZE_N"), given.get("BLOCK_SIZE_K"))
@@ -71,11 +68,7 @@ def _read(node: Node) -> tuple[str, dict[str, Any], list[Node]] | None:
     name = schema.name.partition("::")[2] if schema is not None else ""  # the Hub's namespaces end in a hash
     if name not in (PRODUCT, *EXPERTS):
         return None
-    given = {}
-    for place, argument in enumerate(schema.arguments):  # type: ignore[union-attr]
-        default = node.args[place] if place < len(node.args) else argument.default_value
-        given[argument.name] = node.kwargs.get(argument.name, default)
-    return name, given, [node]
+    return name, arguments_of(node), [node]
 
 
 def _why_not(given: dict[str, Any], outs: list[Node]) -> str | None:
