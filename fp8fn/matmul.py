@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fp8fn.meta.single_level import goes_unseen
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor
@@ -108,10 +109,7 @@ def _weight_first_product(w: ScaledTensor, x: Tensor, bias: Tensor | None, out_d
 
 def _autocast(x: Tensor) -> Tensor:
     """`x` as `torch.matmul` takes it: under autocast in its type."""
-    kind = x.device.type
-    if kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype in INPUT_DTYPES:
-        return x.to(torch.get_autocast_dtype(kind))
-    return x
+    return x.to(default_out_dtype(x)) if x.dtype in INPUT_DTYPES else x
 
 
 def _parts(q: ScaledTensor) -> tuple[Tensor, Tensor, tuple[int, int]]:
