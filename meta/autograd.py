@@ -43,7 +43,7 @@ def gemm(
     elif single_level.inside_transform():
         out = single_level.below(torch.ops.fp8fn.gemm, a, b, bias, recipe, out_dtype)
     else:
-        out = single_level.below(gemm_op.forward, a, b, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
+        out = single_level.below(_forward(a, b, bias), a, b, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
     return out if lead is None else out.reshape(*lead, b.shape[-1])
 
 
@@ -63,15 +63,16 @@ class Gemm(single_level.SingleLevelFunction):
         if single_level.has_forward_mode():
             ctx.save_for_forward(a, b)
         dgrad, wgrad = ctx.needs_input_grad[:2]
+        args = (a, b, bias, recipe, out_dtype)
         out: Tensor
         if ctx.keeps_operands:
             ctx.save_for_backward(a, b)
             if ctx.inside_transform:
                 out = single_level.below(torch.ops.fp8fn.gemm, a, b, bias, recipe.key, out_dtype)
             else:
-                out = single_level.below(gemm_op.forward, a, b, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
+                out = single_level.below(_forward(a, b, bias), *args, dgrad=False, wgrad=False)[0]
             return out
-        out, a_col, b_row = single_level.below(gemm_op.forward, a, b, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+        out, a_col, b_row = single_level.below(_forward(a, b, bias), *args, dgrad=dgrad, wgrad=wgrad)
         ctx.save_for_backward(*(a_col or (None, None))[:2], *(b_row or (None, None))[:2])
         return out
 
@@ -88,7 +89,8 @@ class Gemm(single_level.SingleLevelFunction):
         a_data, a_scale, b_data, b_scale = ctx.saved_tensors
         a_col = None if a_data is None else Quantized(a_data, a_scale, swap(ctx.recipe.activation_block))
         b_row = None if b_data is None else Quantized(b_data, b_scale, swap(ctx.recipe.weight_block))
-        grad_a, grad_b = gemm_op.backward(grad, a_col, b_row, ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
+        backward = gemm_op.backward_at_once if _launches_alone(grad) else gemm_op.backward
+        grad_a, grad_b = backward(grad, a_col, b_row, ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
         return grad_a, grad_b, grad_bias, None, None
 
     @staticmethod
@@ -108,6 +110,16 @@ class Gemm(single_level.SingleLevelFunction):
             bias_rows = bias_tangent.to(ctx.out_dtype)
             tangent = tangent + bias_rows if tangent is not None else bias_rows.expand(ctx.out_shape)
         return tangent
+
+
+def _forward(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[..., Any]:
+    return gemm_op.forward_at_once if _launches_alone(a, b, bias) else gemm_op.forward
+
+
+def _launches_alone(*tensors: Tensor | None) -> bool:
+    """Whether the ops of a product of these concern their launches alone, which may then leave the dispatcher out."""
+    first = tensors[0]
+    return first is not None and first.is_cuda and single_level.nothing_watches(*tensors)
 
 
 SECOND_ORDER = (

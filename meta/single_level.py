@@ -51,9 +51,13 @@ def goes_unseen(*tensors: Tensor | None) -> bool:
 
     That is: no autograd, transform, mode, subclass, trace or profiler.
     """
+    return not is_tracked(*tensors) and nothing_watches(*tensors)
+
+
+def nothing_watches(*tensors: Tensor | None) -> bool:
+    """Whether nothing but autograd, at this level, can see which ops are called on these tensors."""
     return (
-        not is_tracked(*tensors)
-        and nothing_listens(*tensors)
+        nothing_listens(*tensors)
         and torch._C._len_torch_function_stack() == 0
         and torch._C._get_tracing_state() is None
         and not torch._C._autograd._profiler_enabled()

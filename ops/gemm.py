@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
+from fp8fn.ops.cuda.chain import chained
+from fp8fn.ops.cuda.prepared import kind
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, swap
 from fp8fn.ops.recipe import Recipe
@@ -95,6 +97,15 @@ def backward(
     a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """`grad @ bᵀ` and `aᵀ @ grad`; the second is stored as `b` is, so that a weight's gradient is never transposed."""
+    grad_a, grad_b = _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
+    return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
+
+
+def _backward(
+    grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`backward`, and of a column-major `b` the transpose of its gradient."""
     args = (grad, recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
     grad_row: Quantized | None = None
     grad_col: Quantized | None = None
@@ -108,8 +119,48 @@ def backward(
     if b_row is not None and grad_row is not None:
         grad_a = product(grad_row, b_row.mT, None, a_dtype)
     if a_col is not None and grad_col is not None:
-        if b_column_major:
-            grad_b = product(grad_col.mT, a_col, None, b_dtype).mT
-        else:
-            grad_b = product(a_col.mT, grad_col, None, b_dtype)
+        left, right = (grad_col, a_col) if b_column_major else (a_col, grad_col)
+        grad_b = product(left.mT, right, None, b_dtype)
     return grad_a, grad_b
+
+
+def forward_at_once(
+    a: Tensor, b: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype, *, dgrad: bool, wgrad: bool
+) -> tuple[Tensor, Quantized | None, Quantized | None]:
+    """`forward` where nothing but the GPU sees its ops, which are then started together."""
+
+    def run() -> list[Tensor | None]:
+        out, a_col, b_row = forward(a, b, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+        return [out, *_parts(a_col), *_parts(b_row)]
+
+    inputs = (a, b) if bias is None else (a, b, bias)
+    key = ("forward", recipe.key, out_dtype, dgrad, wgrad, *map(kind, inputs))
+    out, *kept = chained(key, inputs, run)
+    assert out is not None
+    a_col = _quantized(kept[0], kept[1], swap(recipe.activation_block))
+    return out, a_col, _quantized(kept[2], kept[3], swap(recipe.weight_block))
+
+
+def backward_at_once(
+    grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`backward`, like `forward_at_once`."""
+
+    def run() -> tuple[Tensor | None, Tensor | None]:
+        return _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
+
+    inputs = [x for x in (grad, *_parts(a_col), *_parts(b_row)) if x is not None]
+    key = (
+        "backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, *map(kind, inputs),
+    )  # fmt: skip
+    grad_a, grad_b = chained(key, inputs, run)
+    return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
+
+
+def _parts(q: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+    return (None, None) if q is None else (q.data, q.scale)
+
+
+def _quantized(data: Tensor | None, scale: Tensor | None, block: Block) -> Quantized | None:
+    return None if data is None or scale is None else Quantized(data, scale, block)

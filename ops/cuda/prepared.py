@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -34,11 +35,11 @@ def recall(key: Hashable) -> Any:
     `key` has to determine a launch but for the addresses of its tensors: the name of the op, its arguments, and the
     `kind` of each tensor.
     """
-    with _lock:
-        found = _kept.get(key)
-        if found is not None:
+    found = _kept.get(key)
+    if found is not None:
+        with suppress(KeyError):  # another thread may have put it out by now
             _kept.move_to_end(key)
-        return found
+    return found
 
 
 def keep(key: Hashable, value: Any) -> Any:
@@ -86,7 +87,29 @@ class Call:
         addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
         for step in self.steps:
             start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])
+        if (tape := _recording.tape) is not None:
+            tape.append((self, inputs, made))
         return made[: self.returned]
+
+
+Tape: TypeAlias = list[tuple[Call, tuple[Tensor, ...], list[Tensor]]]
+
+
+class _Recording(threading.local):
+    tape: Tape | None = None
+
+
+_recording: Final = _Recording()
+
+
+@contextmanager
+def record() -> Iterator[Tape]:
+    """Inside, this thread writes down each `Call` that is made: what it took and what it made, which so stay alive."""
+    outside, _recording.tape = _recording.tape, []
+    try:
+        yield _recording.tape
+    finally:
+        _recording.tape = outside
 
 
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
