@@ -224,7 +224,10 @@ def test_values_and_gradients_are_those_of_float64(label: str, device: torch.dev
     assert out.dtype == sample.kwargs.get("out_dtype", x.dtype)
     found = out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
     for got, wanted in zip(found, (want, *torch.autograd.grad(want, doubles, torch.ones_like(want))), strict=True):
-        torch.testing.assert_close(got, wanted.to(got.dtype), rtol=2**-7, atol=2e-2 if got.is_cuda else 1e-4)
+        if got.is_cuda:  # where scales change with each element along K, a kernel rounds the weight to the type of x
+            assert (got.double() - wanted).norm() <= 2**-8 * wanted.norm()
+        else:
+            torch.testing.assert_close(got, wanted.to(got.dtype), rtol=2**-7, atol=1e-4)
     assert [got.dtype for got in found[1:]] == [leaf.dtype for leaf in leaves]
 
 
