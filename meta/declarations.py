@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fp8fn.meta import autograd, fake, vmap
+from fp8fn.meta import autograd, expert_mlp, fake, grouped, vmap
 from fp8fn.meta.registry import Op, declare
-from fp8fn.ops import gemm, mm_a16w8, quantize, quantize_produced, scaled_mm
+from fp8fn.ops import expert_mlp as expert_mlp_op
+from fp8fn.ops import (
+    gemm,
+    grouped_gemm,
+    mm_a16w8,
+    quantize,
+    quantize_grouped,
+    quantize_grouped_produced,
+    quantize_produced,
+    scaled_grouped_mm,
+    scaled_mm,
+)
 
 _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
 
@@ -29,11 +40,18 @@ def _constant(module: ModuleType, schema: str) -> Op:
 
 QUANTIZE = _constant(quantize, quantize.QUANTIZE_SCHEMA)
 QUANTIZE_DUAL = _constant(quantize, quantize.QUANTIZE_DUAL_SCHEMA)
+QUANTIZE_GROUPED = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_SCHEMA)
+QUANTIZE_GROUPED_DUAL = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_DUAL_SCHEMA)
 QUANTIZE_SILU_MUL = _constant(quantize_produced, quantize_produced.SILU_MUL_SCHEMA)
 QUANTIZE_SILU_MUL_DUAL = _constant(quantize_produced, quantize_produced.SILU_MUL_DUAL_SCHEMA)
 QUANTIZE_RMS_NORM = _constant(quantize_produced, quantize_produced.RMS_NORM_SCHEMA)
 QUANTIZE_RMS_NORM_DUAL = _constant(quantize_produced, quantize_produced.RMS_NORM_DUAL_SCHEMA)
+QUANTIZE_SILU_MUL_GROUPED_DUAL = _constant(quantize_grouped_produced, quantize_grouped_produced.SILU_MUL_SCHEMA)
+QUANTIZE_SILU_MUL_GRAD_GROUPED_DUAL = _constant(
+    quantize_grouped_produced, quantize_grouped_produced.SILU_MUL_GRAD_SCHEMA
+)
 SCALED_MM = _constant(scaled_mm, scaled_mm.SCALED_MM_SCHEMA)
+SCALED_GROUPED_MM = _constant(scaled_grouped_mm, scaled_grouped_mm.SCALED_GROUPED_MM_SCHEMA)
 MM_A16W8 = declare(
     Op(
         schema=mm_a16w8.MM_A16W8_SCHEMA,
@@ -45,3 +63,7 @@ MM_A16W8 = declare(
     )
 )
 GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))
+GROUPED_GEMM = declare(
+    Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=grouped.grouped_gemm, vmap=vmap.grouped_gemm)
+)
+EXPERT_MLP = declare(Op(schema=expert_mlp_op.EXPERT_MLP_SCHEMA, composite=expert_mlp.expert_mlp, vmap=vmap.expert_mlp))

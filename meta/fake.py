@@ -7,10 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.quantize import check_quantize, empty_dual
+from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped, empty_grouped_dual
+from fp8fn.ops.quantize_grouped_produced import check_silu_mul_grad_grouped, check_silu_mul_grouped
 from fp8fn.ops.quantize_produced import check_rms_norm, check_silu_mul
+from fp8fn.ops.scaled_grouped_mm import check_scaled_grouped_mm, empty_grouped_output
 from fp8fn.ops.scaled_mm import check_scaled_mm, empty_output
 
 
@@ -28,6 +32,20 @@ def quantize_dual(
     return empty_dual(x, pair, fp8, scale)
 
 
+def quantize_grouped(
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale)
+    return empty_grouped(x, offsets.shape[0], pair, fp8, scale)
+
+
+def quantize_grouped_dual(
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
+    return empty_grouped_dual(x, offsets.shape[0], pair, fp8, scale)
+
+
 def quantize_silu_mul(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
@@ -42,19 +60,35 @@ def quantize_silu_mul_dual(
     return empty_dual(gate, pair, fp8, scale)
 
 
+def quantize_silu_mul_grouped_dual(
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
+    return empty_grouped_dual(gate, offsets.shape[0], pair, fp8, scale)
+
+
+def quantize_silu_mul_grad_grouped_dual(
+    grad: Tensor, hidden: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_silu_mul_grad_grouped(grad, hidden, offsets, block, dtype, scale)
+    return empty_grouped_dual(hidden, offsets.shape[0], pair, fp8, scale)
+
+
 def quantize_rms_norm(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm")
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm", rstd)
     return empty_dual(x, pair, fp8, scale)[:2]
 
 
 def quantize_rms_norm_dual(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual")
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
     return empty_dual(x, pair, fp8, scale)
 
 
@@ -65,6 +99,15 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
     return empty_output(a, b, out_dtype)
+
+
+def scaled_grouped_mm(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    return empty_grouped_output(a, b, offsets, out_dtype)
 
 
 def mm_a16w8(

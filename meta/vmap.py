@@ -20,6 +20,22 @@ def quantize_dual(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
     return torch.ops.fp8fn.quantize_dual(x.movedim(in_dims[0], 0), *args), (0, 0, 0, 0)
 
 
+def quantize_grouped(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.quantize_grouped, info, in_dims, args), (0, 0)
+
+
+def quantize_grouped_dual(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.quantize_grouped_dual, info, in_dims, args), (0, 0, 0, 0)
+
+
+def quantize_silu_mul_grouped_dual(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.quantize_silu_mul_grouped_dual, info, in_dims, args), (0, 0, 0, 0)
+
+
+def quantize_silu_mul_grad_grouped_dual(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.quantize_silu_mul_grad_grouped_dual, info, in_dims, args), (0, 0, 0, 0)
+
+
 def quantize_silu_mul(info: Any, in_dims: Any, gate: Tensor, up: Tensor, *args: Any) -> Any:
     return torch.ops.fp8fn.quantize_silu_mul(*_gated(info, in_dims, gate, up), *args), (0, 0)
 
@@ -28,20 +44,13 @@ def quantize_silu_mul_dual(info: Any, in_dims: Any, gate: Tensor, up: Tensor, *a
     return torch.ops.fp8fn.quantize_silu_mul_dual(*_gated(info, in_dims, gate, up), *args), (0, 0, 0, 0)
 
 
-def quantize_rms_norm(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
-    if in_dims[1] is None:
-        return torch.ops.fp8fn.quantize_rms_norm(x.movedim(in_dims[0], 0), weight, *args), (0, 0)
-    eps, block, *rest = _padded(args, 2)
-    y = _normalised(info, in_dims, x, weight, eps)
-    return torch.ops.fp8fn.quantize(y, block or (1, 128), *rest), (0, 0)
+def quantize_rms_norm(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _normalised(torch.ops.fp8fn.quantize_rms_norm, torch.ops.fp8fn.quantize, info, in_dims, args), (0, 0)
 
 
-def quantize_rms_norm_dual(info: Any, in_dims: Any, x: Tensor, weight: Tensor, *args: Any) -> Any:
-    if in_dims[1] is None:
-        return torch.ops.fp8fn.quantize_rms_norm_dual(x.movedim(in_dims[0], 0), weight, *args), (0, 0, 0, 0)
-    eps, block, *rest = _padded(args, 2)
-    y = _normalised(info, in_dims, x, weight, eps)
-    return torch.ops.fp8fn.quantize_dual(y, block or (1, 128), *rest), (0, 0, 0, 0)
+def quantize_rms_norm_dual(info: Any, in_dims: Any, *args: Any) -> Any:
+    ops = torch.ops.fp8fn.quantize_rms_norm_dual, torch.ops.fp8fn.quantize_dual
+    return _normalised(*ops, info, in_dims, args), (0, 0, 0, 0)
 
 
 def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -96,18 +105,59 @@ def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
     return _with_bias(product, bias, bias_dim, out_dtype or default_out_dtype(args[0])), 0
 
 
+def scaled_grouped_mm(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.scaled_grouped_mm, info, in_dims, args), 0
+
+
+def grouped_gemm(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.grouped_gemm, info, in_dims, args), 0
+
+
+def expert_mlp(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.expert_mlp, info, in_dims, args), 0
+
+
+def _each(op: Any, info: Any, in_dims: Any, args: Any) -> Any:
+    """One call for each element of the batch: a loop, for the groups of each have other ends."""
+    size = info.batch_size
+
+    def element(arg: Any, dim: Any, i: int) -> Any:
+        if not isinstance(arg, Tensor) or dim is None:
+            return arg
+        return arg.select(dim, i) if size else arg.new_zeros(arg.movedim(dim, 0).shape[1:])
+
+    calls = range(max(size, 1))  # of an empty batch, of what it would hold
+    results = [op(*(element(*pair, i) for pair in zip(args, in_dims, strict=True))) for i in calls]
+    if isinstance(results[0], Tensor):
+        return _stacked(results)[:size]
+    return tuple(_stacked(list(parts))[:size] for parts in zip(*results, strict=True))
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    """`torch.stack` along a new first dimension, by bytes: PyTorch has none for FP8 on every device."""
+    if parts[0].element_size() > 1:
+        return torch.stack(parts)
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
 def _gated(info: Any, in_dims: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     gate_dim, up_dim, *_ = in_dims
     rank = max(gate.ndim + (gate_dim is None), up.ndim + (up_dim is None))
     return _lift(gate, gate_dim, info.batch_size, rank), _lift(up, up_dim, info.batch_size, rank)
 
 
-def _normalised(info: Any, in_dims: Any, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-    """With a weight for each element of the batch, which the op does not take."""
-    x = _lift(x, in_dims[0], info.batch_size, 0)
-    weight = weight.movedim(in_dims[1], 0)
+def _normalised(op: Any, quantizer: Any, info: Any, in_dims: Any, args: Any) -> Any:
+    """With a weight for each element of the batch, which the op does not take, quantized after it is computed."""
+    x, weight, eps, block, dtype, scale, rstd = _padded(args, 7)
+    x_dim, weight_dim, *_, rstd_dim = _padded(in_dims, 7)
+    x = _lift(x, x_dim, info.batch_size, 0)
+    rstd = None if rstd is None else _lift(rstd, rstd_dim, info.batch_size, 0)
+    eps, form = 1e-6 if eps is None else eps, (block or (1, 128), dtype, scale or "fp32")
+    if weight_dim is None:
+        return op(x, weight, eps, *form, rstd)
+    weight = weight.movedim(weight_dim, 0)
     weight = weight.reshape(weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[-1])
-    return reference.rms_norm(x, weight, 1e-6 if eps is None else eps)
+    return quantizer(reference.rms_norm(x, weight, eps, rstd), *form)
 
 
 def _with_bias(product: Any, bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 The arithmetic before the quantization is float32, and nothing is rounded in between: `quantize_silu_mul(gate, up)` is
 `quantize(silu(gate.float()) * up.float())`. On every device `silu` has a relative error under 1e-5, and `rms_norm` the
-same bits.
+same bits. A caller that has `rstd (..., M)`, float32, of `x * rstd * weight` gives it to `rms_norm`, which then leaves
+out the sums and `eps`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from fp8fn.ops.quantize import (
     quantize_kernel,
 )
 
-_FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32")'
+_FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
+_NORM: Final = f"Tensor x, Tensor weight, float eps=1e-06, {_FORMAT}, Tensor? rstd=None"
 _ONE: Final = "(Tensor, Tensor)"
 _TWO: Final = "(Tensor, Tensor, Tensor, Tensor)"
-SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT} -> {_ONE}"
-SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT} -> {_TWO}"
-RMS_NORM_SCHEMA: Final = f"quantize_rms_norm(Tensor x, Tensor weight, float eps=1e-06, {_FORMAT} -> {_ONE}"
-RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual(Tensor x, Tensor weight, float eps=1e-06, {_FORMAT} -> {_TWO}"
+SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT}) -> {_ONE}"
+SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT}) -> {_TWO}"
+RMS_NORM_SCHEMA: Final = f"quantize_rms_norm({_NORM}) -> {_ONE}"
+RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual({_NORM}) -> {_TWO}"
 
 _log = logging.getLogger("fp8fn")
 
@@ -51,8 +53,9 @@ def check_silu_mul(
 
 
 def check_rms_norm(
-    x: Tensor, weight: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, name: str
-) -> tuple[Block, torch.dtype]:
+    x: Tensor, weight: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, name: str,
+    rstd: Tensor | None = None,
+) -> tuple[Block, torch.dtype]:  # fmt: skip
     """Like `check_silu_mul`."""
     pair = check_quantize(x, block, dtype, scale, name)
     if tuple(weight.shape) != (x.shape[-1],):
@@ -62,6 +65,12 @@ def check_rms_norm(
         raise TypeError(f"{name}: weight has dtype {weight.dtype}; use bfloat16, float16 or float32")
     if weight.device != x.device:
         raise ValueError(f"{name}: x is on {x.device} and weight on {weight.device}; move them to one device")
+    if rstd is not None:
+        if rstd.shape != x.shape[:-1] or rstd.dtype != torch.float32:
+            remedy = f"it must be torch.float32 of shape {tuple(x.shape[:-1])}, one for each row of x"
+            raise ValueError(f"{name}: rstd is {rstd.dtype} of shape {tuple(rstd.shape)}; {remedy}")
+        if rstd.device != x.device:
+            raise ValueError(f"{name}: x is on {x.device} and rstd on {rstd.device}; move them to one device")
     return pair
 
 
@@ -81,18 +90,18 @@ def quantize_silu_mul_dual_reference(
 
 def quantize_rms_norm_reference(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm")
-    return reference.quantize(reference.rms_norm(x, weight, eps), pair, fp8, scale)
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm", rstd)
+    return reference.quantize(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
 
 
 def quantize_rms_norm_dual_reference(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual")
-    return reference.quantize_dual(reference.rms_norm(x, weight, eps), pair, fp8, scale)
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
+    return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
 
 
 def quantize_silu_mul_kernel(
@@ -111,18 +120,18 @@ def quantize_silu_mul_dual_kernel(
 
 def quantize_rms_norm_kernel(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    data, scales = _rms_norm("quantize_rms_norm", x, weight, eps, block, dtype, scale, dual=False)
+    data, scales = _rms_norm("quantize_rms_norm", x, weight, eps, block, dtype, scale, rstd, dual=False)
     return data, scales
 
 
 def quantize_rms_norm_dual_kernel(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     row, row_scale, col, col_scale = _rms_norm(
-        "quantize_rms_norm_dual", x, weight, eps, block, dtype, scale, dual=True
+        "quantize_rms_norm_dual", x, weight, eps, block, dtype, scale, rstd, dual=True
     )  # fmt: skip
     return row, row_scale, col, col_scale
 
@@ -143,17 +152,19 @@ def _silu_mul(
 
 def _rms_norm(
     name: str, x: Tensor, weight: Tensor, eps: float, block: Sequence[int], dtype: torch.dtype | None, scale: str,
-    *, dual: bool,
+    rstd: Tensor | None, *, dual: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, name)
-    key = (name, eps, pair, fp8, scale, kind(x), kind(weight))
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, name, rstd)
+    if rstd is not None:
+        rstd, eps = rstd.contiguous(), 0.0
+    key = (name, eps, pair, fp8, scale, kind(x), kind(weight), rstd is not None)
     call = recall(key)
     if call is None:
         target = targets.target_of(x.device)
         if not _cuda_takes(name, x, fp8, lambda: produce.accepts_rms_norm(x, weight, pair, fp8, target)):
-            return _quantized(reference.rms_norm(x, weight, eps), pair, fp8, scale, dual)
-        call = keep(key, produce.call_rms_norm(x, weight, eps, pair, fp8, scale, target, dual=dual))
-    return call(x, weight)  # type: ignore[no-any-return]
+            return _quantized(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, dual)
+        call = keep(key, produce.call_rms_norm(x, weight, eps, pair, fp8, scale, target, rstd, dual=dual))
+    return call(x, weight) if rstd is None else call(x, weight, rstd)  # type: ignore[no-any-return]
 
 
 def _cuda_takes(name: str, x: Tensor, dtype: torch.dtype, accepts: Callable[[], str | None]) -> bool:

@@ -73,6 +73,37 @@ def quantize_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sam
     ]
 
 
+def _ends(*ends: int, device: torch.device | str) -> Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device=device)
+
+
+def quantize_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    few, many = _ends(100, 100, 131, device=device), _ends(0, 1, 1, 30 + seed % 7, 70, device=device)
+    return [
+        Sample("plain", (x(256, 128), few), {}),
+        Sample("plain_whole", (x(256, 128), few, (-1, 1)), {"dtype": torch.float8_e5m2}),
+        Sample("ragged", (x(131, 99), many), {"scale": "pow2"}),
+        Sample("ragged_whole", (x(77, 33, dtype=FP32), many, (-1, 1)), {"scale": "pow2"}),
+        Sample("strided", (x(64, 160).mT, few), {"scale": "e8m0"}),
+        Sample("strided_whole", (x(160, 64)[:, ::2], few, (-1, 1)), {"dtype": torch.float8_e4m3fnuz}),
+        Sample("one_group", (x(30, 40, dtype=FP16), _ends(30, device=device)), {}),
+        Sample("empty", (x(0, 40), few), {}),
+    ]
+
+
+def quantize_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    few, many = _ends(100, 100, 131, device=device), _ends(0, 1, 1, 30 + seed % 7, 70, device=device)
+    return [
+        Sample("plain", (x(256, 128), few), {}),
+        Sample("ragged", (x(131, 99), many), {"scale": "pow2"}),
+        Sample("strided", (x(64, 160).mT, few), {"dtype": torch.float8_e5m2}),
+        Sample("whole", (x(77, 40, dtype=FP16), many, (1, -1)), {}),
+        Sample("empty", (x(7, 0), few), {}),
+    ]
+
+
 def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x = _Normal(seed, device)
     return [
@@ -85,6 +116,28 @@ def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list
     ]
 
 
+def quantize_silu_mul_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x, few, many = _Normal(seed, device), _ends(40, 40, 64, device=device), _ends(0, 1, 128, 131, device=device)
+    return [
+        Sample("plain", (x(64, 256), x(64, 256), few), {}),
+        Sample("ragged", (x(140, 99), x(140, 99), many), {"scale": "pow2"}),
+        Sample("strided", (x(64, 64)[:, :32], x(64, 64)[:, 32:], few), {"dtype": torch.float8_e5m2}),
+        Sample("whole", (x(140, 40, dtype=FP16), x(140, 40, dtype=FP16), many, (1, -1)), {}),
+        Sample("empty", (x(0, 40), x(0, 40), few), {}),
+    ]
+
+
+def quantize_silu_mul_grad_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x, few, many = _Normal(seed, device), _ends(40, 40, 64, device=device), _ends(0, 1, 128, 131, device=device)
+    return [
+        Sample("plain", (x(64, 256), x(64, 512), few), {}),
+        Sample("ragged", (x(140, 99), x(140, 198), many), {"scale": "pow2"}),
+        Sample("strided", (x(64, 64)[:, :32], x(64, 64), few), {"dtype": torch.float8_e5m2}),
+        Sample("whole", (x(140, 40, dtype=FP16), x(140, 80, dtype=FP16), many, (1, -1)), {}),
+        Sample("empty", (x(0, 40), x(0, 80), few), {}),
+    ]
+
+
 def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x = _Normal(seed, device)
     return [
@@ -93,6 +146,7 @@ def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("ragged_square", (x(70, 2131, dtype=FP32), x(2131), 1e-5, (128, 128)), {}),
         Sample("batched", (x(2, 3, 33, 70, dtype=FP16), x(70, dtype=FP16), 1e-6, (1, -1)), {}),
         Sample("strided", (x(96, 64).mT, x(192)[::2], 1e-6, (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
+        Sample("plain_rstd", (x(2, 64, 256), x(256), 0.0, (1, 128), None, "fp32", x(2, 64, dtype=FP32).abs()), {}),
         Sample("empty", (x(7, 0), x(0)), {}),
     ]
 
@@ -115,6 +169,64 @@ def scaled_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]
         Sample("e5m2", (*_operand(x(48, 160), row, **e5m2), *_operand(x(160, 64), square)), {}),
         Sample("mx", (*_operand(x(24, 96), (1, 32), **mx), *_operand(x(96, 40), (32, 1), **mx)), {}),
         Sample("empty", (*_operand(x(16, 0), row), *_operand(x(0, 16), square), x(16)), {}),
+    ]
+
+
+def _summed(
+    a: Tensor, b: Tensor, offsets: Tensor, block: int = 128
+) -> tuple[Tensor, Tensor, Block, Tensor, Tensor, Block, Tensor]:
+    """Operands of a product that sums over each group's tokens: `a (M, R)` and `b (M, N)`."""
+    data, scale = torch.ops.fp8fn.quantize_grouped(a, offsets, (block, 1))
+    return data.mT, scale.mT, (1, block), *torch.ops.fp8fn.quantize_grouped(b, offsets, (block, 1)), (block, 1), offsets
+
+
+def scaled_grouped_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    e5m2, mx = {"dtype": torch.float8_e5m2}, {"scale": "e8m0"}
+    row, col, square, whole = (1, 128), (128, 1), (128, 128), (1, -1)
+    few, many = _ends(50, 50, 64, device=device), _ends(0, 3, 20 + seed % 7, 33, device=device)
+    return [
+        Sample("plain", (*_operand(x(64, 256), row), *_operand(x(3, 256, 128), square), few), {}),
+        Sample("plain_columns", (*_operand(x(70, 256), row, **e5m2), *_operand(x(3, 256, 96), col), few), {}),
+        Sample("plain_summed", _summed(x(64, 128), x(64, 256), few), {"out_dtype": FP16}),
+        Sample("ragged", (*_operand(x(41, 190), row), *_operand(x(4, 190, 65), square), many, x(4, 65)), {}),
+        Sample("ragged_summed", (*_summed(x(41, 33), x(41, 70), many), x(4, 70)), {}),
+        Sample("ragged_summed_whole", _summed(x(41, 33), x(41, 70), many, -1), {"out_dtype": FP32}),
+        Sample("strided", (*_operand(x(80, 64).mT, whole), *_operand(x(3, 48, 80).mT, (-1, 1)), few), {}),
+        Sample("strided_whole", (*_operand(x(40, 80), (-1, -1)), *_operand(x(4, 80, 48), (-1, -1)), many), {}),
+        Sample("mx", (*_operand(x(40, 80), (1, 32), **mx), *_operand(x(4, 80, 48), (32, 1), **mx), many), {}),
+        Sample("empty", (*_operand(x(0, 40), row), *_operand(x(3, 40, 16), square), few, x(3, 16)), {}),
+        Sample("empty_summed", _summed(x(0, 40), x(0, 16), few), {}),
+    ]
+
+
+def grouped_gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    few, many = _ends(50, 50, 64, device=device), _ends(0, 3, 20 + seed % 7, 33, device=device)
+    return [
+        Sample("plain", (x(64, 128), x(3, 96, 128).mT, few), {}),
+        Sample("plain_bias", (x(70, 128), x(3, 128, 48), few, x(3, 48, dtype=FP32)), {"recipe": "hybrid"}),
+        Sample("ragged", (x(41, 190), x(4, 190, 65), many, x(4, 65)), {"out_dtype": FP32}),
+        Sample("ragged_whole", (x(41, 70, dtype=FP16), x(4, 70, 33, dtype=FP16), many), {"recipe": "rowwise"}),
+        Sample("ragged_k", (x(33, 41), x(41, 70), many, x(4, 70)), {"recipe": "blockwise_pow2"}),
+        Sample("ragged_k_whole", (x(33, 41), x(41, 70), many), {"recipe": "rowwise"}),
+        Sample("strided", (x(96, 64).mT, x(3, 96, 80)[..., ::2], few), {}),
+        Sample("strided_k", (x(64, 48).mT, x(40, 64).mT, few), {}),
+        Sample("batched", (x(3, 24, 96), x(3, 96, 40)), {"recipe": "mxfp8"}),
+        Sample("empty", (x(0, 64), x(3, 64, 32), few), {}),
+        Sample("empty_k", (x(16, 0), x(0, 32), few), {}),
+    ]
+
+
+def expert_mlp(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    few, many = _ends(50, 50, 64, device=device), _ends(0, 3, 20 + seed % 7, 33, device=device)
+    return [
+        Sample("plain", (x(64, 128), x(3, 256, 128).mT, x(3, 128, 128).mT, few), {}),
+        Sample("ragged", (x(41, 70), x(4, 70, 66), x(4, 33, 70), many), {"recipe": "blockwise_pow2"}),
+        Sample("ragged_whole", (x(41, 70), x(4, 70, 66), x(4, 33, 40), many), {"recipe": "rowwise"}),
+        Sample("strided", (x(48, 64).mT, x(3, 48, 160)[..., ::2], x(3, 48, 40).mT, few), {"recipe": "hybrid"}),
+        Sample("empty", (x(0, 64), x(3, 64, 32), x(3, 16, 64), few), {}),
     ]
 
 
@@ -153,6 +265,10 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
 SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize": quantize,
     "quantize_dual": quantize_dual,
+    "quantize_grouped": quantize_grouped,
+    "quantize_grouped_dual": quantize_grouped_dual,
+    "quantize_silu_mul_grouped_dual": quantize_silu_mul_grouped_dual,
+    "quantize_silu_mul_grad_grouped_dual": quantize_silu_mul_grad_grouped_dual,
     "quantize_silu_mul": quantize_silu_mul,
     "quantize_silu_mul_dual": quantize_silu_mul,
     "quantize_rms_norm": quantize_rms_norm,
@@ -160,4 +276,7 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "scaled_mm": scaled_mm,
     "mm_a16w8": mm_a16w8,
     "gemm": gemm,
+    "scaled_grouped_mm": scaled_grouped_mm,
+    "grouped_gemm": grouped_gemm,
+    "expert_mlp": expert_mlp,
 }

@@ -298,6 +298,19 @@ def test_rms_norm_takes_as_few_launches_as_it_can(kind: str, columns: int, launc
     assert [launch.name for launch in launches] == [["quantize_rms_norm"], ["row_rstd", "quantize"]][launched - 1]
 
 
+@needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_rms_norm_of_known_statistics_is_one_launch(kind: str) -> None:
+    suffix, block = KINDS[kind]
+    x, weight, rstd = random(2, 130, 264), random(264, seed=1), random(130, 2, dtype=FP32, seed=2).abs().mT
+    given = (x, weight, 1e-6, block, E4M3, "fp32", rstd)
+    with hopper_on_cpu() as launches:
+        outputs = FUNCTIONS[f"quantize_rms_norm{suffix}_kernel"](*given)
+    assert [launch.name for launch in launches] == ["quantize"]
+    for found, expected in zip(outputs, FUNCTIONS[f"quantize_rms_norm{suffix}_reference"](*given), strict=True):
+        assert_same_bits(found, expected)
+
+
 @pytest.mark.parametrize("kind", ["row", "dual square"])
 def test_no_load_begins_past_the_end(kind: str, where: str) -> None:
     for columns in (129, 130, 132, 260):

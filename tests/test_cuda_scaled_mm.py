@@ -399,7 +399,8 @@ def parameters(file: str, entry: str) -> list[str]:
     source = re.sub(r"//.*", "", (Path(cuda.__file__).parent / file).read_text())
     found = re.search(rf"\b{entry}\((.*?)\)\s*\{{", source, re.DOTALL)
     assert found is not None
-    return [re.findall(r"\w+", parameter)[-1] for parameter in found[1].split(",")]
+    plain = found[1].removesuffix(" GROUP_PARAMETERS")
+    return [re.findall(r"\w+", parameter)[-1] for parameter in plain.split(",")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -615,7 +616,7 @@ def test_description_names_the_tile_the_grid_and_the_second_launch() -> None:
 
 
 def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) -> list[tuple[int, ...]]:
-    """`(m, n, batch, part, k_start, k_stop)` of each block's tiles: mirrors `Problem` and `Tile` in scaled_mm.cu."""
+    """`(m, n, batch, part, k_start, k_stop)` of each block's tiles: mirrors `Problem`, `Tile` and `Walk` in tiles.cuh."""
     pair_m, pair_n = (config.CLUSTER, 1) if config.SHARE_B else (1, config.CLUSTER)
     tiles_m, tiles_n = -(-m // (config.BM * pair_m)), -(-n // (config.BN * pair_n))
     visited: list[tuple[int, ...]] = []
@@ -643,7 +644,7 @@ def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) ->
 
 def test_the_walk_is_the_one_of_the_source() -> None:
     """What `walk` mirrors, so that a change of the source is a change of the mirror too."""
-    source = (Path(cuda.__file__).parent / "scaled_mm.cu").read_text()
+    source = "".join((Path(cuda.__file__).parent / name).read_text() for name in ("tiles.cuh", "scaled_mm.cu"))
     for line in (
         "const int layer = index / (tiles_m * tiles_n);",
         "batch = layer / problem.parts;",
@@ -654,8 +655,8 @@ def test_the_walk_is_the_one_of_the_source() -> None:
         "n = index / height;",
         "m = SHARE_B ? m * CLUSTER + cluster_rank() : m;",
         "n = SHARE_B ? n : n * CLUSTER + cluster_rank();",
-        "k_start = int(int64_t(blocks) * part / problem.parts);",
-        "k_stop = int(int64_t(blocks) * (part + 1) / problem.parts);",
+        "tile.k_start = int(int64_t(blocks) * tile.part / problem.parts);",
+        "tile.k_stop = int(int64_t(blocks) * (tile.part + 1) / problem.parts);",
         "const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;",
     ):
         assert line in source, line

@@ -2,7 +2,7 @@
 
 `silu(gate) * up` is one launch of `quantize.cu`. `rms_norm(x, weight)` in blocks `(1, 128)` is one launch of
 `rms_norm.cu` that holds whole rows; other blocks, both orientations at once, and rows of more than 16384 columns take a
-small launch for the rows' statistics and a second read of `x`.
+small launch for the rows' statistics and a second read of `x`, unless the statistics are given.
 """
 
 from __future__ import annotations
@@ -62,10 +62,26 @@ def call_silu_mul(
 
 
 def call_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, block: Block, dtype: torch.dtype, scale: str, target: Target, *, dual: bool
-) -> Call:
-    """`x / sqrt(mean(x²) + eps) * weight` in `block`, with `dual` in its transpose as well, like `call_silu_mul`."""
+    x: Tensor, weight: Tensor, eps: float, block: Block, dtype: torch.dtype, scale: str, target: Target,
+    rstd: Tensor | None = None, *, dual: bool,
+) -> Call:  # fmt: skip
+    """`x / sqrt(mean(x²) + eps) * weight` in `block`, with `dual` in its transpose as well, like `call_silu_mul`.
+
+    Where there is `rstd (..., M)`, contiguous, it is the call's third input.
+    """
     outs = _outputs(x, block, dtype, scale, dual)
+    if rstd is not None:
+        launch = plan(
+            batched(x),
+            *_sides(outs, block),
+            is_square(block),
+            scale,
+            target,
+            source="RMS_NORM",
+            other=weight,
+            rstd=rstd,
+        )
+        return Call((Step(launch.prepare(), (0, 1, 2, *_places(outs, block, 3))),), _geometries(outs), 2 * len(outs))
     if block == (1, 128) and not dual and holds_rows(x, weight):
         launch = plan_rms_norm(batched(x), weight, eps, outs[0].batch, scale, target)
         return Call((Step(launch.prepare(), (0, 1, 2, 3)),), _geometries(outs), 2)
@@ -145,10 +161,10 @@ def _sides(outs: tuple[Quantized, ...], block: Block) -> tuple[Quantized | None,
 
 
 def _places(outs: tuple[Quantized, ...], block: Block, inputs: int) -> tuple[int | None, ...]:
-    """The places of the pointers `row_data`, `row_scale`, `col_data` and `col_scale` of `quantize.cu`; see `Step`."""
+    """The places of the pointers of `quantize.cu` from `row_data` on, of which `offsets` is none here; see `Step`."""
     first = (inputs, inputs + 1)
     second = (inputs + 2, inputs + 3) if len(outs) == 2 else (None, None)
-    return (*second, *first) if contracts_rows(block) else (*first, *second)
+    return (*second, *first, None) if contracts_rows(block) else (*first, *second, None)
 
 
 def _geometries(outs: tuple[Quantized, ...]) -> tuple[Geometry, ...]:

@@ -9,8 +9,10 @@
 // Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted; SQUARE,
 // blocks of 128 x 128; EVEN, M and N are multiples of the tile; PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x
 // load at once; WARPS, ROWS; BLOCKS, how many share a multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE,
-// of the enums of instructions.cuh; ROW_BYTES, 8 or 16 a store of a row; SOURCE, of the enum of values.cuh.
+// of the enums of instructions.cuh; ROW_BYTES, 8 or 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the
+// rows are tokens of groups, and columns hold them spread: a tile has tokens of one group, and zeros below them.
 #include "fp8_block.cuh"
+#include "groups.cuh"
 #include "scatter.cuh"
 #include "values.cuh"
 
@@ -21,6 +23,7 @@ constexpr int LINE = 128;  // bytes of a tile's row or column in FP8
 constexpr int PIECE = 16;  // bytes of a store
 
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
+static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
@@ -57,6 +60,10 @@ __forceinline__ void place_block(int& block_m, int& block_n) {
     if constexpr (GROUP == 1) {
         block_m = blockIdx.y;
         block_n = blockIdx.x;
+        // Gradients of gate and up come from the same tiles: the second finds them in the L2.
+        if (SOURCE == Source::SILU_MUL_GRAD && gridDim.x % 2 == 0) {
+            block_n = block_n / 2 + (block_n % 2) * (gridDim.x / 2);
+        }
     } else {
         const unsigned index = blockIdx.y * gridDim.x + blockIdx.x, band = GROUP * gridDim.x;
         const unsigned first = index / band * GROUP, within = index % band;
@@ -64,6 +71,24 @@ __forceinline__ void place_block(int& block_m, int& block_n) {
         block_m = first + within % rows;
         block_n = within / rows;
     }
+}
+
+// The rows of x in a tile: from `first` to the end of the tile or `stop`. `none`: they are past the last group.
+struct Rows {
+    int first, stop;
+    bool none;
+};
+
+__forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
+    // The last group that begins in this block or before; rows past all of them are one more where rows are stored.
+    const auto start_of = [&](int group) { return group == 0 ? 0 : Group::end_of(offsets[group - 1], 0, M); };
+    unsigned found = 0;
+    for (int group = lane; group < groups + BY_ROW; group += 32) {
+        if (first_spread_block(start_of(group), group) <= block) found = group;
+    }
+    const int group = __reduce_max_sync(~0u, found), start = start_of(group);
+    const bool none = group == groups;
+    return {start + TILE_M * (block - first_spread_block(start, group)), none ? M : start_of(group + 1), none};
 }
 
 // Row-major output of the thread's values, each row by its own inverse scale.
@@ -147,8 +172,8 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
 // of columns (col_scale_lead, 1); of squares those of their data. A batch is M * x_m elements after the one before.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize(const void* x, const void* other, const float* rstd, unsigned char* row_data, Stored* row_scale,
-             unsigned char* col_data, Stored* col_scale, int M, int N, int x_m, int other_m, int row_m,
-             int row_scale_lead, int col_n, int col_scale_lead) {
+             unsigned char* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
+             int row_scale_lead, int col_n, int col_scale_lead, int groups) {
     __shared__ Shared shared;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int block_m, block_n;
@@ -157,7 +182,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Place at;
     at.chunk = (lane & 7) | (lane & 16) >> 1;
     at.group = 2 * warp + (lane & OTHER_ROWS) / OTHER_ROWS;
-    at.row = tile_m + ROWS * at.group;
+    Rows rows{tile_m, M, false};
+    int height = M;  // of the column-major output
+    if constexpr (GROUPED) {
+        rows = rows_of(block_m, lane, offsets, groups, M);
+        height = TILE_M * (M / TILE_M + groups);
+    }
+    at.row = rows.first + ROWS * at.group;
     at.column = tile_n + 8 * at.chunk;
 
     const long long batch = blockIdx.z, blocks_m = (M + 127) / 128, blocks_n = (N + 127) / 128;
@@ -170,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         col_scale += batch * (SQUARE ? blocks_n : blocks_m) * col_scale_lead;
     }
 
-    auto values = load_values(x, other, rstd, batch * M, at.row, at.column, M, N, x_m, other_m);
+    auto values = load_values(x, other, rstd, batch * M, at.row, at.column, rows.stop, N, x_m, other_m);
 
     if constexpr (SQUARE) {
         const unsigned amax = __reduce_max_sync(~0u, values.amax());
@@ -199,6 +230,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if constexpr (BY_COLUMN) {
         unsigned amax[8];
         values.column_amax(amax);
+        if (GROUPED && rows.none) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) amax[c] = 0;
+        }
 #pragma unroll
         for (int c = 0; c < 8; ++c) amax[c] = max(amax[c], __shfl_xor_sync(~0u, amax[c], OTHER_ROWS));
         const bool upper = lane & OTHER_ROWS;
@@ -213,17 +248,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         for (int r = 0; r < ROWS; ++r) amax[r] = values.row_amax(r);
         int row;
         const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, ROW_LANES, lane, row));
-        if (leads_item<ROWS>(lane, ROW_LANES) && (EVEN || at.row + row < M)) {
+        if (leads_item<ROWS>(lane, ROW_LANES) && (EVEN || at.row + row < rows.stop)) {
             row_scale[static_cast<long long>(block_n) * row_scale_lead + at.row + row] = scale.stored;
         }
         const auto inverse = [&](int r) {
             return __shfl_sync(~0u, scale.inverse, (lane & OTHER_ROWS) | lane_of_item<ROWS>(r, ROW_LANES));
         };
-        store_rows(values, inverse, row_data, row_m, at, M, N);
+        store_rows(values, inverse, row_data, row_m, at, rows.stop, N);
         values.pack_again();
     }
 
     if constexpr (BY_COLUMN) {
+        if (GROUPED && rows.none) values.clear();
         __syncthreads();
         if (threadIdx.x < TILE_N) {
             unsigned largest = 0;
@@ -231,7 +267,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[w][threadIdx.x]);
             const Scale scale = block_scale<FP8, FORMAT>(largest);
             shared.inverse[threadIdx.x] = scale.inverse;
-            if (EVEN || tile_n + threadIdx.x < N) {
+            if (EVEN || (tile_n + threadIdx.x < N && tile_m < height)) {
                 col_scale[static_cast<long long>(block_m) * col_scale_lead + tile_n + threadIdx.x] = scale.stored;
             }
         }
@@ -239,6 +275,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         float inverse[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.chunk + c];
-        store_columns(values, inverse, shared, col_data, col_n, at, tile_m, tile_n, M, N);
+        store_columns(values, inverse, shared, col_data, col_n, at, tile_m, tile_n, height, N);
     }
 }

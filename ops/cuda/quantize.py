@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
+from fp8fn.ops.groups import spread_rows
 from fp8fn.ops.layout import Block, contracts_rows, empty_data, empty_scale, is_column_major, is_square, swap
 from fp8fn.ops.targets import OCP, Target
 
@@ -81,18 +82,18 @@ def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str 
         return f"block {block} is none of {BLOCK_SHAPES}"
     if dtype not in OCP:
         return f"{dtype} is no type of the hardware"
-    return _layout_fault(x.mT if is_column_major(x) else x)
+    return accepts_rows(x.mT if is_column_major(x) else x)
 
 
-def _layout_fault(x: Tensor) -> str | None:
-    """Why the kernel cannot address a row-major `x (..., M, N)`, or None."""
+def accepts_rows(x: Tensor, more_blocks: int = 0) -> str | None:
+    """Why the kernel cannot address a row-major `x (..., M, N)`, in more blocks of rows than it has, or None."""
     m, n = x.shape[-2:]
     matrices = math.prod(x.shape[:-2])
     if x.stride(-1) != 1 and n > 1:
         return f"x has strides {x.stride()}, none of the last two 1"
     if max(m, n, x.stride(-2)) > _LARGEST_INT32:
         return f"x has shape {tuple(x.shape)} and strides {x.stride()}, past 32 bits"
-    if max(-(-m // TILE_N), matrices) > _LARGEST_GRID:
+    if max(-(-m // TILE_N) + more_blocks, matrices) > _LARGEST_GRID:
         return f"x has shape {tuple(x.shape)}, more than {_LARGEST_GRID} blocks of rows or matrices"
     step = m * x.stride(-2)
     for size, stride in zip(x.shape[-3::-1], x.stride()[-3::-1], strict=True):
@@ -107,7 +108,7 @@ def call_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str, targe
     out = Quantized(empty_data(x, block, dtype), empty_scale(x, block, scale))
     launch = plan_quantize(batched(x), out.batch, block, scale, target)
     by_column = not is_square(block) and contracts_rows(block) != is_column_major(x)
-    places = (0, None, None, None, None, 1, 2) if by_column else (0, None, None, 1, 2, None, None)
+    places = (0, None, None, None, None, 1, 2, None) if by_column else (0, None, None, 1, 2, None, None, None)
     return Call((Step(launch.prepare(), places),), tuple(map(geometry, out)), 2)
 
 
@@ -118,7 +119,7 @@ def call_quantize_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str, 
         for of, column_major in ((block, False), (swap(block), True))
     )
     launch = plan_quantize_both(batched(x), row.batch, col.batch, is_square(block), scale, target)
-    places = (0, None, None, 3, 4, 1, 2) if is_column_major(x) else (0, None, None, 1, 2, 3, 4)
+    places = (0, None, None, 3, 4, 1, 2, None) if is_column_major(x) else (0, None, None, 1, 2, 3, 4, None)
     return Call((Step(launch.prepare(), places),), tuple(map(geometry, (*row, *col))), 4)
 
 
@@ -155,8 +156,12 @@ def default_tile(x: Tensor, aligned: bool, source: str) -> Tile:
 def plan(
     x: Tensor, row: Quantized | None, col: Quantized | None, square: bool, scale: str, target: Target,
     tile: Tile | None = None, *, source: str = "PLAIN", other: Tensor | None = None, rstd: Tensor | None = None,
+    offsets: Tensor | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """The launch on a row-major `x`, or on what `source` of `values.cuh` makes of it, `other` and `rstd`."""
+    """The launch on a row-major `x`, or on what `source` of `values.cuh` makes of it, `other` and `rstd`.
+
+    With `offsets (E,)` the rows of a matrix `x` are tokens of groups, and `col` holds them spread.
+    """
     aligned = is_aligned(x) and (other is None or is_aligned(other))
     tile = tile or default_tile(x, aligned, source)
     *batch, m, n = x.shape
@@ -168,29 +173,35 @@ def plan(
         "BY_ROW": int(row is not None),
         "BY_COLUMN": int(col is not None),
         "SQUARE": int(square),
-        "EVEN": int(m % tile.rows == 0 and n % TILE_N == 0),
+        "EVEN": int(offsets is None and m % tile.rows == 0 and n % TILE_N == 0),
         "PARTIAL": int(n % CHUNK != 0),
         "ALIGNED": int(aligned),
+        "GROUPED": int(offsets is not None),
     }
+    tiles_m, groups = -(-m // tile.rows), 0
+    if offsets is not None:  # one more than are spread, for rows that are in no group
+        groups = offsets.shape[0]
+        tiles_m = spread_rows(m, groups) // tile.rows + (row is not None)
     options: dict[str, int | str] = {
         "WARPS": tile.WARPS, "ROWS": tile.ROWS, "BLOCKS": tile.BLOCKS, "GROUP": tile.GROUP,
         "LOAD": f"Load::{tile.LOAD}", "STORE": f"Store::{tile.STORE}", "ROW_BYTES": tile.ROW_BYTES,
     }  # fmt: skip
     launch = CudaLaunch(
         kernel=CudaKernel("quantize.cu", "quantize", (*macros.items(), *options.items())),
-        grid=(-(-n // TILE_N), -(-m // tile.rows), batch[0] if batch else 1),
+        grid=(-(-n // TILE_N), tiles_m, batch[0] if batch else 1),
         threads=32 * tile.WARPS,
         shared=0,
         args={
             "x": x, "other": other, "rstd": rstd,
             "row_data": row and row.data, "row_scale": row and row.scale,
-            "col_data": col and col.data, "col_scale": col and col.scale,
+            "col_data": col and col.data, "col_scale": col and col.scale, "offsets": offsets,
             "M": m, "N": n, "x_m": x.stride(-2),
             "other_m": 0 if other is None or other.dim() == 1 else other.stride(-2),
             "row_m": row.data.stride(-2) if row else 0,
             "row_scale_lead": row.scale.stride(-2 if square else -1) if row else 0,
             "col_n": col.data.stride(-1) if col else 0,
             "col_scale_lead": col.scale.stride(-1 if square else -2) if col else 0,
+            "groups": groups,
         },
         target=target,
         options={**macros, **options},

@@ -11,9 +11,13 @@
 // Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, GROUP;
 // A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
 // of B only, BLOCK (one for 128 columns and a k-block); PROMOTE (k-blocks a promotion, where no scale changes);
-// OUT (BF16, FP16, FP32), OUT_TMA, BIAS (0, BF16, FP16, FP32), PARTS (out is one float32 matrix for each part of K).
+// OUT (BF16, FP16, FP32), OUT_TMA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`).
 #include "hopper.cuh"
 #include "convert.cuh"
+
+#define DENSE 0
+#define JAGGED_M 1
+#define JAGGED_K 2
 
 #define WHOLE 0
 #define LINE 1
@@ -35,7 +39,9 @@ constexpr int CHUNKS = BN / CHUNK;
 
 constexpr int A_BYTES = BM * BK;
 constexpr int B_BYTES = BN * BK;
-constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? BM * 4 : 0;
+// Bulk copies of scales begin at multiples of 16 bytes; a group of rows begins anywhere.
+constexpr int A_SCALE_EXTRA = GROUPED == JAGGED_M ? 4 : 0;
+constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? (BM + A_SCALE_EXTRA) * 4 : 0;
 constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : B_SCALE == BLOCK ? CHUNKS * 4 : 0;
 constexpr int B_SCALE_TMA_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
 // Parts of a stage start at multiples of 1024 (swizzled) and 128 bytes; scales of all stages follow the operands'.
@@ -66,6 +72,17 @@ using Out = TensorMap;
 #else
 using Out = OutType*;
 #endif
+#if OUT_TMA
+#define OUT_ROWS out_rows
+#else
+#define OUT_ROWS out
+#endif
+#if GROUPED
+#define GROUP_PARAMETERS , const int* offsets, OutType* out_rows
+#else
+#define GROUP_PARAMETERS
+constexpr const int* offsets = nullptr;
+#endif
 
 // Position in the ring of stages; `parity` of the current pass over it.
 struct Ring {
@@ -80,42 +97,7 @@ struct Ring {
     }
 };
 
-constexpr int PAIR_M = SHARE_B ? CLUSTER : 1, PAIR_N = SHARE_B ? 1 : CLUSTER;
-
-struct Problem {
-    int M, N, K, batches, parts;
-
-    INLINE int tiles_m() const { return (M + BM * PAIR_M - 1) / (BM * PAIR_M); }
-    INLINE int tiles_n() const { return (N + BN * PAIR_N - 1) / (BN * PAIR_N); }
-    INLINE int tiles() const { return tiles_m() * tiles_n() * batches * parts; }
-};
-
-// An output tile and the part of K that a block works on: `index` counts all of them in the order that keeps operands in
-// L2, GROUP rows of tiles at a time, column by column.
-struct Tile {
-    int m, n, batch, part, k_start, k_stop;
-
-    INLINE Tile(const Problem& problem, int index) {
-        const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
-        const int layer = index / (tiles_m * tiles_n);
-        index -= layer * (tiles_m * tiles_n);
-        batch = layer / problem.parts;
-        part = layer % problem.parts;
-        const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);
-        index %= GROUP * tiles_n;
-        m = first + index % height;
-        n = index / height;
-        if constexpr (CLUSTER > 1) {
-            m = SHARE_B ? m * CLUSTER + cluster_rank() : m;
-            n = SHARE_B ? n : n * CLUSTER + cluster_rank();
-        }
-        m *= BM;
-        n *= BN;
-        const int blocks = (problem.K + BK - 1) / BK;
-        k_start = int(int64_t(blocks) * part / problem.parts);
-        k_stop = int(int64_t(blocks) * (part + 1) / problem.parts);
-    }
-};
+#include "tiles.cuh"
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -125,7 +107,7 @@ __launch_bounds__((MATH + 1) * WARPGROUP, 1)
 scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
           const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
           const Problem problem, int a_batched, int b_batched, int out_m,
-          int as_batch, int bs_batch, int bs_n, int bs_k) {
+          int as_batch, int bs_batch, int bs_n, int bs_k GROUP_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
@@ -157,8 +139,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         Ring ring;
         if (warp == 0 && elect()) {
             const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
-            for (int index = first; index < problem.tiles(); index += step) {
-                const Tile tile(problem, index);
+            Walk walk(problem, offsets);
+            for (int index = first; walk.reaches(index); index += step) {
+                const Tile tile = walk.at(index);
                 const int a_batch = tile.batch * a_batched, b_batch = tile.batch * b_batched;
 #pragma unroll 1  // this warpgroup has few registers
                 for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
@@ -181,7 +164,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         tma_load(to_b, b, full(s), k * BK, tile.n, b_batch);
                     }
 #if A_SCALE == VECTOR
-                    tma_load(base + AT_A_SCALE + s * A_SCALE_PITCH, a_scale, full(s), tile.m, k, a_batch);
+                    tma_load(base + AT_A_SCALE + s * A_SCALE_PITCH, a_scale, full(s), tile.m & ~3, k, a_batch);
 #endif
 #if B_SCALE == VECTOR
                     tma_load(base + AT_B_SCALE + s * B_SCALE_PITCH, b_scale, full(s), tile.n, k, b_batch);
@@ -191,8 +174,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         }
 #if B_SCALE == BLOCK
         if (warp == 1 && lane < CHUNKS) {
-            for (int index = first; index < problem.tiles(); index += step) {
-                const Tile tile(problem, index);
+            Walk walk(problem, offsets);
+            for (int index = first; walk.reaches(index); index += step) {
+                const Tile tile = walk.at(index);
                 const int column = tile.n + lane * CHUNK;
                 const float* scales = b_scale + int64_t(tile.batch * b_batched) * bs_batch + int64_t(column / 128) * bs_n;
 #pragma unroll 1  // this warpgroup has few registers
@@ -213,8 +197,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         const int row = warpgroup * ROWS + warp * 16 + lane / 4;  // of the tile; also of row + 8, and 64 more a slice
         Ring ring;
 
-        for (int index = first; index < problem.tiles(); index += step) {
-            const Tile tile(problem, index);
+        Walk walk(problem, offsets);
+        for (int index = first; walk.reaches(index); index += step) {
+            const Tile tile = walk.at(index);
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
 
@@ -226,7 +211,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             auto scales_of = [&](int stage, int slice) {
                 Scales scales;
 #if A_SCALE == VECTOR
-                const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + (row + slice * 64) * 4;
+                const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + (row + slice * 64 + (A_SCALE_EXTRA ? tile.m % 4 : 0)) * 4;
                 scales.row0 = load_shared(at);
                 scales.row1 = load_shared(at + 32);
 #else
@@ -361,29 +346,36 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 }
             }
 
-            // Epilogue: the scales that hold for all of K, the bias, the cast, the store.
+            // Epilogue: the scales that hold for all of K, the bias, the cast, the store. Tokens in no group are zeros,
+            // whatever their scales, and there is no bias for them.
+            [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
             int buffer = 0;
 #pragma unroll
             for (int slice = 0; slice < SLICES_M; slice++) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
+                // A bulk store of 64 rows would write into the group below.
+                const bool bulk = OUT_TMA && (GROUPED != JAGGED_M ||
+                                              tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
                 float whole0 = 1.0f, whole1 = 1.0f;
 #if A_SCALE == LINE
                 const float* lines = a_scale + int64_t(tile.batch * a_batched) * as_batch;
-                whole0 = row0 < problem.M ? lines[row0] : 0.0f;
-                whole1 = row1 < problem.M ? lines[row1] : 0.0f;
+                whole0 = grouped && row0 < problem.M ? lines[row0] : 0.0f;
+                whole1 = grouped && row1 < problem.M ? lines[row1] : 0.0f;
 #elif A_SCALE == WHOLE
-                whole0 = whole1 = a_scale[int64_t(tile.batch * a_batched) * as_batch];
+                whole0 = whole1 = grouped ? a_scale[int64_t(tile.batch * a_batched) * as_batch] : 0.0f;
 #endif
 #pragma unroll
                 for (int column = 0; column < BN; column += 64) {
-                    uint32_t at_buffer = 0;
+                    [[maybe_unused]] uint32_t at_buffer = 0;
 #if OUT_TMA
-                    at_buffer = base + AT_OUT + (warpgroup * OUT_BUFFERS + buffer) * OUT_BUFFER;
-                    buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
-                    if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<OUT_BUFFERS - 1>();
-                    warpgroup_sync(1 + warpgroup);
+                    if (bulk) {
+                        at_buffer = base + AT_OUT + (warpgroup * OUT_BUFFERS + buffer) * OUT_BUFFER;
+                        buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
+                        if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<OUT_BUFFERS - 1>();
+                        warpgroup_sync(1 + warpgroup);
+                    }
 #endif
-                    uint32_t packed[4];
+                    [[maybe_unused]] uint32_t packed[4];
 #pragma unroll
                     for (int j = 0; j < 8 && column + j * 8 < BN; j++) {
                         const int place = column + j * 8;
@@ -392,40 +384,49 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         float s00 = whole0, s01 = whole0, s10 = whole1, s11 = whole1;
 #if B_SCALE == LINE
                         const float* of_columns = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
-                        const float left = n < problem.N ? of_columns[n] : 0.0f;
-                        const float right = n + 1 < problem.N ? of_columns[n + 1] : 0.0f;
+                        const float left = grouped && n < problem.N ? of_columns[n] : 0.0f;
+                        const float right = grouped && n + 1 < problem.N ? of_columns[n + 1] : 0.0f;
                         s00 *= left, s01 *= right, s10 *= left, s11 *= right;
 #elif B_SCALE == WHOLE
-                        const float of_b = b_scale[int64_t(tile.batch * b_batched) * bs_batch];
+                        const float of_b = grouped ? b_scale[int64_t(tile.batch * b_batched) * bs_batch] : 0.0f;
                         s00 *= of_b, s01 *= of_b, s10 *= of_b, s11 *= of_b;
 #endif
                         float v00 = acc[product][i] * s00, v01 = acc[product][i + 1] * s01;
                         float v10 = acc[product][i + 2] * s10, v11 = acc[product][i + 3] * s11;
 #if BIAS
-                        const float bias0 = n < problem.N ? float(bias[n]) : 0.0f, bias1 = n + 1 < problem.N ? float(bias[n + 1]) : 0.0f;
+                        const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
+                        const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
+                        const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
                         v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
 #endif
 #if OUT_TMA
-                        packed[j % 2 * 2 + 0] = pack<OutType>(v00, v01);
-                        packed[j % 2 * 2 + 1] = pack<OutType>(v10, v11);
-                        if (j % 2 == 1) {
-                            const int matrix = lane / 8, line = warp * 16 + matrix % 2 * 8 + lane % 8;
-                            const int piece = (j - 1 + matrix / 2) ^ (line % 8);
-                            store_matrices(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                        if (bulk) {
+                            packed[j % 2 * 2 + 0] = pack<OutType>(v00, v01);
+                            packed[j % 2 * 2 + 1] = pack<OutType>(v10, v11);
+                            if (j % 2 == 1) {
+                                const int matrix = lane / 8, line = warp * 16 + matrix % 2 * 8 + lane % 8;
+                                const int piece = (j - 1 + matrix / 2) ^ (line % 8);
+                                store_matrices(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                            }
                         }
-#else
-                        const int64_t layer = int64_t(tile.batch) * problem.parts + tile.part;
-                        OutType* to = out + (layer * problem.M + row0) * int64_t(out_m) + n;
-                        store_pair(to, v00, v01, row0 < problem.M ? problem.N - n : 0);
-                        store_pair(to + 8 * int64_t(out_m), v10, v11, row1 < problem.M ? problem.N - n : 0);
+#endif
+#if !OUT_TMA || GROUPED == JAGGED_M
+                        if (!bulk) {
+                            const int64_t layer = int64_t(tile.layer()) * problem.parts + tile.part;
+                            OutType* to = OUT_ROWS + (layer * problem.M + row0) * int64_t(out_m) + n;
+                            store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? problem.N - n : 0);
+                            store_pair(to + 8 * int64_t(out_m), v10, v11, row1 < tile.row_stop(problem) ? problem.N - n : 0);
+                        }
 #endif
                     }
 #if OUT_TMA
-                    fence_async();
-                    warpgroup_sync(1 + warpgroup);
-                    if (threadIdx.x % WARPGROUP == 0) {
-                        tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64, tile.batch);
-                        tma_store_commit();
+                    if (bulk) {
+                        fence_async();
+                        warpgroup_sync(1 + warpgroup);
+                        if (threadIdx.x % WARPGROUP == 0) {
+                            tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64, tile.layer());
+                            tma_store_commit();
+                        }
                     }
 #endif
                 }

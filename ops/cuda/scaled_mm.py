@@ -16,11 +16,11 @@ from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
 _SHARED_LIMIT: Final = 227 << 10
-_TMA_ALIGNMENT: Final = 16
-_LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
+TMA_ALIGNMENT: Final = 16
+LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
 _SUM_THREADS: Final = 256  # THREADS of sum_parts.cu
-_TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-_OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def accepts(
             return f"{name} {fault}"
         if kind == "LINE" and scale.shape[-1] > 1 and scale.stride(-1) != 1:
             return f"{name} has stride {scale.stride(-1)} from line to line, not 1"
-    if max(*a.shape, *b.shape, *a_scale.stride(), *b_scale.stride()) > _LARGEST:
+    if max(*a.shape, *b.shape, *a_scale.stride(), *b_scale.stride()) > LARGEST:
         return "a size, or a stride of the scales, is past 32 bits"
     return None
 
@@ -112,11 +112,11 @@ def map_fault(x: Tensor) -> str | None:
     if x.stride(-1) != 1 and x.shape[-1] != 1:
         return f"has stride {x.stride(-1)} along its contiguous axis, not 1"
     for axis in range(x.dim() - 1):
-        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % _TMA_ALIGNMENT or x.stride(axis) == 0):
+        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % TMA_ALIGNMENT or x.stride(axis) == 0):
             return f"has a stride of {x.stride(axis) * x.element_size()} bytes, no multiple of 16"
     if x.shape[-2] > 1 and x.stride(-2) < x.shape[-1]:
         return f"has lines of {x.shape[-1]} elements at a stride of {x.stride(-2)}"
-    if x.data_ptr() % _TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
+    if x.data_ptr() % TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
         return "starts at an address that is no multiple of 16"
     return None
 
@@ -160,7 +160,7 @@ def _plan_parts(
     parts = torch.empty((*batch, config.PARTS, m, n), dtype=torch.float32, device=out.device)
     product = _plan(a, a_scale, a_block, b, b_scale, b_block, None, parts, target, config)
     batches = batch[0] if batch else 1
-    macros = (("OUT", _OUT[out.dtype]), ("BIAS", 0 if bias is None else _OUT[bias.dtype]))
+    macros = (("OUT", OUT[out.dtype]), ("BIAS", 0 if bias is None else OUT[bias.dtype]))
     blocks = min(-(-(n + 1) // 2 * m * batches // _SUM_THREADS), 8 * target.cores)
     add = CudaLaunch(
         kernel=CudaKernel("sum_parts.cu", "sum_parts", macros),
@@ -187,27 +187,27 @@ def _plan(
     batches = out.shape[0] if out.dim() == (4 if parts > 1 else 3) else 1
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
     # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
-    whole_pieces = n * out.element_size() % _TMA_ALIGNMENT == 0 and map_fault(out) is None
+    whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
     through_tma = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
-    stages, shared = _stages(config, kinds, out_chunks if through_tma else 0)
+    stages, shared = stages_that_fit(config, kinds, out_chunks if through_tma else 0)
     multicast = config.CLUSTER > 1
     macros: dict[str, int | str] = {
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
-        "GROUP": config.GROUP, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
-        "PROMOTE": config.PROMOTE, "OUT": _OUT[out.dtype], "OUT_TMA": int(through_tma), "OUT_CHUNKS": out_chunks,
-        "BIAS": 0 if bias is None else _OUT[bias.dtype],
+        "GROUP": config.GROUP, "GROUPED": "DENSE", "A_SCALE": kinds[0], "B_SCALE": kinds[1],
+        "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_TMA": int(through_tma), "OUT_CHUNKS": out_chunks,
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
-    a_scales: Argument = TensorMap(_batch(a_scale.mT), (1, 1, config.BM)) if kinds[0] == "VECTOR" else a_scale
-    b_scales: Argument = TensorMap(_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
+    a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, config.BM)) if kinds[0] == "VECTOR" else a_scale
+    b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
     args: dict[str, Argument] = {
-        "a": TensorMap(_batch(a), (1, a_rows, BK), 128),
-        "b": TensorMap(_batch(b.mT), (1, b_rows, BK), 128),
-        "out": TensorMap(_batch(out), (1, 64, 64), 128) if through_tma else out,
+        "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
+        "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128),
+        "out": TensorMap(as_batch(out), (1, 64, 64), 128) if through_tma else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
         "problem": (m, n, k, batches, parts),
         "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
@@ -216,7 +216,7 @@ def _plan(
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel(
-            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, _TYPES[a.dtype], _TYPES[b.dtype])
+            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
         ),
         grid=(_programs(m, n, batches, config, target), 1, 1),
         threads=128 * (config.MATH + 1),
@@ -234,22 +234,25 @@ def _programs(m: int, n: int, batches: int, config: Config, target: Target) -> i
     return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
 
 
-def _stages(config: Config, kinds: tuple[str, str], out_chunks: int) -> tuple[int, int]:
-    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
-    a_scale = 4 * config.BM if kinds[0] == "VECTOR" else 0
+def stages_that_fit(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int = 0) -> tuple[int, int]:
+    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take.
+
+    `scales_of_a` is how many a stage holds, if not one for each row of the tile.
+    """
+    a_scale = 4 * (scales_of_a or config.BM) if kinds[0] == "VECTOR" else 0
     b_scale = {"VECTOR": 4 * config.BN, "BLOCK": 128}.get(kinds[1], 0)
-    stage = (config.BM + config.BN) * BK + _round_up(a_scale, 128) + _round_up(b_scale, 128) + 16
+    stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
     fixed = config.MATH * out_chunks * 64 * 128
     stages = config.STAGES or min((_SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
 
 
-def _batch(x: Tensor) -> Tensor:
+def as_batch(x: Tensor) -> Tensor:
     """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
     batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
-    lead = x.stride(-2) if rows > 1 else _round_up(columns, _TMA_ALIGNMENT // x.element_size())
+    lead = x.stride(-2) if rows > 1 else round_up(columns, TMA_ALIGNMENT // x.element_size())
     return x.as_strided((batches, rows, columns), (x.stride(0) if batches > 1 else lead * rows, lead, 1))
 
 
-def _round_up(size: int, to: int) -> int:
+def round_up(size: int, to: int) -> int:
     return -(-size // to) * to

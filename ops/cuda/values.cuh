@@ -6,8 +6,9 @@
 
 enum class Input { BF16, FP16, FP32 };
 
-// x; silu(x) * other; or x * rstd * other, where `other` is one row for all.
-enum class Source { PLAIN, SILU_MUL, RMS_NORM };
+// x; silu(x) * other; x * rstd * other, where `other` is one row for all; or the gradient of silu(gate) * up, where `x`
+// holds gate and up side by side, as the gradient does, and `other` the gradient of the product.
+enum class Source { PLAIN, SILU_MUL, RMS_NORM, SILU_MUL_GRAD };
 
 constexpr bool SIXTEEN_BITS = INPUT != Input::FP32;
 constexpr int ELEMENT_BYTES = SIXTEEN_BITS ? 2 : 4;
@@ -53,6 +54,11 @@ struct PackedValues {
         for (int r = 0; r < ROWS; ++r) row[r].pack_again();
     }
 
+    void clear() {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) row[r] = Chunk{};
+    }
+
     unsigned row_amax(int r) const {
         const auto& word = row[r].word;
         unsigned largest = word[0] & MAGNITUDES;
@@ -93,6 +99,14 @@ struct FloatValues {
     float at(int r, int c) const { return row[r][c]; }
 
     void pack_again() {}
+
+    void clear() {
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+            for (int c = 0; c < 8; ++c) row[r][c] = 0.0f;
+        }
+    }
 
     unsigned row_amax(int r) const {
         unsigned largest = 0;
@@ -187,6 +201,13 @@ __forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long 
 // With a relative error under 1e-5.
 __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
+// The gradients of silu(gate) * up in gate and in up, of a gradient of 1.
+__forceinline__ float grad_of_gate(float gate, float up) {
+    const float sigmoid = __fdividef(1.0f, 1.0f + __expf(-gate));
+    return up * sigmoid * (1.0f + gate * (1.0f - sigmoid));
+}
+__forceinline__ float grad_of_up(float gate) { return silu(gate); }
+
 __forceinline__ auto load_values(const void* x, const void* other, const float* rstd, long long first_row, int row, int column, int M,
                                    int N, int x_m, int other_m) {
     if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
@@ -196,7 +217,9 @@ __forceinline__ auto load_values(const void* x, const void* other, const float* 
     } else {
         FloatValues values;
         Chunk chunks[ROWS];
-        load_chunks<LOAD>(chunks, x, first_row, row, column, M, N, x_m);
+        if (SOURCE != Source::SILU_MUL_GRAD || column < N / 2) {
+            load_chunks<LOAD>(chunks, x, first_row, row, column, M, N, x_m);
+        }
         if constexpr (SOURCE == Source::SILU_MUL) {
             Chunk others[ROWS];
             load_chunks<LOAD>(others, other, first_row, row, column, M, N, other_m);
@@ -204,6 +227,30 @@ __forceinline__ auto load_values(const void* x, const void* other, const float* 
             for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
                 for (int c = 0; c < 8; ++c) values.row[r][c] = silu(chunks[r].at(c)) * others[r].at(c);
+            }
+        } else if constexpr (SOURCE == Source::SILU_MUL_GRAD) {
+            const int half = N / 2;  // a multiple of 8: a chunk lies on one side
+            const bool of_up = column >= half;
+            const int place = of_up ? column - half : column;
+            if (of_up) load_chunks<LOAD>(chunks, x, first_row, row, place, M, half, x_m);
+            Chunk grads[ROWS];
+            load_chunks<LOAD>(grads, other, first_row, row, place, M, half, other_m);
+            if (of_up) {
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int c = 0; c < 8; ++c) values.row[r][c] = grads[r].at(c) * grad_of_up(chunks[r].at(c));
+                }
+            } else {
+                Chunk ups[ROWS];
+                load_chunks<LOAD>(ups, x, first_row, row, place + half, M, N, x_m);
+#pragma unroll
+                for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+                    for (int c = 0; c < 8; ++c) {
+                        values.row[r][c] = grads[r].at(c) * grad_of_gate(chunks[r].at(c), ups[r].at(c));
+                    }
+                }
             }
         } else if constexpr (SOURCE == Source::RMS_NORM) {
             Chunk weight[1];

@@ -1,0 +1,172 @@
+"""`GroupedScaledTensor`: FP8 data of tokens in groups, with scales that hold for tokens of one group only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fp8fn.ops import reference
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
+from fp8fn.ops.groups import ROWS, spread_rows
+from fp8fn.ops.layout import WHOLE
+
+
+@dataclass(frozen=True)
+class GroupedScaledTensor:
+    """FP8 `data` of `size` tokens in `E` groups along `axis`, the `scale` that DEquantizes it, the groups' END offsets.
+
+    Invariants, for `axis` 0; for 1 both matrices are transposed:
+
+    - group `g` is tokens `offsets[g-1]` to `offsets[g]` of `size`; `offsets` is int32 `(E,)`, ascends, and an offset
+      past `size` counts as `size`;
+    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says, `data` is `(P, N)` with
+      `P = 128 * (size // 128 + E)`, and `scale` is `(P / 128, N)`, so that `ScaledTensor(data, scale, (128, 1))` is one
+      of the spread tokens; bytes of rows without a token are zero;
+    - `block` -1: `data` is `(size, N)`, tokens as they were, and `scale` is `(E, N)`, one for each group and column;
+      bytes of tokens past the last offset are zero, and an empty group has the scale of zeros;
+    - `x ≈ data.float() * scale`, with each scale repeated over the tokens it holds for;
+    - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu.
+
+    Raises `ValueError` or `TypeError` where one of the shapes or types does not hold; no value is read.
+    """
+
+    data: Tensor
+    scale: Tensor
+    offsets: Tensor
+    axis: int
+    block: int
+    size: int
+
+    def __post_init__(self) -> None:
+        # Under pytree.tree_map a leaf may be anything, an in_dim of vmap for one.
+        if all(isinstance(leaf, Tensor) for leaf in (self.data, self.scale, self.offsets)):
+            _check(self)
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the tensor that was quantized, `(size, N)` or `(N, size)`."""
+        lead, columns = self.data.shape[:-2], self.data.shape[-1 - self.axis]
+        return torch.Size((*lead, *((self.size, columns) if self.axis == 0 else (columns, self.size))))
+
+    @property
+    def groups(self) -> int:
+        return self.offsets.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
+    def mT(self) -> GroupedScaledTensor:
+        """The transpose, with the groups along the other axis; no data moves."""
+        return GroupedScaledTensor(self.data.mT, self.scale.mT, self.offsets, 1 - self.axis, self.block, self.size)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """`data * scale` in float32, rounded once to `dtype`, of the shape and in the order that were quantized.
+
+        Tokens past the last offset are zeros. Of a batch, as `vmap` returns one, `vmap` this.
+        """
+        if dtype not in INPUT_DTYPES:
+            raise TypeError(f"dequantize: dtype={dtype} is not an output type; use bfloat16, float16 or float32")
+        if self.axis == 1:
+            return self.mT.dequantize(dtype).mT
+        block = (self.block, 1)
+        return reference.dequantize_grouped(self.data, self.scale, self.offsets, block, self.size).to(dtype)
+
+    def to(self, device: torch.device | str) -> GroupedScaledTensor:
+        """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
+        data, scale = (
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+            for t in (self.data, self.scale)
+        )
+        return GroupedScaledTensor(data, scale, self.offsets.to(device), self.axis, self.block, self.size)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # pickle and copy know no storage of FP8: they get the bytes, and the types beside them.
+        data, scale = self.data.view(torch.uint8), self.scale
+        if scale.dtype != torch.float32:
+            scale = scale.view(torch.uint8)
+        state = {"data": data, "scale": scale, "dtypes": (self.dtype, self.scale.dtype), "offsets": self.offsets}
+        return {**state, "axis": self.axis, "block": self.block, "size": self.size}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, dtype in zip(("data", "scale"), state["dtypes"], strict=True):
+            object.__setattr__(self, name, state[name].view(dtype))
+        for name in ("offsets", "axis", "block", "size"):
+            object.__setattr__(self, name, state[name])
+        self.__post_init__()
+
+    def __repr__(self) -> str:
+        kind = "e8m0" if self.scale.dtype == SCALE_DTYPES[1] else "fp32"
+        where = f", device={str(self.device)!r}" if self.device.type != "cpu" else ""
+        return (
+            f"GroupedScaledTensor({short_name(self.dtype)}{list(self.shape)}, groups={self.groups}, axis={self.axis}, "
+            f"block={self.block}, scale={kind}{where})"
+        )
+
+
+def _check(q: GroupedScaledTensor) -> None:
+    name = "GroupedScaledTensor"
+    if q.axis not in (0, 1):
+        raise ValueError(f"{name}: axis={q.axis} is none of a matrix; use 0 for groups of rows, 1 for columns")
+    if q.block not in (ROWS, WHOLE):
+        raise ValueError(f"{name}: block={q.block} is no block of grouped tokens; use {ROWS}, or {WHOLE} for a group")
+    if q.data.dtype not in FP8_DTYPES:
+        raise TypeError(f"{name}: data has dtype {q.data.dtype}, not an FP8 type; fp8fn.quantize_grouped makes one")
+    if q.scale.dtype not in SCALE_DTYPES:
+        raise TypeError(f"{name}: scale has dtype {q.scale.dtype}; use float32 or float8_e8m0fnu")
+    if q.offsets.dtype != torch.int32:
+        raise TypeError(f"{name}: offsets has dtype {q.offsets.dtype}; use int32, offsets.to(torch.int32) for one")
+    if q.data.ndim < 2 or q.offsets.ndim < 1:
+        given = tuple(q.data.shape), tuple(q.offsets.shape)
+        raise ValueError(f"{name}: data has shape {given[0]} and offsets {given[1]}; use (P, N) and (E,)")
+    tokens, scales = (q.size, q.groups) if q.block == WHOLE else _spread_extents(q.size, q.groups)
+    if q.data.shape[-2 + q.axis] != tokens:
+        raise ValueError(
+            f"{name}: data has shape {tuple(q.data.shape)}; size={q.size} in {q.groups} groups and blocks of {q.block} "
+            f"needs {tokens} along axis {q.axis}"
+        )
+    columns = q.data.shape[-1 - q.axis]
+    expected = (*q.data.shape[:-2], *((scales, columns) if q.axis == 0 else (columns, scales)))
+    if tuple(q.scale.shape) != expected:
+        raise ValueError(f"{name}: scale has shape {tuple(q.scale.shape)}; data {tuple(q.data.shape)} needs {expected}")
+
+
+def _spread_extents(size: int, groups: int) -> tuple[int, int]:
+    """Rows of the spread layout, and how many blocks they are."""
+    rows = spread_rows(size, groups)
+    return rows, rows // ROWS
+
+
+def _flatten(q: GroupedScaledTensor) -> tuple[list[Any], tuple[int, int, int]]:
+    return [q.data, q.scale, q.offsets], (q.axis, q.block, q.size)
+
+
+def _flatten_with_keys(q: GroupedScaledTensor) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[int, int, int]]:
+    leaves, context = _flatten(q)
+    names = ("data", "scale", "offsets")
+    return [(pytree.GetAttrKey(name), leaf) for name, leaf in zip(names, leaves, strict=True)], context
+
+
+def _unflatten(leaves: Any, context: tuple[int, int, int]) -> GroupedScaledTensor:
+    data, scale, offsets = leaves
+    return GroupedScaledTensor(data, scale, offsets, *context)
+
+
+pytree.register_pytree_node(
+    GroupedScaledTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="fp8fn.GroupedScaledTensor",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)

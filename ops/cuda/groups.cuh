@@ -1,0 +1,21 @@
+// Where the groups of a grouped product lie, from their END offsets on the device; `fp8fn/ops/groups.py` says what for.
+#pragma once
+
+// Groups of tokens: `group` holds tokens `start` to `stop`. Offsets that sink or pass `tokens` make no access outside.
+struct Group {
+    int group, start, stop;
+
+    __device__ __forceinline__ Group(const int* offsets, int tokens) : group(0), start(0), stop(end_of(offsets[0], 0, tokens)) {}
+
+    // On to the next one; past the last of `groups`, the one of the tokens that are in none.
+    __device__ __forceinline__ void advance(const int* offsets, int groups, int tokens) {
+        group++;
+        start = stop;
+        stop = group < groups ? end_of(offsets[group], start, tokens) : tokens;
+    }
+
+    static __device__ __forceinline__ int end_of(int offset, int start, int tokens) { return min(max(offset, start), tokens); }
+};
+
+// The first block of 128 of a group whose tokens are spread.
+__device__ __forceinline__ int first_spread_block(int start, int group) { return start / 128 + group; }

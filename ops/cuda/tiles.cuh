@@ -1,0 +1,112 @@
+// Which output tiles a block works on, one after the other: of one matrix or a batch of them, or of groups of tokens.
+//
+// Macros: those of scaled_mm.cu. GROUPED is DENSE; JAGGED_M, where the rows of a and out are tokens, and those of group g
+// are multiplied by matrix g of b; or JAGGED_K, where the tokens, spread, are summed over, and group g is matrix g of out.
+#pragma once
+#include "hopper.cuh"
+#include "groups.cuh"
+
+constexpr int PAIR_M = SHARE_B ? CLUSTER : 1, PAIR_N = SHARE_B ? 1 : CLUSTER;
+static_assert(GROUPED == DENSE || CLUSTER == 1, "neighbours of a cluster may lie in two groups");
+
+// Of JAGGED_M, `batches` is the number of groups; of JAGGED_K too, and K the extent of the spread tokens.
+struct Problem {
+    int M, N, K, batches, parts;
+
+    INLINE int tiles_m() const { return (M + BM * PAIR_M - 1) / (BM * PAIR_M); }
+    INLINE int tiles_n() const { return (N + BN * PAIR_N - 1) / (BN * PAIR_N); }
+    INLINE int tiles() const { return tiles_m() * tiles_n() * batches * parts; }
+};
+
+// An output tile and the k-blocks that a block of threads works on.
+struct Tile {
+    int m, n, batch, part, k_start, k_stop;
+#if GROUPED == JAGGED_M
+    int stop;  // of the group's rows
+    INLINE int row_stop(const Problem&) const { return stop; }
+    INLINE int layer() const { return 0; }
+#else
+    INLINE int row_stop(const Problem& problem) const { return problem.M; }
+    INLINE int layer() const { return batch; }
+#endif
+
+    // `index` counts the tiles of `tiles_m` rows of them in the order that keeps operands in L2, GROUP rows of tiles at a
+    // time, column by column.
+    INLINE void place(int index, int tiles_m, int tiles_n) {
+        const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);
+        index %= GROUP * tiles_n;
+        m = first + index % height;
+        n = index / height;
+        if constexpr (CLUSTER > 1) {
+            m = SHARE_B ? m * CLUSTER + cluster_rank() : m;
+            n = SHARE_B ? n : n * CLUSTER + cluster_rank();
+        }
+        m *= BM;
+        n *= BN;
+    }
+};
+
+#if GROUPED == JAGGED_M
+struct Walk {
+    const Problem& problem;
+    const int* offsets;
+    Group group;
+    int before = 0;  // tiles of the groups before
+
+    INLINE Walk(const Problem& problem, const int* offsets)
+        : problem(problem), offsets(offsets), group(offsets, problem.M) {}
+
+    INLINE int tiles_m() const { return (group.stop - group.start + BM - 1) / BM; }
+
+    // Whether there is a tile `index`, which may not sink from call to call.
+    INLINE bool reaches(int index) {
+        for (int tiles; index >= before + (tiles = tiles_m() * problem.tiles_n());) {
+            if (group.group == problem.batches) return false;
+            before += tiles;
+            group.advance(offsets, problem.batches, problem.M);
+        }
+        return true;
+    }
+
+    INLINE Tile at(int index) const {
+        Tile tile;
+        tile.place(index - before, tiles_m(), problem.tiles_n());
+        tile.m += group.start;
+        tile.stop = group.stop;
+        tile.batch = group.group;
+        tile.part = 0;
+        tile.k_start = 0;
+        tile.k_stop = group.group < problem.batches ? (problem.K + BK - 1) / BK : 0;
+        return tile;
+    }
+};
+#else
+struct Walk {
+    const Problem& problem;
+    const int* offsets;
+
+    INLINE Walk(const Problem& problem, const int* offsets) : problem(problem), offsets(offsets) {}
+
+    INLINE bool reaches(int index) const { return index < problem.tiles(); }
+
+    INLINE Tile at(int index) const {
+        Tile tile;
+        const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
+        const int layer = index / (tiles_m * tiles_n);
+        tile.batch = layer / problem.parts;
+        tile.part = layer % problem.parts;
+        tile.place(index - layer * (tiles_m * tiles_n), tiles_m, tiles_n);
+        const int blocks = (problem.K + BK - 1) / BK;
+#if GROUPED == JAGGED_K
+        const int start = tile.batch ? Group::end_of(offsets[tile.batch - 1], 0, problem.K) : 0;
+        const int stop = Group::end_of(offsets[tile.batch], start, problem.K);
+        tile.k_start = first_spread_block(start, tile.batch);
+        tile.k_stop = min(tile.k_start + (stop - start + BK - 1) / BK, blocks);
+#else
+        tile.k_start = int(int64_t(blocks) * tile.part / problem.parts);
+        tile.k_stop = int(int64_t(blocks) * (tile.part + 1) / problem.parts);
+#endif
+        return tile;
+    }
+};
+#endif

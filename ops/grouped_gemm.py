@@ -1,0 +1,196 @@
+"""The op `fp8fn::grouped_gemm`: products of groups of 16- or 32-bit tokens in FP8, written with the ops below it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.gemm import Quantized, quantize, quantize_both
+from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, check_group_bias, check_grouping
+from fp8fn.ops.scaled_mm import check_product
+
+GROUPED_GEMM_SCHEMA: Final = (
+    "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? bias=None, str recipe=\"blockwise\","
+    " ScalarType? out_dtype=None) -> Tensor"
+)  # fmt: skip
+
+
+def check_grouped_gemm(
+    a: Tensor, b: Tensor, offsets: Tensor | None, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype | None
+) -> None:
+    for name, operand in (("a", a), ("b", b)):
+        if operand.dtype not in INPUT_DTYPES:
+            raise TypeError(f"grouped_gemm: {name} has dtype {operand.dtype}; use bfloat16, float16 or float32")
+    if offsets is None:
+        _check_batch(a, b, bias)
+    else:
+        check_grouping("grouped_gemm", a, b, offsets)
+        check_group_bias("grouped_gemm", b, offsets.shape[0], bias)
+        check_recipe("grouped_gemm", recipe)
+    check_product("grouped_gemm", a, b, None, out_dtype)
+
+
+def _check_batch(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    if a.ndim != 3 or b.ndim != 3:
+        raise ValueError(
+            f"grouped_gemm: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, and offsets is None; without offsets "
+            "both are batches, a (E, M, K) and b (E, K, N)"
+        )
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"grouped_gemm: a has batch {a.shape[0]} and b {b.shape[0]}; they must be equal")
+    check_group_bias("grouped_gemm", b, b.shape[0], bias)
+
+
+def check_recipe(op: str, recipe: Recipe) -> None:
+    """A wgrad sums over tokens that lie as `activation_block` and as `gradient_block` say: one way for both."""
+    for name, block, allowed in (
+        ("activation_block", recipe.activation_block, SUMMED_BLOCKS),
+        ("gradient_block", recipe.gradient_block, (recipe.activation_block,)),
+        ("weight_block", recipe.weight_block, EXPERT_BLOCKS),
+    ):
+        if block not in allowed:
+            raise ValueError(
+                f"{op}: the recipe's {name}={block} does not fit groups of tokens; use one of {allowed}, as "
+                "fp8fn.BLOCKWISE or fp8fn.ROWWISE do"
+            )
+
+
+def rows_forward(
+    a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
+    *, dgrad: bool, wgrad: bool,
+) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    """`a (M, K) @ b (E, K, N) + bias`, and what the backward needs: `b` for dgrad and `a`, by groups, for wgrad."""
+    a_args = (recipe.activation_block, recipe.activation_dtype, recipe.scale)
+    a_row, a_col = quantize_grouped_both(a, offsets, *a_args) if wgrad else (quantize(a, *a_args), None)
+    b_col, b_row = quantize_experts(b, recipe, both=dgrad)
+    return product(a_row, b_col, offsets, bias, out_dtype), a_col, b_row
+
+
+def rows_backward(
+    grad: Tensor, offsets: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`grad @ bᵀ` and `aᵀ @ grad` of each group; the second is stored as `b` is."""
+    args = (recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
+    grad_row: Quantized | None = None
+    grad_col: Quantized | None = None
+    if b_row is not None and a_col is not None:
+        grad_row, grad_col = quantize_grouped_both(grad, offsets, *args)
+    elif b_row is not None:
+        grad_row = quantize(grad, *args)
+    elif a_col is not None:
+        grad_col = quantize_grouped(grad, offsets, *args)
+    return rows_products(grad_row, grad_col, offsets, a_col, b_row, a_dtype, b_dtype, b_column_major)
+
+
+def rows_products(
+    grad_row: Quantized | None, grad_col: Quantized | None, offsets: Tensor,
+    a_col: Quantized | None, b_row: Quantized | None,
+    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`rows_backward` of a gradient in FP8."""
+    grad_a = grad_b = None
+    if b_row is not None and grad_row is not None:
+        grad_a = product(grad_row, b_row.mT, offsets, None, a_dtype)
+    if a_col is not None and grad_col is not None:
+        if b_column_major:
+            grad_b = product(grad_col.mT, a_col, offsets, None, b_dtype).mT
+        else:
+            grad_b = product(a_col.mT, grad_col, offsets, None, b_dtype)
+    return grad_a, grad_b
+
+
+def k_forward(
+    a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
+    *, dgrad: bool, wgrad: bool,
+) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    """`a (M, K) @ b (K, N) + bias` of each group of K, and `aᵀ` for wgrad and `b` for dgrad, by rows.
+
+    Both operands have the blocks of an activation: a block of `weight_block` would hold elements of two groups.
+    """
+    a_args = (a.mT, offsets, recipe.activation_block, recipe.activation_dtype, recipe.scale)
+    b_args = (b, offsets, recipe.activation_block, recipe.weight_dtype, recipe.scale)
+    a_row, a_col = quantize_grouped_both(*a_args) if wgrad else (None, quantize_grouped(*a_args))
+    b_row, b_col = quantize_grouped_both(*b_args) if dgrad else (None, quantize_grouped(*b_args))
+    return product(a_col.mT, b_col, offsets, bias, out_dtype), a_row, b_row
+
+
+def k_backward(
+    grad: Tensor, offsets: Tensor, a_row: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    a_dtype: torch.dtype, b_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """`(b @ gradᵀ)ᵀ` and `aᵀ @ grad`, whose groups are rows of `b` and of `aᵀ`; the first is column-major."""
+    args = (grad, recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
+    grad_row: Quantized | None = None
+    grad_col: Quantized | None = None
+    if a_row is not None and b_row is not None:
+        grad_row, grad_col = quantize_both(*args)
+    elif b_row is not None:
+        grad_row = quantize(*args)
+    elif a_row is not None:
+        grad_col = quantize(grad, swap(recipe.gradient_block), *args[2:], sums_rows=True)
+    grad_a = grad_b = None
+    if b_row is not None and grad_row is not None:
+        grad_a = product(b_row, grad_row.mT, offsets, None, a_dtype).mT
+    if a_row is not None and grad_col is not None:
+        grad_b = product(a_row, grad_col, offsets, None, b_dtype)
+    return grad_a, grad_b
+
+
+def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype | None, scale: str) -> Quantized:
+    """`x (M, N)` for a product that sums over its tokens, in the transposed `block`."""
+    data, scales = torch.ops.fp8fn.quantize_grouped(x, offsets, swap(block), dtype, scale)
+    return Quantized(data, scales, swap(block))
+
+
+def quantize_grouped_both(
+    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype | None, scale: str
+) -> tuple[Quantized, Quantized]:
+    """`x (M, N)` in `block`, and `quantize_grouped` of it: one read where it fits on chip."""
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_grouped_dual(x, offsets, block, dtype, scale)
+    return Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
+
+
+def quantize_experts(b: Tensor, recipe: Recipe, *, both: bool) -> tuple[Quantized, Quantized | None]:
+    """`b (E, K, N)` for the forward, and with `both` for dgrad."""
+    args = (b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
+    return quantize_both(*args, sums_rows=True) if both else (quantize(*args, sums_rows=True), None)
+
+
+def product(a: Quantized, b: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return torch.ops.fp8fn.scaled_grouped_mm(*a, *b, offsets, bias, out_dtype)  # type: ignore[no-any-return]
+
+
+def sum_groups(x: Tensor, offsets: Tensor) -> Tensor:
+    """`x (M, N)` → the float32 sum of each group's rows, `(E, N)`, in one order and without atomics.
+
+    Each group is cut into pieces of `⌈M / E⌉` rows, `2E` of them at most and one at least, as ops/groups.py lays
+    them. The pieces of a group follow one another, so a scan in `⌈log2(2E)⌉` steps that stops at borders adds them.
+    """
+    rows, groups = x.shape[0], offsets.shape[0]
+    if rows == 0:
+        return x.new_zeros((groups, x.shape[1]), dtype=torch.float32)
+    size = (rows + groups - 1) // groups
+    ends = offsets.long().clamp(0, rows)
+    starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+    first = starts // size + torch.arange(groups, device=x.device)
+    piece = torch.arange(2 * groups, device=x.device)
+    group = (piece[:, None] >= first).sum(1) - 1
+    rank = ((piece - first[group]) * size)[:, None] + torch.arange(size, device=x.device)
+    token = starts[group][:, None] + rank
+    inside = token < ends[group][:, None]
+    # A selection and not a product with zeros: the rows of another group may be NaN.
+    values = torch.where(inside[..., None], x[token.clamp(0, rows - 1)], 0)
+    sums = values.sum(1, dtype=torch.float32)
+    step = 1
+    while step < 2 * groups:
+        same = group[step:] == group[:-step]
+        sums = torch.cat([sums[:step], torch.where(same[:, None], sums[step:] + sums[:-step], sums[step:])])
+        step *= 2
+    last = torch.cat([first[1:] - 1, torch.full_like(first[:1], 2 * groups - 1)])
+    return sums[last]

@@ -1,0 +1,114 @@
+"""The definition of the grouped scaled product, in plain PyTorch: dequantize in float32, multiply, round once.
+
+Nothing waits for the device, and no shape depends on a value: each group is cut into pieces of `⌈M / E⌉` tokens, of
+which there are at most `2E` whatever the offsets, so at most twice the multiplications that are needed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.groups import ROWS, most_tokens
+from fp8fn.ops.layout import WHOLE, Block, is_column_major
+from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
+
+
+class Pieces(NamedTuple):
+    """`group (pieces,)`, and `(pieces, size)` each: the token at a place, whether one is, its rank in the group."""
+
+    group: Tensor
+    token: Tensor
+    inside: Tensor
+    rank: Tensor
+
+
+def scaled_grouped_mm(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """`a (M, K) @ b (E, K, N)` → `(M, N)`, or `a (R, P) @ b (P, N)` summed over each group → `(E, R, N)`."""
+    operands = (a, a_scale, a_block, b, b_scale, b_block, offsets, bias)
+    with torch.autocast(a.device.type, enabled=False):  # which would multiply in 16 bits
+        return (_by_rows if b.ndim == 3 else _by_k)(*operands).to(out_dtype)
+
+
+def _by_rows(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Tokens past the last group's end belong to no piece: their rows are zeros."""
+    rows = a.shape[0]
+    # One row more than there are tokens, for the places of a piece where none lies.
+    out = a.new_zeros((rows + 1, b.shape[-1]), dtype=torch.float32)
+    if rows == 0:
+        return out[:rows]
+    pieces = _pieces(offsets, rows)
+    values, scales = _dequantized(a, a_scale, a_block), b_scale.float()
+    target = torch.where(pieces.inside, pieces.token, rows)
+    for i in range(pieces.group.shape[0]):
+        group = pieces.group[i : i + 1]
+        weight = _dequantized(_selected(b, group), scales.index_select(0, group), b_block)[0]
+        product = values.index_select(0, pieces.token[i]) @ weight
+        if bias is not None:
+            product = product + bias.index_select(0, group).float()
+        out.index_copy_(0, target[i], product)
+    return out[:rows]
+
+
+def _by_k(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    (rows, summed), columns, groups = a.shape, b.shape[1], offsets.shape[0]
+    out = a.new_zeros((groups, rows, columns), dtype=torch.float32)
+    spread = a_block[1] != WHOLE
+    tokens = most_tokens(summed, groups) if spread else summed
+    if tokens > 0:
+        pieces = _pieces(offsets, tokens)
+        place = pieces.token
+        left, right = _widened(a), _widened(b)
+        if spread:
+            left, right = _dequantized(a, a_scale, a_block), _dequantized(b, b_scale, b_block)
+            starts, _ = _borders(offsets, tokens)
+            first = ROWS * (starts // ROWS + torch.arange(groups, device=a.device))
+            place = (first[pieces.group][:, None] + pieces.rank).clamp_max(summed - 1)
+        for i in range(pieces.group.shape[0]):
+            group, inside = pieces.group[i : i + 1], pieces.inside[i]
+            # Not a product with zeros: the tokens of another group may be NaN.
+            part = torch.where(inside, left.index_select(1, place[i]), 0.0)
+            other = torch.where(inside[:, None], right.index_select(0, place[i]), 0.0)
+            if not spread:
+                part = torch.where(inside, part * a_scale.float().index_select(1, group), 0.0)
+                other = torch.where(inside[:, None], other * b_scale.float().index_select(0, group), 0.0)
+            out.index_add_(0, group, (part @ other)[None])  # one row at a time: no order is left open
+    return out if bias is None else out + bias.float()[:, None]
+
+
+def _pieces(offsets: Tensor, rows: int) -> Pieces:
+    """Group `g` takes the pieces from `starts[g] // size + g` on, which leaves room enough (ops/groups.py)."""
+    groups, device = offsets.shape[0], offsets.device
+    size = max(-(-rows // groups), 1)
+    starts, ends = _borders(offsets, rows)
+    first = starts // size + torch.arange(groups, device=device)
+    piece = torch.arange(rows // size + groups, device=device)
+    group = (torch.searchsorted(first, piece, right=True) - 1).clamp_min(0)
+    rank = ((piece - first[group]) * size)[:, None] + torch.arange(size, device=device)
+    token = starts[group][:, None] + rank
+    return Pieces(group, token.clamp(0, rows - 1), token < ends[group][:, None], rank.clamp_min(0))
+
+
+def _borders(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """First token of each group and the one behind its last, within the tokens there are."""
+    ends = offsets.long().clamp(0, rows)
+    return torch.cat([ends.new_zeros(1), ends[:-1]]), ends
+
+
+def _selected(b: Tensor, index: Tensor) -> Tensor:
+    """`b.index_select(0, index)` stored as `b` is; as bytes, for FP8 has no such kernel everywhere."""
+    if is_column_major(b):
+        return _selected(b.mT, index).mT
+    return b.view(torch.uint8).index_select(0, index).view(b.dtype)

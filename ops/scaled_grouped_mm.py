@@ -1,0 +1,209 @@
+"""The op `fp8fn::scaled_grouped_mm`, products of groups of tokens in FP8: schema, checks, and dispatch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda import nvrtc
+from fp8fn.ops.cuda import scaled_grouped_mm as cuda
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
+from fp8fn.ops.groups import ROWS
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block, known_block
+from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
+from fp8fn.ops.targets import Target
+
+SCALED_GROUPED_MM_SCHEMA: Final = (
+    "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
+    " Tensor offsets, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+)
+
+# Of tokens that are rows a scale may not hold for two: the border of a group may lie between them.
+TOKEN_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, WHOLE), (1, 32), (WHOLE, WHOLE))
+EXPERT_BLOCKS: Final[tuple[Block, ...]] = ((128, 128), (128, 1), (WHOLE, 1), (32, 1), (WHOLE, WHOLE))
+# Of tokens that are summed over: spread over blocks of 128, or with one scale for all tokens of a group.
+SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
+
+_NAME: Final = "scaled_grouped_mm"
+_log = logging.getLogger("fp8fn")
+
+
+def check_scaled_grouped_mm(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None,
+) -> tuple[Block, Block]:  # fmt: skip
+    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    check_grouping(_NAME, a, b, offsets)
+    if b.ndim == 3:
+        left = check_operand(f"{_NAME}: a", a, a_scale, a_block)
+        right = check_operand(f"{_NAME}: b", b, b_scale, b_block)
+        for name, block, allowed in (("a", left, TOKEN_BLOCKS), ("b", right, EXPERT_BLOCKS)):
+            if block not in allowed:
+                raise ValueError(
+                    f"{_NAME}: {name}_block={block} does not fit groups of rows of a; use one of {allowed}"
+                )
+    else:
+        left = _check_summed("a", a, a_scale, a_block, offsets)
+        right = _check_summed("b", b, b_scale, b_block, offsets)
+        if left != (right[1], right[0]):
+            raise ValueError(
+                f"{_NAME}: a_block={left} and b_block={right} lay the tokens differently; "
+                f"with a_block={left} use b_block={(left[1], left[0])}"
+            )
+    check_product(_NAME, a, b, None, out_dtype)
+    check_group_bias(_NAME, b, offsets.shape[0], bias)
+    if a_scale.dtype != b_scale.dtype:
+        raise ValueError(
+            f"{_NAME}: a_scale has dtype {a_scale.dtype} and b_scale {b_scale.dtype}; both must have one format"
+        )
+    for name, tensor in (("a_scale", a_scale), ("b_scale", b_scale)):
+        if tensor.device != a.device:
+            raise ValueError(f"{_NAME}: a is on {a.device} and {name} on {tensor.device}; move them to one device")
+    return left, right
+
+
+def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
+    """Checks that `offsets` cuts rows of `a (M, K)` beside `b (E, K, N)`, or K of two matrices."""
+    if a.ndim != 2 or b.ndim not in (2, 3):
+        remedy = f"; that is {name}(b.mT, a.mT, offsets).mT" if (a.ndim, b.ndim) == (3, 2) else ""
+        raise ValueError(
+            f"{name}: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; with offsets, groups are rows of a (M, K) "
+            f"beside b (E, K, N), or parts of K of a (M, K) and b (K, N){remedy}"
+        )
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{name}: offsets has dtype {offsets.dtype}; use offsets.to(torch.int32)")
+    if offsets.ndim != 1 or offsets.shape[0] == 0:
+        given = tuple(offsets.shape)
+        raise ValueError(f"{name}: offsets has shape {given}; it must be (E,), the end of each of E >= 1 groups")
+    if b.ndim == 3 and offsets.shape[0] != b.shape[0]:
+        raise ValueError(
+            f"{name}: offsets has {offsets.shape[0]} ends and b {tuple(b.shape)} has {b.shape[0]} experts; "
+            "give one end for each, equal to the one before it for an expert without tokens"
+        )
+    if offsets.device != a.device:
+        raise ValueError(f"{name}: a is on {a.device} and offsets on {offsets.device}; move them to one device")
+
+
+def check_group_bias(name: str, b: Tensor, groups: int, bias: Tensor | None) -> None:
+    """Checks a bias `(E, N)`."""
+    if bias is None:
+        return
+    expected = (groups, b.shape[-1])
+    if tuple(bias.shape) != expected:
+        raise ValueError(f"{name}: bias has shape {tuple(bias.shape)}; it must be {expected}, a row for each group")
+    if bias.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: bias has dtype {bias.dtype}; use bfloat16, float16 or float32")
+    if bias.device != b.device:
+        raise ValueError(f"{name}: b is on {b.device} and bias on {bias.device}; move them to one device")
+
+
+def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], offsets: Tensor) -> Block:
+    """The block of an operand whose tokens are summed over: columns of `a (R, P)`, rows of `b (P, N)`."""
+    pair = known_block(block)
+    allowed = SUMMED_BLOCKS if name == "a" else tuple((along, across) for across, along in SUMMED_BLOCKS)
+    if pair is None or pair not in allowed:
+        raise ValueError(f"{_NAME}: {name}_block={tuple(block)} does not fit groups along K; use one of {allowed}")
+    if data.dtype not in FP8_DTYPES:
+        raise TypeError(f"{_NAME}: {name} has dtype {data.dtype}; it must be an FP8 type, of fp8fn.quantize_grouped")
+    if scale.dtype not in SCALE_DTYPES:
+        raise TypeError(f"{_NAME}: {name}_scale has dtype {scale.dtype}; it must be float32 or float8_e8m0fnu")
+    groups = offsets.shape[0]
+    (summed, other) = (data.shape[1], data.shape[0]) if name == "a" else (data.shape[0], data.shape[1])
+    parts = groups
+    if WHOLE not in pair:
+        if summed % ROWS != 0 or summed < ROWS * groups:
+            raise ValueError(
+                f"{_NAME}: {name} has {summed} spread tokens; {groups} groups in blocks of {ROWS} need a multiple of "
+                f"{ROWS} of at least {ROWS * groups}, as fp8fn.quantize_grouped makes it"
+            )
+        parts = summed // ROWS
+    expected = (other, parts) if name == "a" else (parts, other)
+    if tuple(scale.shape) != expected:
+        raise ValueError(
+            f"{_NAME}: {name}_scale has shape {tuple(scale.shape)}; {name} {tuple(data.shape)} in blocks of {pair} "
+            f"with {groups} groups needs {expected}"
+        )
+    return pair
+
+
+def empty_grouped_output(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """Uninitialised `(M, N)`, or `(E, M, N)` of groups along K; row-major."""
+    lead = () if b.ndim == 3 else (offsets.shape[0],)
+    return a.new_empty((*lead, a.shape[0], b.shape[-1]), dtype=out_dtype or torch.bfloat16)
+
+
+def scaled_grouped_mm_reference(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    out_dtype = out_dtype or torch.bfloat16
+    return reference.scaled_grouped_mm(a, a_scale, left, b, b_scale, right, offsets, bias, out_dtype)
+
+
+def scaled_grouped_mm_kernel(
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    operands = (a, a_scale, b, b_scale, offsets) if bias is None else (a, a_scale, b, b_scale, offsets, bias)
+    key = (_NAME, tuple(a_block), tuple(b_block), out_dtype, *map(kind, operands))
+    call = recall(key)
+    if call is not None:  # the key holds all that the checks read
+        return call(*operands)[0]  # type: ignore[no-any-return]
+    left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    target = targets.target_of(a.device)
+    targets.check_supported(target, a.device)
+    out = empty_grouped_output(a, b, offsets, out_dtype)
+    if out.numel() == 0:
+        return out
+    if not {a.dtype, b.dtype} <= set(targets.fp8_dtypes(target)):
+        _log.debug("%s: %s @ %s has no kernel on %s; plain PyTorch serves", _NAME, a.dtype, b.dtype, target.name)
+        return reference.scaled_grouped_mm(a, a_scale, left, b, b_scale, right, offsets, bias, out.dtype)
+    if bias is not None:
+        bias = bias.contiguous()
+    if target.name == "sm90":
+        a, b = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
+    launch = plan(a, a_scale, left, b, b_scale, right, offsets.contiguous(), bias, out, target)
+    copied = a.stride() != operands[0].stride() or b.stride() != operands[2].stride()
+    if isinstance(launch, Launch) or copied or not all(x.is_contiguous() for x in operands[4:]):
+        launch.run()
+        return out
+    return keep(key, cuda.call(launch, out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
+
+
+def plan(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target,
+) -> Launch | CudaLaunch:  # fmt: skip
+    """Which kernel multiplies, the one place that chooses: in CUDA C++ where that takes the operands, else Triton."""
+    operands = (a, a_scale, a_block, b, b_scale, b_block, offsets, bias)
+    # Tensors on the CPU are for Triton's interpreter.
+    reason = "a is on the CPU" if a.device.type == "cpu" else cuda.accepts(*operands, target) or nvrtc.unavailable()
+    launch: Launch | CudaLaunch
+    if reason is None:
+        from fp8fn.ops.tuning.grouped import choose_config, problem_of
+
+        jagged_m = b.ndim == 3
+        problem = problem_of(a, a_block, b, b_block, offsets.shape[0], out)
+        config = choose_config(problem, target.cores, jagged_m=jagged_m)
+        launch = replace(cuda.plan(*operands, out, target, config), reason="by the model")
+    else:
+        from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+
+        launch = replace(plan_scaled_grouped_mm(*operands, out, target), reason=f"no CUDA C++: {reason}")
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("%s %s x %s: %s", _NAME, tuple(a.shape), tuple(b.shape), launch.describe())
+    return launch

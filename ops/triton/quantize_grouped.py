@@ -1,0 +1,327 @@
+"""Quantization of grouped tokens: blocks of 128 tokens of one group, alone or beside row blocks, and scales of groups.
+
+A program takes one block of the spread layout (`fp8fn.ops.groups`) and a tile of columns, and finds its tokens from the
+offsets, which stay on the device. So groups of any sizes make programs of one size, and each group has one block at
+least. What the spread layout leaves behind the last group's tokens is room for those past the last offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.groups import ROWS, spread_rows
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
+from fp8fn.ops.triton.views import ceil_div, is_wide
+
+
+@dataclass(frozen=True)
+class GroupedTile:
+    """Columns that one program takes of 128 tokens, a multiple of 128 for the dual kernel."""
+
+    columns: int
+    num_warps: int
+
+
+# 64 elements a thread: no target spills, nor at ragged sizes or for a column-major `x`; twice as many spill on sm90.
+TILE: Final = GroupedTile(64, 4)
+DUAL_TILE: Final = GroupedTile(128, 8)
+
+
+@triton.jit
+def clamped(offset, M):
+    return tl.minimum(tl.maximum(offset, 0), M)
+
+
+@triton.jit
+def start_of(offsets, group, M, o_e):
+    """The first token of a group."""
+    return clamped(tl.load(offsets + (group - 1) * o_e, mask=group > 0, other=0), M)
+
+
+@triton.jit
+def tokens_of(offsets, block, M, E, o_e, BM: tl.constexpr, GROUPS: tl.constexpr):
+    """Of a block of the spread layout: its first token, the end of its group's, the group, and the group's block."""
+    index = tl.arange(0, GROUPS)
+    begins = start_of(offsets, tl.where(index < E, index, 0), M, o_e) // BM + index
+    group = tl.max(tl.where((index < E) & (begins <= block), index, 0), axis=0)
+    start = start_of(offsets, group, M, o_e)
+    end = clamped(tl.load(offsets + group * o_e), M)
+    first = start // BM + group
+    return start + (block - first) * BM, end, group, first
+
+
+@triton.jit
+def quantize_spread(
+    x, offsets, data, scales, M, N, E, x_m, x_n, o_e, d_m, d_n, s_m, s_n, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """One block of `BM` tokens and `BN` columns, in blocks `BM x 1`; rows without a token are zeros."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    block = pid // tiles_n
+    token, end, _, _ = tokens_of(offsets, block, M, E, o_e, BM, GROUPS)
+    row = tl.arange(0, BM)[:, None]
+    column = pid % tiles_n * BN + tl.arange(0, BN)
+    columns = column[None, :]
+    taken = token + row < end
+    source = x + (token + row) * x_m + columns * x_n
+    if EVEN:
+        values = tl.load(source, mask=taken, other=0.0).to(tl.float32)
+    else:
+        values = tl.load(source, mask=taken & (columns < N), other=0.0).to(tl.float32)
+
+    stored, inverse = scale_of(tl.max(magnitude_bits(values), axis=0), LARGEST, EMAX, FLOOR, FORMAT)
+    # Beside a NaN, a zero that stands for no token would become NaN.
+    scaled = tl.where(taken, values * inverse[None, :], 0.0)
+    quantized = cast(scaled, LARGEST, data.dtype.element_ty)
+    target = data + (block * BM + row) * d_m + columns * d_n
+    scale_target = scales + block * s_m + column * s_n
+    if EVEN:
+        tl.store(target, quantized)
+        tl.store(scale_target, stored)
+    else:
+        tl.store(target, quantized, mask=columns < N)
+        tl.store(scale_target, stored, mask=column < N)
+
+
+@triton.jit
+def quantize_spread_dual(
+    x, offsets, row_data, row_scales, data, scales, M, N, E, x_m, x_n, o_e, row_m, row_n, rs_m, rs_n,
+    d_m, d_n, s_m, s_n, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The same block, and its tokens in blocks `1 x BM` at their own places in `row_data`."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    block = pid // tiles_n
+    tile_n = pid % tiles_n
+    token, end, group, _ = tokens_of(offsets, block, M, E, o_e, BM, GROUPS)
+    row = tl.arange(0, BM)[:, None]
+    rows = token + row
+    column = tile_n * BN + tl.arange(0, BN)
+    columns = column[None, :]
+    row_columns = (tile_n * (BN // BM) + tl.arange(0, BN // BM))[None, :]
+    taken = rows < end
+    inside = rows < tl.where(group == E - 1, M, end)  # tokens past the last offset lie behind the last group's
+    source = x + rows * x_m + columns * x_n
+    if EVEN:
+        values = tl.load(source, mask=inside, other=0.0)
+    else:
+        values = tl.load(source, mask=inside & (columns < N), other=0.0)
+
+    # Rows are stored before columns are begun, which need the same registers.
+    by_row = tl.reshape(values, (BM, BN // BM, BM)).to(tl.float32)
+    row_stored, inverse = scale_of(tl.max(magnitude_bits(by_row), axis=2), LARGEST, EMAX, FLOOR, FORMAT)
+    row_values = tl.reshape(cast(by_row * inverse[:, :, None], LARGEST, row_data.dtype.element_ty), (BM, BN))
+    row_target = row_data + rows * row_m + columns * row_n
+    tl.store(row_scales + rows * rs_m + row_columns * rs_n, row_stored, mask=inside & (row_columns * BM < N))
+    if EVEN:
+        tl.store(row_target, row_values, mask=inside)
+    else:
+        tl.store(row_target, row_values, mask=inside & (columns < N))
+
+    by_column = tl.where(taken, values, 0.0).to(tl.float32)
+    stored, inverse = scale_of(tl.max(magnitude_bits(by_column), axis=0), LARGEST, EMAX, FLOOR, FORMAT)
+    quantized = cast(tl.where(taken, by_column * inverse[None, :], 0.0), LARGEST, data.dtype.element_ty)
+    target = data + (block * BM + row) * d_m + columns * d_n
+    scale_target = scales + block * s_m + column * s_n
+    if EVEN:
+        tl.store(target, quantized)
+        tl.store(scale_target, stored)
+    else:
+        tl.store(target, quantized, mask=columns < N)
+        tl.store(scale_target, stored, mask=column < N)
+
+
+@triton.jit
+def block_amax(
+    x, offsets, partials, M, N, E, x_m, x_n, o_e, p_m, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The largest magnitude of each column in one block of tokens, as bits."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    block = pid // tiles_n
+    token, end, _, _ = tokens_of(offsets, block, M, E, o_e, BM, GROUPS)
+    rows = token + tl.arange(0, BM)[:, None]
+    column = pid % tiles_n * BN + tl.arange(0, BN)
+    columns = column[None, :]
+    values = tl.load(x + rows * x_m + columns * x_n, mask=(rows < end) & (columns < N), other=0.0)
+    tl.store(partials + block * p_m + column, tl.max(magnitude_bits(values), axis=0), mask=column < N)
+
+
+@triton.jit
+def group_scales(
+    offsets, partials, scales, M, N, o_e, p_m, s_m, s_n, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The scales of one group, and its largest magnitudes in the place of those of its first block."""
+    group = tl.program_id(0) // tiles_n
+    if WIDE:
+        group = group.to(tl.int64)
+    start = start_of(offsets, group, M, o_e)
+    blocks = tl.cdiv(clamped(tl.load(offsets + group * o_e), M) - start, BM)
+    column = tl.program_id(0) % tiles_n * BN + tl.arange(0, BN)
+    columns = column[None, :]
+    source = partials + (start // BM + group) * p_m + columns
+    bits = tl.zeros((BLOCKS, BN), tl.int32)
+    for begin in range(0, blocks, BLOCKS):
+        rows = begin + tl.arange(0, BLOCKS)[:, None]
+        if WIDE:
+            rows = rows.to(tl.int64)
+        bits = tl.maximum(bits, tl.load(source + rows * p_m, mask=(rows < blocks) & (columns < N), other=0))
+    largest = tl.max(bits, axis=0)
+    stored, _ = scale_of(largest, LARGEST, EMAX, FLOOR, FORMAT)
+    tl.store(scales + group * s_m + column * s_n, stored, mask=column < N)
+    tl.store(partials + (start // BM + group) * p_m + column, largest, mask=column < N)
+
+
+@triton.jit
+def quantize_by_group(
+    x, offsets, partials, data, M, N, E, x_m, x_n, o_e, p_m, d_m, d_n, tiles_n,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """One block of tokens with the scales of its group, at the tokens' own places; zeros past the last offset."""
+    pid = tl.program_id(0)
+    if WIDE:
+        pid = pid.to(tl.int64)
+    token, end, group, first = tokens_of(offsets, pid // tiles_n, M, E, o_e, BM, GROUPS)
+    rows = token + tl.arange(0, BM)[:, None]
+    column = pid % tiles_n * BN + tl.arange(0, BN)
+    columns = column[None, :]
+    taken = rows < end
+    inside = (rows < tl.where(group == E - 1, M, end)) & (columns < N)
+    bits = tl.load(partials + first * p_m + column, mask=column < N, other=0)
+    _, inverse = scale_of(bits, LARGEST, EMAX, FLOOR, FORMAT)
+    values = tl.load(x + rows * x_m + columns * x_n, mask=taken & (columns < N), other=0.0).to(tl.float32)
+    scaled = tl.where(taken, values * inverse[None, :], 0.0)
+    tl.store(data + rows * d_m + columns * d_n, cast(scaled, LARGEST, data.dtype.element_ty), mask=inside)
+
+
+def plan_quantize_grouped(
+    x: Tensor, offsets: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target,
+    tile: GroupedTile | None = None,
+) -> tuple[Launch, ...]:  # fmt: skip
+    """Launches, in order, that fill `data` and `scales` from `x (M, N)` and `offsets (E,)` of any strides.
+
+    No launch for an empty `x`: the caller fills both.
+    """
+    if x.numel() == 0:
+        return ()
+    tile = tile or TILE
+    if block[0] == WHOLE:
+        return _plan_by_group(x, offsets, data, storage(scales), scale, target, tile)
+    programs, args, constexprs = _grouped(x, offsets, data, tile)
+    scales = storage(scales)
+    launch = Launch(
+        kernel=quantize_spread,
+        grid=(programs, 1, 1),
+        args={
+            "x": x, "offsets": offsets, "data": data, "scales": scales, **args, **_strides("d", data),
+            **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
+        },
+        constexprs={**constexprs, **scale_constants(data.dtype, scale)},
+        options={"num_warps": tile.num_warps},
+        target=target,
+    )  # fmt: skip
+    return (launch,)
+
+
+def plan_quantize_grouped_dual(
+    x: Tensor, offsets: Tensor, row: Tensor, row_scales: Tensor, data: Tensor, scales: Tensor, scale: str,
+    target: Target, tile: GroupedTile | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that fills `row` in blocks `(1, 128)` and `data`, spread, in `(128, 1)` from `x (M, N)`, not empty."""
+    if x.numel() == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
+    tile = tile or DUAL_TILE
+    programs, args, constexprs = _grouped(x, offsets, data, tile)
+    row_scales, scales = storage(row_scales), storage(scales)
+    return Launch(
+        kernel=quantize_spread_dual,
+        grid=(programs, 1, 1),
+        args={
+            "x": x, "offsets": offsets, "row_data": row, "row_scales": row_scales, "data": data, "scales": scales,
+            **args, **_strides("row", row), **_strides("rs", row_scales), **_strides("d", data),
+            **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
+        },
+        constexprs={**constexprs, **scale_constants(data.dtype, scale)},
+        options={"num_warps": tile.num_warps},
+        target=target,
+    )  # fmt: skip
+
+
+def _plan_by_group(
+    x: Tensor, offsets: Tensor, data: Tensor, scales: Tensor, scale: str, target: Target, tile: GroupedTile
+) -> tuple[Launch, ...]:
+    m, n = x.shape
+    groups, tiles_n = offsets.shape[0], ceil_div(n, tile.columns)
+    partials = torch.empty((spread_rows(m, groups) // ROWS, n), dtype=torch.int32, device=x.device)
+    programs, args, constexprs = _grouped(x, offsets, data, tile)
+    del constexprs["EVEN"]
+    constants = scale_constants(data.dtype, scale)
+    options = {"num_warps": tile.num_warps}
+    reach = {"p_m": partials.stride(0)}
+    amax = Launch(
+        kernel=block_amax,
+        grid=(programs, 1, 1),
+        args={"x": x, "offsets": offsets, "partials": partials, **args, **reach, "tiles_n": tiles_n},
+        constexprs=constexprs,
+        options=options,
+        target=target,
+    )
+    reduce = Launch(
+        kernel=group_scales,
+        grid=(groups * tiles_n, 1, 1),
+        args={
+            "offsets": offsets, "partials": partials, "scales": scales, "M": m, "N": n, "o_e": offsets.stride(0),
+            **reach, **_strides("s", scales), "tiles_n": tiles_n,
+        },
+        constexprs={"BM": ROWS, "BN": tile.columns, "BLOCKS": 32, "WIDE": constexprs["WIDE"], **constants},
+        options=options,
+        target=target,
+    )  # fmt: skip
+    quantize = Launch(
+        kernel=quantize_by_group,
+        grid=(programs, 1, 1),
+        args={
+            "x": x, "offsets": offsets, "partials": partials, "data": data, **args, **reach, **_strides("d", data),
+            "tiles_n": tiles_n,
+        },
+        constexprs={**constexprs, **constants},
+        options=options,
+        target=target,
+    )  # fmt: skip
+    return amax, reduce, quantize
+
+
+def _grouped(x: Tensor, offsets: Tensor, data: Tensor, tile: GroupedTile) -> tuple[int, dict[str, int], dict[str, Any]]:
+    """The number of programs, and what every kernel over the blocks of the spread layout takes."""
+    (m, n), groups = x.shape, offsets.shape[0]
+    programs = spread_rows(m, groups) // ROWS * ceil_div(n, tile.columns)
+    args = {"M": m, "N": n, "E": groups, **_strides("x", x), "o_e": offsets.stride(0)}
+    constexprs = {
+        "BM": ROWS, "BN": tile.columns, "GROUPS": triton.next_power_of_2(groups),
+        "EVEN": n % tile.columns == 0, "WIDE": is_wide(x, data),
+    }  # fmt: skip
+    return programs, args, constexprs
+
+
+def _strides(prefix: str, x: Tensor) -> dict[str, int]:
+    return {f"{prefix}_m": x.stride(0), f"{prefix}_n": x.stride(1)}

@@ -1,0 +1,302 @@
+"""The portable grouped products: groups of rows each by its own matrix, and groups along K each summed for itself.
+
+Nothing of a launch depends on where the groups end. For rows a program finds its group on the device: with tiles of
+`BM` rows group `g` takes the places from `start_g // BM + g` on (ops/groups.py says why that is room enough), and what
+lies past the last group is one group more, of zeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.groups import ROWS, most_tokens
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.scale import storage
+from fp8fn.ops.triton.scaled_mm import Config, choose_config
+from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
+from fp8fn.ops.triton.views import ceil_div, is_wide
+
+
+@triton.jit
+def grouped_rows_mm(
+    a, b, out, a_scale, b_scale, bias, offsets, M, N, K, E, a_m, a_k, b_e, b_k, b_n, out_m,
+    as_m, as_k, bs_e, bs_k, bs_n, bias_e,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`."""
+    place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
+    group, first = _group_at(offsets, place, M, E, BM, GROUPS)
+    start, end = _borders(offsets, group, M, E)
+    start_m = start + (place - first) * BM
+    if start_m >= end:
+        return
+    expert = tl.minimum(group, E - 1).to(tl.int64)
+    offset_k = tl.arange(0, BK)
+    if WIDE:
+        start_m = start_m.to(tl.int64)
+        tile_n = tile_n.to(tl.int64)
+        offset_k = offset_k.to(tl.int64)
+    offset_m = start_m + tl.arange(0, BM)
+    offset_n = tile_n * BN + tl.arange(0, BN)
+    a_pointers = a + offset_m[:, None] * a_m + offset_k[None, :] * a_k
+    b_pointers = b + expert * b_e + offset_k[:, None] * b_k + offset_n[None, :] * b_n
+    b_scale += expert * bs_e
+    A_VECTOR: tl.constexpr = A_M != -1
+    B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(tl.where(group < E, tl.cdiv(K, BK), 0)):
+        if EVEN_K:
+            a_tile = tl.load(a_pointers, mask=offset_m[:, None] < end, other=0.0)
+        else:
+            a_tile = tl.load(a_pointers, mask=(offset_m[:, None] < end) & (offset_k[None, :] < K - k * BK), other=0.0)
+        if EVEN_K and EVEN_N:
+            b_tile = tl.load(b_pointers)
+        elif EVEN_K:
+            b_tile = tl.load(b_pointers, mask=offset_n[None, :] < N, other=0.0)
+        else:
+            b_tile = tl.load(b_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_n[None, :] < N), other=0.0)
+        product = tl.dot(a_tile, b_tile)
+        if A_K == -1 and B_K == -1:
+            acc += product
+        elif A_K == -1:
+            b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc += scaled(product, 1.0, b_value, False, B_VECTOR)
+        elif B_K == -1:
+            a_value = tile_scales(a_scale + k * BK // A_K * as_k, start_m, offset_m, end, as_m, A_M, BM, False)
+            acc += scaled(product, a_value, 1.0, A_VECTOR, False)
+        else:
+            a_value = tile_scales(a_scale + k * BK // A_K * as_k, start_m, offset_m, end, as_m, A_M, BM, False)
+            b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+            acc += scaled(product, a_value, b_value, A_VECTOR, B_VECTOR)
+        a_pointers += BK * a_k
+        b_pointers += BK * b_k
+
+    if A_K == -1:
+        a_value = tile_scales(a_scale, start_m, offset_m, end, as_m, A_M, BM, False)
+        acc = scaled(acc, a_value, 1.0, A_VECTOR, False)
+    if B_K == -1:
+        b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+        acc = scaled(acc, 1.0, b_value, False, B_VECTOR)
+    if bias is not None:
+        acc += tl.load(bias + expert * bias_e + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
+    acc = tl.where(group < E, acc, 0.0)  # the scale of a token past the last group may be NaN
+    _store(out, acc, offset_m, tile_n * BN, end, N, out_m, BM, BN, HALVES)
+
+
+@triton.jit
+def grouped_k_mm(
+    a, b, out, a_scale, b_scale, bias, offsets, M, N, K, T, E, a_m, a_k, b_k, b_n, out_e, out_m,
+    as_m, as_k, bs_k, bs_n, bias_e,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """One `BM x BN` tile of one group's product, summed over its tokens; there are `T` at most in `K` places.
+
+    Spread tokens come in blocks of `BK` with a vector of scales for either side. Others lie where they are, and have
+    one vector for the whole group; a tile begins at a multiple of 16 of them, so that loads are wide.
+    """
+    tiles_m = tl.cdiv(M, BM)
+    tiles_n = tl.cdiv(N, BN)
+    group = tl.program_id(0) // (tiles_m * tiles_n)
+    tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    start, end = _borders(offsets, group, T, E)
+    if SPREAD:
+        block = start // BK + group
+        origin = block * BK
+        blocks = tl.minimum(tl.cdiv(end - start, BK), K // BK - block)
+    else:
+        block = group
+        origin = start // 16 * 16
+        blocks = tl.where(start < end, tl.cdiv(end - origin, BK), 0)
+    offset_k = origin + tl.arange(0, BK)
+    if WIDE:
+        tile_m = tile_m.to(tl.int64)
+        tile_n = tile_n.to(tl.int64)
+        offset_k = offset_k.to(tl.int64)
+    offset_m = tile_m * BM + tl.arange(0, BM)
+    offset_n = tile_n * BN + tl.arange(0, BN)
+    a_pointers = a + offset_m[:, None] * a_m + offset_k[None, :] * a_k
+    b_pointers = b + offset_k[:, None] * b_k + offset_n[None, :] * b_n
+    a_scale += block.to(tl.int64) * as_k
+    b_scale += block.to(tl.int64) * bs_k
+
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(blocks):
+        if SPREAD:
+            if EVEN_M:
+                a_tile = tl.load(a_pointers)
+            else:
+                a_tile = tl.load(a_pointers, mask=offset_m[:, None] < M, other=0.0)
+            if EVEN_N:
+                b_tile = tl.load(b_pointers)
+            else:
+                b_tile = tl.load(b_pointers, mask=offset_n[None, :] < N, other=0.0)
+            product = tl.dot(a_tile, b_tile)
+            a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, 1, BM, EVEN_M)
+            b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, 1, BN, EVEN_N)
+            acc += scaled(product, a_value, b_value, True, True)
+            a_scale += as_k
+            b_scale += bs_k
+        else:
+            token = offset_k + k * BK
+            a_tile = tl.load(a_pointers, mask=(offset_m[:, None] < M) & (token[None, :] < K), other=0.0)
+            b_tile = tl.load(b_pointers, mask=(token[:, None] < K) & (offset_n[None, :] < N), other=0.0)
+            # By a selection: a mask with the group's borders in it would make every load one of single bytes.
+            inside = (token >= start) & (token < end)
+            acc += tl.dot(_selected(a_tile, inside[None, :]), _selected(b_tile, inside[:, None]))
+        a_pointers += BK * a_k
+        b_pointers += BK * b_k
+
+    if not SPREAD:
+        a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, 1, BM, EVEN_M)
+        b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, 1, BN, EVEN_N)
+        acc = tl.where(start < end, scaled(acc, a_value, b_value, True, True), 0.0)
+    if bias is not None:
+        row = bias + group.to(tl.int64) * bias_e
+        acc += tl.load(row + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
+    _store(out + group.to(tl.int64) * out_e, acc, offset_m, tile_n * BN, M, N, out_m, BM, BN, HALVES)
+
+
+@triton.jit
+def _group_at(offsets, place, M, E, BM: tl.constexpr, GROUPS: tl.constexpr):
+    """The group that takes a place, and its first one: the last group that begins at or before it."""
+    index = tl.arange(0, GROUPS)
+    starts = tl.load(offsets + index - 1, mask=(index > 0) & (index <= E), other=0)
+    first = tl.minimum(tl.maximum(starts, 0), M) // BM + index
+    begun = (first <= place) & (index <= E)
+    group = tl.sum(begun.to(tl.int32), 0) - 1
+    return group, tl.sum(tl.where(index == group, first, 0), 0)
+
+
+@triton.jit
+def _borders(offsets, group, M, E):
+    """A group's first token and the one behind its last, within the `M` there are; group `E` is what is left."""
+    start = tl.load(offsets + group - 1, mask=group > 0, other=0)
+    end = tl.load(offsets + group, mask=group < E, other=M)
+    return tl.minimum(tl.maximum(start, 0), M), tl.minimum(tl.maximum(end, 0), M)
+
+
+@triton.jit
+def _selected(tile, inside):
+    """The elements of an FP8 tile that are inside, and zeros."""
+    kept = tl.where(inside, tile.to(tl.uint8, bitcast=True), 0)
+    return kept.to(tl.uint8).to(tile.dtype, bitcast=True)
+
+
+@triton.jit
+def _store(out, acc, offset_m, start_n, end, N, out_m, BM: tl.constexpr, BN: tl.constexpr, HALVES: tl.constexpr):
+    """Rows before `end`; in halves where that makes 16-byte stores of 8-byte ones (ops/triton/scaled_mm.py)."""
+    result = acc.to(out.dtype.element_ty)
+    rows = out + offset_m[:, None] * out_m
+    if HALVES:
+        left, right = tl.split(tl.permute(tl.reshape(result, (BM, 2, BN // 2)), (0, 2, 1)))
+        half_n = start_n + tl.arange(0, BN // 2)
+        other_n = half_n + BN // 2
+        tl.store(rows + half_n[None, :], left, mask=(offset_m[:, None] < end) & (half_n[None, :] < N))
+        tl.store(rows + other_n[None, :], right, mask=(offset_m[:, None] < end) & (other_n[None, :] < N))
+    else:
+        offset_n = start_n + tl.arange(0, BN)
+        tl.store(rows + offset_n[None, :], result, mask=(offset_m[:, None] < end) & (offset_n[None, :] < N))
+
+
+def plan_scaled_grouped_mm(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
+) -> Launch:  # fmt: skip
+    """The launch of `out (M, N) = a (M, K) @ b (E, K, N)`, or of `out (E, M, N) = a (M, P) @ b (P, N)`; `E` is not 0.
+
+    `out` is row-major bfloat16, float16 or float32, `bias (E, N)` has contiguous rows, `offsets` is contiguous.
+    """
+    plan = _plan_rows if b.dim() == 3 else _plan_k
+    return plan(a, storage(a_scale), a_block, b, storage(b_scale), b_block, offsets, bias, out, target, config)
+
+
+def _plan_rows(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None,
+) -> Launch:  # fmt: skip
+    (m, k), n, groups = a.shape, b.shape[2], offsets.shape[0]
+    config = config or _rows_config(ceil_div(m, groups), n, k, b.stride(1) == 1, target)
+    finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
+    bk = min(finite, default=128)
+    return Launch(
+        kernel=grouped_rows_mm,
+        grid=((m // config.BM + groups + 1) * ceil_div(n, config.BN), 1, 1),
+        args={
+            "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
+            "M": m, "N": n, "K": k, "E": groups,
+            "a_m": a.stride(0), "a_k": a.stride(1), "b_e": b.stride(0), "b_k": b.stride(1), "b_n": b.stride(2),
+            "out_m": out.stride(0), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
+            "bs_e": b_scale.stride(0), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
+            "bias_e": 0 if bias is None else bias.stride(0),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": _power_above(groups),
+            "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
+            "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
+            "WIDE": is_wide(a, b[0], out, a_scale, b_scale[0]), "HALVES": config.HALVES,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+        target=target,
+    )  # fmt: skip
+
+
+def _plan_k(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None,
+) -> Launch:  # fmt: skip
+    (m, k), n, groups = a.shape, b.shape[1], offsets.shape[0]
+    spread = a_block[1] != WHOLE
+    config = config or _k_config(m, n, ceil_div(k, groups), spread, target)
+    return Launch(
+        kernel=grouped_k_mm,
+        grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
+        args={
+            "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
+            "M": m, "N": n, "K": k, "T": most_tokens(k, groups) if spread else k, "E": groups,
+            "a_m": a.stride(0), "a_k": a.stride(1), "b_k": b.stride(0), "b_n": b.stride(1),
+            "out_e": out.stride(0), "out_m": out.stride(1), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
+            "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1), "bias_e": 0 if bias is None else bias.stride(0),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": ROWS, "GROUP": config.GROUP, "SPREAD": spread,
+            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
+            "WIDE": is_wide(a, b, out[0], a_scale, b_scale), "HALVES": config.HALVES,
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+        target=target,
+    )  # fmt: skip
+
+
+def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> Config:
+    """The configuration of groups of `m` rows in the mean; none spills (tests/test_triton_scaled_grouped_mm.py)."""
+    config = choose_config(m, n, k, target)
+    if not along_k and target.arch in (89, 120) and config.BM == 64:
+        # The weight is turned around in registers: 6 of them spill from a tile of 128 columns.
+        return replace(config, BN=64)
+    return config
+
+
+def _k_config(m: int, n: int, k: int, spread: bool, target: Target) -> Config:
+    config = choose_config(m, n, k, target)
+    if not spread and target.arch == 90 and config.BM == 64:
+        # Both operands pass through registers: 2 of them spill with 4 warps.
+        return replace(config, num_warps=8)
+    return config
+
+
+def _power_above(groups: int) -> int:
+    """The least power of two above `groups`: a place for each, and one for what is left."""
+    return 1 << groups.bit_length()
