@@ -31,6 +31,8 @@ class Suite:
     table: Callable[[dict[str, Any]], str]
     schedule: Schedule = DEFAULT
     graphs: bool = False
+    axes: str = ""
+    """The names of a shape's sizes, where they are not M,N,K or M,N."""
 
 
 def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Sequence[str] | None) -> int:
@@ -119,7 +121,7 @@ def _rounds(text: str) -> int:
 
 
 def _axes(suite: Suite) -> str:
-    return "M,N,K" if len(suite.shapes[0]) == 3 else "M,N"
+    return suite.axes or ("M,N,K" if len(suite.shapes[0]) == 3 else "M,N")
 
 
 def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> argparse.ArgumentParser:

@@ -27,6 +27,7 @@ class Case:
         accuracy: SNR in dB of each output, from the call's result; None where there is nothing to compare with.
         operations, bytes: ideal ones of a call. The rate is operations a second, or bytes where there are none.
         ceiling: whether the other cases are given as a percentage of this one.
+        snr_bar_db: what an output has to reach; less where several products follow each other.
     """
 
     peer: str
@@ -36,6 +37,7 @@ class Case:
     operations: float = 0.0
     bytes: float = 0.0
     ceiling: bool = False
+    snr_bar_db: float = SNR_BAR_DB
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Row:
     snr_db: dict[str, float] = field(default_factory=dict)
     unavailable: str | None = None
     graph_unavailable: str | None = None
+    snr_bar_db: float = SNR_BAR_DB
 
     @classmethod
     def of_json(cls, row: Mapping[str, Any]) -> Row:
@@ -76,7 +79,7 @@ class Row:
     def wrong(self) -> bool:
         """Whether an output is under the bar, or NaN."""
         least = worst(self.snr_db.values())
-        return least is not None and not least >= SNR_BAR_DB
+        return least is not None and not least >= self.snr_bar_db
 
 
 def measure(
@@ -129,7 +132,7 @@ def _row(
     shape: tuple[int, ...], case: Case, timing: Timing | str, snr: dict[str, float], graph: Timing | str | None
 ) -> Row:
     unit = "TFLOP/s" if case.operations else "TB/s"
-    row = Row(shape, case.peer, case.name, unit, case.operations, case.bytes)
+    row = Row(shape, case.peer, case.name, unit, case.operations, case.bytes, snr_bar_db=case.snr_bar_db)
     if isinstance(timing, str):
         return replace(row, unavailable=timing)
     us = timing.median

@@ -1,0 +1,71 @@
+"""The tensors of a mixture of experts for benchmarks: tokens in groups, a matrix for each, and exact samples."""
+
+from __future__ import annotations
+
+import random
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from fp8fn.bench.accuracy import snr_db
+from fp8fn.bench.layer import normal
+
+_SAMPLES = 512
+
+
+def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
+    """How many tokens each expert has: "balanced", or "zipf": in proportion to `rank ** -1.2`, in a random order."""
+    weights = [1.0 if distribution == "balanced" else (rank + 1) ** -1.2 for rank in range(experts)]
+    sizes = [int(tokens * weight / sum(weights)) for weight in weights]
+    sizes[0] += tokens - sum(sizes)
+    random.Random(0).shuffle(sizes)
+    return sizes
+
+
+class Experts:
+    """`out (M, N) = x (M, K) @ w (E, K, N)[e]` of each expert's tokens, w stored as `(E, N, K)`; `g`, out's gradient."""
+
+    def __init__(self, shape: tuple[int, ...], distribution: str, device: torch.device) -> None:
+        self.E, self.M, self.N, self.K = shape
+        self.device = device
+        self.sizes = group_sizes(self.E, self.M, distribution)
+        self.offsets = torch.tensor(self.sizes).cumsum(0).to(device, torch.int32)
+
+    @property
+    def operations(self) -> float:
+        """Of one product."""
+        return 2.0 * self.M * self.N * self.K
+
+    @cached_property
+    def x(self) -> Tensor:
+        return normal(self.M, self.K, self.device, 0)
+
+    @cached_property
+    def w(self) -> Tensor:
+        return normal(self.E * self.N, self.K, self.device, 1).view(self.E, self.N, self.K).mT
+
+    @cached_property
+    def g(self) -> Tensor:
+        return normal(self.M, self.N, self.device, 2)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Where the tokens of each expert begin and end."""
+        return list(pairwise(accumulate(self.sizes, initial=0)))
+
+    def out_snr_db(self, found: Tensor) -> float:
+        """Of rows spread over each group, against float64."""
+        expected, rows = [], []
+        each = max(1, _SAMPLES // self.E)
+        for expert, (start, stop) in enumerate(self.spans()):
+            picked = torch.linspace(start, stop - 1, min(each, stop - start)).long().to(self.device)
+            rows.append(picked)
+            expected.append(self.x[picked].double() @ self.w[expert].double())
+        return snr_db(torch.cat(expected), found[torch.cat(rows)])
+
+    def wgrad_snr_db(self, found: Tensor) -> float:
+        """Of `found (E, N, K)`, rows spread over the matrix of each expert, against float64."""
+        rows = torch.linspace(0, self.N - 1, min(self.N, 64)).long().to(self.device)
+        expected = [self.g[start:stop, rows].double().mT @ self.x[start:stop].double() for start, stop in self.spans()]
+        return snr_db(torch.cat(expected), found[:, rows].flatten(0, 1))

@@ -1,0 +1,197 @@
+"""Products of groups of tokens and an expert's whole MLP, beside their peers: `python -m fp8fn bench moe`.
+
+Suites: "forward", `(M, K)` tokens by `(E, K, N)` experts, on quantized operands; "wgrad", the gradient `(E, N, K)` of
+those experts, summed over each one's tokens; "mlp", forward and backward of `expert_mlp`, quantization counted, where N
+is the intermediate size and K the model's; "quant", quantizers of M tokens of N columns in G groups; "weights", those
+of `(E, K, N)`. Tokens are shared out evenly, or by Zipf's law (1.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import fp8fn
+from fp8fn.bench import command, tables
+from fp8fn.bench.command import Suite
+from fp8fn.bench.experts import Experts
+from fp8fn.bench.layer import normal
+from fp8fn.bench.measure import Case
+from fp8fn.bench.quant import bytes_moved
+from fp8fn.bench.timing import Call
+from fp8fn.ops.groups import ROWS, spread_rows
+
+# (E, M, N, K); the last is not of FACTS' four but DeepSeek-V3's MLP.
+PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
+MLP: Final = ((8, 32768, 2048, 7168),)
+# (G, M, N): groups, tokens, columns. Then (E, K, N).
+TOKENS: Final = tuple((groups, 16640, columns) for columns in (8192, 5120) for groups in (1, 16, 64))
+WEIGHTS: Final = tuple((experts, *sides) for experts in (1, 16, 128) for sides in ((8192, 5120), (5120, 8192)))
+_MLP_BAR_DB: Final = 20.0  # two products, one after the other
+_DISTRIBUTIONS: Final = ("balanced", "zipf")
+
+
+def forward_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    found = []
+    for distribution in _DISTRIBUTIONS:
+        experts = Experts(shape, distribution, device)
+
+        def case(peer: str, name: str, build: Callable[[], Call], experts: Experts = experts) -> Case:
+            return Case(peer, name, build, lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
+
+        found += [
+            case("fp8fn", f"1x128·128x128, {distribution}", partial(_blockwise, experts)),
+            case("torch", f"rowwise, {distribution}", partial(_torch_rowwise, experts)),
+        ]
+        if distribution == "balanced":
+            found.append(case("torch", "bf16", partial(_torch_bf16, experts)))
+            found.append(case("torch", "bf16, a loop over experts", partial(_loop, experts)))
+    return found
+
+
+def wgrad_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    found = []
+    for distribution in _DISTRIBUTIONS:
+        experts = Experts(shape, distribution, device)
+
+        def case(peer: str, name: str, build: Callable[[], Call], experts: Experts = experts) -> Case:
+            return Case(peer, name, build, lambda dB: {"dB": experts.wgrad_snr_db(dB)}, experts.operations)
+
+        found.append(case("fp8fn", f"1x128·128x1, {distribution}", partial(_blockwise_wgrad, experts)))
+        found.append(case("torch", f"bf16, {distribution}", partial(_torch_bf16_wgrad, experts)))
+    return found
+
+
+def mlp_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of `(E, tokens, intermediate, hidden)`."""
+    count, tokens, inner, hidden = shape
+    experts = Experts((count, tokens, 2 * inner, hidden), "balanced", device)
+    gate_up = experts.w.detach().requires_grad_()
+    down = (normal(count * hidden, inner, device, 3).unflatten(0, (count, hidden)).mT).detach().requires_grad_()
+    x = experts.x.detach().requires_grad_()
+    grad = normal(tokens, hidden, device, 4)
+    exact: list[Tensor] = []
+
+    def bf16(x: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+        gate, up = torch._grouped_mm(x, gate_up, offs=offsets).chunk(2, -1)
+        return torch._grouped_mm(F.silu(gate) * up, down, offs=offsets)
+
+    def build(mlp: Callable[..., Tensor]) -> Call:
+        def step() -> tuple[Tensor, ...]:
+            out = mlp(x, gate_up, down, experts.offsets)
+            return out, *torch.autograd.grad(out, (x, gate_up, down), grad)
+
+        return step
+
+    def accuracy(result: Sequence[Tensor]) -> dict[str, float]:
+        from fp8fn.bench.accuracy import snr_db
+
+        if not exact:  # the bf16 step, a float64 one being 300 times as long; its own error is 20 dB under FP8's
+            exact.extend(part.detach() for part in build(bf16)())
+        pairs = zip(("out", "dx", "d gate_up", "d down"), exact, result, strict=True)
+        return {name: snr_db(want.flatten(0, -2), got.flatten(0, -2)) for name, want, got in pairs}
+
+    operations = 18.0 * tokens * inner * hidden
+    return [
+        Case("fp8fn", "expert_mlp", lambda: build(fp8fn.expert_mlp), accuracy, operations, snr_bar_db=_MLP_BAR_DB),
+        Case("fp8fn", "two grouped_gemm", lambda: build(_composed), accuracy, operations, snr_bar_db=_MLP_BAR_DB),
+        Case("torch", "bf16 _grouped_mm", lambda: build(bf16), None, operations),
+    ]
+
+
+def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of `(G, M, N)`; the bytes are those of the tokens, not of what spreads them."""
+    count, m, n = shape
+    x = normal(m, n, device, 0)
+    offsets = Experts((count, m, 1, 1), "balanced", device).offsets
+    blocks = spread_rows(m, count) // ROWS
+    copy = torch.empty_like(x)
+    spread = 3.0 * m * n + 4.0 * blocks * n
+    return [
+        Case("fp8fn", "(128,1) by groups", lambda: lambda: fp8fn.quantize_grouped(x, offsets), bytes=spread),
+        Case(
+            "fp8fn",
+            "(1,128), and (128,1) by groups",
+            lambda: lambda: fp8fn.quantize_grouped_dual(x, offsets),
+            bytes=spread + bytes_moved(m, n, [(1, 128)]) - 2.0 * m * n,
+        ),
+        Case(
+            "fp8fn",
+            "one scale a group and column",
+            lambda: lambda: fp8fn.quantize_grouped(x, offsets, block=-1),
+            bytes=3.0 * m * n + 4.0 * count * n,
+        ),
+        Case("torch", "copy", lambda: lambda: copy.copy_(x), bytes=4.0 * m * n, ceiling=True),
+    ]
+
+
+def weight_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of `(E, K, N)`, stored as `(E, N, K)`."""
+    count, k, n = shape
+    w = normal(count * n, k, device, 0).unflatten(0, (count, n)).mT
+    copy = torch.empty_like(w)
+    elements = float(count * k * n)
+
+    def case(name: str, run: Callable[[], Any], written: int, scales: float) -> Case:
+        return Case("fp8fn", name, lambda: run, bytes=(2.0 + written) * elements + 4.0 * scales)
+
+    return [
+        case("(128,128) both ways", lambda: fp8fn.quantize_dual(w, (128, 128)), 2, 2 * elements / 128**2),
+        case("(128,128)", lambda: fp8fn.quantize(w, (128, 128)), 1, elements / 128**2),
+        case("(-1,1), along K", lambda: fp8fn.quantize(w, (-1, 1)), 1, elements / k),
+        case("(1,-1), along N", lambda: fp8fn.quantize(w, (1, -1)), 1, elements / n),
+        Case("torch", "copy", lambda: lambda: copy.copy_(w), bytes=4.0 * elements, ceiling=True),
+    ]
+
+
+def _blockwise(experts: Experts) -> Call:
+    a, b = fp8fn.quantize(experts.x, (1, 128)), fp8fn.quantize(experts.w, (128, 128))
+    return lambda: fp8fn.grouped_gemm(a, b, experts.offsets)
+
+
+def _torch_rowwise(experts: Experts) -> Call:
+    a, b = fp8fn.quantize(experts.x, (1, -1)), fp8fn.quantize(experts.w, (-1, 1))
+    args = (a.data, b.data, a.scale.squeeze(-1), b.scale.squeeze(-2).contiguous())
+    return partial(torch._scaled_grouped_mm, *args, offs=experts.offsets, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+
+def _torch_bf16(experts: Experts) -> Call:
+    return partial(torch._grouped_mm, experts.x, experts.w, offs=experts.offsets)
+
+
+def _loop(experts: Experts) -> Call:
+    x, w, spans = experts.x, experts.w, experts.spans()
+    return lambda: torch.cat([x[start:stop] @ w[expert] for expert, (start, stop) in enumerate(spans)])
+
+
+def _blockwise_wgrad(experts: Experts) -> Call:
+    g, x = (fp8fn.quantize_grouped(tokens, experts.offsets) for tokens in (experts.g, experts.x))
+    left = g.mT
+    return lambda: fp8fn.grouped_gemm(left, x)
+
+
+def _torch_bf16_wgrad(experts: Experts) -> Call:
+    return partial(torch._grouped_mm, experts.g.mT, experts.x, offs=experts.offsets)
+
+
+def _composed(x: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tensor:
+    gate, up = fp8fn.grouped_gemm(x, gate_up, offsets).chunk(2, -1)
+    return fp8fn.grouped_gemm(F.silu(gate) * up, down, offsets)
+
+
+SUITES = {
+    "forward": Suite(PRODUCTS, forward_cases, tables.forward, axes="E,M,N,K"),
+    "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
+    "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
+    "quant": Suite(TOKENS, quant_cases, tables.quant, axes="G,M,N"),
+    "weights": Suite(WEIGHTS, weight_cases, tables.quant, axes="E,K,N"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return command.main("moe", __doc__, SUITES, argv)
