@@ -616,7 +616,7 @@ def test_description_names_the_tile_the_grid_and_the_second_launch() -> None:
 
 
 def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) -> list[tuple[int, ...]]:
-    """`(m, n, batch, part, k_start, k_stop)` of each block's tiles: mirrors `Problem`, `Tile` and `Walk` in tiles.cuh."""
+    """`(m, n, batch, part, k_start, k_stop)` of each block's tiles: mirrors `Tile` and `Walk` in tiles.cuh."""
     pair_m, pair_n = (config.CLUSTER, 1) if config.SHARE_B else (1, config.CLUSTER)
     tiles_m, tiles_n = -(-m // (config.BM * pair_m)), -(-n // (config.BN * pair_n))
     visited: list[tuple[int, ...]] = []

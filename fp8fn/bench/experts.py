@@ -25,7 +25,7 @@ def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
 
 
 class Experts:
-    """`out (M, N) = x (M, K) @ w (E, K, N)[e]` of each expert's tokens, w stored as `(E, N, K)`; `g`, out's gradient."""
+    """`out (M, N) = x (M, K) @ w (E, K, N)[e]` of each expert, w stored as `(E, N, K)`; `g`, the gradient of out."""
 
     def __init__(self, shape: tuple[int, ...], distribution: str, device: torch.device) -> None:
         self.E, self.M, self.N, self.K = shape

@@ -71,8 +71,9 @@ def mlp_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     """Of `(E, tokens, intermediate, hidden)`."""
     count, tokens, inner, hidden = shape
     experts = Experts((count, tokens, 2 * inner, hidden), "balanced", device)
-    gate_up = experts.w.detach().requires_grad_()
-    down = (normal(count * hidden, inner, device, 3).unflatten(0, (count, hidden)).mT).detach().requires_grad_()
+    # As a model's weights are scaled: the gate would be a step function otherwise, and its gradient noise.
+    gate_up = (experts.w * hidden**-0.5).requires_grad_()
+    down = (normal(count * hidden, inner, device, 3).view(count, hidden, inner).mT * inner**-0.5).requires_grad_()
     x = experts.x.detach().requires_grad_()
     grad = normal(tokens, hidden, device, 4)
     exact: list[Tensor] = []

@@ -137,6 +137,7 @@ class Prepared:
         with torch.cuda.device(self.device):
             index = torch.cuda.current_device()
             self._function = ctypes.c_void_p(_function(launch.kernel, launch.shared, index))
+            driver.make_context_current(index)  # for descriptors; this thread may not have called CUDA before
         self._index = index
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan
         self._pack(launch.args)
