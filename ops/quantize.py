@@ -12,10 +12,12 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import quantize as cuda
+from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import (
     BLOCKS,
+    WHOLE,
     Block,
     as_batch,
     contracts_rows,
@@ -87,9 +89,10 @@ def quantize_kernel(
         if not kernel_takes(x, fp8):
             return reference.quantize(x, pair, fp8, scale)
         target = targets.target_of(x.device)
+        kernels = columns if WHOLE in pair else cuda
         if not _cuda_takes(x, pair, fp8, target):
             return _quantize_by_triton(x, pair, fp8, scale, target)
-        call = keep(key, cuda.call_quantize(x, pair, fp8, scale, target))
+        call = keep(key, kernels.call_quantize(x, pair, fp8, scale, target))
     data, scales = call(x)
     return data, scales
 
@@ -119,6 +122,8 @@ def quantize_dual_kernel(
     if contracts_rows(pair):
         col, col_scale, row, row_scale = quantize_dual_kernel(x, swap(pair), fp8, scale)
         return row, row_scale, col, col_scale
+    if WHOLE in pair and not is_square(pair):  # a whole row or column does not fit on chip: two launches, two reads
+        return *quantize_kernel(x, pair, fp8, scale), *quantize_kernel(x, swap(pair), fp8, scale)
     key = ("quantize_dual", pair, fp8, scale, kind(x))
     call = recall(key)
     if call is None:
@@ -157,7 +162,8 @@ def _both_sides(x: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor
 
 def _cuda_takes(x: Tensor, block: Block, dtype: torch.dtype, target: targets.Target) -> bool:
     """Whether the kernels in CUDA C++ serve; Triton's do where they don't."""
-    reason = cuda.accepts(x, block, dtype, target) or nvrtc.unavailable()
+    kernels = columns if WHOLE in block else cuda
+    reason = kernels.accepts(x, block, dtype, target) or nvrtc.unavailable()
     if reason is not None and _log.isEnabledFor(logging.DEBUG):
         _log.debug("quantize %s in %s by Triton: %s", tuple(x.shape), block, reason)
     return reason is None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda import nvrtc
+from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda import quantize_grouped as cuda
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.groups import ROWS, empty_grouped
@@ -91,7 +92,8 @@ def quantize_grouped_kernel(
         target = targets.target_of(x.device)
         if not _cuda_takes(x, offsets, pair, fp8, target):
             return _quantize_grouped_by_triton(x, offsets, pair, fp8, scale, target)
-        call = keep(key, cuda.call_quantize_grouped(x, offsets, fp8, scale, target))
+        kernels = columns if WHOLE in pair else cuda
+        call = keep(key, kernels.call_quantize_grouped(x, offsets, fp8, scale, target))
     data, scales = call(x, offsets)
     return data, scales
 
@@ -118,7 +120,10 @@ def quantize_grouped_dual_kernel(
 
 def _cuda_takes(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, target: targets.Target) -> bool:
     """Whether the kernels in CUDA C++ serve; Triton's do where they don't."""
-    reason = cuda.accepts(x, offsets, block, dtype, target) or nvrtc.unavailable()
+    if WHOLE in block:
+        reason = columns.accepts_grouped(x, offsets, dtype, target) or nvrtc.unavailable()
+    else:
+        reason = cuda.accepts(x, offsets, dtype, target) or nvrtc.unavailable()
     if reason is not None and _log.isEnabledFor(logging.DEBUG):
         _log.debug("quantize_grouped %s in %s by Triton: %s", tuple(x.shape), block, reason)
     return reason is None

@@ -396,7 +396,8 @@ def test_on_the_device(name: str, storage: str, scale: str) -> None:
     there, ends = stored(x.cuda(), storage), offsets.cuda()
     for block in GROUPED_BLOCKS:
         dual = (1, block[0])
-        with warnings.catch_warnings(action="ignore"):  # that the mode is a prototype
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
             one = torch.ops.fp8fn.quantize_grouped(there, ends, block, E4M3, scale)

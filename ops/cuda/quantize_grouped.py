@@ -12,12 +12,10 @@ from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale
 from fp8fn.ops.targets import OCP, Target
 
 
-def accepts(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:
+def accepts(x: Tensor, offsets: Tensor, dtype: torch.dtype, target: Target) -> str | None:
     """None where a call below takes a non-empty `x (M, N)`, else the reason why not."""
     if target.name != "sm90":
         return f"{target.name} is not sm90"
-    if WHOLE in block:
-        return f"block {block} has one scale for the tokens of a group"
     if dtype not in OCP:
         return f"{dtype} is no type of the hardware"
     if not offsets.is_contiguous():
@@ -42,9 +40,11 @@ def call_quantize_grouped_dual(x: Tensor, offsets: Tensor, dtype: torch.dtype, s
 def accepts_silu_mul(
     gate: Tensor, up: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, target: Target
 ) -> str | None:
-    """Like `accepts`, for `call_silu_mul`."""
+    """Like `accepts`, for `call_silu_mul` in `block` and its transpose."""
+    if WHOLE in block:
+        return f"block {block} has one scale for the tokens of a group"
     for name, x in (("gate", gate), ("up", up)):
-        if (reason := accepts(x, offsets, block, dtype, target)) is not None:
+        if (reason := accepts(x, offsets, dtype, target)) is not None:
             return reason.replace("x has", f"{name} has")
     return None
 
@@ -59,11 +59,13 @@ def call_silu_mul(gate: Tensor, up: Tensor, offsets: Tensor, dtype: torch.dtype,
 def accepts_silu_mul_grad(
     grad: Tensor, hidden: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, target: Target
 ) -> str | None:
-    """Like `accepts`, for `call_silu_mul_grad`."""
+    """Like `accepts_silu_mul`, for `call_silu_mul_grad`."""
+    if WHOLE in block:
+        return f"block {block} has one scale for the tokens of a group"
     if grad.shape[-1] % CHUNK:
         return f"grad has {grad.shape[-1]} columns, no multiple of {CHUNK}"
     for name, x in (("grad", grad), ("hidden", hidden)):
-        if (reason := accepts(x, offsets, block, dtype, target)) is not None:
+        if (reason := accepts(x, offsets, dtype, target)) is not None:
             return reason.replace("x has", f"{name} has")
     return None
 

@@ -1,4 +1,5 @@
-// Enough of CUDA C++ to run the quantizers on CPU tensors: a block's threads are coroutines of one CPU thread.
+// Enough of CUDA C++ to run kernels on CPU tensors: the threads of a block, or of a cluster of them, are coroutines of
+// one CPU thread.
 #pragma once
 #include <setjmp.h>
 #include <stdio.h>
@@ -10,6 +11,8 @@
 #define __shared__ static
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __cluster_dims__(...)
 
 struct Index {
     unsigned x, y, z;
@@ -22,6 +25,14 @@ struct alignas(16) uint4 {
 struct alignas(8) uint2 {
     unsigned x, y;
 };
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+struct alignas(8) float2 {
+    float x, y;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 
@@ -38,6 +49,13 @@ inline float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
 inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+    const unsigned long bytes = low | static_cast<unsigned long>(high) << 32;
+    unsigned result = 0;
+    for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+    return result;
+}
 inline unsigned __vmaxu2(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
@@ -90,13 +108,19 @@ struct Warp {
     int arrived;
     unsigned round;
 };
-inline constexpr int MOST_THREADS = 1024, STACK = 64 << 10;
-inline Thread threads[MOST_THREADS];
+inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 2048, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
+inline Thread threads[MOST_THREADS];  // block after block of the cluster
 inline Warp warps[MOST_THREADS / 32];
 alignas(64) inline char stacks[MOST_THREADS][STACK];
 inline jmp_buf scheduler;
-inline int thread_count, current, block_arrived;
-inline unsigned block_round;
+inline int thread_count, block_count, current, block_arrived[MOST_BLOCKS], cluster_arrived;
+inline unsigned block_round[MOST_BLOCKS], cluster_round;
+
+inline unsigned cluster_rank() { return current / thread_count; }
+
+// Shared memory of the size that a launch asks for; static `__shared__` is one for a whole cluster.
+alignas(128) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
+inline char* block_memory() { return memories[cluster_rank()]; }
 
 inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
@@ -111,7 +135,9 @@ inline void meet(int& arrived, unsigned& round, int count) {
         while (round == mine) wait_for_others();
     }
 }
-inline void __syncthreads() { meet(block_arrived, block_round, thread_count); }
+inline void __syncthreads() { meet(block_arrived[cluster_rank()], block_round[cluster_rank()], thread_count); }
+inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count * block_count); }
+inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 
 template <typename T>
 T exchanged(T value, int from) {
@@ -163,25 +189,30 @@ inline void run_thread() {
 
 // `backwards` lets the last thread run first: what is right in both orders has the barriers that it needs.
 // Returns the first fault, or an empty text.
-inline const char* launch(void (*run)(void*), void* with, Index grid, int count, bool backwards) {
+inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards) {
     kernel = run;
     parameters = with;
     gridDim = grid;
     thread_count = count;
+    block_count = cluster;
     fault[0] = 0;
-    for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
-        for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
-            for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-                block_arrived = 0;
+    const int all = count * cluster;
+    for (unsigned z = 0; z < grid.z; ++z)
+        for (unsigned y = 0; y < grid.y; ++y)
+            for (unsigned x = 0; x < grid.x; x += cluster) {
+                memset(memories, 0xff, sizeof(memories[0]) * cluster);  // NaN
+                memset(block_arrived, 0, sizeof(block_arrived));
+                cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
-                for (int t = 0; t < count; ++t) threads[t].begun = threads[t].done = false;
+                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = false;
                 for (bool left = true; left;) {
                     left = false;
-                    for (int i = 0; i < count; ++i) {
-                        current = backwards ? count - 1 - i : i;
+                    for (int i = 0; i < all; ++i) {
+                        current = backwards ? all - 1 - i : i;
                         if (threads[current].done) continue;
                         left = true;
-                        threadIdx = {static_cast<unsigned>(current), 0, 0};
+                        threadIdx = {static_cast<unsigned>(current % count), 0, 0};
+                        blockIdx = {x + current / count, y, z};
                         resume();
                     }
                 }

@@ -24,7 +24,7 @@ void store8(void* address, uint2 v) {
 // Rounded to nearest even, saturated.
 template <Fp8 TYPE>
 unsigned to_fp8(float value) {
-    constexpr int MANTISSA = TYPE == Fp8::E4M3 ? 3 : 2, BIAS = TYPE == Fp8::E4M3 ? 7 : 15;
+    constexpr int MANTISSA = TYPE == Fp8::E4M3 ? 3 : 2, OFFSET = TYPE == Fp8::E4M3 ? 7 : 15;
     constexpr double LARGEST = TYPE == Fp8::E4M3 ? 448 : 57344;
     const unsigned sign = __float_as_uint(value) >> 31 << 7;
     if (value != value) return sign | 0x7f;
@@ -32,14 +32,22 @@ unsigned to_fp8(float value) {
     if (magnitude == 0) return sign;
     int exponent;
     __builtin_frexp(magnitude, &exponent);
-    exponent = max(exponent - 1, 1 - BIAS);  // subnormals share the least normal exponent
+    exponent = max(exponent - 1, 1 - OFFSET);  // subnormals share the least normal exponent
     const auto steps = static_cast<unsigned>(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
-    return sign | (steps + (static_cast<unsigned>(exponent + BIAS - 1) << MANTISSA));
+    return sign | (steps + (static_cast<unsigned>(exponent + OFFSET - 1) << MANTISSA));
 }
 template <Fp8 TYPE>
 unsigned pack(float a, float b, float c, float d) {
     return to_fp8<TYPE>(a) | to_fp8<TYPE>(b) << 8 | to_fp8<TYPE>(c) << 16 | to_fp8<TYPE>(d) << 24;
 }
+#define DYNAMIC_SHARED(TYPE, NAME) static TYPE NAME
+template <int TOGETHER>
+void cluster_or_block_sync() {
+    static_assert(TOGETHER == 1, "blocks run one after the other here");
+    __syncthreads();
+}
+template <int TOGETHER>
+unsigned load_of_block(const unsigned* address, unsigned) { return *address; }
 inline float half_to_float(unsigned short half) { return static_cast<float>(bits_of<_Float16>(half)); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline void forget(unsigned&) {}
