@@ -142,6 +142,8 @@ def test_fnuz_on_nvidia_is_the_reference() -> None:
     assert torch.equal(q.scale.cpu(), scale)
 
 
+# Inductor's own, which keeps a pool of memory alive.
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_reduce_overhead() -> None:
     """CUDA graphs that torch.compile captures replay our launches on new data, forward and backward."""
     torch._dynamo.reset()
