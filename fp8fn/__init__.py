@@ -1,11 +1,14 @@
 """fp8fn: FP8 matrix multiplication for PyTorch as pure functions."""
 
+from typing import TYPE_CHECKING
+
 import fp8fn.meta.declarations  # noqa: F401  registers the ops
 from fp8fn.grouped import expert_mlp, grouped_gemm
 from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.lowering.explain import explain
 from fp8fn.matmul import gemm, linear
+from fp8fn.moe import moe_gemm, sort_tokens
 from fp8fn.ops.recipe import BLOCKWISE, BLOCKWISE_POW2, HYBRID, MXFP8, ROWWISE, TENSORWISE, Recipe
 from fp8fn.quantization import (
     dequantize,
@@ -16,10 +19,24 @@ from fp8fn.quantization import (
     quantize_silu_mul,
     quantize_silu_mul_dual,
 )
+from fp8fn.quantization_error import error
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import Site
 from fp8fn.transform import fp8
 from fp8fn.version import __version__
+
+if TYPE_CHECKING:
+    from fp8fn import plot
+else:
+
+    def __getattr__(name):
+        """`fp8fn.plot` on its first use, for nothing else needs it."""
+        if name == "plot":
+            from importlib import import_module
+
+            return import_module("fp8fn.plot")
+        raise AttributeError(f"module 'fp8fn' has no attribute {name!r}")
+
 
 __all__ = [
     "BLOCKWISE",
@@ -34,12 +51,15 @@ __all__ = [
     "Site",
     "__version__",
     "dequantize",
+    "error",
     "expert_mlp",
     "explain",
     "fp8",
     "gemm",
     "grouped_gemm",
     "linear",
+    "moe_gemm",
+    "plot",
     "quantize",
     "quantize_dual",
     "quantize_grouped",
@@ -48,4 +68,5 @@ __all__ = [
     "quantize_rms_norm_dual",
     "quantize_silu_mul",
     "quantize_silu_mul_dual",
+    "sort_tokens",
 ]

@@ -22,7 +22,8 @@ def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale
             `(-1, -1)` tensorwise; `-1` is the whole axis of one matrix.
         dtype: an FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
         scale: "fp32": `max(amax, 1e-12) / fp8_max`; "pow2": that, rounded up to a power of two; "e8m0": stored as
-            float8_e8m0fnu, `2 ** (floor(log2(amax)) - emax)` (OCP MX specification v1.0, section 6.3).
+            float8_e8m0fnu, `2 ** (floor(log2(amax)) - emax)` (OCP MX specification v1.0, section 6.3), by which a
+            block's largest values can saturate; "rceil": stored likewise, `2 ** ceil(log2(amax / fp8_max))`: none does.
 
     Returns a `ScaledTensor` of the shape of `x`; `scale` is `(..., ceil(M / r), ceil(N / c))`. Values past FP8's range
     saturate; a block with a NaN or an Inf comes back as NaN or Inf, and does not touch another block.

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fp8fn.ops.formats import SCALE_DTYPES, short_name
+from fp8fn.ops.formats import SCALE_DTYPES, fp8_max, short_name
 from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.scaled_mm import check_operand
+
+# Elements whose codes are counted at once: `bincount` makes eight bytes of each.
+_SLICE: Final = 2**24
 
 
 @dataclass(frozen=True)
@@ -81,12 +84,111 @@ class ScaledTensor:
         self.__post_init__()
 
     def __repr__(self) -> str:
+        """Shape, block and scales' format; of tensors that can be read also the values, in a line."""
         rows, columns = self.block
-        kind = "e8m0" if self.scale.dtype == SCALE_DTYPES[1] else "fp32"
         where = f", device={str(self.device)!r}" if self.device.type != "cpu" else ""
+        found = summary(self)
+        values = "" if found is None else f", {found}"
         return (
-            f"ScaledTensor({short_name(self.dtype)}{list(self.shape)}, block=({rows}, {columns}), scale={kind}{where})"
+            f"ScaledTensor({short_name(self.dtype)}{list(self.shape)}, block=({rows}, {columns}), "
+            f"scale={_scale_kind(self)}{values}{where})"
         )
+
+    def _repr_html_(self) -> str:
+        """What `repr` says, as a table for notebooks, with a histogram of the data's binades."""
+        size = (self.data.nbytes + self.scale.nbytes) / 2**10
+        lines = {
+            "data": f"{short_name(self.dtype)} {list(self.shape)}, {self.device.type}, {size:,.1f} KiB with scales",
+            "block": f"{self.block[0]} x {self.block[1]}",
+            "scales": f"{_scale_kind(self)} {list(self.scale.shape)}",
+        }
+        found = summary(self)
+        if found is not None:
+            lines["scales"] += f", {found.least_scale:.3g} to {found.largest_scale:.3g}"
+            lines["saturated"] = f"{found.saturated:.2%} at the largest value, ±{fp8_max(self.dtype):.0f}"
+            lines["zero"] = f"{found.zero:.2%} (zero before, or flushed)"
+            if found.not_finite:
+                lines["NaN or Inf"] = f"{found.not_finite:.2%}"
+            first, last = found.exponents
+            lines["|data|"] = f"<code>{found.bars}</code> by binade, 2^{first} to 2^{last}"
+        body = "".join(f"<tr><th>{name}</th><td>{text}</td></tr>" for name, text in lines.items())
+        return f"<table><tr><th colspan=2>ScaledTensor</th></tr>{body}</table>"
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The values of a `ScaledTensor`: the range of its scales, shares of its elements, and how many in each binade.
+
+    `binades[i]` counts the elements of magnitude `2 ** (exponents[0] + i)` and more, up to the next.
+    """
+
+    least_scale: float
+    largest_scale: float
+    saturated: float
+    zero: float
+    not_finite: float
+    exponents: tuple[int, int]
+    binades: tuple[int, ...]
+
+    @property
+    def bars(self) -> str:
+        """The histogram in a line: `▁` for none or few, `█` for the fullest binade."""
+        most = max(*self.binades, 1)
+        return "".join("▁▂▃▄▅▆▇█"[min(7, 8 * count // most)] for count in self.binades)
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.least_scale:.3g} to {self.largest_scale:.3g}, saturated={self.saturated:.2%}, zero={self.zero:.2%}"
+        )
+        return text + (f", not finite={self.not_finite:.2%}" if self.not_finite else "")
+
+
+def summary(q: ScaledTensor) -> Summary | None:
+    """None where there are no values to read: an empty tensor, one on `meta`, or one that is being traced or mapped.
+
+    Of the data the 256 codes are counted, and everything follows from those: it takes one read and no copy in float.
+    """
+    if not (_can_be_read(q.data) and _can_be_read(q.scale)):
+        return None
+    codes = torch.zeros(256, dtype=torch.int64, device=q.device)
+    for part in q.data.detach().view(torch.uint8).reshape(-1).split(_SLICE):
+        codes += torch.bincount(part, minlength=256)
+    counts, values = codes.cpu(), torch.arange(256, dtype=torch.uint8).view(q.dtype).double().abs()
+    total = counts.sum().item()
+
+    def share(mask: Tensor) -> float:
+        return counts[mask].sum().item() / total
+
+    exponents = torch.frexp(values).exponent - 1
+    inside = values.isfinite() & (values > 0)
+    first, last = int(exponents[inside].min()), int(exponents[inside].max())
+    binades = tuple(int(counts[inside & (exponents == exponent)].sum()) for exponent in range(first, last + 1))
+    scale = q.scale.detach().float()
+    return Summary(
+        least_scale=scale.min().item(),
+        largest_scale=scale.max().item(),
+        saturated=share(values == fp8_max(q.dtype)),
+        zero=share(values == 0),
+        not_finite=share(~values.isfinite()),
+        exponents=(first, last),
+        binades=binades,
+    )
+
+
+def _can_be_read(tensor: Any) -> bool:
+    """Whether a tensor has values, now: `repr` is also called while vmap, grad or torch.compile run."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.device.type != "meta"
+        and tensor.numel() > 0
+        and not torch.compiler.is_compiling()
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def _scale_kind(q: ScaledTensor) -> str:
+    return "e8m0" if q.scale.dtype == SCALE_DTYPES[1] else "fp32"
 
 
 def _flatten(q: ScaledTensor) -> tuple[list[Any], Block]:

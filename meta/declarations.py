@@ -11,6 +11,8 @@ from fp8fn.ops import (
     gemm,
     grouped_gemm,
     mm_a16w8,
+    moe_gemm,
+    mx_mm,
     quantize,
     quantize_grouped,
     quantize_grouped_produced,
@@ -51,6 +53,8 @@ QUANTIZE_SILU_MUL_GRAD_GROUPED_DUAL = _constant(
     quantize_grouped_produced, quantize_grouped_produced.SILU_MUL_GRAD_SCHEMA
 )
 SCALED_MM = _constant(scaled_mm, scaled_mm.SCALED_MM_SCHEMA)
+MX_MM = _constant(mx_mm, mx_mm.MX_MM_SCHEMA)
+MOE_GEMM = _constant(moe_gemm, moe_gemm.MOE_GEMM_SCHEMA)
 SCALED_GROUPED_MM = _constant(scaled_grouped_mm, scaled_grouped_mm.SCALED_GROUPED_MM_SCHEMA)
 MM_A16W8 = declare(
     Op(

@@ -58,16 +58,27 @@ def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
     a_dim, a_scale_dim, _, b_dim, b_scale_dim, _, bias_dim, _ = _padded(in_dims, 8)
 
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        rank = max(a.ndim + (a_dim is None), b.ndim + (b_dim is None))
-        left = [_lift(a, a_dim, info.batch_size, rank), _lift(a_scale, a_scale_dim, info.batch_size, rank)]
-        right = [_lift(b, b_dim, info.batch_size, rank), _lift(b_scale, b_scale_dim, info.batch_size, rank)]
-        lead = torch.broadcast_shapes(left[0].shape[:-2], right[0].shape[:-2])
-        left = [t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in left]
-        right = [t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in right]
-        out = torch.ops.fp8fn.scaled_mm(*left, a_block, *right, b_block, bias, out_dtype)
+        dims = (a_dim, a_scale_dim, b_dim, b_scale_dim)
+        parts, lead = _matrices((a, a_scale, b, b_scale), dims, info.batch_size)
+        out = torch.ops.fp8fn.scaled_mm(*parts[:2], a_block, *parts[2:], b_block, bias, out_dtype)
         return out.unflatten(0, lead)  # type: ignore[no-any-return]
 
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
+
+
+def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
+    *operands, bias, out_dtype = _padded(args, 6)
+    *dims, bias_dim, _ = _padded(in_dims, 6)
+
+    def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        parts, lead = _matrices(operands, dims, info.batch_size)
+        return torch.ops.fp8fn.mx_mm(*parts, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
+
+    return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
+
+
+def moe_gemm(info: Any, in_dims: Any, *args: Any) -> Any:
+    return _each(torch.ops.fp8fn.moe_gemm, info, in_dims, args), 0
 
 
 def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -115,6 +126,15 @@ def grouped_gemm(info: Any, in_dims: Any, *args: Any) -> Any:
 
 def expert_mlp(info: Any, in_dims: Any, *args: Any) -> Any:
     return _each(torch.ops.fp8fn.expert_mlp, info, in_dims, args), 0
+
+
+def _matrices(operands: Any, dims: Any, size: int) -> tuple[list[Tensor], torch.Size]:
+    """Two matrices and their scales `(a, a_scale, b, b_scale)`, each as one batch, and the leading dimensions of it."""
+    (a, _, b, _), (a_dim, _, b_dim, _) = operands, dims
+    rank = max(a.ndim + (a_dim is None), b.ndim + (b_dim is None))
+    parts = [_lift(part, dim, size, rank) for part, dim in zip(operands, dims, strict=True)]
+    lead = torch.broadcast_shapes(parts[0].shape[:-2], parts[2].shape[:-2])
+    return [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) for part in parts], lead
 
 
 def _each(op: Any, info: Any, in_dims: Any, args: Any) -> Any:

@@ -6,11 +6,11 @@ from typing import Final, Literal, TypeAlias
 
 import torch
 
-ScaleFormat: TypeAlias = Literal["fp32", "pow2", "e8m0"]
+ScaleFormat: TypeAlias = Literal["fp32", "pow2", "e8m0", "rceil"]
 
 FP8_DTYPES: Final = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 INPUT_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
-SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = ("fp32", "pow2", "e8m0")
+SCALE_FORMATS: Final[tuple[ScaleFormat, ...]] = ("fp32", "pow2", "e8m0", "rceil")
 SCALE_DTYPES: Final = (torch.float32, torch.float8_e8m0fnu)
 
 # The least amax of a "fp32" or "pow2" scale, so that a block of zeros has a finite scale and a finite inverse.
@@ -32,9 +32,18 @@ def fp8_max_exponent(dtype: torch.dtype) -> int:
     }[dtype]
 
 
+def rceil_addend(dtype: torch.dtype) -> int:
+    """What makes the exponent of `amax` that of `"rceil"` when added to its bits: one more where `amax / fp8_max` is.
+
+    With `amax = 1.f * 2 ** e` and `fp8_max = 1.m * 2 ** emax`, `ceil(log2(amax / fp8_max)) = e - emax + (f > m)`.
+    """
+    fraction = fp8_max(dtype) / 2 ** fp8_max_exponent(dtype) - 1
+    return 0x7FFFFF - int(fraction * 2**23)
+
+
 def scale_dtype(scale: str) -> torch.dtype:
     """The type in which a scale of this format is stored."""
-    return torch.float8_e8m0fnu if scale == "e8m0" else torch.float32
+    return torch.float8_e8m0fnu if scale in ("e8m0", "rceil") else torch.float32
 
 
 def short_name(dtype: torch.dtype) -> str:

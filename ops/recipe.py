@@ -51,9 +51,10 @@ class Recipe:
     the transposed block, so that scales stay constant along each contraction or along blocks of it.
 
     `*_dtype`: an FP8 type; None is the device's own e4m3. `scale`: "fp32", "pow2" (float32 scales rounded up to a
-    power of two) or "e8m0". `second_order=True` keeps the unquantized operands for the backward, which second
-    derivatives need outside of nested `torch.func` transforms. `key` is the recipe as the string that ops take: a
-    preset's name, or the fields that differ from `BLOCKWISE`'s.
+    power of two), "e8m0" or "rceil" (powers of two of one byte, rounded down and up; see `quantize`).
+    `second_order=True` keeps the unquantized operands for the backward, which second derivatives need outside of nested
+    `torch.func` transforms. `key` is the recipe as the string that ops take: a preset's name, or the fields that differ
+    from `BLOCKWISE`'s.
 
     Raises `ValueError` for a block, type or scale format that does not exist, or does not fit its place.
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import Block
+from fp8fn.ops.sort_tokens import sort_tokens
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -53,6 +54,7 @@ def quantize(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("strided_square", (x(64, 96).mT, (128, 128)), {}),
         Sample("mx", (x(40, 80), (1, 32)), {"scale": "e8m0"}),
         Sample("mx_columns", (x(40, 80, dtype=FP32), (32, 1)), {"scale": "e8m0", "dtype": torch.float8_e5m2fnuz}),
+        Sample("mx_rounded_up", (x(2, 40, 80), (1, 32)), {"scale": "rceil"}),
         Sample("empty", (x(0, 40), (1, 128)), {}),
     ]
 
@@ -112,6 +114,7 @@ def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("ragged_square", (x(70, 131, dtype=FP32), x(70, 131, dtype=FP32), (128, 128)), {}),
         Sample("batched", (x(2, 3, 33, 70, dtype=FP16), x(2, 3, 33, 70, dtype=FP16), (1, -1)), {}),
         Sample("strided", (x(96, 64).mT, x(64, 192)[:, ::2], (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
+        Sample("mx", (x(2, 33, 70), x(2, 33, 70), (1, 32)), {"scale": "rceil"}),
         Sample("empty", (x(0, 40), x(0, 40)), {}),
     ]
 
@@ -147,6 +150,7 @@ def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("batched", (x(2, 3, 33, 70, dtype=FP16), x(70, dtype=FP16), 1e-6, (1, -1)), {}),
         Sample("strided", (x(96, 64).mT, x(192)[::2], 1e-6, (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
         Sample("plain_rstd", (x(2, 64, 256), x(256), 0.0, (1, 128), None, "fp32", x(2, 64, dtype=FP32).abs()), {}),
+        Sample("mx", (x(2, 33, 70), x(70), 1e-5, (1, 32)), {"scale": "rceil"}),
         Sample("empty", (x(7, 0), x(0)), {}),
     ]
 
@@ -178,6 +182,56 @@ def _summed(
     """Operands of a product that sums over each group's tokens: `a (M, R)` and `b (M, N)`."""
     data, scale = torch.ops.fp8fn.quantize_grouped(a, offsets, (block, 1))
     return data.mT, scale.mT, (1, block), *torch.ops.fp8fn.quantize_grouped(b, offsets, (block, 1)), (block, 1), offsets
+
+
+def mx_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    e5m2: dict[str, Any] = {"scale": "e8m0", "dtype": torch.float8_e5m2}
+
+    def pair(a: Tensor, b: Tensor, **options: Any) -> tuple[Tensor, ...]:
+        options = options or {"scale": "e8m0"}
+        return *_operand(a, (1, 32), **options)[:2], *_operand(b, (32, 1), **options)[:2]
+
+    return [
+        Sample("plain", pair(x(64, 256), x(384, 256).mT), {}),
+        Sample("plain_row", (*pair(x(1, 160), x(160, 96), **e5m2), x(96, dtype=FP32)), {"out_dtype": FP32}),
+        Sample("ragged", (*pair(x(33, 190), x(190, 65), scale="rceil"), x(65)), {}),
+        Sample("batched", pair(x(2, 24, 80, dtype=FP16), x(2, 80, 32, dtype=FP16)), {"out_dtype": FP16}),
+        Sample("batched_left", (*pair(x(3, 24, 96), x(96, 40)), x(40)), {}),
+        Sample("strided", (*pair(x(160, 48).mT, x(160, 64)), x(128)[::2]), {}),
+        Sample("empty", (*pair(x(0, 64), x(64, 48)), x(48)), {}),
+        Sample("empty_k", (*pair(x(16, 0), x(0, 48)), x(48)), {}),
+    ]
+
+
+def _routed(seed: int, tokens: int, top_k: int, experts: int, block_m: int, device: Any) -> tuple[Tensor, ...]:
+    """The layout of tokens that chose among one expert too many, on both sides."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator)
+    return tuple(part.to(device) for part in sort_tokens(chosen, experts, block_m))
+
+
+def moe_gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    mx: dict[str, Any] = {"scale": "e8m0"}
+
+    def block(a: Tensor, w: Tensor) -> tuple[Any, ...]:
+        return *_operand(a, (1, 128)), *_operand(w, (128, 128))
+
+    def small(a: Tensor, w: Tensor) -> tuple[Any, ...]:
+        return *_operand(a, (1, 32), **mx), *_operand(w, (32, 1), **mx)
+
+    def routed(tokens: int, top_k: int, experts: int, block_m: int) -> tuple[Tensor, ...]:
+        return _routed(seed, tokens, top_k, experts, block_m, device)
+
+    weights, strided = x(22, dtype=FP32), x(44, dtype=FP32)[::2]
+    return [
+        Sample("plain", (*small(x(12, 64), x(4, 48, 64).mT), *routed(12, 2, 4, 16), 2, 2), {}),
+        Sample("plain_blockwise", (*block(x(12, 256), x(3, 48, 256).mT), *routed(6, 2, 3, 16), 2, 1), {}),
+        Sample("ragged", (*small(x(11, 70), x(5, 70, 33)), *routed(11, 2, 5, 16), 2, 2, weights), {"out_dtype": FP32}),
+        Sample("strided", (*block(x(160, 11).mT, x(5, 160, 40)), *routed(11, 2, 5, 4), 2, 2, strided), {}),
+        Sample("empty", (*small(x(0, 64), x(3, 64, 32)), *routed(0, 2, 3, 16), 2, 2), {}),
+    ]
 
 
 def scaled_grouped_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
@@ -275,6 +329,8 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_rms_norm_dual": quantize_rms_norm,
     "scaled_mm": scaled_mm,
     "mm_a16w8": mm_a16w8,
+    "mx_mm": mx_mm,
+    "moe_gemm": moe_gemm,
     "gemm": gemm,
     "scaled_grouped_mm": scaled_grouped_mm,
     "grouped_gemm": grouped_gemm,

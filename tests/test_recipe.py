@@ -117,7 +117,7 @@ def test_frozen_and_keyword_only() -> None:
         ("", "recipe='' does not exist"),
         ("weigth_block=128x1", "Recipe has no field 'weigth_block'; did you mean 'weight_block'"),
         ("weight_dtype=e4m3", "weight_dtype='e4m3' is not an FP8 type; use one of e4m3fn, e5m2, e4m3fnuz, e5m2fnuz"),
-        ("scale=fp16", r"scale='fp16' is not a scale format; use one of \('fp32', 'pow2', 'e8m0'\)"),
+        ("scale=fp16", r"scale='fp16' is not a scale format; use one of \('fp32', 'pow2', 'e8m0', 'rceil'\)"),
         ("weight_block=128x64", r"weight_block=\(128, 64\) is not a block of fp8fn"),
         ("weight_block=128", r"weight_block='128' is not a block; write it as '128x128'"),
         ("weight_block=axb", r"weight_block='axb' is not a block; write it as '128x128'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Final
 
 import numpy as np
@@ -52,6 +53,12 @@ def scale_by_rule(amax: np.float32, dtype: torch.dtype, rule: str) -> np.float32
             return np.float32(np.nan)
         exponent = int(np.frexp(amax)[1]) - 1 - EMAX[dtype] if amax else -1000
         return np.float32(2.0 ** max(exponent, -127))
+    if rule == "rceil":
+        if not np.isfinite(amax):
+            return np.float32(np.nan)
+        quotient = Fraction(float(amax)) / Fraction(float(largest))
+        first = max(int(np.frexp(amax)[1]) - EMAX[dtype] - 2, -127) if amax else -127
+        return np.float32(2.0 ** next(e for e in range(first, 128) if quotient <= Fraction(2) ** e))
     scale = np.float32(np.maximum(amax, np.float32(1e-12)) / largest)
     if rule == "pow2" and np.isfinite(scale):
         mantissa, exponent = np.frexp(scale)
@@ -204,6 +211,24 @@ def test_e8m0_is_the_ocp_rule(dtype: torch.dtype, amax: float, power: int) -> No
     scale = fp8fn.quantize(x, (1, 32), dtype=dtype, scale="e8m0").scale
     assert scale.dtype == torch.float8_e8m0fnu
     assert scale.view(torch.uint8).item() == power + 127
+
+
+@pytest.mark.parametrize("dtype", FP8_DTYPES, ids=str)
+def test_rceil_is_the_least_power_that_holds_amax(dtype: torch.dtype) -> None:
+    """Also where `amax / fp8_max` is so near a power of two that its float32 might be one."""
+    largest = torch.tensor(torch.finfo(dtype).max)
+    borders = torch.stack([largest, largest.nextafter(torch.tensor(torch.inf)), largest.nextafter(torch.tensor(0.0))])
+    amax = torch.cat([borders * 2.0**e for e in (-100, -9, 0, 1, 60)] + [wide(1, 64).abs().flatten() + 1e-30])
+    q = fp8fn.quantize(-amax[:, None], (1, 32), dtype=dtype, scale="rceil")
+    assert q.scale.dtype == torch.float8_e8m0fnu
+    ratio = amax.double() / (torch.finfo(dtype).max * q.scale.double()[:, 0])
+    assert ((ratio <= 1) & (ratio > 0.5)).all()
+    back = fp8fn.dequantize(q, torch.float32)
+    step = {3: 2.0**-4, 2: 2.0**-3}[FORMAT[dtype][0]]
+    assert ((back + amax[:, None]).abs() <= step * amax[:, None]).all()
+    edges = torch.tensor([0.0, F32_TINY, 2.0**-127 * torch.finfo(dtype).max, F32_MAX, torch.inf, torch.nan])
+    stored = fp8fn.quantize(edges[:, None], (1, 32), dtype=dtype, scale="rceil").scale.view(torch.uint8)[:, 0]
+    assert stored.tolist() == [0, 0, 0, 255 - EMAX[dtype], 255, 255]
 
 
 # The peers' formulas, from SEMANTICS: the scale is forward, s = FP8_MAX / max(amax, floor), in float64, rounded once;

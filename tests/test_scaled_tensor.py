@@ -142,11 +142,16 @@ def test_torch_save(q: ScaledTensor) -> None:
     assert layout(loaded) == layout(q)
 
 
-def test_repr(q: ScaledTensor) -> None:
-    assert repr(q) == "ScaledTensor(e4m3fn[77, 200], block=(1, 128), scale=fp32)"
+def test_repr() -> None:
+    x = torch.ones(77, 200)
+    x[0, :7] = 0
+    q = fp8fn.quantize(x, (1, 128))
+    values = "0.00223 to 0.00223, saturated=99.95%, zero=0.05%"
+    assert repr(q) == f"ScaledTensor(e4m3fn[77, 200], block=(1, 128), scale=fp32, {values})"
     assert repr(q.to("meta").mT) == "ScaledTensor(e4m3fn[200, 77], block=(128, 1), scale=fp32, device='meta')"
-    mx = fp8fn.quantize(torch.randn(2, 8, 64), (1, 32), dtype=torch.float8_e5m2, scale="e8m0")
-    assert repr(mx) == "ScaledTensor(e5m2[2, 8, 64], block=(1, 32), scale=e8m0)"
+    mx = fp8fn.quantize(torch.ones(2, 8, 64), (1, 32), dtype=torch.float8_e5m2, scale="e8m0")
+    values = "3.05e-05 to 3.05e-05, saturated=0.00%, zero=0.00%"
+    assert repr(mx) == f"ScaledTensor(e5m2[2, 8, 64], block=(1, 32), scale=e8m0, {values})"
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=str)

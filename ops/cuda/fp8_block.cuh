@@ -2,7 +2,7 @@
 #pragma once
 #include "instructions.cuh"
 
-enum class Format { FP32, POW2, E8M0 };
+enum class Format { FP32, POW2, E8M0, RCEIL };
 
 template <Format KIND>
 struct StoredScale {
@@ -10,6 +10,10 @@ struct StoredScale {
 };
 template <>
 struct StoredScale<Format::E8M0> {
+    using type = unsigned char;
+};
+template <>
+struct StoredScale<Format::RCEIL> {
     using type = unsigned char;
 };
 
@@ -36,8 +40,10 @@ __forceinline__ BlockScale<KIND> block_scale(unsigned bits) {
     constexpr int LARGEST_EXPONENT = TYPE == Fp8::E4M3 ? 8 : 15;
     constexpr unsigned INFINITY_BITS = 0x7f800000u;
     const bool finite = bits < INFINITY_BITS;
-    if constexpr (KIND == Format::E8M0) {
-        const int exponent = max(static_cast<int>(bits >> 23) - LARGEST_EXPONENT, 0);
+    if constexpr (KIND == Format::E8M0 || KIND == Format::RCEIL) {
+        // One more where the fraction is above that of the largest value, 1.75 in both types.
+        constexpr unsigned ADDEND = KIND == Format::RCEIL ? 0x7fffffu - 0x600000u : 0u;
+        const int exponent = max(static_cast<int>((bits + ADDEND) >> 23) - LARGEST_EXPONENT, 0);
         // 2 ** (127 - exponent), without a division: at exponent 0 the scale itself is subnormal.
         const float inverse = __uint_as_float(finite ? (254 - exponent) << 23 : 0x7fc00000u);
         return {static_cast<unsigned char>(finite ? exponent : 255), inverse};

@@ -1,6 +1,7 @@
 """What every op means, in plain PyTorch: the oracle of the tests, and the path on the CPU."""
 
 from fp8fn.ops.reference.mm_a16w8 import mm_a16w8
+from fp8fn.ops.reference.moe_gemm import moe_gemm
 from fp8fn.ops.reference.produce import rms_norm, silu_mul, silu_mul_grad
 from fp8fn.ops.reference.quantize import dequantize, quantize, quantize_dual
 from fp8fn.ops.reference.quantize_grouped import dequantize_grouped, quantize_grouped, quantize_grouped_dual
@@ -11,6 +12,7 @@ __all__ = [
     "dequantize",
     "dequantize_grouped",
     "mm_a16w8",
+    "moe_gemm",
     "quantize",
     "quantize_dual",
     "quantize_grouped",

@@ -3,6 +3,8 @@
 For `"fp32"`: `scale = max(amax, 1e-12) / fp8_max`, `inv = 1 / scale`, `data = cast(clamp(x * inv))`, each step rounded
 to nearest even in float32. `"pow2"` rounds that scale up to a power of two. `"e8m0"` is the OCP MX specification v1.0,
 section 6.3: `scale = 2 ** (floor(log2(amax)) - emax)`, at least `2 ** -127`, and NaN for a block with a NaN or an Inf.
+`"rceil"` rounds up where `"e8m0"` rounds down, `scale = 2 ** ceil(log2(amax / fp8_max))`, without the rounding of a
+division, and is the same otherwise; it is what NVIDIA's `cvt.rp.satfinite.ue8m0x2.f32` makes of `amax / fp8_max`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent
+from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent, rceil_addend, scale_dtype
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, extent, is_square, scale_shape, turned
 
 
@@ -79,8 +81,9 @@ def merge(tiles: Tensor, rows: int, columns: int) -> Tensor:
 
 def _scale_of(amax: Tensor, dtype: torch.dtype, scale: str) -> Tensor:
     """The float32 scale of blocks whose largest magnitude is `amax`."""
-    if scale == "e8m0":
-        exponent = (amax.view(torch.int32) >> 23) - fp8_max_exponent(dtype)
+    if scale_dtype(scale) == torch.float8_e8m0fnu:
+        bits = amax.view(torch.int32) + (rceil_addend(dtype) if scale == "rceil" else 0)
+        exponent = (bits >> 23) - fp8_max_exponent(dtype)
         power = _power_of_two(exponent.clamp_min(0))
         return torch.where(amax.isfinite(), power, torch.nan)
     # A tensor and not a number: CUDA multiplies by a number's reciprocal, which rounds twice.

@@ -3,8 +3,8 @@
 `TRITON_INTERPRET=1` turns every kernel of a process into an interpreted one, for ever. Here one kernel is interpreted
 for one call, and everything that was replaced is put back, so that the same kernel also compiles before and after.
 Corrected on the way (Triton 3.6 to 3.9): float32 to FP8 loses the carry and truncates subnormals, float32 to bfloat16
-truncates, a product of bfloat16 multiplies raw bits, the fnuz types are missing, and numpy 2.4 takes no
-scalar as an index.
+truncates, a product of bfloat16 multiplies raw bits, the fnuz types and products with scales are missing, and numpy 2.4
+takes no scalar as an index.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.jit import JITFunction
 
@@ -79,6 +80,7 @@ def interpreting() -> Iterator[None]:
             "create_dot",
             lambda self, a, b, *rest: multiply(self, _widen(a), _widen(b), *rest),
         )
+        replace(TritonSemantic, "dot_scaled", _dot_scaled)
         replace(JITFunction, "__call__", _call_device_function)
         # Both modules at once: the kernel sees `triton.language`, Triton's own device functions `triton.language.core`.
         scope = triton_interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
@@ -109,6 +111,17 @@ def _to_tensor(source: Any, source_type: Any) -> torch.Tensor:
     bits = np.ascontiguousarray(source).reshape(-1)
     signed = bits.view("uint8" if bits.dtype.itemsize == 1 else f"int{8 * bits.dtype.itemsize}")
     return torch.from_numpy(signed).view(_TORCH_TYPES[source_type])
+
+
+def _dot_scaled(self: Any, a: Any, a_scale: Any, _a: Any, b: Any, b_scale: Any, _b: Any, acc: Any, *_: Any) -> Any:
+    """`acc (M, N) + (a (M, K) * a_scale) @ (b (K, N) * b_scaleᵀ)` in float32, of FP8 and e8m0 bytes for 32 along K."""
+    left, right = _widen(a.handle).data, _widen(b.handle).data
+    left_scale, right_scale = (
+        torch.from_numpy(np.ascontiguousarray(scale.handle.data)).view(torch.float8_e8m0fnu).float().numpy()
+        for scale in (a_scale, b_scale)
+    )
+    product = (left * left_scale.repeat(32, 1)) @ (right * right_scale.repeat(32, 1).T)
+    return self.tensor(triton_interpreter.TensorHandle(acc.handle.data + product, tl.float32), acc.type)
 
 
 def _widen(operand: Any) -> Any:

@@ -37,8 +37,10 @@ def magnitude_bits(x):
 @triton.jit
 def scale_of(bits, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr):
     """`bits` of the largest magnitude of a block → the scale as stored, and its inverse in float32."""
-    if FORMAT == "e8m0":
+    if FORMAT == "e8m0" or FORMAT == "rceil":
         finite = bits < 0x7F800000
+        if FORMAT == "rceil":  # one more where the fraction is above that of the largest value
+            bits += 0x7FFFFF - (tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFF)
         exponent = tl.maximum((bits >> 23) - EMAX, 0)
         stored = tl.where(finite, exponent, 255).to(tl.uint8)
         # 2 ** (127 - exponent), without a division: at exponent 0 the scale itself is subnormal.

@@ -1,0 +1,97 @@
+"""`error`: how far FP8 data, or any result, is from the numbers it stands for; in all, and block by block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.formats import fp8_max
+from fp8fn.ops.layout import Block, scale_shape
+from fp8fn.ops.reference.quantize import split, spread
+from fp8fn.quantization import dequantize
+from fp8fn.scaled_tensor import ScaledTensor
+
+
+@dataclass(frozen=True)
+class Error:
+    """What `error` found.
+
+    Attributes:
+        snr_db: `10 log10(Σ x² / Σ (x - q)²)`; inf where they are equal, NaN where one has a NaN.
+        max_abs: the largest `|x - q|`.
+        max_rel: the largest `|x - q| / |x|` where `x` is not 0.
+        saturated: share of elements with `|x| > fp8_max * scale`, which were cut off; 0 for a tensor without scales.
+        flushed: share of elements that are not 0 in `x` and 0 in `q`.
+        by_block: SNR in dB of each block, of the shape of the scales, float64.
+    """
+
+    snr_db: float
+    max_abs: float
+    max_rel: float
+    saturated: float
+    flushed: float
+    by_block: Tensor
+
+    def __repr__(self) -> str:
+        finite = self.by_block[self.by_block.isfinite()]
+        blocks = f"{tuple(self.by_block.shape)} blocks"
+        if finite.numel():
+            blocks += f" of {finite.min().item():.1f} to {finite.max().item():.1f} dB"
+        return (
+            f"Error(SNR {self.snr_db:.1f} dB, max {self.max_abs:.3g}, relative {self.max_rel:.3g}, "
+            f"saturated {self.saturated:.2%}, flushed {self.flushed:.2%}, {blocks})"
+        )
+
+
+def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error:
+    """Compares `q` with `x (..., M, N)`, which it stands for, in float64.
+
+    Args:
+        x: what is right: a floating-point tensor.
+        q: what `quantize(x, …)` gave, or a tensor that approximates `x`, a product for one.
+        block: of a tensor, the blocks of `by_block`; a `ScaledTensor` has its own.
+
+    Raises `ValueError` where the shapes differ or have fewer than two dimensions.
+    """
+    if x.shape != q.shape or x.ndim < 2:
+        raise ValueError(
+            f"error: x has shape {tuple(x.shape)} and q {tuple(q.shape)}; pass two equal ones, of matrices"
+        )
+    exact = x.detach().double()
+    saturated = 0.0
+    if isinstance(q, ScaledTensor):
+        block = q.block
+        found = dequantize(q, torch.float32).double()
+        limit = spread(q.scale.double(), x.shape, block) * fp8_max(q.dtype)
+        # Not by a rounding of the scale alone: the largest element of a block is its limit.
+        saturated = _share(exact.abs() > limit * (1 + 2**-20))
+    else:
+        found = q.detach().double()
+    if not x.numel():
+        return Error(torch.inf, 0.0, 0.0, 0.0, 0.0, exact.new_full(scale_shape(x.shape, block), torch.inf))
+    difference = (exact - found).abs()
+    signal, noise = (split(values.square(), block).sum((-3, -1)) for values in (exact, difference))
+    nonzero = exact != 0
+    return Error(
+        snr_db=_decibel(signal.sum(), noise.sum()).item(),
+        max_abs=_largest(difference),
+        max_rel=_largest(difference[nonzero] / exact[nonzero].abs()),
+        saturated=saturated,
+        flushed=_share(nonzero & (found == 0)),
+        by_block=_decibel(signal, noise),
+    )
+
+
+def _decibel(signal: Tensor, noise: Tensor) -> Tensor:
+    """Also of blocks of zeros: without noise it is inf."""
+    return torch.where(noise == 0, torch.inf, 10 * torch.log10(signal / noise))
+
+
+def _share(mask: Tensor) -> float:
+    return mask.double().mean().item()
+
+
+def _largest(values: Tensor) -> float:
+    return values.max().item() if values.numel() else 0.0

@@ -1,0 +1,147 @@
+"""The portable product of routed tokens with their experts: rows are gathered by id, multiplied, and put where ids say.
+
+A tile of ids has one expert, so a program is a product of few rows, transposed as in `mx_mm`. Nothing of a launch
+depends on the routing: programs of tiles that hold nothing, or belong to no expert, end at once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.mx_mm import load_tile, widened
+from fp8fn.ops.triton.scale import scale_value, storage
+from fp8fn.ops.triton.views import ceil_div, is_wide
+from fp8fn.ops.tuning.mx import Config
+
+# The least and the most rows of one product; a tile of more ids is as many products.
+_LEAST_ROWS, _MOST_ROWS = 16, 128
+
+
+@triton.jit
+def moe_gemm(
+    a, w, out, a_scale, w_scale, sorted_token_ids, expert_ids, num_tokens_post_padded, token_weights,
+    ids, N, K, E, block_m, a_div, a_m, a_k, w_e, w_k, w_n, out_m, as_m, as_k, ws_e, ws_k, ws_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MX: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """`BN` columns of `BM` ids of one tile; `BK` is 128 where scales hold for 128 elements along K."""
+    tiles_n = tl.cdiv(N, BN)
+    parts = tl.cdiv(block_m, BM)
+    place = tl.program_id(0) // tiles_n
+    tile_n = tl.program_id(0) % tiles_n
+    tile = place // parts
+    if tile * block_m >= tl.load(num_tokens_post_padded):
+        return
+    expert = tl.load(expert_ids + tile)
+    if (expert < 0) | (expert >= E):
+        return
+    within = place % parts * BM + tl.arange(0, BM)
+    row = tl.load(sorted_token_ids + tile * block_m + within, mask=within < block_m, other=-1)
+    valid = (row >= 0) & (row < ids)
+    source = tl.where(valid, row, 0) // a_div
+    expert = expert.to(tl.int64)
+    offset_k = tl.arange(0, BK)
+    if WIDE:
+        row = row.to(tl.int64)
+        source = source.to(tl.int64)
+        tile_n = tile_n.to(tl.int64)
+        offset_k = offset_k.to(tl.int64)
+    offset_n = tile_n * BN + tl.arange(0, BN)
+    a_pointers = a + source[:, None] * a_m + offset_k[None, :] * a_k
+    w_pointers = w + expert * w_e + offset_n[:, None] * w_n + offset_k[None, :] * w_k
+    w_scale += expert * ws_e
+    inside_m = valid[:, None]
+    inside_n = offset_n[:, None] < N
+
+    acc = tl.zeros((BN, BM), tl.float32)
+    if MX:
+        block_k = tl.arange(0, BK // 32)
+        as_pointers = a_scale + source[:, None] * as_m + block_k[None, :] * as_k
+        ws_pointers = w_scale + offset_n[:, None] * ws_n + block_k[None, :] * ws_k
+        for k in range(tl.cdiv(K, BK)):
+            left = K - k * BK
+            a_tile = load_tile(a_pointers, inside_m, left, BK, 1, False, EVEN_K)
+            w_tile = load_tile(w_pointers, inside_n, left, BK, 1, EVEN_N, EVEN_K)
+            a_stored = load_tile(as_pointers, inside_m, left, BK // 32, 32, False, EVEN_K)
+            w_stored = load_tile(ws_pointers, inside_n, left, BK // 32, 32, EVEN_N, EVEN_K)
+            acc = tl.dot(widened(w_tile, w_stored, BN, BK), tl.trans(widened(a_tile, a_stored, BM, BK)), acc)
+            a_pointers += BK * a_k
+            w_pointers += BK * w_k
+            as_pointers += BK // 32 * as_k
+            ws_pointers += BK // 32 * ws_k
+    else:
+        as_pointers = a_scale + source * as_m
+        ws_pointers = w_scale + tile_n * BN // 128 * ws_n
+        for k in range(tl.cdiv(K, BK)):
+            left = K - k * BK
+            a_tile = load_tile(a_pointers, inside_m, left, BK, 1, False, EVEN_K)
+            w_tile = load_tile(w_pointers, inside_n, left, BK, 1, EVEN_N, EVEN_K)
+            scale = scale_value(tl.load(as_pointers, mask=valid, other=0)) * scale_value(tl.load(ws_pointers))
+            acc += tl.dot(w_tile, tl.trans(a_tile)) * scale[None, :]
+            a_pointers += BK * a_k
+            w_pointers += BK * w_k
+            as_pointers += as_k
+            ws_pointers += ws_k
+
+    if token_weights is not None:
+        acc *= tl.load(token_weights + row, mask=valid, other=0.0)[None, :]
+    pointers = out + row[None, :] * out_m + offset_n[:, None]
+    tl.store(pointers, acc.to(out.dtype.element_ty), mask=valid[None, :] & inside_n)
+
+
+def plan_moe_gemm(
+    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block,
+    sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int,
+    token_weights: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
+) -> Launch:  # fmt: skip
+    """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
+
+    `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
+    """
+    ids, n = out.shape
+    k = a.shape[1]
+    block_m = sorted_token_ids.shape[0] // expert_ids.shape[0]
+    a_scale, w_scale = storage(a_scale), storage(w_scale)
+    config = config or choose_config(block_m, n, k, expert_ids.shape[0], a_block[1], target)
+    places = expert_ids.shape[0] * ceil_div(block_m, config.BM)
+    return Launch(
+        kernel=moe_gemm,
+        grid=(places * ceil_div(n, config.BN), 1, 1),
+        args={
+            "a": a, "w": w, "out": out, "a_scale": a_scale, "w_scale": w_scale,
+            "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
+            "num_tokens_post_padded": num_tokens_post_padded, "token_weights": token_weights,
+            "ids": ids, "N": n, "K": k, "E": w.shape[0], "block_m": block_m, "a_div": a_div,
+            "a_m": a.stride(0), "a_k": a.stride(1), "w_e": w.stride(0), "w_k": w.stride(1), "w_n": w.stride(2),
+            "out_m": out.stride(0), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
+            "ws_e": w_scale.stride(0), "ws_k": w_scale.stride(1), "ws_n": w_scale.stride(2),
+        },
+        constexprs={
+            "BM": config.BM, "BN": config.BN, "BK": config.BK, "MX": a_block[1] == 32,
+            "EVEN_N": n % config.BN == 0, "EVEN_K": k % config.BK == 0,
+            "WIDE": is_wide(a, w[0], out, a_scale, w_scale[0]),
+        },
+        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+        target=target,
+    )  # fmt: skip
+
+
+def choose_config(block_m: int, n: int, k: int, tiles: int, extent: int, target: Target) -> Config:
+    """A tile of ids whole, up to 128, and narrow columns where cores would idle; none spills (its tests).
+
+    A scale holds for `extent` elements along K.
+    """
+    bm = min(max(triton.next_power_of_2(block_m), _LEAST_ROWS), _MOST_ROWS)
+    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
+    stages = 2 if target.backend == "hip" else 3
+    if k % 16 and target.backend == "cuda":  # loads of single bytes take registers
+        return Config(min(bm, 32), 32, 64 if extent == 32 else 128, 4, 2)
+    if bm > 32:  # 128 columns spill 2 to 190 registers
+        return Config(bm, 64, 128, 8, 2, options=options)
+    bn = 64 if ceil_div(n, 64) * tiles >= target.cores else 32
+    return Config(bm, bn, 128, 4, stages, options=options)

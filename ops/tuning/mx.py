@@ -1,0 +1,77 @@
+"""MX products as their dispatch sees them: the problem, a kernel's configuration, and tables of what was measured."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import torch
+
+from fp8fn.ops.targets import Target
+
+COLUMNS: Final = ("arch", "K", "N", "M", "kernel", "options")
+
+# One row for each problem that was measured. None was yet: every product has its kernel's default.
+SHIPPED: Final = """arch,K,N,M,kernel,options
+"""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`; `largest` is the most bytes that one tensor spans.
+
+    The output counts as float32, in which parts of a sum are kept.
+    """
+
+    m: int
+    n: int
+    k: int
+    target: Target
+    batch: int = 1
+    a_dtype: torch.dtype = torch.float8_e4m3fn
+    b_dtype: torch.dtype = torch.float8_e4m3fn
+    largest: int = 0
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile and compiler options of a kernel for MX products; `SPLITS` programs share the sum over K of one tile."""
+
+    BM: int
+    BN: int
+    BK: int
+    num_warps: int
+    num_stages: int
+    SPLITS: int = 1
+    GROUP: int = 8
+    options: tuple[tuple[str, int], ...] = field(default=())
+
+
+class Row(NamedTuple):
+    """What was measured to be the fastest: a kernel by name, and what it changes of its default configuration."""
+
+    kernel: str
+    options: Mapping[str, int]
+
+
+Table = Mapping[tuple[str, int, int, int], Row]
+
+
+def parse(text: str) -> Table:
+    """The table of a CSV text with `COLUMNS`, its options as `BN=64 SPLITS=4`; ValueError for another header."""
+    lines = csv.DictReader(text.splitlines())
+    if tuple(lines.fieldnames or ()) != COLUMNS:
+        raise ValueError(f"a table of MX products has the columns {','.join(COLUMNS)}, this one {lines.fieldnames}")
+    table = {}
+    for line in lines:
+        options = dict(option.split("=") for option in line["options"].split())
+        row = Row(line["kernel"], {name: int(value) for name, value in options.items()})
+        table[line["arch"], int(line["K"]), int(line["N"]), int(line["M"])] = row
+    return table
+
+
+def lookup(problem: Problem, table: Table) -> Row | None:
+    """The row of a product of two matrices; a batch is never measured."""
+    return None if problem.batch > 1 else table.get((problem.target.name, problem.k, problem.n, problem.m))
