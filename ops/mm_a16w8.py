@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda import gemv_a16w8, nvrtc
+from fp8fn.ops.cuda import mm_a16w8 as cuda
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.scaled_mm import check_operand, empty_output
 
@@ -75,6 +81,11 @@ def mm_a16w8_kernel(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
+    operands = (x, w, w_scale) if bias is None else (x, w, w_scale, bias)
+    key = ("mm_a16w8", tuple(w_block), out_dtype, *map(kind, operands))
+    call = recall(key)
+    if call is not None:  # the key holds all that the checks read
+        return call(*operands)[0]  # type: ignore[no-any-return]
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     target = targets.target_of(x.device)
     targets.check_supported(target, x.device)
@@ -86,7 +97,28 @@ def mm_a16w8_kernel(
     if w.dtype not in targets.fp8_dtypes(target):
         _log.debug("mm_a16w8: %s has no kernel on %s; plain PyTorch serves", w.dtype, target.name)
         return reference.mm_a16w8(x, w, w_scale, block, bias, out.dtype)
+    launch = _plan(x, w, w_scale, block, bias, out, target)
+    if _log.isEnabledFor(logging.DEBUG):
+        _log.debug("mm_a16w8 %s x %s: %s", tuple(x.shape), tuple(w.shape), launch.describe())
+    if isinstance(launch, CudaLaunch):
+        return keep(key, cuda.call(launch, out))(*operands)[0]  # type: ignore[no-any-return]
+    launch.run()
+    return out
+
+
+def _plan(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target
+) -> Launch | CudaLaunch:
+    """In CUDA C++, of few rows by `gemv_a16w8` and of many by `mm_a16w8`; what neither takes in Triton."""
+    operands = (x, w, w_scale, w_block, bias, out, target)
+    missing = nvrtc.unavailable()
+    few = missing or gemv_a16w8.accepts(*operands)
+    if few is None:
+        return gemv_a16w8.plan(*operands)
+    many = missing or cuda.accepts(*operands)
+    if many is None:
+        return cuda.plan(*operands)
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
 
-    plan_mm_a16w8(x, w, w_scale, block, bias, out, target).run()
-    return out
+    because = f"no CUDA C++: {few}" if few == many else f"no CUDA C++: {few}; {many}"
+    return replace(plan_mm_a16w8(*operands), reason=because)

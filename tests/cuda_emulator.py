@@ -1,4 +1,4 @@
-"""Runs the CUDA quantizers on CPU tensors: the same sources, compiled by g++ with `emulator/` in the place of CUDA.
+"""Runs CUDA kernels on CPU tensors: the same sources, compiled by g++ with `emulator/` in the place of CUDA.
 
 What it checks is everything but the compiler and the instructions themselves: indices, layouts, masks, barriers, bits.
 """
@@ -33,10 +33,10 @@ _GLUE = """
 struct Parameters {{ {fields} }};
 static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
 extern "C" const char* emulate(const Span* spans, int count, void* with, unsigned x, unsigned y, unsigned z,
-                               int threads, bool backwards) {{
+                               int threads, int cluster, bool backwards) {{
     tensors = spans;
     tensor_count = count;
-    return launch(run, with, {{x, y, z}}, threads, backwards);
+    return launch(run, with, {{x, y, z}}, threads, cluster, backwards);
 }}
 """
 
@@ -87,8 +87,9 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
             spans += (int(values[-1]), int(values[-1]) + arg.element_size() * extent(arg.shape, arg.stride()))
     parameters = type("Parameters", (ctypes.Structure,), {"_fields_": fields})(*values)
     covered = (ctypes.c_uint64 * len(spans))(*spans)
+    cluster = int(dict(launch.kernel.macros).get("CLUSTER", 1))
     fault = _built(launch.kernel).emulate(
-        covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, backwards
+        covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards
     )
     assert not fault, f"{launch.describe()}: {fault.decode()}"
 

@@ -299,5 +299,8 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
             w = weight(k, n, block, dtype=fp8, contiguous=contiguous, batch=batch, device="cuda")
             found = op(x, w.data, w.scale, block, bias, FP32)
             assert_near(found, x, w, bias)
-            assert torch.equal(op(x, w.data, w.scale, block, bias), found.to(dtype))
+            # Not the same kernel for every type of output, so that sums have another order.
+            torch.testing.assert_close(
+                op(x, w.data, w.scale, block, bias).float(), found, rtol=2 * torch.finfo(dtype).eps, atol=2e-3
+            )
             assert_near(op(found, w.mT.data, w.mT.scale, w.mT.block, None, FP32), found, w.mT)

@@ -50,6 +50,23 @@ TRAINING: Final = ((8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192))
 # Few rows or columns: less than a wave of tiles, so that launches and tails count. 2112 is no multiple of 128.
 SMALL: Final = ((128, 7168, 2048), (64, 24576, 1536), (4096, 2112, 7168), (4096, 2176, 7168))
 
+
+def _decode() -> tuple[tuple[int, int], ...]:
+    shapes: list[tuple[int, int]] = []
+    for k, n in ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144)):
+        shapes += [(k, n), *((k, n // parts) for parts in (2, 4, 8)), *((k // parts, n) for parts in (2, 4, 8))]
+    return tuple(dict.fromkeys(shapes))
+
+
+# (K, N) of the weights of aiter's MX products for decoding: whole, and divided among 2, 4 and 8 along N or K.
+DECODE: Final = _decode()
+
+# (B, M, N, K) of aiter's batched products by an FP8 weight, and one that the tensor cores decide.
+BATCHED: Final = (
+    *((b, m, n, k) for b in (16, 32, 64, 128) for n, k in ((512, 128), (128, 512)) for m in (1, 32, 128)),
+    (16, 4096, 4096, 4096),
+)
+
 # (M, N) of activations and gradients for the quantizers.
 QUANT: Final = ((8192, 4096), (16384, 8192), (16384, 28672))
 

@@ -1,0 +1,203 @@
+"""Few rows by an FP8 weight on Hopper in CUDA C++: what it accepts, its configuration, its launch (`gemv_a16w8.cu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.nvrtc import CudaKernel
+from fp8fn.ops.cuda.prepared import Call, Step, geometry
+from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, TYPES, map_fault, round_up
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import OCP, Target
+
+INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
+# Rows of x: past them a tile of a larger kernel reads the weight fewer times.
+MOST_ROWS: Final = 128
+_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
+_SHARED_LIMIT: Final = 227 << 10
+_RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
+_WARPS: Final = 8
+_LARGEST_CLUSTER: Final = 8
+
+
+@dataclass(frozen=True)
+class Config:
+    """How blocks divide a product; `gemv_a16w8.cu` says what each does.
+
+    `ROWS` of x and `16 * TILES` columns of w a warp, `WARPS_N` x `WARPS_K` warps a block, `CLUSTER` blocks along K,
+    `UNROLL` units in flight, `RESIDENT` blocks on a multiprocessor at once.
+    """
+
+    ROWS: int = 8
+    TILES: int = 1
+    WARPS_N: int = 1
+    WARPS_K: int = 8
+    UNROLL: int = 4
+    CLUSTER: int = 1
+    RESIDENT: int = 3
+
+    @property
+    def BN(self) -> int:
+        return 16 * self.TILES * self.WARPS_N
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.WARPS_N * self.WARPS_K
+
+    def __str__(self) -> str:
+        warps = f"{self.WARPS_N}x{self.WARPS_K}"
+        return f"{self.ROWS}x{self.BN} warps{warps} unroll{self.UNROLL} cluster{self.CLUSTER} resident{self.RESIDENT}"
+
+
+def accepts(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
+) -> str | None:
+    """None where `plan` takes these operands, else the reason why not."""
+    if target.backend != "cuda" or target.arch != 90:
+        return f"{target.name} is not sm90"
+    if x.dtype not in INPUTS:
+        return f"x has dtype {x.dtype}, not 16 bits"
+    if w.dtype not in OCP:
+        return f"w has dtype {w.dtype}"
+    if w_block not in SCALES or w_scale.dtype != torch.float32:
+        return f"scales of {w_scale.dtype} in blocks of {w_block} are not float32 ones that hold along K"
+    x, out = as_matrix(x, w, bias, out)
+    rows = MOST_ROWS if is_k_contiguous(w) else MOST_ROWS // 4
+    if out.shape[-2] > rows:
+        return f"x has {out.shape[-2]} rows a matrix, more than {rows}"
+    if (fault := map_fault(w.mT if is_k_contiguous(w) else w)) is not None:
+        return f"w {fault}"
+    if out.dim() == 3 and out.shape[0] > _MOST_BLOCKS:
+        return f"a batch of {out.shape[0]} is more than a grid has"
+    strides = (*x.stride(), *w.stride(), *w_scale.stride(), *(() if bias is None else bias.stride()))
+    if max(*x.shape, *w.shape, *strides) > LARGEST:
+        return "a size or a stride is past 32 bits"
+    return None
+
+
+def is_k_contiguous(w: Tensor) -> bool:
+    """Whether the columns of `w (B?, K, N)` are lines in memory, as `nn.Linear` keeps them; or single elements."""
+    return w.shape[-2] == 1 or (w.stride(-2) == 1 and (w.stride(-1) != 1 or w.shape[-1] == 1))
+
+
+def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` and `out`; a batch of `x` whose rows follow one another, by one weight, is one matrix."""
+    one_weight = x.dim() == 3 and w.dim() == 2 and (bias is None or bias.dim() == 1)
+    if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+        return x.flatten(0, 1), out.flatten(0, 1)
+    return x, out
+
+
+def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, w_block: Block, cores: int) -> Config:
+    """The default: enough blocks that all multiprocessors wait for memory at once, and no more rows of x than needed.
+
+    Wide blocks read x seldom: its bytes are at most those of the weight. Then K is shared by warps, as long as each has
+    two units of it and one wave of blocks does it, and by a cluster, until two multiprocessors have three blocks.
+    """
+    rows = min(8 << (-(-m // 8) - 1).bit_length(), 64 if k_contiguous else 16)
+    units = -(-k // (64 if k_contiguous else 32))
+    tiles = (2 if rows == 64 and units > 16 else 1) if k_contiguous else 8
+    width, resident = 16 * tiles, (3 if rows == 8 else 1 if rows == 64 and tiles == 2 else 2) if k_contiguous else 1
+    needed = 2 * min(m, rows)  # columns
+
+    def blocks(warps_k: int) -> int:
+        return -(-n // (width * _WARPS // warps_k)) * -(-m // rows) * batches
+
+    warps_k = _WARPS
+    while warps_k > 1 and (
+        2 * warps_k > units
+        or width * _WARPS // warps_k < needed
+        or (units < 8 * warps_k and blocks(warps_k) > resident * cores)
+    ):
+        warps_k //= 2
+    warps_n = min(_WARPS // warps_k, 1 << (-(-n // width) - 1).bit_length())
+    cluster = 1
+    while cluster < _LARGEST_CLUSTER and 2 * blocks(warps_k) * cluster < 3 * cores and units > 2 * warps_k * cluster:
+        cluster *= 2
+    each = -(-units // (warps_k * cluster))
+    # More would spill: so it is with the registers of two blocks, where sums are sent; a scale a column takes two.
+    if rows == 64 and cluster > 1:
+        resident = 1
+    if k_contiguous:
+        unroll = (3 if SCALES[w_block] == "VECTOR" else 4) if rows <= 16 else tiles if rows == 64 else 2
+    else:
+        unroll = 2 if rows == 8 else 1
+    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
+
+
+def plan(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
+
+    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
+    """
+    x, out = as_matrix(x, w, bias, out)
+    (m, n), k = out.shape[-2:], x.shape[-1]
+    batches = out.shape[0] if out.dim() == 3 else 1
+    k_contiguous = is_k_contiguous(w)
+    config = config or choose_config(m, n, k, batches, k_contiguous, w_block, target.cores)
+    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    aligned = aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
+    chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
+    macros: dict[str, int | str] = {
+        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "K_CONTIGUOUS": int(k_contiguous),
+        "EVEN_K": int(k % 16 == 0), "X_PIECES": int(aligned), "SCALE": SCALES[w_block],
+        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    options = {
+        "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
+        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+    }  # fmt: skip
+    of_columns = WHOLE not in w_block or w_block[1] == 1
+    return CudaLaunch(
+        kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),
+        grid=(-(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches),
+        threads=config.threads,
+        shared=shared,
+        args={
+            "x": x, "w": w, "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k, "received": received,
+            "x_batch": _step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
+            "w_batch": _step(w), "w_line": w.stride(-1 if k_contiguous else -2),
+            "s_batch": _step(w_scale), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,
+            "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
+            "bias_n": 0 if bias is None else bias.stride(-1),
+        },
+        target=target,
+        options={**options, "K_CONTIGUOUS": int(k_contiguous)},
+    )  # fmt: skip
+
+
+def call(launch: CudaLaunch, out: Tensor) -> Call:
+    """A planned launch as a call on tensors of the same kinds: `(x, w, w_scale)`, and `bias` where it had one."""
+    has_bias = launch.args["bias"] is not None
+    pointers = (0, 1, 2, 3 if has_bias else None, 4 if has_bias else 3)
+    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+
+
+def _step(x: Tensor) -> int:
+    return x.stride(0) if x.dim() == 3 else 0
+
+
+def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:
+    """How much of K of x lies in shared memory at a time, where sums arrive there, and its bytes."""
+    padding, unit = (16, 64) if k_contiguous else (64, 32)
+    rows = min(m, config.ROWS)
+    held = config.ROWS if config.ROWS > 8 else rows
+    sums = config.WARPS_K * rows * (config.BN + 4) * 4
+    # A share of the pairs of sums from each block.
+    arriving = 0 if config.CLUSTER == 1 else -(-rows * config.BN // 2 // config.CLUSTER) * config.CLUSTER * 8
+    limit = _SHARED_LIMIT // config.RESIDENT - _RESERVED - arriving
+    most = max(128, (limit // held - padding) // 2 // 128 * 128)
+    units = -(-k // unit)
+    part = round_up(-(-units // config.CLUSTER) * unit, 128)
+    chunk = min(part, most)
+    received = round_up(max(sums, held * (chunk * 2 + padding)), 16)
+    return chunk, received, received + arriving

@@ -1,0 +1,103 @@
+// What a kernel of narrow products takes beside `instructions.cuh`: FP8 widened to 16 bits, the product of a warp, copies
+// to shared memory that nobody waits for yet, and the shared memory of a cluster's other blocks.
+#pragma once
+#include "convert.cuh"
+#include "instructions.cuh"
+
+// Of as many bytes as the launch asks for.
+INLINE char* block_memory() {
+    extern __shared__ __align__(128) char memory[];
+    return memory;
+}
+
+// Like `load16` past L1, but not moved over what waits: weights are asked for before anything is waited for.
+INLINE uint4 load_ahead(const void* address) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address));
+    return v;
+}
+
+// The first `bytes` of 16 to shared memory, and zeros after them; both addresses are multiples of 16.
+INLINE void copy16(void* to, const void* from, int bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+// Until the copies that this thread has started are there.
+INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// To the same place in the shared memory of block `rank` of the cluster.
+INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
+    asm volatile(
+        "{.reg .b32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "st.shared::cluster.v2.f32 [remote], {%2, %3};}" ::"r"(shared_address(to)),
+        "r"(rank), "f"(value.x), "f"(value.y)
+        : "memory");
+}
+
+// The two halves of a `cluster_sync` that orders no memory: after it all blocks of the cluster have begun.
+INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
+INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// Four values of FP8 as two pairs of float16, the lowest byte first: exactly, NaN and Inf too.
+template <Fp8 TYPE>
+INLINE void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    if constexpr (TYPE == Fp8::E4M3) {
+        asm("{.reg .b16 low, high;\n"
+            " mov.b32 {low, high}, %2;\n"
+            " cvt.rn.f16x2.e4m3x2 %0, low;\n"
+            " cvt.rn.f16x2.e4m3x2 %1, high;}"
+            : "=r"(low), "=r"(high)
+            : "r"(bytes));
+    } else {  // the upper half of a float16
+        low = __byte_perm(bytes, 0, 0x1404);
+        high = __byte_perm(bytes, 0, 0x3424);
+    }
+}
+
+// A pair of float16 as a pair of bfloat16, rounded; values of FP8 are not.
+INLINE uint32_t halves_to_bf16(uint32_t pair) {
+    uint32_t result;
+    asm("{.reg .b16 low, high;\n"
+        " .reg .f32 first, second;\n"
+        " mov.b32 {low, high}, %1;\n"
+        " cvt.f32.f16 first, low;\n"
+        " cvt.f32.f16 second, high;\n"
+        " cvt.rn.bf16x2.f32 %0, second, first;}"
+        : "=r"(result)
+        : "r"(pair));
+    return result;
+}
+
+template <typename T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<Bf16> = true;
+
+// Four values of FP8 as two pairs of T, the lowest byte first.
+template <typename T, Fp8 TYPE>
+INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    to_halves<TYPE>(bytes, low, high);
+    if constexpr (IS_BF16<T>) {
+        low = halves_to_bf16(low);
+        high = halves_to_bf16(high);
+    }
+}
+
+// d (16 x 8) += a (16 x 16) · b (16 x 8) of a warp, in the fragments of PTX's mma.m16n8k16.
+template <typename T>
+INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (IS_BF16<T>) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    }
+}

@@ -1,0 +1,67 @@
+// The types and functions of ops/cuda/convert.cuh and hopper.cuh that emulated kernels use, for the CPU.
+#pragma once
+#include <stdint.h>
+
+#include "instructions.cuh"
+
+#define INLINE inline
+
+struct Bf16 {
+    uint16_t bits;
+    explicit operator float() const { return __uint_as_float(uint32_t(bits) << 16); }
+};
+struct Fp16 {
+    uint16_t bits;
+    explicit operator float() const { return half_to_float(bits); }
+};
+
+template <typename T>
+uint32_t rounded(float value);
+template <>
+inline uint32_t rounded<Bf16>(float value) {
+    const uint32_t bits = __float_as_uint(value);
+    if (value != value) return 0x7fff;
+    return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+template <>
+inline uint32_t rounded<Fp16>(float value) {
+    return bits_of<uint16_t>(static_cast<_Float16>(value));
+}
+template <typename T>
+uint32_t pack(float low, float high) {
+    return rounded<T>(low) | rounded<T>(high) << 16;
+}
+
+template <typename T>
+void store_pair(T* to, float left, float right, int room) {
+    const float values[] = {left, right};
+    for (int i = 0; i < 2 && i < room; ++i) {
+        if (!may_store(to + i, sizeof(T))) continue;
+        if constexpr (sizeof(T) == 4) {
+            to[i] = values[i];
+        } else {
+            to[i].bits = rounded<T>(values[i]);
+        }
+    }
+}
+
+#define BF16 1
+#define FP16 2
+#define FP32 3
+
+#if defined(OUT)
+#if OUT == BF16
+using OutType = Bf16;
+#elif OUT == FP16
+using OutType = Fp16;
+#else
+using OutType = float;
+#endif
+#if BIAS == BF16
+using BiasType = Bf16;
+#elif BIAS == FP16
+using BiasType = Fp16;
+#else
+using BiasType = float;
+#endif
+#endif

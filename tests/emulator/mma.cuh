@@ -1,0 +1,80 @@
+// The functions of ops/cuda/mma.cuh for the CPU.
+#pragma once
+#include "convert.cuh"
+
+inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
+
+// A thread's copies are made when it waits for them, as late as they may be.
+struct Copy {
+    char* to;
+    const char* from;
+    int bytes;
+};
+inline constexpr int MOST_COPIES = 512;
+inline Copy copies[MOST_THREADS][MOST_COPIES];
+inline int copy_count[MOST_THREADS];
+
+inline void copy16(void* to, const void* from, int bytes) {
+    if (bytes > 0 && !allowed("copy", from, 16, bytes)) return;
+    if (copy_count[current] == MOST_COPIES) __builtin_trap();
+    copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes};
+}
+inline void wait_for_copies() {
+    for (int i = 0; i < copy_count[current]; ++i) {
+        const Copy& copy = copies[current][i];
+        memset(copy.to, 0, 16);
+        memcpy(copy.to, copy.from, copy.bytes);
+    }
+    copy_count[current] = 0;
+}
+
+inline void store_to_block(float2* to, uint32_t rank, float2 value) {
+    const long blocks = static_cast<long>(rank) - cluster_rank();
+    *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
+}
+inline void cluster_arrive() {}
+inline void cluster_wait() {}
+
+template <Fp8 TYPE>
+float of_fp8(uint8_t bits) {
+    constexpr int MANTISSA = TYPE == Fp8::E4M3 ? 3 : 2, OFFSET = TYPE == Fp8::E4M3 ? 7 : 15;
+    const int magnitude = bits & 0x7f, exponent = magnitude >> MANTISSA, fraction = magnitude & ((1 << MANTISSA) - 1);
+    float value = exponent == 0 ? __builtin_ldexpf(fraction, 1 - OFFSET - MANTISSA)
+                                : __builtin_ldexpf(fraction + (1 << MANTISSA), exponent - OFFSET - MANTISSA);
+    if (TYPE == Fp8::E4M3 ? magnitude == 0x7f : magnitude > 0x7c) value = __builtin_nanf("");
+    if (TYPE == Fp8::E5M2 && magnitude == 0x7c) value = __builtin_inff();
+    return bits & 0x80 ? -value : value;
+}
+template <typename T, Fp8 TYPE>
+void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    float value[4];
+    for (int i = 0; i < 4; ++i) value[i] = of_fp8<TYPE>(bytes >> 8 * i);
+    low = pack<T>(value[0], value[1]);
+    high = pack<T>(value[2], value[3]);
+}
+
+// The fragments of a warp's lanes, where all of them can read.
+struct Fragments {
+    uint32_t a[4], b[2];
+};
+inline Fragments fragments[MOST_THREADS];
+
+template <typename T>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    fragments[current] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    meet_warp();
+    const Fragments* warp = fragments + current / 32 * 32;
+    const int lane = current % 32;
+    auto half = [](uint32_t pair, int upper) { return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)}); };
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; ++k) {
+            const int pair = k % 8 / 2;
+            sum += static_cast<double>(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
+                   half(warp[column * 4 + pair].b[k / 8], k % 2);
+        }
+        d[i] = static_cast<float>(sum);
+    }
+    meet_warp();
+}
