@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import record, tables
+from fp8fn.bench import compile_time, decode, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
 from fp8fn.ops import tuning
@@ -35,6 +35,20 @@ def host(run: dict[str, Any]) -> str:
         bar = "" if row["bar"] is None else f"{row['bar']:g}"
         lines.append(f"| {name} | {row['value']:.3g} {row['unit']} | {bar} |")
     return "\n".join([*lines, "", provenance(run)])
+
+
+def compiled(run: dict[str, Any]) -> str:
+    """Seconds of a compilation by the clock and of the processor, medians, and by how much they grow."""
+    lines = ["| compiled by | s | growth | s of the processor | growth | bar |", "|---|---|---|---|---|---|"]
+    names = {"inductor": "Inductor", "substitution": "Inductor inside `substitution()`", "fp8fn": '`backend="fp8fn"`'}
+    seconds = run["results"]["seconds"]
+    for name, samples in seconds.items():
+        middle, more = compile_time.medians(samples), compile_time.growth(seconds, name)
+        grown = ["" if name == compile_time.PLAIN else f"{100 * each:+.1f} %" for each in more]
+        bar = f"{100 * compile_time.BAR:.0f} %" if name == compile_time.CHECKED else ""
+        cells = names[name], f"{middle.wall:.1f}", grown[0], f"{middle.processor:.1f}", grown[1], bar
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Medians of {len(seconds['inductor'])}. {provenance(run)}"])
 
 
 def tuned(document: dict[str, Any]) -> str:
@@ -67,8 +81,20 @@ TABLES: Final = (
     Table("linear", "linear.json", tables.linear),
     Table("llm84", "llm84.json", tables.llm84),
     Table("tuned", str(Path(tuning.__path__[0]) / "h200.json"), tuned),
+    Table("small", "small.json", tables.small),
+    Table("wgrad", "wgrad.json", tables.wgrad),
+    Table("quant", "quant.json", tables.quant),
+    Table("moe-forward", "moe_forward.json", tables.forward),
+    Table("moe-wgrad", "moe_wgrad.json", tables.wgrad),
+    Table("moe-mlp", "moe_mlp.json", tables.linear),
+    Table("moe-quant", "moe_quant.json", tables.quant),
+    Table("moe-weights", "moe_weights.json", tables.quant),
+    Table("decoder", "decoder.json", tables.linear),
+    Table("decode", "decode.json", decode.table),
+    Table("decode-batched", "decode_batched.json", decode.table),
     Table("host", "host.json", host),
     Table("overhead", "overhead.json", overhead),
+    Table("compile", "compile.json", compiled),
 )
 
 

@@ -1,0 +1,133 @@
+"""What torch.compile takes for a model of 32 layers, with and without the passes: `python -m fp8fn bench compile`.
+
+The layers are the benchmark's decoder layer, made small, on the CPU. Each time is that of a first step, forward and
+backward, from empty caches, less that of a second one. Plain Inductor, Inductor inside `substitution()`, which looks at
+every node and finds nothing to put in its place, and the backend "fp8fn", whose graphs have other nodes, take turns in
+random order. Beside the seconds of the clock are those of the processor in this process, without the C++ compiler's,
+which others on the machine disturb less: exit status 1 where `substitution()` adds 10 % or more to their median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp8fn import lowering
+from fp8fn.bench.decoder import Decoder
+from fp8fn.bench.record import write
+
+BAR: Final = 0.10
+PLAIN: Final = "inductor"
+CHECKED: Final = "substitution"
+# Attention's heads have 128 columns, and there are four to a key.
+_HIDDEN, _INTERMEDIATE, _TOKENS = 512, 512, 16
+
+
+class Way(NamedTuple):
+    """How a model is compiled, and what that happens inside of."""
+
+    options: Mapping[str, Any]
+    inside: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+WAYS: Final = {
+    PLAIN: Way({}),
+    CHECKED: Way({}, lowering.substitution),
+    "fp8fn": Way({"backend": "fp8fn", "options": {"where": "*"}}),
+}
+
+
+class Seconds(NamedTuple):
+    """By the clock, and of this process on its processors."""
+
+    wall: float
+    processor: float
+
+    def since(self, before: Seconds) -> Seconds:
+        return Seconds(self.wall - before.wall, self.processor - before.processor)
+
+
+def now() -> Seconds:
+    return Seconds(time.perf_counter(), time.process_time())
+
+
+def compile_seconds(way: Way, layers: int) -> Seconds:
+    """Of one compilation of forward and backward, with nothing in Inductor's caches or Dynamo's."""
+    from torch._inductor.utils import fresh_cache
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Decoder(_HIDDEN, _INTERMEDIATE) for _ in range(layers))).bfloat16()
+    x = torch.randn(1, _TOKENS, _HIDDEN, dtype=torch.bfloat16)
+    with fresh_cache(), way.inside():
+        compiled = torch.compile(model, **way.options)
+        first, second = (_step(compiled, model, x) for _ in range(2))
+    torch._dynamo.reset()
+    return first.since(second)
+
+
+def _step(compiled: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Seconds:
+    start = now()
+    torch.autograd.grad(compiled(x).float().sum(), list(model.parameters()))
+    return now().since(start)
+
+
+def measure(layers: int = 32, rounds: int = 5) -> dict[str, list[Seconds]]:
+    """Those of each way in each round; what a process does once is done before."""
+    for way in WAYS.values():
+        compile_seconds(way, 1)
+    seconds: dict[str, list[Seconds]] = {name: [] for name in WAYS}
+    order = list(WAYS)
+    shuffle = random.Random(0).shuffle
+    for _ in range(rounds):
+        shuffle(order)
+        for name in order:
+            seconds[name].append(compile_seconds(WAYS[name], layers))
+    return seconds
+
+
+def medians(samples: Sequence[Sequence[float]]) -> Seconds:
+    """Of the clock and of the processor, each by itself."""
+    return Seconds(*map(statistics.median, zip(*samples, strict=True)))
+
+
+def growth(seconds: Mapping[str, Sequence[Sequence[float]]], name: str) -> Seconds:
+    """By how much the medians are over plain Inductor's: 0.1 is 10 %."""
+    ours, plain = medians(seconds[name]), medians(seconds[PLAIN])
+    return Seconds(ours.wall / plain.wall - 1, ours.processor / plain.processor - 1)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table; exit status 1 where the bar is passed."""
+    parser = argparse.ArgumentParser(
+        prog="fp8fn bench compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=_positive, default=32, metavar="L", help="of the model; by default 32")
+    parser.add_argument("--rounds", type=_positive, default=5, metavar="R", help="of each way; by default 5")
+    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
+    args = parser.parse_args(argv)
+    seconds = measure(args.layers, args.rounds)
+    for name, samples in seconds.items():
+        middle, more = medians(samples), growth(seconds, name)
+        print(
+            f"{name:13} {middle.wall:6.1f} s ({more.wall:+.1%})  {middle.processor:6.1f} s of the processor"
+            f" ({more.processor:+.1%})",
+            flush=True,
+        )
+    if args.json:
+        write(args.json, "compile", {"layers": args.layers, "seconds": seconds})
+    return int(growth(seconds, CHECKED).processor >= BAR)
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
+    return int(text)

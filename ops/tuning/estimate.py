@@ -1,0 +1,95 @@
+"""How long a linear layer takes in FP8, quantization counted in, and in bf16: estimates for a chip that need no GPU.
+
+A product in FP8 takes what a table measured, or else the model's time of its choice. A quantizer reads its input and
+writes both forms of it, `bytes / rate`, and a product in bf16 is a roofline, `max(operations / rate, bytes / rate)`;
+each has a launch besides. `tests/test_estimate.py` holds them against the committed measurements.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
+
+from fp8fn.ops import targets
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.tuning.model import microseconds, ranked
+from fp8fn.ops.tuning.problem import Chip, Problem, linear_problems
+from fp8fn.ops.tuning.rates import Rates, rates_of
+from fp8fn.ops.tuning.table import lookup, tables
+
+_PRODUCT_US: Final = 4.7  # a launch with the pipeline's start and end, as `model.py` has it
+_QUANTIZE_US: Final = 3.0
+
+
+class Step(NamedTuple):
+    """Microseconds of one layer."""
+
+    forward: float
+    backward: float
+
+    @property
+    def combined(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Times:
+    """A layer in FP8 with its quantization, and in bf16; `source` says who knows: a table, the model, or a clock."""
+
+    fp8: Step
+    bf16: Step
+    source: str
+
+    @property
+    def speedup(self) -> float:
+        """Of forward and backward combined."""
+        return self.bf16.combined / self.fp8.combined
+
+
+def linear_times(
+    m: int, n: int, k: int, recipe: Recipe, chip: Chip, *, batch: int = 1, itemsize: int = 2
+) -> Times | None:
+    """Of `x (m, k) @ w (n, k)ᵀ`, `batch` times, and its gradients, on a chip of sm90.
+
+    `itemsize` is that of what is quantized; bf16 is taken to be there. None where no kernel in CUDA C++ multiplies by
+    this recipe, or where there is nothing to multiply.
+    """
+    if min(m, n, k, batch) < 1 or recipe.scale == "e8m0":
+        return None
+    if not {recipe.activation_dtype, recipe.weight_dtype, recipe.gradient_dtype} <= {None, *targets.OCP}:
+        return None
+    try:
+        problems = linear_problems(m, n, k, recipe)
+    except ValueError:
+        return None
+    found = {name: product_us(replace(problem, batch=batch), chip) for name, problem in problems.items()}
+    rates = rates_of(chip)
+
+    def quantize(rows: int, columns: int, block: Block) -> float:
+        reads = 2 if WHOLE in block else 1  # the largest element of a line is known at its end
+        moved = batch * rows * columns * (reads * itemsize + 2)
+        return _QUANTIZE_US + moved / (rates.quantize * 1e6)
+
+    x, w, g = recipe.activation_block, recipe.weight_block, recipe.gradient_block
+    forward = found["forward"][0] + quantize(m, k, x) + quantize(n, k, w)
+    backward = found["dgrad"][0] + found["wgrad"][0] + quantize(m, n, g)
+    one = _bf16_us(batch, m, n, k, rates)  # of each product, which has the same sizes in another order
+    sources = dict.fromkeys(source for _, source in found.values())
+    return Times(Step(forward, backward), Step(one, 2 * one), " and ".join(sources))
+
+
+def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:
+    """The time of a product on operands that are quantized, by the kernel that a plan takes, and who knows it."""
+    found = lookup(problem, tables(chip))
+    if found is None:
+        return microseconds(problem, ranked(problem, chip.multiprocessors)[0], chip.multiprocessors), "the model"
+    entry = found.entry
+    if found.exact and entry.peer_wins and entry.peer_us is not None:
+        return entry.peer_us, found.table.name
+    return entry.us, found.table.name
+
+
+def _bf16_us(batch: int, m: int, n: int, k: int, rates: Rates) -> float:
+    operations, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + n * k + m * n)
+    return _PRODUCT_US + max(operations / rates.bf16, moved / rates.copy) / 1e6

@@ -1,0 +1,46 @@
+"""What a chip does in a second, for estimates: products in bf16, copies, and this library's quantizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from fp8fn.ops.tuning.problem import Chip
+
+# The chip that the name of a target stands for, where there is none to ask: one with a table.
+NAMED: Final[Mapping[str, Chip]] = {"sm90": Chip("NVIDIA H200", 132)}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """`bf16` in TFLOP/s of `torch.mm` on a warm chip; `copy` in TB/s, bytes read and bytes written."""
+
+    bf16: float
+    copy: float
+
+    @property
+    def quantize(self) -> float:
+        """TB/s of a quantizer, bytes read and bytes written.
+
+        0.7 of a copy's: with that and 3 µs a launch, forward and backward combined of the layers in
+        `bench/results/llm84.json` come out within 3 % rms; with all of a copy's 3 % too fast. Alone and one after the
+        other quantizers have 0.9 (`bench/results/quant.json`); the rest is what a layer has besides.
+        """
+        return 0.7 * self.copy
+
+
+# The medians of `bench/results/llm84.json`: bf16 forward and backward, and its copy.
+_H200: Final = Rates(bf16=705.0, copy=3.95)
+_BY_NAME: Final[Mapping[str, Rates]] = {
+    "NVIDIA H200": _H200,
+    # The same processor at the same power with 3.35 TB/s by its data sheet for the H200's 4.8. Not measured.
+    "NVIDIA H100 80GB HBM3": replace(_H200, copy=_H200.copy * 3.35 / 4.8),
+}
+_MULTIPROCESSORS: Final = 132
+
+
+def rates_of(chip: Chip) -> Rates:
+    """Of a chip of sm90: where it is not known by name the H200's, with the products of its multiprocessors."""
+    found = _BY_NAME.get(chip.name, _H200)
+    return replace(found, bf16=found.bf16 * chip.multiprocessors / _MULTIPROCESSORS)

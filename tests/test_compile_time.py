@@ -1,0 +1,82 @@
+"""`bench compile`: ways take turns, growth is that of the medians, and a real compilation is timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fp8fn import cli
+from fp8fn.bench import compile_time, readme, record
+from fp8fn.bench.compile_time import CHECKED, PLAIN, WAYS, Seconds, Way, compile_seconds, growth, measure, medians
+
+SECONDS = {PLAIN: [(10.0, 8.0), (12.0, 6.0), (50.0, 7.0)], CHECKED: [(15.0, 7.2), (9.0, 7.4), (11.0, 7.3)]}
+
+
+def test_growth_is_that_of_the_medians() -> None:
+    assert medians(SECONDS[PLAIN]) == Seconds(12.0, 7.0)
+    found = growth(SECONDS, CHECKED)
+    assert found == pytest.approx((11.0 / 12.0 - 1, 7.3 / 7.0 - 1))
+    assert growth(SECONDS, PLAIN) == (0, 0)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Way, int]]:
+    """Compilations that take 10 s each, and 11 s of the processor with "fp8fn", 10.5 inside `substitution()`."""
+    calls: list[tuple[Way, int]] = []
+    processor = {id(WAYS[PLAIN]): 10.0, id(WAYS[CHECKED]): 10.5}
+
+    def seconds(way: Way, layers: int) -> Seconds:
+        calls.append((way, layers))
+        return Seconds(10.0, processor.get(id(way), 11.0))
+
+    monkeypatch.setattr(compile_time, "compile_seconds", seconds)
+    return calls
+
+
+def test_ways_take_turns_after_a_small_one_of_each(fake: list[tuple[Way, int]]) -> None:
+    found = measure(layers=4, rounds=3)
+    assert [layers for _, layers in fake] == [1] * 3 + [4] * 9
+    assert {name: len(samples) for name, samples in found.items()} == dict.fromkeys(WAYS, 3)
+    rounds = [[id(way) for way, _ in fake[at : at + 3]] for at in (3, 6, 9)]
+    assert all(len(set(each)) == 3 for each in rounds)
+
+
+def test_the_command(fake: list[tuple[Way, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "compile.json"
+    assert cli.main(["bench", "compile", "--layers", "2", "--rounds", "1", "--json", str(file)]) == 0
+    assert "10.5 s of the processor (+5.0%)" in capsys.readouterr().out
+    run = record.read(file)
+    assert (run["benchmark"], run["results"]["layers"]) == ("compile", 2)
+    table = readme.compiled(run).splitlines()
+    assert table[3] == "| Inductor inside `substitution()` | 10.0 | +0.0 % | 10.5 | +5.0 % | 10 % |"
+    assert table[-1].startswith("Medians of 1. ")
+
+
+def test_over_the_bar_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = {**SECONDS, CHECKED: [(1.0, 7.7)]}
+    monkeypatch.setattr(compile_time, "measure", lambda layers, rounds: slow)
+    assert cli.main(["bench", "compile"]) == 1
+
+
+def test_the_committed_run_is_of_32_layers_and_under_the_bar() -> None:
+    results = json.loads((readme.RESULTS / "compile.json").read_text(encoding="utf-8"))["results"]
+    assert results["layers"] == 32
+    assert {len(samples) for samples in results["seconds"].values()} <= {3, 5}
+    assert growth(results["seconds"], CHECKED).processor < compile_time.BAR
+
+
+@pytest.mark.parametrize("argv", [("--layers", "0"), ("--rounds", "many")])
+def test_wrong_use(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["bench", "compile", *argv])
+    assert error.value.code == 2
+    assert "is no positive whole number" in capsys.readouterr().err
+
+
+def test_a_compilation_is_timed(fresh_dynamo: None) -> None:
+    """More of it than of a step."""
+    found = compile_seconds(WAYS["fp8fn"], 1)
+    assert found.wall > 0.1
+    assert found.processor > 0.1
