@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _LINES: Final = (
-    ("black", "-", "o"), ("0.45", "--", "s"), ("0.2", ":", "^"), ("0.6", "-.", "D"), ("0.3", "--", "v"), ("0.7", "-", "X"),
+    ("black", "-", "o"), ("0.45", "--", "s"), ("0.2", ":", "^"),
+    ("0.6", "-.", "D"), ("0.3", "--", "v"), ("0.7", "-", "X"),
 )  # fmt: skip
 _HATCHES: Final = ("", "//", "..", "xx", "\\\\", "++")
 _VIEWS: Final = ("transpose", "t", "permute", "getattr", "to", "contiguous")
@@ -158,7 +159,9 @@ def curves(
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     ax.grid(alpha=0.3)
-    ax.legend(fontsize="small")
+    # More than four names find no place that no curve crosses.
+    outside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(found) > 4 else {}
+    ax.legend(fontsize="small", **outside)
     return ax
 
 
