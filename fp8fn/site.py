@@ -29,6 +29,8 @@ class Site:
     """A product `(m, k) @ (k, n)`, `batch` times, as a user's `where` sees it.
 
     `weight` is the weight's name as in `model.named_parameters()`, `""` where none is known. Sizes may be symbolic.
+    Of a product of groups (`op="grouped_mm"`) `groups` is their number, and `m` counts the rows of all, or `k` where
+    they are parts of K; else it is 0.
     """
 
     op: str
@@ -36,12 +38,13 @@ class Site:
     n: int
     k: int
     batch: int = 1
+    groups: int = 0
     dtype: torch.dtype
     device: torch.device
     weight: str = ""
 
 
-Where: TypeAlias = "Callable[[Site], bool] | str | Sequence[str] | None"
+Where: TypeAlias = Callable[[Site], bool] | str | Sequence[str] | None
 
 
 def why_not(site: Site, where: Where = None) -> str | None:
@@ -79,6 +82,11 @@ def selected(site: Site, where: Where) -> bool:
         return bool(where(site))
     patterns = [where] if isinstance(where, str) else list(where)
     return any(fnmatchcase(site.weight, pattern) for pattern in patterns)
+
+
+def takes_everything(where: Where) -> bool:
+    """Whether one of the patterns is `"*"`."""
+    return not callable(where) and "*" in ([where] if isinstance(where, str) else where or ())
 
 
 def check_where(where: object) -> None:

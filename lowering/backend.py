@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fp8fn.lowering.joint import with_pass
+from fp8fn.lowering.post_grad import with_fusion
 from fp8fn.lowering.rewrite import rewrite
 from fp8fn.ops.recipe import parse_recipe, recipe_key
-from fp8fn.site import check_where
+from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where")
+OPTIONS = ("recipe", "where", "fuse_quantize")
 
 
 def fp8fn(
@@ -27,7 +28,15 @@ def fp8fn(
     """`torch.compile(model, backend="fp8fn", options={"recipe": …, "where": …})`.
 
     `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function of a
-    `fp8fn.Site`, or glob patterns of the weights' names. `mode` and all other options are Inductor's.
+    `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`.
+    `mode` and all other options are Inductor's; with its `max_autotune` each product on a GPU is timed against
+    cuBLASLt's, and the faster one kept.
+
+    `fuse_quantize` is about activations that are computed where they are quantized, also those of FP8 checkpoints: they
+    are then not rounded to 16 bits first. By default `silu(gate) * up` and `rms_norm(x) * weight` are quantized by the
+    op that computes them, on a device that has its kernel (Hopper), and any other elementwise result in `(1, 128)`
+    blocks by Inductor's own kernel for it. With True Inductor quantizes in `(1, 32)` and in whole rows as well; with
+    False neither is done. Columns, and both orientations at once, as training needs them, are never Inductor's.
     """
     from torch._inductor.compile_fx import compile_fx
 
@@ -36,7 +45,9 @@ def fp8fn(
     where = given.pop("where", None)
     check_where(where)
     rewrite(gm, recipe, where)
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=with_pass(_inductor_options(mode, given)))
+    fuse = given.pop("fuse_quantize", None)
+    patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
+    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -4,68 +4,120 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from html import escape
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fp8fn.lowering import grouped
+from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
+from fp8fn.lowering.gemms import Gemm
+from fp8fn.lowering.outside import Outside, Seen
 from fp8fn.lowering.rewrite import Decision, decide
 from fp8fn.lowering.substitute import Substitution
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
-from fp8fn.site import Site, Where, check_where
+from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning.estimate import Times
+from fp8fn.ops.tuning.problem import Chip
+from fp8fn.site import Site, Where, check_where, takes_everything
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One product: the node, where the user wrote it, its sizes, and its kernel or the reason why it stays."""
+    """One product: the node, where the user wrote it, its sizes, and its kernel or the reason why it stays.
+
+    `shape` is `(M, N, K)`, and of a product of E groups `(E, M, N, K)`, where rows, or K, of all groups are counted.
+    `estimated` and `measured` are µs of forward and backward, in FP8 with all quantization and in bf16, of a product
+    that the recipe can take; None where nothing is known, or nothing was asked for.
+    """
 
     node: str
     source: str
     op: str
     weight: str
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     kernel: str | None
     reason: str | None
+    estimated: Times | None = None
+    measured: Times | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """The rows of `explain`, one for each product, over all graphs; `str()` is the table.
+    """The rows of `explain`, one for each product, over all graphs; `str()` is the table, `repr()` its last line.
 
-    In the table, layers that differ in their number alone share a line: `layers.*.mlp.up.weight`, `12x`.
+    In the table, layers that differ in their number alone share a line: `layers.*.mlp.up.weight`, `12x`. `chip` is the
+    one that times are estimated for. `outside` has the weights of a module that no graph has, below the table.
     """
 
     rows: tuple[Row, ...]
     recipe: str
     graphs: int
+    chip: str | None = None
+    outside: tuple[Outside, ...] = ()
 
     @property
     def substituted(self) -> int:
         return sum(row.reason is None for row in self.rows)
 
     def __str__(self) -> str:
+        head, body = self._table()
+        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
+        rule = tuple("-" * width for width in widths)
+        lines = ["  ".join(map(str.ljust, line, widths)) for line in (head, rule, *body)]
+        return "\n".join(line.rstrip() for line in (*lines, *self._foot()))
+
+    def __repr__(self) -> str:
+        return f"Explanation({self._foot()[0]})"
+
+    def _repr_html_(self) -> str:
+        """The same table for a notebook."""
+        head, body = self._table()
+        lines = [("th", head), *(("td", line) for line in body)]
+        table = "".join(
+            "<tr>" + "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in line) + "</tr>" for tag, line in lines
+        )
+        return f"<table>{table}</table>" + "".join(f"<p>{escape(line)}</p>" for line in self._foot())
+
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """The head, and a line for each group of products that are alike."""
+        times = self._times()
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
             outcome = row.kernel or f"- {row.reason}"
             name = re.sub(r"\b\d+\b", "*", row.weight)
-            alike.setdefault((row.source, name, ",".join(map(str, row.shape)), outcome), []).append(row)
+            cells = [_cell(getattr(row, kind)) for kind in times]
+            alike.setdefault((row.source, name, ",".join(map(str, row.shape)), *cells, outcome), []).append(row)
         body = [
-            (rows[0].node, f"{len(rows)}x", source, rows[0].weight if len(rows) == 1 else name, shape, outcome)
-            for (source, name, shape, outcome), rows in alike.items()
+            (rows[0].node, f"{len(rows)}x", source, rows[0].weight if len(rows) == 1 else name, *rest)
+            for (source, name, *rest), rows in alike.items()
         ]
-        head = ("node", "", "source", "weight", "M,N,K", "kernel, or why not")
-        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-        rule = tuple("-" * width for width in widths)
-        lines = ["  ".join(map(str.ljust, line, widths)) for line in (head, rule, *body)]
-        count = f"{self.substituted} of {len(self.rows)} products in FP8, recipe {self.recipe}, {self.graphs} graph(s)"
-        return "\n".join(line.rstrip() for line in (*lines, count))
+        sizes = "(E,)M,N,K" if any(len(row.shape) > 3 for row in self.rows) else "M,N,K"
+        head = ("node", "", "source", "weight", sizes, *(f"{kind}, µs" for kind in times), "kernel, or why not")
+        return head, body
+
+    def _foot(self) -> list[str]:
+        times = self._times()
+        lines = [
+            f"{self.substituted} of {len(self.rows)} products in FP8, recipe {self.recipe}, {self.graphs} graph(s)"
+        ]
+        if times:
+            lines.append("µs: forward and backward, bf16 → FP8 with quantization")
+            lines[-1] += f", estimated for {self.chip}" if "estimated" in times else ""
+        missed = Counter((re.sub(r"\b\d+\b", "*", weight), reason) for weight, reason in self.outside)
+        return lines + [f"{count}x {weight}: {reason}" for (weight, reason), count in missed.items()]
+
+    def _times(self) -> list[str]:
+        return [name for name in ("estimated", "measured") if any(getattr(row, name) for row in self.rows)]
 
 
 def explain(
@@ -73,29 +125,48 @@ def explain(
     *args: Any,
     recipe: Recipe | str = BLOCKWISE,
     where: Where = None,
+    target: str | None = None,
+    measure: bool = False,
     show: bool = True,
     **kwargs: Any,
 ) -> Explanation:
     """Runs `model(*args, **kwargs)` once, uncompiled, and says what `backend="fp8fn"` would do with each product.
 
-    `recipe` and `where` are the backend's options. Prints the table, unless `show=False`, and returns it. The model's
-    buffers and the random state are as before afterwards.
+    `recipe` and `where` are the backend's options. On Hopper there are estimates of each product's time, and with
+    `target="sm90"` on any machine, as on an H200: the recipe's decisions and kernels are then that target's too. With
+    `measure=True` a GPU times what it can of them in about two seconds. Prints the table, unless `show=False`, and
+    returns it. The model's buffers and the random state are as before afterwards.
+
+    Raises `ValueError` for a target that has no estimates, or where there is no GPU to measure on.
     """
     check_where(where)
+    check_target(target)
+    check_measure(measure)
     key = recipe_key(recipe)
     rows: list[Row] = []
+    sites: list[Site | None] = []
+    chips: list[Chip | None] = []
     graphs = 0
+    seen = Seen()
 
     def record(gm: GraphModule, example_inputs: Sequence[Tensor]) -> Callable[..., Any]:
         nonlocal graphs
         graphs += 1
-        decided = [_row(decision, parse_recipe(key)) for decision in decide(gm, where)]
+        decisions = decide(gm, where, parse_recipe(key), target)
+        decided = [_row(decision, parse_recipe(key), target) for decision in decisions]
         forward: Callable[..., Any] = gm.forward
         substitutions: list[Substitution] = []
         if _holds_fp8(gm):
-            forward = _traced(gm, example_inputs, substitutions)
-        rows.extend(_with_substitutions(decided, substitutions))
-        return forward
+            forward = _traced(gm, example_inputs, substitutions, takes_everything(where))
+        merged = _with_substitutions(decided, substitutions)
+        rows.extend(merged)
+        # What a pattern made is not the recipe's product, whose times are estimated and measured.
+        ours = [row is before for row, before in zip(merged, decided, strict=False)]
+        pairs = zip(decisions, ours, strict=True)
+        sites.extend(sized(decision.gemm.site) if decision.possible and own else None for decision, own in pairs)
+        sites.extend([None] * (len(rows) - len(sites)))
+        chips.extend(chip_for(decision.gemm.site.device, target) for decision in decisions if decision.times)
+        return seen.watch(forward)
 
     with _unchanged(model):
         torch._dynamo.reset()
@@ -104,23 +175,45 @@ def explain(
 
             transformers_fp8.serve()
         torch.compile(model, backend=record)(*args, **kwargs)
+        outside = seen.outside(model)
         torch._dynamo.reset()
-    explanation = Explanation(tuple(rows), key, graphs)
+        if measure:
+            rows = _timed(rows, sites, parse_recipe(key))
+    explanation = Explanation(tuple(rows), key, graphs, next((chip.name for chip in chips if chip), None), outside)
     if show:
         print(explanation)
     return explanation
 
 
-def _row(decision: Decision, recipe: Recipe) -> Row:
+def _cell(times: Times | None) -> str:
+    if times is None:
+        return ""
+    return f"{times.bf16.combined:.0f} → {times.fp8.combined:.0f} ({times.speedup:.2f}x)"
+
+
+def _timed(rows: Sequence[Row], sites: Sequence[Site | None], recipe: Recipe) -> list[Row]:
+    """With the times of those on a GPU, substituted ones first."""
+    order = sorted(zip(rows, sites, strict=True), key=lambda pair: pair[0].reason is not None)
+    times = measured((site for _, site in order if site is not None and _on_gpu(site)), recipe)
+    pairs = zip(rows, sites, strict=True)
+    return [row if site is None else replace(row, measured=times.get(site)) for row, site in pairs]
+
+
+def _on_gpu(site: Site) -> bool:
+    return site.device.type == "cuda"
+
+
+def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
     gemm, site = decision.gemm, decision.gemm.site
     return Row(
         node=gemm.node.name,
         source=gemm.source,
         op=site.op,
         weight=site.weight,
-        shape=(site.m, site.n, site.k),
-        kernel=kernel_name(site, recipe) if decision.reason is None else None,
+        shape=(site.m, site.n, site.k) if gemm.groups is None else (gemm.groups.count, site.m, site.n, site.k),
+        kernel=_kernel_name(gemm, recipe, target) if decision.reason is None else None,
         reason=decision.reason,
+        estimated=decision.times,
     )
 
 
@@ -130,7 +223,9 @@ def _holds_fp8(gm: GraphModule) -> bool:
     return any(isinstance(value, Tensor) and value.dtype in FP8_DTYPES for value in values)
 
 
-def _traced(gm: GraphModule, example_inputs: Sequence[Tensor], found: list[Substitution]) -> Callable[..., Any]:
+def _traced(
+    gm: GraphModule, example_inputs: Sequence[Tensor], found: list[Substitution], everything: bool = False
+) -> Callable[..., Any]:
     """Down to the joint graph, or that of an inference, where exact patterns are found and substituted."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
@@ -140,7 +235,7 @@ def _traced(gm: GraphModule, example_inputs: Sequence[Tensor], found: list[Subst
     from fp8fn.lowering import joint
 
     def partition(joint_module: GraphModule, inputs: Any, **options: Any) -> Any:
-        found.extend(joint.apply(joint_module.graph))
+        found.extend(joint.apply(joint_module.graph, everything))
         joint_module.recompile()
         return default_partition(joint_module, inputs, **options)
 
@@ -149,7 +244,7 @@ def _traced(gm: GraphModule, example_inputs: Sequence[Tensor], found: list[Subst
         return boxed
 
     def inference(module: GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.extend(joint.apply(module.graph))
+        found.extend(joint.apply(module.graph, everything))
         module.recompile()
         return unchanged(module, inputs)
 
@@ -167,7 +262,7 @@ def _with_substitutions(rows: Sequence[Row], substitutions: Sequence[Substitutio
     merged = []
     for row in rows:
         found = by_origin.pop(row.node, None)
-        merged.append(row if found is None else replace(row, kernel=_made(found), reason=found.reason))
+        merged.append(row if found is None else replace(row, kernel=_made(found), reason=found.reason, estimated=None))
     backward = [found for found in substitutions if found.backward]
     for found in (*by_origin.values(), *backward):
         op = f"{found.target}, backward of {found.origin}" if found.backward else found.target
@@ -180,20 +275,25 @@ def _made(found: Substitution) -> str | None:
     return None if found.reason else found.made.replace(".default", "").replace(".", "::")
 
 
-def kernel_name(site: Site, recipe: Recipe) -> str:
+def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     """The kernel that multiplies at this site, as its launch describes it; the plan runs nothing."""
-    target = targets.target_of(site.device)
-    if target.backend == "cpu":
+    site = gemm.site
+    chip = chip_for(site.device, target)
+    on = targets.target_of(site.device)
+    if target is not None and chip is not None:
+        on = Target("cuda", int(target.removeprefix("sm")), 32, chip.multiprocessors)
+    if on.backend == "cpu":
         return "reference (plain PyTorch)"
+    if gemm.groups is not None and site.groups:
+        return grouped.kernel_name(site, gemm.groups.over, recipe, on)
     from fp8fn.ops.tuning.choose import plan_scaled_mm
 
-    # Of a symbolic size, the one that it was traced with.
-    m, n, k = (size if isinstance(size, int) else size.node.hint for size in (site.m, site.n, site.k))
-    native = targets.native_e4m3(target)
+    m, n, k = (size_of(size) or 1 for size in (site.m, site.n, site.k))
+    native = targets.native_e4m3(on)
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return plan_scaled_mm(*a, *b, None, out, target).describe()
+    return plan_scaled_mm(*a, *b, None, out, on, chip).describe()
 
 
 def _operand(

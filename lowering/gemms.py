@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +14,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from fp8fn.lowering import grouped
+from fp8fn.lowering.grouped import Groups
 from fp8fn.lowering.substitute import source_of
 from fp8fn.site import Site
 
@@ -25,8 +27,13 @@ _ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
 _LEFT_ALONE: Final = {
     torch.functional.einsum: ("einsum", -2),
     torch.baddbmm: ("baddbmm", -2),
-    **dict.fromkeys((torch._grouped_mm, getattr(F, "grouped_mm", None)), ("grouped_mm", 0)),
 }
+
+# A row's own copy of a weight: more to read than the product is worth, in any format.
+GATHERED: Final = (
+    "its weights are gathered, one matrix for each row: sort the rows by expert and call torch._grouped_mm; of "
+    "transformers, model.set_experts_implementation('grouped_mm')"
+)
 
 # Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
 _REGIONS: Final = (
@@ -39,12 +46,16 @@ _REGIONS: Final = (
 _VIEWS: Final = {
     "t", "T", "mT", "transpose", "permute", "swapaxes", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand",
     "contiguous", "clone", "detach", "alias", "to", "type", "float", "half", "bfloat16", "double", "getattr",
+    "select", "unbind", "chunk", "split",
 }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`."""
+    """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`.
+
+    `groups` where it is one of groups, as `torch._grouped_mm` has them.
+    """
 
     node: Node
     a: Node
@@ -54,6 +65,7 @@ class Gemm:
     flipped: bool
     site: Site
     reason: str | None
+    groups: Groups | None = None
 
     @property
     def source(self) -> str:
@@ -69,7 +81,10 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
     outer = {} if outer is None else outer
     for node in gm.graph.nodes:
         operands = _operands(node)
-        if operands is not None:
+        in_groups = grouped.operands(node)
+        if in_groups is not None:
+            yield _classify_grouped(node, outer, in_groups)
+        elif operands is not None:
             gemm = _classify(node, outer, *operands)
             if gemm is not None:
                 yield gemm
@@ -123,13 +138,39 @@ def _classify(
     k, n = right.shape[-2:] if right.ndim > 1 else (right.shape[0], 1)
     if transposed:
         k, n = n, k
+    gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
     if reason is None:
-        reason = _why_not_shape(op, left, right, _value(bias), parameter)
+        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
+    parameter = parameter or gathered
     batch = _product(right.shape[:-2])
     rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
     name = "" if parameter is None else weight_name(parameter)
     site = Site(op=op, m=rows, n=n, k=k, batch=batch, dtype=left.dtype, device=left.device, weight=name)
     return Gemm(node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason)
+
+
+def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str, Any]) -> Gemm:
+    """A product of groups: of an expert's weight, known or not, unless it is a batch without offsets."""
+    a, b = given["a"], given["b"]
+    left, right = a.meta["example_value"], b.meta["example_value"]
+    groups = grouped.groups_of(left, right, given.get("offsets"))
+    reason = groups if isinstance(groups, str) else None
+    parameter = parameter_of(b, outer) or _first_stacked(b, outer)
+    if isinstance(groups, Groups) and groups.offsets is None and parameter is None:
+        reason = "no parameter: activation by activation"
+    if given.get("bias") is not None:
+        reason = "a bias is given, which PyTorch's product of groups does not take either: add it to the output"
+    batched = isinstance(groups, Groups) and groups.offsets is None
+    count = groups.count if isinstance(groups, Groups) else 1
+    site = Site(
+        op=grouped.OP, m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=count if batched else 1,
+        groups=0 if batched else count, dtype=left.dtype, device=left.device,
+        weight="" if parameter is None else weight_name(parameter),
+    )  # fmt: skip
+    return Gemm(
+        node=node, a=a, b=b, bias=None, transposed=False, flipped=False, site=site, reason=reason,
+        groups=groups if isinstance(groups, Groups) else None,
+    )  # fmt: skip
 
 
 def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, parameter: Node | None) -> str | None:
@@ -157,10 +198,47 @@ def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
         value = _value(node)
         if node.op in ("placeholder", "get_attr"):
             return node if isinstance(value, torch.nn.Parameter) else None
-        name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-        if node.op not in ("call_function", "call_method") or name not in _VIEWS:
+        if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
             return None
         node = node.args[0] if node.args else None
+    return None
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _picks(node: Node) -> bool:
+    """Whether a node is `w[i]`, a part of `w` that one index or slice names, be it known only at run time."""
+    if node.target not in (operator.getitem, "__getitem__") or len(node.args) < 2:
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(_value(i) is None or _value(i).ndim == 0 for i in index)  # type: ignore[union-attr]
+
+
+def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The parameter of which matrices were gathered, `w[indices]`, behind views and casts; else None."""
+    while isinstance(node, Node):
+        node = outer.get(node, node)
+        gathers = node.target in (operator.getitem, "__getitem__") and not _picks(node)
+        if node.args and (gathers or _name(node) == "index_select"):
+            found = parameter_of(node.args[0], outer)
+            return found if found is not None and _value(found).ndim > 2 else None  # type: ignore[union-attr]
+        if node.op not in ("call_function", "call_method") or _name(node) not in _VIEWS:
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def _first_stacked(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The first of the parameters that one `torch.stack` or `torch.cat` makes a weight of; else None."""
+    while isinstance(node, Node) and node.op in ("call_function", "call_method"):
+        first = node.args[0] if node.args else None
+        if node.target in (torch.stack, torch.cat) and isinstance(first, Sequence):
+            return parameter_of(first[0], outer)
+        if _name(node) not in _VIEWS:
+            return None
+        node = first
     return None
 
 

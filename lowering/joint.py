@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +18,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp8fn import lowering
-from fp8fn.lowering.patterns import dequantized_matmul, scaled_mm, torchao, transformers_fp8
+from fp8fn.lowering import autotune
+from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
+from fp8fn.lowering.quantizers import merge_quantizers
 from fp8fn.lowering.substitute import Substitution, origin_of
 from fp8fn.ops import tuning
 from fp8fn.version import __version__
@@ -30,17 +32,24 @@ _LOG: Final = logging.getLogger("fp8fn")
 _listeners: Final[list[list[Substitution]]] = []
 
 
-def apply(graph: Graph) -> list[Substitution]:
-    """Substitutes in place, and returns what became of each product that a pattern knows."""
+def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
+    """Substitutes in place, and returns what became of each product that a pattern knows; merges equal quantizers.
+
+    With `everything` also what no measurement says to be faster, of the patterns that ask.
+    """
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
-    for pattern in PATTERNS:
+    grouped: Callable[[Graph], Iterator[Substitution]] = partial(scaled_grouped_mm.substitute, everything=everything)
+    for pattern in (*PATTERNS, grouped):
         for substitution in pattern(graph):
             origin, backward = origins.get(substitution.node, ("", False))
             found.append(replace(substitution, origin=origin, backward=backward))
-    if any(substitution.reason is None for substitution in found):
+    merged = merge_quantizers(graph)
+    if merged or any(substitution.reason is None for substitution in found):
         graph.eliminate_dead_code()
         graph.lint()
+    if merged:
+        _LOG.info("%d quantizers of tensors that another one quantizes so: left out", merged)
     for substitution in found:
         _LOG.info(
             "%s %s (M,N,K)=(%s,%s,%s): %s",
@@ -53,30 +62,32 @@ def apply(graph: Graph) -> list[Substitution]:
 
 
 @contextmanager
-def recorded() -> Iterator[list[Substitution]]:
-    """All substitutions of the compilations inside."""
+def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[Substitution]]:
+    """All substitutions of the compilations inside; `listeners` are those of another pass."""
     found: list[Substitution] = []
-    _listeners.append(found)
+    listeners.append(found)
     try:
         yield found
     finally:
-        _listeners.remove(found)
+        listeners.remove(found)
 
 
 class SubstitutionPass(CustomGraphPass):
     """Inductor's hook; graphs that were compiled with another version of the patterns are no hits of its caches."""
 
-    def __init__(self, before: Any = None) -> None:
-        self.before = before
+    def __init__(self, before: Any = None, everything: bool = False) -> None:
+        self.before, self.everything = before, everything
 
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        apply(graph)
+        apply(graph, self.everything)
+        if autotune.wanted():
+            autotune.install()
 
     def uuid(self) -> Any:
         before = self.before.uuid() if self.before is not None else None
-        return ("fp8fn", __version__, _fingerprint(), before)
+        return ("fp8fn", __version__, _fingerprint(), self.everything, before)
 
 
 @cache
@@ -88,15 +99,17 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def with_pass(patches: dict[str, Any]) -> dict[str, Any]:
-    """Inductor's options with the pass among them, after the user's own."""
+def with_pass(patches: dict[str, Any], everything: bool = False) -> dict[str, Any]:
+    """Inductor's options with the pass among them, after the user's own; `everything` as `apply` has it."""
     import torch._inductor.config as config
 
     transformers_fp8.serve()
     before = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
     if isinstance(before, SubstitutionPass):
-        return patches
-    return {**patches, "joint_custom_pre_pass": SubstitutionPass(before)}
+        if before.everything == everything:
+            return patches
+        before = before.before
+    return {**patches, "joint_custom_pre_pass": SubstitutionPass(before, everything)}
 
 
 @contextmanager

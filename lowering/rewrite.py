@@ -6,37 +6,66 @@ import logging
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fp8fn.lowering.costs import chip_for, estimated, why_slower
 from fp8fn.lowering.einsum import reduce_einsums
 from fp8fn.lowering.gemms import Gemm, find_gemms, parameter_of
-from fp8fn.ops.recipe import Recipe
-from fp8fn.site import Site, Where, why_not, why_not_by_default
+from fp8fn.lowering.grouped import why_not_recipe
+from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.recipe import BLOCKWISE, Recipe
+from fp8fn.ops.tuning.estimate import Times
+from fp8fn.site import Where, why_not, why_not_by_default
 
 _log = logging.getLogger("fp8fn")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of one product: `reason` is None where it was substituted."""
+    """What became of one product: `reason` is None where it was substituted.
+
+    `possible` where another `where` would have it in FP8, and `times` the estimate of that, where there is one.
+    """
 
     gemm: Gemm
     reason: str | None
+    possible: bool
+    times: Times | None
 
 
-def decide(gm: GraphModule, where: Where = None) -> list[Decision]:
-    """For every product of the graph, whether it goes to FP8 and why not; an einsum becomes the product that it is."""
+def decide(
+    gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None
+) -> list[Decision]:
+    """For every product of the graph, whether it goes to FP8 and why not; an einsum becomes the product that it is.
+
+    Estimates are for the product's device, or for a `target` of `rates.NAMED`.
+    """
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
-    return [Decision(gemm, gemm.reason or _why_not(gemm.site, where)) for gemm in find_gemms(gm)]
+    return [_decide(gemm, where, recipe, target) for gemm in find_gemms(gm)]
 
 
-def _why_not(site: Site, where: Where) -> str | None:
-    return why_not(site, where) or (why_not_by_default(site) if where is None else None)
+def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None) -> Decision:
+    site = gemm.site
+    impossible = gemm.reason or why_not(site) or why_not_recipe(gemm.groups, recipe)
+    if impossible is not None:
+        return Decision(gemm, impossible, False, None)
+    times = estimated(site, recipe, chip_for(site.device, target))
+    reason = why_not(site, where)
+    if where is None:
+        reason = why_not_by_default(site) or (why_slower(times) if _is_16_bit(gemm.node) else None)
+    return Decision(gemm, reason, True, times)
+
+
+def _is_16_bit(node: Node) -> bool:
+    """Whether the product that FP8 replaces is one in 16 bits, also by autocast: in float32 it takes much longer."""
+    out = node.meta.get("example_value")
+    return isinstance(out, Tensor) and out.dtype in INPUT_DTYPES and out.dtype.itemsize == 2
 
 
 def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:
     """Substitutes the eligible products of the graph in place, and returns what was decided for each."""
-    decisions = decide(gm, where)
+    decisions = decide(gm, where, recipe)
     substitutes: dict[Node, Node] = {}
     for decision in decisions:
         gemm = decision.gemm
@@ -45,7 +74,7 @@ def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decisi
         _log.info(
             "%s %s %s (M,N,K)=(%s,%s,%s): %s",
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
-            decision.reason or f"fp8fn.gemm, {recipe.key}",
+            decision.reason or f"fp8fn.{'gemm' if gemm.groups is None else 'grouped_gemm'}, {recipe.key}",
         )  # fmt: skip
     for graph in {decision.gemm.node.graph for decision in decisions if decision.reason is not None} | {gm.graph}:
         graph.lint()
@@ -56,7 +85,7 @@ def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decisi
 
 
 def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node]) -> Node:
-    """Puts `fp8fn::gemm` in the place of one product, whose operands may be substitutes themselves."""
+    """Puts `fp8fn::gemm` or `grouped_gemm` in the place of a product, whose operands may be substitutes themselves."""
     node = gemm.node
     a, b = (substitutes.get(operand, operand) for operand in (gemm.a, gemm.b))
     bias = gemm.bias if gemm.bias is None else substitutes.get(gemm.bias, gemm.bias)
@@ -70,7 +99,12 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
             a = transpose(a)
         if gemm.transposed or gemm.flipped:
             b = transpose(b)
-        out = graph.call_function(torch.ops.fp8fn.gemm.default, (a, b, bias, recipe.key, None))
+        if gemm.groups is None:
+            out = graph.call_function(torch.ops.fp8fn.gemm.default, (a, b, bias, recipe.key, None))
+        else:
+            # PyTorch's product of groups does not follow autocast, and neither does its substitute.
+            args = (a, b, gemm.groups.offsets, None, recipe.key, node.meta["example_value"].dtype)
+            out = graph.call_function(torch.ops.fp8fn.grouped_gemm.default, args)
         if gemm.flipped:
             out = transpose(out)
     out.meta.update(node.meta)

@@ -38,9 +38,10 @@ def origin_of(node: Node) -> tuple[str, bool]:
 
 
 def source_of(node: Node) -> str:
-    """`file:line` of the innermost frame that is no installed package's, `""` where PyTorch did not keep it."""
+    """`file:line` of the innermost frame that is no installed package's, or not PyTorch's; `""` where none was kept."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    users = [line for line in lines if "/site-packages/" not in line[0]] or lines
+    users = [line for line in lines if "/site-packages/" not in line[0]]
+    users = users or [line for line in lines if "/site-packages/torch/" not in line[0]] or lines
     return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
 
 

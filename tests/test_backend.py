@@ -413,12 +413,3 @@ def test_explain_names_line_and_reason() -> None:
 def snr(reference: Tensor, found: Tensor) -> float:
     reference, found = reference.detach().double(), found.detach().double()
     return float(10 * torch.log10(reference.square().sum() / (reference - found).square().sum()))
-
-
-def test_a_grouped_product_is_listed(fresh_dynamo: None) -> None:
-    def grouped(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-        return torch._grouped_mm(x, w, offs=offsets)
-
-    inputs = torch.randn(32, 128).bfloat16(), nn.Parameter(torch.randn(2, 128, 256).bfloat16())
-    rows = fp8fn.explain(grouped, *inputs, torch.tensor([16, 32], dtype=torch.int32), show=False).rows
-    assert [(row.op, row.reason) for row in rows] == [("grouped_mm", "grouped_mm is not matched")]

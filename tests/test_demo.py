@@ -11,13 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._inductor import compile_fx
 
 import fp8fn.demo.model
 from fp8fn.demo import command
 from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import HELD_OUT, Corpus, standard_library
-from fp8fn.demo.model import GPT, GPTConfig
-from fp8fn.demo.presets import PRESETS
+from fp8fn.demo.model import GPT, Experts, GPTConfig
+from fp8fn.demo.presets import MODELS, PRESETS
 from fp8fn.demo.report import conclusion, plot, table, verdict
 from fp8fn.demo.saved import bytes_saved
 from fp8fn.demo.train import Plan, Run, Variant, evaluate
@@ -115,10 +116,11 @@ def test_model_knows_positions() -> None:
     assert not torch.allclose(model(near)[0, -1], model(far)[0, -1], atol=1e-6)
 
 
-@pytest.mark.parametrize("size", PRESETS)
-def test_presets_have_sizes_that_fp8_takes(size: str) -> None:
-    preset = PRESETS[size]
+@pytest.mark.parametrize(("name", "size"), [(name, size) for name, presets in MODELS.items() for size in presets])
+def test_presets_have_sizes_that_fp8_takes(name: str, size: str) -> None:
+    preset = MODELS[name][size]
     model = preset.model
+    assert bool(model.experts) == (name == "moe")
     assert [n % 128 for n in (model.dim, model.hidden, model.vocabulary, preset.batch * model.context)] == [0] * 4
     assert model.dim % (2 * model.heads) == 0
 
@@ -127,6 +129,43 @@ def test_preset_1b_is_a_billion() -> None:
     with torch.device("meta"):
         model = GPT(PRESETS["1b"].model)
     assert 1.0e9 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e9
+
+
+def test_experts_are_the_sum_over_those_that_the_router_chose() -> None:
+    config = replace(CONFIG, experts=4)
+    torch.manual_seed(0)
+    experts, x = Experts(config), torch.randn(2, 8, config.dim)
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    chances, chosen = torch.softmax(experts.router(x), -1).topk(2)
+    expected = torch.zeros_like(x)
+    for place in torch.cartesian_prod(torch.arange(2), torch.arange(8)).tolist():
+        at = tuple(place)
+        for chance, expert in zip(chances[at] / chances[at].sum(), chosen[at], strict=True):
+            gate, up = (x[at] @ experts.gate_up[expert]).chunk(2)
+            expected[at] += chance * ((F.silu(gate) * up) @ experts.down[expert])
+    assert (experts(x) - expected).norm() < 2e-2 * expected.norm()  # bfloat16
+
+
+def test_a_mixture_trains_by_its_products_of_groups(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graphs run as they are: Inductor is in the runs of the model without experts."""
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
+    model = build(replace(CONFIG, experts=4), PLAN)
+    tokens = torch.zeros(PLAN.batch, CONFIG.context, dtype=torch.int64)
+    rows = fp8fn.explain(model, tokens, where="*", show=False).rows
+    assert [row.weight for row in rows if row.op == "grouped_mm"] == ["layers.0.mlp.gate_up", "layers.0.mlp.down"]
+    assert [row.weight for row in rows if row.reason] == ["layers.0.mlp.router.weight"]
+    baseline, fp8 = compare(model, corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
+    assert fp8.losses != baseline.losses
+    assert fp8.final_loss < fp8.validation[0][1] - 0.2
+    assert verdict(baseline.final_loss, fp8.final_loss) == 0
+
+
+def test_a_size_of_another_model_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main(["--device", "cpu", "--model", "moe", "--size", "1b"])
+    assert stop.value.code == 2
+    assert "--size 1b is not one of --model moe: use tiny or small" in capsys.readouterr().err
 
 
 def test_both_runs_start_alike(runs: tuple[Run, Run], corpus: Corpus) -> None:

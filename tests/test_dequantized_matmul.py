@@ -94,8 +94,8 @@ def graphs() -> Iterator[list[Graph]]:
     found: list[Graph] = []
     apply = joint.apply
 
-    def keeping(graph: Graph) -> list[Substitution]:
-        made = apply(graph)
+    def keeping(graph: Graph, everything: bool = False) -> list[Substitution]:
+        made = apply(graph, everything)
         found.append(graph)
         return made
 

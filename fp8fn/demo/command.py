@@ -12,8 +12,8 @@ import torch
 import fp8fn
 from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import standard_library
-from fp8fn.demo.model import GPT
-from fp8fn.demo.presets import PRESETS, default_size
+from fp8fn.demo.model import GPT, GPTConfig
+from fp8fn.demo.presets import MODELS, PRESETS, default_size
 from fp8fn.demo.report import conclusion, plot, table, verdict
 from fp8fn.demo.train import Plan
 from fp8fn.environment import device_name, missing_for_inductor
@@ -29,6 +29,9 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     device: torch.device = arguments.device
+    presets, size = MODELS[arguments.model], arguments.size or default_size(arguments.device.type)
+    if size not in presets:
+        parser.error(f"--size {size} is not one of --model {arguments.model}: use {' or '.join(presets)}")
     problem = (
         missing_packages()
         or _unregistered()
@@ -37,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     if problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
 
-    preset = PRESETS[arguments.size or default_size(device.type)]
+    preset = presets[size]
     plan = Plan(
         device=device,
         steps=arguments.steps or preset.steps,
@@ -50,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M parameters on {device_name(device)}; "
         f"{plan.steps} steps of {plan.batch} x {model.config.context} bytes; "
-        f"{'bf16 autocast' if device.type == 'cuda' else 'float32'} against FP8 ({arguments.recipe})\n",
+        f"{_precision(preset.model, device)} against FP8 ({arguments.recipe})\n",
         flush=True,
     )
     _explain(model, plan, arguments.recipe)
@@ -73,7 +76,8 @@ def missing_packages() -> str | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    sizes = "; ".join(f"{name}: {preset.summary}" for name, preset in PRESETS.items())
+    lists = ("; ".join(f"{name}: {preset.summary}" for name, preset in presets.items()) for presets in MODELS.values())
+    sizes = " | ".join(f"of {model}, {names}" for model, names in zip(MODELS, lists, strict=True))
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn demo",
         description="Train a byte-level GPT on the Python standard library's sources twice, from the same weights on "
@@ -84,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--device", type=_device, default=_default_device(), help="cpu, cuda or cuda:N (default here: %(default)s)"
+    )
+    parser.add_argument(
+        "--model", choices=MODELS, default="gpt", help="gpt, or moe: with 8 experts in each layer (default: gpt)"
     )
     parser.add_argument("--size", choices=PRESETS, help=f"{sizes} (default: small on a GPU, tiny elsewhere)")
     parser.add_argument("--steps", type=_positive, metavar="N", help="training steps (default: the size's own)")
@@ -125,6 +132,13 @@ def _recipe(text: str) -> str:
         return parse_recipe(text).key
     except ValueError as reason:
         raise argparse.ArgumentTypeError(str(reason)) from None
+
+
+def _precision(config: GPTConfig, device: torch.device) -> str:
+    """What the baseline multiplies in."""
+    if device.type == "cuda":
+        return "bf16 autocast"
+    return "float32, and its experts in bf16," if config.experts else "float32"
 
 
 def _unregistered() -> str | None:

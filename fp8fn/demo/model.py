@@ -1,4 +1,7 @@
-"""A byte-level GPT in plain PyTorch, shaped like Llama: pre-norm, rotary positions, causal attention, SwiGLU."""
+"""A byte-level GPT in plain PyTorch, shaped like Llama: pre-norm, rotary positions, causal attention, SwiGLU.
+
+With `experts`, each layer's MLP is a mixture of them, as in Mixtral.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,10 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """The shape of a model; `dim` is a multiple of `2 * heads`."""
+    """The shape of a model; `dim` is a multiple of `2 * heads`.
+
+    With `experts`, `hidden` is that of each, and `active` are chosen for each byte.
+    """
 
     vocabulary: int = 256
     context: int = 128
@@ -20,6 +26,8 @@ class GPTConfig:
     layers: int = 4
     heads: int = 4
     hidden: int = 768
+    experts: int = 0
+    active: int = 2
 
 
 def rotary_table(context: int, head_dim: int, theta: float = 10_000.0) -> tuple[Tensor, Tensor]:
@@ -64,6 +72,34 @@ class MLP(nn.Module):
         return cast(Tensor, self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
+class Experts(nn.Module):
+    """A mixture of SwiGLUs, of which the router chooses and weighs `active` for each byte.
+
+    The products are of bfloat16 operands, which is what `torch._grouped_mm` compiles for, and the weights float32.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.count, self.active = config.experts, config.active
+        self.router = nn.Linear(config.dim, config.experts, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(config.experts, config.dim, 2 * config.hidden))
+        self.down = nn.Parameter(torch.empty(config.experts, config.hidden, config.dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, 1)
+        chance, chosen = torch.softmax(self.router(tokens).float(), -1).topk(self.active)
+        chance = chance / chance.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        ends = (chosen.flatten()[:, None] == torch.arange(self.count, device=x.device)).sum(0).cumsum(0)
+        offsets = ends.to(torch.int32)
+        rows = tokens[order // self.active].bfloat16()
+        gate, up = torch._grouped_mm(rows, self.gate_up.bfloat16(), offs=offsets).chunk(2, dim=-1)
+        out = torch._grouped_mm(F.silu(gate) * up, self.down.bfloat16(), offs=offsets)
+        # By a gather, and not by adding to rows: sums in the same order every time.
+        mixed = (out[order.argsort()].unflatten(0, (-1, self.active)) * chance[..., None]).sum(1)
+        return cast(Tensor, mixed.to(x.dtype).view_as(x))
+
+
 class Layer(nn.Module):
     """One pre-norm transformer layer."""
 
@@ -72,7 +108,7 @@ class Layer(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.dim, eps=1e-5)
-        self.mlp = MLP(config)
+        self.mlp = Experts(config) if config.experts else MLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
@@ -101,9 +137,12 @@ class GPT(nn.Module):
         """GPT-2's initialisation: normal of 0.02, smaller where a product is added to the residual stream."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, Experts):
+            nn.init.normal_(module.gate_up, std=0.02)
         if isinstance(module, Layer):
-            for projection in (module.attention.out, module.mlp.down):
-                nn.init.normal_(projection.weight, std=0.02 * (2 * self.config.layers) ** -0.5)
+            down = module.mlp.down if isinstance(module.mlp, Experts) else module.mlp.down.weight
+            for weight in (module.attention.out.weight, down):
+                nn.init.normal_(weight, std=0.02 * (2 * self.config.layers) ** -0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -53,6 +53,25 @@ PRESETS: Final = {
     ),
 }
 
+# With a mixture of experts in each layer.
+MIXTURES: Final = {
+    "tiny": Preset(
+        model=GPTConfig(context=128, dim=256, layers=2, heads=4, hidden=256, experts=8),
+        batch=8,
+        steps=200,
+        learning_rate=1e-3,
+        summary="4M parameters, for a CPU",
+    ),
+    "small": Preset(
+        model=GPTConfig(context=1024, dim=768, layers=12, heads=12, hidden=1024, experts=8),
+        batch=16,
+        steps=500,
+        learning_rate=6e-4,
+        summary="255M parameters",
+    ),
+}
+MODELS: Final = {"gpt": PRESETS, "moe": MIXTURES}
+
 
 def default_size(device_type: str) -> str:
     """The preset that takes minutes, not hours, on such a device."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -138,23 +138,26 @@ def plan(
     return LibraryLaunch(recipe, a, a_scale, b, b_scale, bias, out, target, reason)
 
 
-def _multiply(
-    recipe: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    out: Tensor | None,
-) -> Tensor:  # fmt: skip
-    into = {} if out is None else {"out": out}
+def arguments(
+    recipe: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[str, tuple[Any, ...]]:
+    """PyTorch's op, by its name in `torch` and in ATen, and its arguments: views of those here, and constants."""
     if recipe in ("tensorwise", "rowwise"):
         if recipe == "tensorwise":
             a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
         else:
             a_scale, b_scale = a_scale.flatten()[:, None], b_scale.flatten()[None]
-        product: Tensor = torch._scaled_mm(
-            a, b, a_scale, b_scale, bias=bias, out_dtype=dtype, use_fast_accum=False, **into
-        )
-        return product
+        return "_scaled_mm", (a, b, a_scale, b_scale, bias, None, dtype, False)
     kind = _SQUARE_BLOCKS if recipe == "1x128·128x128" else _ROW_BLOCKS
     b_scale = b_scale if kind == _SQUARE_BLOCKS else b_scale.mT  # each `(N, K / 128)` is asked for as such
-    blockwise: Tensor = torch._scaled_mm_v2(
-        a, b, [a_scale], [_ROW_BLOCKS], [], [b_scale], [kind], [], bias, dtype, (), False, **into
-    )
-    return blockwise
+    return "_scaled_mm_v2", (a, b, [a_scale], [_ROW_BLOCKS], [], [b_scale], [kind], [], bias, dtype, (), False)
+
+
+def _multiply(
+    recipe: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    name, given = arguments(recipe, a, a_scale, b, b_scale, bias, dtype)
+    into = {} if out is None else {"out": out}
+    product: Tensor = getattr(torch, name)(*given, **into)
+    return product

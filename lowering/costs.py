@@ -1,0 +1,139 @@
+"""What a product of a graph takes in FP8 and in bf16: the estimate, whether FP8 loses by it, and the time on a GPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from fp8fn.ops import gemm, targets
+from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.tuning.estimate import Step, Times, linear_times
+from fp8fn.ops.tuning.problem import Chip, chip_of
+from fp8fn.ops.tuning.rates import NAMED
+from fp8fn.site import Site
+
+if TYPE_CHECKING:
+    from fp8fn.bench.timing import Clock
+
+# What is measured takes at least so many calls of each product, of 12MNK operations at about so many in a µs.
+_CALLS: Final = 14
+_OPERATIONS_PER_US: Final = 7e8
+_LOG: Final = logging.getLogger("fp8fn")
+
+
+def check_target(target: str | None) -> None:
+    """ValueError for a target that there are no estimates for."""
+    if target is not None and target not in NAMED:
+        names = ", ".join(map(repr, NAMED))
+        raise ValueError(f"explain: target={target!r} has no estimates; use one of {names}, or None for the device")
+
+
+def check_measure(measure: bool) -> None:
+    """ValueError where something is to be measured, and there is no GPU."""
+    if measure and not torch.cuda.is_available():
+        raise ValueError("explain: measure=True needs a GPU, and there is none; target='sm90' estimates without one")
+
+
+def chip_for(device: torch.device, target: str | None = None) -> Chip | None:
+    """Whose times are estimated: the chip that a target's name stands for, or else the device, if it is of sm90."""
+    if target is not None:
+        return NAMED[target]
+    here = targets.target_of(device)
+    return chip_of(device, here) if here.name == "sm90" else None
+
+
+def size_of(size: Any) -> int | None:
+    """A size; of a symbolic one that it was traced with, for reading it adds no guard, or None where there is none."""
+    found = size if isinstance(size, int) else size.node.hint
+    return found if isinstance(found, int) else None
+
+
+def sized(site: Site) -> Site | None:
+    """What a site's times depend on: the same with sizes that are numbers, and no name; None of groups.
+
+    Those depend on how many rows each group has, which no graph says.
+    """
+    if site.groups:
+        return None
+    m, n, k, batch = map(size_of, (site.m, site.n, site.k, site.batch))
+    if m is None or n is None or k is None or batch is None:
+        return None
+    return replace(site, op="", weight="", m=m, n=n, k=k, batch=batch)
+
+
+def estimated(site: Site, recipe: Recipe, chip: Chip | None) -> Times | None:
+    """Microseconds on a chip; None without one, or where nothing is known of the recipe or of a size."""
+    found = sized(site)
+    if chip is None or found is None:
+        return None
+    return linear_times(found.m, found.n, found.k, recipe, chip, batch=found.batch, itemsize=found.dtype.itemsize)
+
+
+def why_slower(times: Times | None) -> str | None:
+    """The reason why a product stays as it is where FP8 is estimated to take longer than bf16."""
+    if times is None or times.speedup >= 1:
+        return None
+    fp8, bf16 = times.fp8.combined, times.bf16.combined
+    return (
+        f"slower: {fp8:.0f} µs in FP8 with quantization, {bf16:.0f} in bf16, forward and backward by {times.source};"
+        " where='*' takes it too"
+    )
+
+
+def measured(sites: Iterable[Site], recipe: Recipe, seconds: float = 2.0) -> dict[Site, Times]:
+    """The times of `sized` sites on their devices, each once; those that `seconds` are too short for are left out."""
+    from fp8fn.bench.timing import clock_of
+
+    end = time.perf_counter() + seconds
+    clocks: dict[torch.device, Clock] = {}
+    found: dict[Site, Times] = {}
+    for site in dict.fromkeys(sites):
+        least = _CALLS * 12 * site.batch * site.m * site.n * site.k / _OPERATIONS_PER_US / 1e6
+        if time.perf_counter() + least > end:
+            _LOG.info("explain: (M,N,K)=(%s,%s,%s) is not measured: over %s s", site.m, site.n, site.k, seconds)
+            continue
+        with torch.cuda.device(site.device) if site.device.type == "cuda" else nullcontext(), torch.no_grad():
+            try:
+                clock = clocks.setdefault(site.device, clocks.get(site.device) or clock_of(site.device))
+                found[site] = _measured(site, recipe, clock)
+            except RuntimeError as error:  # no memory beside the model, most likely
+                _LOG.info("explain: (M,N,K)=(%s,%s,%s) is not measured: %s", site.m, site.n, site.k, error)
+    return found
+
+
+def _measured(site: Site, recipe: Recipe, clock: Clock) -> Times:
+    """Of one site, forward and backward apart, by the functions below autograd: its thread would be in the times."""
+    from fp8fn.bench.layer import normal
+    from fp8fn.bench.timing import Schedule, Timing, interleaved
+
+    def tensor(rows: int, columns: int, seed: int) -> torch.Tensor:
+        made = normal(site.batch * rows, columns, site.device, seed)
+        return made.unflatten(0, (site.batch, rows)) if site.batch > 1 else made
+
+    x, w, g = tensor(site.m, site.k, 0), tensor(site.n, site.k, 1), tensor(site.m, site.n, 2)
+    left, right, grad = (each.to(site.dtype) for each in (x, w, g))
+    dtype = grad.dtype if grad.dtype.itemsize == 2 else torch.bfloat16
+
+    def forward() -> Any:
+        return gemm.forward(left, right.mT, None, recipe, dtype, dgrad=True, wgrad=True)
+
+    _, a_col, b_row = forward()
+    calls: dict[str, Callable[[], Any]] = {
+        "forward": forward,
+        "backward": lambda: gemm.backward(grad, a_col, b_row, recipe, dtype, dtype, True),
+        "bf16 forward": lambda: x @ w.mT,
+        "bf16 backward": lambda: (g @ w, g.mT @ x),
+    }
+    times = interleaved(calls, clock, Schedule(rounds=3, burst_ms=4.0, warm_s=0.02))
+    medians = []
+    for timing in times.values():
+        if not isinstance(timing, Timing):
+            raise RuntimeError(timing)
+        medians.append(timing.median)
+    return Times(Step(*medians[:2]), Step(*medians[2:]), "the clock")

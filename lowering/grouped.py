@@ -1,0 +1,102 @@
+"""The products of groups in a Dynamo graph: `torch._grouped_mm` by each of its names, and transformers' op for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from fp8fn.lowering.costs import size_of
+from fp8fn.ops import gemm, grouped_gemm, scaled_grouped_mm
+from fp8fn.ops.formats import short_name
+from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.targets import Target, native_e4m3
+from fp8fn.site import Site
+
+OP: Final = "grouped_mm"
+# By name: torch's function takes `input`, its op `self`. The last is transformers', under torch.compile for whatever is
+# not bfloat16, which Inductor has no grouped product for.
+_TARGETS: Final = (
+    torch._grouped_mm, getattr(F, "grouped_mm", None),
+    torch.ops.aten._grouped_mm, torch.ops.aten._grouped_mm.default,
+)  # fmt: skip
+_TRANSFORMERS: Final = "transformers.grouped_mm_fallback"
+_PLACES: Final = ("a", "b", "offsets", "bias", "out_dtype")
+_NAMES: Final = {
+    "self": "a", "input": "a", "mat_a": "a", "mat2": "b", "mat_b": "b", "weight": "b", "offs": "offsets",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Where the groups of a product end, `(E,)`, or None for a batch; `count` is E, and `over` what they are parts of.
+
+    `over` is `"M"` for rows of `a (M, K)` beside `b (E, K, N)`, `"K"` for `a (M, K)` and `b (K, N)`, `""` for a batch.
+    """
+
+    offsets: Node | None
+    count: int
+    over: str
+
+
+def operands(node: Node) -> dict[str, Any] | None:
+    """`a`, `b`, `offsets`, `bias` and `out_dtype` of a product of groups, as far as given; None for another node."""
+    ours = node.target in _TARGETS or str(node.target).removesuffix(".default") == _TRANSFORMERS
+    if node.op != "call_function" or not ours:
+        return None
+    named = {_NAMES.get(name, name): value for name, value in node.kwargs.items()}
+    return {**dict(zip(_PLACES, node.args, strict=False)), **named}
+
+
+def groups_of(left: Tensor, right: Tensor, offsets: Node | None) -> Groups | str:
+    """How two operands are grouped, or the reason why `fp8fn::grouped_gemm` does not take them."""
+    ends = None if offsets is None else offsets.meta.get("example_value")
+    if offsets is None:
+        if left.ndim == 3 and right.ndim == 3:
+            return Groups(None, right.shape[0], "")
+        return f"offs is not given with operands of {left.ndim} and {right.ndim} dimensions"
+    if not isinstance(ends, Tensor) or ends.dtype != torch.int32:
+        kind = short_name(ends.dtype) if isinstance(ends, Tensor) else "no tensor"
+        return f"the offsets are {kind}: pass offs.to(torch.int32)"
+    if left.ndim == 2 and right.ndim in (2, 3):
+        return Groups(offsets, ends.shape[0], "M" if right.ndim == 3 else "K")
+    if left.ndim == 3 and right.ndim == 2:
+        return "groups of columns: pass b.mT and a.mT for out.mT, whose groups are rows"
+    return f"operands of {left.ndim} and {right.ndim} dimensions"
+
+
+def why_not_recipe(groups: Groups | None, recipe: Recipe) -> str | None:
+    """The reason why a recipe does not quantize by groups."""
+    if groups is None or groups.offsets is None:
+        return None
+    try:
+        grouped_gemm.check_recipe("grouped_gemm", recipe)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def kernel_name(site: Site, over: str, recipe: Recipe, target: Target) -> str:
+    """The kernel that multiplies the groups of a site, as its launch describes it; nothing is run."""
+    native = native_e4m3(target)
+    dtypes = [dtype or native for dtype in (recipe.activation_dtype, recipe.weight_dtype)]
+
+    def empty(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    m, n, k = (size_of(size) or 1 for size in (site.m, site.n, site.k))
+    offsets = torch.empty(site.groups, dtype=torch.int32, device="meta")
+    if over == "M":
+        left = gemm.quantize(empty(m, k), recipe.activation_block, dtypes[0], recipe.scale)
+        right = gemm.quantize(empty(site.groups, n, k).mT, recipe.weight_block, dtypes[1], recipe.scale, sums_rows=True)
+        out = empty(m, n)
+    else:
+        args = (recipe.activation_block, dtypes[0], recipe.scale)
+        left = grouped_gemm.quantize_grouped(empty(k, m), offsets, *args).mT
+        right = grouped_gemm.quantize_grouped(empty(k, n), offsets, args[0], dtypes[1], args[2])
+        out = empty(site.groups, m, n)
+    return scaled_grouped_mm.plan(*left, *right, offsets, None, out, target).describe()

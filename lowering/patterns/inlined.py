@@ -1,0 +1,131 @@
+"""Any other elementwise producer: the quantizer after it is spelled in PyTorch, and Inductor fuses the two.
+
+    fc2(F.gelu(h)), fc2(torch.relu(h).square()), proj(x + attention)
+
+`fp8fn::quantize` of such a tensor becomes amax, scale and cast in the graph, of which Inductor makes one kernel with
+the producer: 16 bits are read and 8 written, where the op reads what another kernel wrote. That is for whole blocks of
+one row, `(1, 128)`, `(1, 32)` and `(1, -1)`: the amax of a column, and both orientations in one read, Inductor's
+reductions do not have. The formula is `ops/reference/quantize.py`'s, each division rounded to nearest, and gives the
+same bits of the same float32 numbers; it is given what the producer computed, and not that rounded to 16 bits.
+
+Inductor multiplies by the reciprocal of a constant, and lets Triton divide approximately, but for `addcdiv`, which
+eager CUDA rounds to nearest. Before PyTorch 2.13 it does so for nothing: there, only a CPU has this.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from typing import Any, Final
+
+import torch
+from torch.fx import Graph, Node
+
+from fp8fn.lowering.dequantized import call, value
+from fp8fn.lowering.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
+from fp8fn.lowering.substitute import Substitution, source_of
+from fp8fn.lowering.views import aten
+from fp8fn.ops import targets
+from fp8fn.ops.formats import AMAX_FLOOR, fp8_max
+from fp8fn.ops.layout import Block, extent
+
+NAME: Final = "inlined"
+BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, 32), (1, -1))
+_CAST: Final = torch.ops.prims.convert_element_type.default
+_SCALES: Final = ("fp32", "pow2")
+
+
+def substitute(graph: Graph, blocks: Collection[Block] = BLOCKS) -> Iterator[Substitution]:
+    """Spells out the quantizers in `blocks` of what Inductor computes elementwise, and says so of each."""
+    for quantizer in find_quantizers(graph):
+        product = reshaped_of(quantizer.x)
+        if quantizer.dual or quantizer.block not in blocks or not elementwise(product) or not _is_plain(quantizer):
+            continue
+        reason = _why_not(quantizer)
+        if reason is None:
+            _emit(graph, quantizer)
+        made, (m, k) = "" if reason else f"{quantizer.node.target}, inlined", quantizer.shape
+        at = source_of(product) or source_of(quantizer.node)
+        yield Substitution(NAME, str(quantizer.node), at, str(product), (m, 0, k), made, reason)
+
+
+def _is_plain(quantizer: Quantizer) -> bool:
+    """Whether data and scales of whole blocks lie without padding."""
+    shape = quantizer.shape
+    if len(shape) != 2 or not all(isinstance(size, int) for size in shape) or 0 in shape or shape[1] % 16:
+        return False
+    return shape[1] % extent(shape[1], quantizer.block[1]) == 0 and shape[0] % 4 == 0
+
+
+def _why_not(quantizer: Quantizer) -> str | None:
+    if quantizer.scale not in _SCALES:
+        return f"Inductor has no {quantizer.scale}"
+    target = targets.target_of(quantizer.device)
+    if target.backend == "hip":
+        return "Inductor's casts to FP8 on AMD were compared with no reference"
+    if quantizer.dtype not in targets.fp8_dtypes(target):
+        return f"{target.name} has no instruction for {quantizer.dtype}"
+    if target.backend == "cuda" and not _divides_exactly():
+        return "Inductor divides approximately before PyTorch 2.13"
+    return None
+
+
+def _divides_exactly() -> bool:
+    from torch._inductor.lowering import lowerings
+
+    return aten.addcdiv.default in lowerings
+
+
+def _emit(graph: Graph, quantizer: Quantizer) -> None:
+    node, (m, n), most = quantizer.node, quantizer.shape, fp8_max(quantizer.dtype)
+    columns = extent(n, quantizer.block[1])
+    with graph.inserting_before(node):
+        x = quantizer.x
+        if value(x).dtype != torch.float32:  # type: ignore[union-attr]
+            x = call(graph, _CAST, x, torch.float32)
+        tiles = call(graph, aten.reshape.default, x, [m, n // columns, columns])
+        amax = call(graph, aten.amax.default, call(graph, aten.abs.default, tiles), [-1], True)
+        amax = call(graph, aten.clamp_min.default, amax, AMAX_FLOOR)
+        scale = _divided(graph, amax, _constant(graph, most, amax))
+        if quantizer.scale == "pow2":
+            scale = _rounded_up(graph, scale)
+        inverse = _divided(graph, _constant(graph, 1.0, amax), scale)
+        data = call(graph, aten.mul.Tensor, tiles, inverse)
+        data = call(graph, aten.clamp_min.default, data, -most)
+        data = call(graph, aten.clamp_max.default, data, most)
+        # Not `reshape`: the op that reads it would have it made by a second kernel, over (M, N), that computes all of
+        # this again. What is strided anew is made first, as the blocks that the amax is of.
+        data = call(graph, aten.as_strided.default, call(graph, _CAST, data, quantizer.dtype), [m, n], [n, 1], 0)
+        scale = call(graph, aten.reshape.default, scale, [m, n // columns])
+        scale = call(graph, aten.permute.default, scale, [1, 0])
+        scale = call(graph, aten.clone.default, scale, memory_format=torch.contiguous_format)
+        scale = call(graph, aten.permute.default, scale, [1, 0])
+    outs = data, scale
+    assert all(same_layout(new.meta["val"], old) for new, old in zip(outs, quantizer.outs, strict=True)), node
+    for item in list(node.users):
+        assert item.target is operator.getitem
+        item.replace_all_uses_with(outs[item.args[1]])  # type: ignore[index]
+        graph.erase_node(item)
+    graph.erase_node(node)
+
+
+def _divided(graph: Graph, a: Node, b: Node) -> Node:
+    """`a / b`, positive or NaN, rounded to nearest."""
+    if not _divides_exactly():
+        return call(graph, aten.div.Tensor, a, b)  # of a CPU, exact
+    return call(graph, aten.addcdiv.default, _constant(graph, 0.0, a), a, b)
+
+
+def _constant(graph: Graph, number: float, like: Node) -> Node:
+    x: Any = like.meta["val"]
+    with x.fake_mode:
+        return call(graph, aten.full.default, [], number, dtype=x.dtype, device=x.device, pin_memory=False)
+
+
+def _rounded_up(graph: Graph, exact: Node) -> Node:
+    """To a power of two."""
+    bits = call(graph, aten.view.dtype, exact, torch.int32)
+    bits = call(graph, aten.add.Tensor, bits, 0x7FFFFF)
+    bits = call(graph, aten.bitwise_and.Scalar, bits, 0x7F800000)
+    power = call(graph, aten.view.dtype, bits, torch.float32)
+    return call(graph, aten.where.self, call(graph, aten.isnan.default, exact), exact, power)

@@ -1,0 +1,154 @@
+"""Estimates of layers: against the committed measurements of the H200, and what they know nothing of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import exp, log, sqrt
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fp8fn.bench import readme, record
+from fp8fn.bench.llm84 import Pair, pairs
+from fp8fn.bench.tables import rows_of
+from fp8fn.ops.recipe import BLOCKWISE, HYBRID, MXFP8, ROWWISE, TENSORWISE, Recipe
+from fp8fn.ops.tuning import table
+from fp8fn.ops.tuning.estimate import Step, Times, linear_times, product_us
+from fp8fn.ops.tuning.problem import Chip, linear_problems
+from fp8fn.ops.tuning.rates import NAMED, rates_of
+from fp8fn.ops.tuning.table import PEER, Entry, Table
+
+H200 = NAMED["sm90"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tables but the shipped ones."""
+    monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path / "cache"))
+    table.forget()
+
+
+def run(name: str) -> dict[str, Any]:
+    return record.read(readme.RESULTS / f"{name}.json")
+
+
+def estimate(shape: tuple[int, ...], recipe: Recipe = BLOCKWISE, chip: Chip = H200, **options: int) -> Times:
+    m, n, k = shape
+    found = linear_times(m, n, k, recipe, chip, **options)
+    assert found is not None
+    return found
+
+
+def geomean(ratios: Iterable[float]) -> float:
+    logarithms = [log(ratio) for ratio in ratios]
+    return exp(sum(logarithms) / len(logarithms))
+
+
+def told() -> dict[tuple[int, ...], Pair]:
+    """The layers of the suite, as measured."""
+    found = pairs(rows_of(run("llm84")))
+    assert len(found) == 69
+    return found
+
+
+def test_the_verdict_is_the_measured_one() -> None:
+    """Whether FP8 wins or loses, forward and backward combined, wherever it is 10 % or more."""
+    for shape, pair in told().items():
+        if abs(pair.speedup - 1) > 0.1:
+            assert (estimate(shape).speedup > 1) == (pair.speedup > 1), shape
+
+
+def test_layers_are_within_15_percent_of_what_was_measured() -> None:
+    found = {shape: (estimate(shape), pair) for shape, pair in told().items()}
+    for ratios in (
+        [times.fp8.forward / pair.fp8fn.forward for times, pair in found.values()],
+        [times.fp8.backward / pair.fp8fn.backward for times, pair in found.values()],
+        [times.bf16.combined / pair.bf16.combined for times, pair in found.values()],
+        [times.speedup / pair.speedup for times, pair in found.values()],
+    ):
+        assert abs(log(geomean(ratios))) < log(1.06)
+        assert max(abs(log(ratio)) for ratio in ratios) < log(1.15)
+    combined = [log(times.fp8.combined / pair.fp8fn.combined) for times, pair in found.values()]
+    assert sqrt(sum(ratio**2 for ratio in combined) / len(combined)) < 0.03
+
+
+def test_the_linear_benchmark_is_within_15_percent() -> None:
+    for row in rows_of(run("linear")):
+        times = estimate(row.shape)
+        for label, us in (("fp8fn linear", times.fp8.combined), ("torch bf16 linear", times.bf16.combined)):
+            if row.label == label:
+                assert row.us is not None
+                assert abs(log(us / row.us)) < log(1.15)
+
+
+@pytest.mark.parametrize(
+    ("label", "recipe"),
+    [("fp8fn 1x128·128x128", BLOCKWISE), ("fp8fn rowwise", ROWWISE), ("fp8fn tensorwise", TENSORWISE)],
+)
+def test_forward_products_are_within_15_percent_in_the_geometric_mean(label: str, recipe: Recipe) -> None:
+    ratios = [
+        product_us(linear_problems(*row.shape, recipe)["forward"], H200)[0] / row.us
+        for row in rows_of(run("forward"))
+        if row.label == label and row.us is not None
+    ]
+    assert len(ratios) == 5
+    assert abs(log(geomean(ratios))) < log(1.15)
+
+
+def test_small_layers_lose_and_large_ones_win() -> None:
+    """As the comment of `site.LEAST_WORTHWHILE` has it, and a decoding step, which reads each weight once more."""
+    assert estimate((4096, 512, 512)).speedup < 0.8
+    assert estimate((16, 4096, 4096)).speedup < 0.8
+    assert estimate((8192, 4096, 14336)).speedup > 1.3
+
+
+def test_who_knows() -> None:
+    assert estimate((8192, 28672, 4096)).source == "h200.json"
+    assert estimate((8192, 28672, 4112)).source == "the model"
+    assert estimate((8192, 28672, 4096), HYBRID) == estimate((8192, 28672, 4096))  # FP8 types run at one rate
+    assert estimate((8192, 6144, 4096), ROWWISE).source == "h200.json and the model"  # whose backward has no rows
+
+
+def test_the_faster_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = linear_problems(256, 512, 1024, BLOCKWISE)["forward"]
+    entry = Entry("128x128d2", {"128x128d2": 20.0}, 1.0, 15.0)
+    for peer, expected in ((15.0, 15.0), (19.5, 20.0), (None, 20.0)):
+        known = Table(H200, {problem: Entry(entry.config, entry.times, entry.spread, peer)}, name=PEER)
+        monkeypatch.setattr("fp8fn.ops.tuning.estimate.tables", lambda chip, known=known: (known,))
+        assert product_us(problem, H200) == (expected, PEER)
+
+
+@pytest.mark.parametrize(
+    ("shape", "recipe"),
+    [
+        ((256, 512, 1024), MXFP8),
+        ((256, 512, 1024), Recipe(scale="e8m0")),
+        ((256, 512, 1024), Recipe(weight_dtype=torch.float8_e4m3fnuz)),
+        ((0, 512, 1024), BLOCKWISE),
+        ((256, 512, 0), BLOCKWISE),
+    ],
+)
+def test_what_nothing_is_known_of(shape: tuple[int, int, int], recipe: Recipe) -> None:
+    assert linear_times(*shape, recipe, H200) is None
+
+
+def test_batches_and_wide_elements_count() -> None:
+    one = estimate((4096, 4096, 8192))
+    assert estimate((4096, 4096, 8192), batch=8).bf16.forward > 7 * one.bf16.forward
+    assert estimate((4096, 4096, 8192), batch=8).fp8.combined > 7 * one.fp8.combined
+    wide = estimate((4096, 4096, 8192), itemsize=4)
+    assert wide.bf16 == one.bf16
+    assert wide.fp8.forward > one.fp8.forward
+
+
+def test_rates_of_chips() -> None:
+    assert rates_of(Chip("NVIDIA H200", 66)).bf16 == rates_of(H200).bf16 / 2
+    assert rates_of(Chip("NVIDIA H100 80GB HBM3", 132)).copy < rates_of(H200).copy
+    assert rates_of(Chip("another", 132)) == rates_of(H200)
+
+
+def test_times_add_up() -> None:
+    times = Times(Step(10.0, 20.0), Step(15.0, 30.0), "the clock")
+    assert (times.fp8.combined, times.bf16.combined, times.speedup) == (30.0, 45.0, 1.5)
