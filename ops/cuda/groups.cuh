@@ -1,6 +1,11 @@
 // Where the groups of a grouped product lie, from their END offsets on the device; `fp8fn/ops/groups.py` says what for.
 #pragma once
 
+// What the rows of a product are cut into, and what `tiles.cuh` walks over.
+#define DENSE 0
+#define JAGGED_M 1
+#define JAGGED_K 2
+
 // Groups of tokens: `group` holds tokens `start` to `stop`. Offsets that sink or pass `tokens` make no access outside.
 struct Group {
     int group, start, stop;

@@ -8,11 +8,9 @@
 //
 // Macros: INPUT (BF16, FP16; and in the generated wgmma), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK as in
 // gemv_a16w8.cu), WIDTH, SLICES, STAGES, GROUP, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
+#include "groups.cuh"
 #include "mma.cuh"
 
-#define DENSE 0
-#define JAGGED_M 1
-#define JAGGED_K 2
 #define GROUPED DENSE
 #define CLUSTER 1
 #define SHARE_B 1
@@ -45,19 +43,8 @@ using XType = Bf16;
 using XType = Fp16;
 #endif
 
+#include "ring.cuh"
 #include "tiles.cuh"
-
-struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    INLINE void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 INLINE uint32_t load_shared_pair_of_bytes(uint32_t from) {
     uint16_t value;

@@ -14,10 +14,7 @@
 // OUT (BF16, FP16, FP32), OUT_TMA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`).
 #include "hopper.cuh"
 #include "convert.cuh"
-
-#define DENSE 0
-#define JAGGED_M 1
-#define JAGGED_K 2
+#include "groups.cuh"
 
 #define WHOLE 0
 #define LINE 1
@@ -84,19 +81,7 @@ using Out = OutType*;
 constexpr const int* offsets = nullptr;
 #endif
 
-// Position in the ring of stages; `parity` of the current pass over it.
-struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    INLINE void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
-
+#include "ring.cuh"
 #include "tiles.cuh"
 
 extern "C" __global__ void

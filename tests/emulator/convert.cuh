@@ -45,23 +45,4 @@ void store_pair(T* to, float left, float right, int room) {
     }
 }
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
-
-#if defined(OUT)
-#if OUT == BF16
-using OutType = Bf16;
-#elif OUT == FP16
-using OutType = Fp16;
-#else
-using OutType = float;
-#endif
-#if BIAS == BF16
-using BiasType = Bf16;
-#elif BIAS == FP16
-using BiasType = Fp16;
-#else
-using BiasType = float;
-#endif
-#endif
+#include "out_types.cuh"
