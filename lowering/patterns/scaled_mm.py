@@ -24,11 +24,11 @@ from fp8fn.lowering.dequantized import call, value
 from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of
 from fp8fn.lowering.views import Size, aten, equal
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.scaled_mm import scale_kind
+from fp8fn.ops.cuda.scaled_mm import KINDS, scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.problem import KINDS, Problem, chip_of
+from fp8fn.ops.tuning.problem import Problem, chip_of
 from fp8fn.ops.tuning.table import Table, lookup, tables
 
 NAME: Final = "scaled_mm"

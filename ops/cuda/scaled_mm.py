@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ TMA_ALIGNMENT: Final = 16
 LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
 _SUM_THREADS: Final = 256  # THREADS of sum_parts.cu
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+# Of a and of b, as `scale_kind` names them: the pairs that are tuned.
+KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
 
@@ -83,6 +85,13 @@ def accepts(
     bias: Tensor | None, out: Tensor, target: Target,
 ) -> str | None:  # fmt: skip
     """None where `plan` takes these operands, else the reason why not."""
+    return operands_fault(a, a_scale, a_block, b, b_scale, b_block, target)
+
+
+def operands_fault(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, target: Target
+) -> str | None:
+    """Why the kernel cannot multiply these on a target, or None."""
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if a.dtype not in OCP or b.dtype not in OCP:
@@ -132,13 +141,17 @@ def plan(
     """
     if config.PARTS > 1:
         return _plan_parts(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
-    return _plan(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
+    return plan_tiles(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
 
 
 def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
-    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, and `bias` if `has_bias`."""
-    inputs = ["a", "a_scale", "b", "b_scale", *(["bias"] if has_bias else [])]
-    places = {name: i for i, name in enumerate([*inputs, "out", "parts"])}
+    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, then `offsets` and `bias`.
+
+    Each of the last two where the launch has it.
+    """
+    more = [*(["offsets"] if "offsets" in launch.args else []), *(["bias"] if has_bias else [])]
+    places = {name: i for i, name in enumerate(["a", "a_scale", "b", "b_scale", *more, "out", "parts"])}
+    places["out_rows"] = places["out"]
     steps, made = [], [geometry(out)]
     phase: CudaLaunch | None = launch
     while phase is not None:
@@ -158,7 +171,7 @@ def _plan_parts(
 ) -> CudaLaunch:  # fmt: skip
     batch, (m, n) = out.shape[:-2], out.shape[-2:]
     parts = torch.empty((*batch, config.PARTS, m, n), dtype=torch.float32, device=out.device)
-    product = _plan(a, a_scale, a_block, b, b_scale, b_block, None, parts, target, config)
+    product = plan_tiles(a, a_scale, a_block, b, b_scale, b_block, None, parts, target, config)
     batches = batch[0] if batch else 1
     macros = (("OUT", OUT[out.dtype]), ("BIAS", 0 if bias is None else OUT[bias.dtype]))
     blocks = min(-(-(n + 1) // 2 * m * batches // _SUM_THREADS), 8 * target.cores)
@@ -177,32 +190,38 @@ def _plan_parts(
     return replace(product, args=args, then=add)
 
 
-def _plan(
+def plan_tiles(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config, offsets: Tensor | None = None,
 ) -> CudaLaunch:  # fmt: skip
+    """The launch that walks over the output's tiles, of all parts of K, or with `offsets (E,)` of all groups."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     parts = config.PARTS
     batches = out.shape[0] if out.dim() == (4 if parts > 1 else 3) else 1
+    grouped = "DENSE"
+    if offsets is not None:
+        batches, grouped = offsets.shape[0], "JAGGED_M" if b.dim() == 3 else "JAGGED_K"
+    # Bulk copies begin at multiples of 16 bytes, and a group's first scale anywhere.
+    scales_of_a = config.BM + (4 if grouped == "JAGGED_M" else 0)
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
     # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
     whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
     through_tma = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
-    stages, shared = stages_that_fit(config, kinds, out_chunks if through_tma else 0)
+    stages, shared = _stages(config, kinds, out_chunks if through_tma else 0, scales_of_a)
     multicast = config.CLUSTER > 1
     macros: dict[str, int | str] = {
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
-        "GROUP": config.GROUP, "GROUPED": "DENSE", "A_SCALE": kinds[0], "B_SCALE": kinds[1],
+        "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
         "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_TMA": int(through_tma), "OUT_CHUNKS": out_chunks,
         "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
-    a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, config.BM)) if kinds[0] == "VECTOR" else a_scale
+    a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
     b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
     args: dict[str, Argument] = {
         "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
@@ -214,32 +233,36 @@ def _plan(
         "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
         "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
     }  # fmt: skip
+    options: dict[str, Any] = {"BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "PARTS": parts}
+    if offsets is not None:
+        args |= {"offsets": offsets, "out_rows": out}
+        options["GROUPED"] = grouped
     return CudaLaunch(
         kernel=CudaKernel(
             "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
         ),
-        grid=(_programs(m, n, batches, config, target), 1, 1),
+        grid=(_programs(m, n, batches, grouped, config, target), 1, 1),
         threads=128 * (config.MATH + 1),
         shared=shared,
         args=args,
         target=target,
-        options={"BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "PARTS": parts},
+        options=options,
     )
 
 
-def _programs(m: int, n: int, batches: int, config: Config, target: Target) -> int:
+def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
     pair_m = config.CLUSTER if config.SHARE_B else 1
     pair_n = config.CLUSTER if not config.SHARE_B else 1
-    tiles = -(-m // (config.BM * pair_m)) * -(-n // (config.BN * pair_n)) * batches * config.PARTS
+    rows = -(-m // (config.BM * pair_m)) * batches
+    if grouped == "JAGGED_M":  # each group may end in a tile of its own, and so may the tokens in none
+        rows = m // config.BM + batches + 1
+    tiles = rows * -(-n // (config.BN * pair_n)) * config.PARTS
     return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
 
 
-def stages_that_fit(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int = 0) -> tuple[int, int]:
-    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take.
-
-    `scales_of_a` is how many a stage holds, if not one for each row of the tile.
-    """
-    a_scale = 4 * (scales_of_a or config.BM) if kinds[0] == "VECTOR" else 0
+def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
+    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
+    a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
     b_scale = {"VECTOR": 4 * config.BN, "BLOCK": 128}.get(kinds[1], 0)
     stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
     fixed = config.MATH * out_chunks * 64 * 128

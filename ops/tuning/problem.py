@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.scaled_mm import BK, scale_kind
+from fp8fn.ops.cuda.scaled_mm import BK, KINDS, scale_kind
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
 from fp8fn.ops.recipe import Recipe
@@ -20,7 +20,6 @@ _A_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "LINE": (1, WHOLE), "WH
 _B_BLOCKS: Final[dict[str, Block]] = {
     "VECTOR": (BK, 1), "BLOCK": (BK, BK), "LINE": (WHOLE, 1), "WHOLE": (WHOLE, WHOLE),
 }  # fmt: skip
-KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 
 
 class Chip(NamedTuple):
