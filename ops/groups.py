@@ -20,6 +20,17 @@ from fp8fn.ops.layout import WHOLE, Block, matrix_strides
 ROWS: Final = 128
 
 
+def check_offsets(op: str, offsets: Tensor, name: str, tokens: Tensor) -> None:
+    """The type and shape of END offsets of `tokens`, the argument `name`; their values stay on the device."""
+    if offsets.dtype != torch.int32:
+        raise TypeError(f"{op}: offsets has dtype {offsets.dtype}; use int32, offsets.to(torch.int32) for one")
+    if offsets.ndim != 1 or offsets.shape[0] == 0:
+        given = tuple(offsets.shape)
+        raise ValueError(f"{op}: offsets has shape {given}; it must be (E,), the end of each of E >= 1 groups")
+    if offsets.device != tokens.device:
+        raise ValueError(f"{op}: {name} is on {tokens.device} and offsets on {offsets.device}; move them to one device")
+
+
 def spread_rows(rows: int, groups: int) -> int:
     """The extent of `rows` tokens in `groups` groups once they are spread."""
     return ROWS * (rows // ROWS + groups)

@@ -14,7 +14,7 @@ from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda import quantize_grouped as cuda
 from fp8fn.ops.cuda.prepared import keep, kind, recall
-from fp8fn.ops.groups import ROWS, empty_grouped
+from fp8fn.ops.groups import ROWS, check_offsets, empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, known_block, swap
 from fp8fn.ops.quantize import check_quantize, kernel_takes, quantize_kernel
 
@@ -43,19 +43,8 @@ def check_quantize_grouped(
     checked = check_quantize(x, pair, dtype, scale, name)
     if x.ndim != 2:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it must be (M, N), the tokens of all groups")
-    check_offsets(x, offsets, name)
+    check_offsets(name, offsets, "x", x)
     return checked
-
-
-def check_offsets(x: Tensor, offsets: Tensor, name: str) -> None:
-    """The type and shape of END offsets; their values stay on the device."""
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name}: offsets has dtype {offsets.dtype}; use int32, offsets.to(torch.int32) for one")
-    if offsets.ndim != 1 or offsets.shape[0] == 0:
-        given = tuple(offsets.shape)
-        raise ValueError(f"{name}: offsets has shape {given}; it must be (E,), the end of each of E >= 1 groups")
-    if offsets.device != x.device:
-        raise ValueError(f"{name}: x is on {x.device} and offsets on {offsets.device}; move them to one device")
 
 
 def empty_grouped_dual(

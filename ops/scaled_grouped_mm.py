@@ -15,8 +15,9 @@ from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import scaled_grouped_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.scaled_mm import call as cuda_call
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.groups import ROWS
+from fp8fn.ops.groups import ROWS, check_offsets
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
@@ -80,18 +81,12 @@ def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
             f"{name}: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; with offsets, groups are rows of a (M, K) "
             f"beside b (E, K, N), or parts of K of a (M, K) and b (K, N){remedy}"
         )
-    if offsets.dtype != torch.int32:
-        raise TypeError(f"{name}: offsets has dtype {offsets.dtype}; use offsets.to(torch.int32)")
-    if offsets.ndim != 1 or offsets.shape[0] == 0:
-        given = tuple(offsets.shape)
-        raise ValueError(f"{name}: offsets has shape {given}; it must be (E,), the end of each of E >= 1 groups")
+    check_offsets(name, offsets, "a", a)
     if b.ndim == 3 and offsets.shape[0] != b.shape[0]:
         raise ValueError(
             f"{name}: offsets has {offsets.shape[0]} ends and b {tuple(b.shape)} has {b.shape[0]} experts; "
             "give one end for each, equal to the one before it for an expert without tokens"
         )
-    if offsets.device != a.device:
-        raise ValueError(f"{name}: a is on {a.device} and offsets on {offsets.device}; move them to one device")
 
 
 def check_group_bias(name: str, b: Tensor, groups: int, bias: Tensor | None) -> None:
@@ -180,7 +175,7 @@ def scaled_grouped_mm_kernel(
     if isinstance(launch, Launch) or copied or not all(x.is_contiguous() for x in operands[4:]):
         launch.run()
         return out
-    return keep(key, cuda.call(launch, out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
+    return keep(key, cuda_call(launch, out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
 
 
 def plan(
