@@ -25,7 +25,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import scaled_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.scaled_mm import Config
+from fp8fn.ops.cuda.scaled_mm import KINDS, Config
 from fp8fn.ops.recipe import HYBRID, parse_recipe
 from fp8fn.ops.targets import SM90, SM100, Target
 from fp8fn.ops.tuning import compare, library, table
@@ -34,7 +34,7 @@ from fp8fn.ops.tuning.choose import choose_config, plan_scaled_mm
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
 from fp8fn.ops.tuning.library import LibraryLaunch
 from fp8fn.ops.tuning.model import FITTED, microseconds, ranked
-from fp8fn.ops.tuning.problem import KINDS, Chip, Problem, chip_of, empty_operands, linear_problems, problem_of
+from fp8fn.ops.tuning.problem import Chip, Problem, chip_of, empty_operands, linear_problems, problem_of
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER, Entry, Table
 
@@ -138,6 +138,13 @@ def test_the_model_knows_waves_parts_and_bytes() -> None:
 
 
 # The candidates.
+
+
+@pytest.mark.parametrize("kinds", [("LINE", "WHOLE"), ("WHOLE", "LINE")])
+def test_a_scale_a_line_beside_one_for_all_has_the_tiles_of_either_alone(kinds: tuple[str, str]) -> None:
+    mixed = Problem(4096, 4096, 4096, *kinds)
+    assert tiles(mixed) == tiles(replace(mixed, a_scale="LINE", b_scale="LINE"))
+    assert choose_config(mixed, 132).config in candidates(mixed, 132)
 
 
 @pytest.mark.parametrize("kinds", KINDS)
