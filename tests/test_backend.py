@@ -39,15 +39,7 @@ class Mlp(nn.Module):
 def graphs_of(model: nn.Module, x: Tensor, dynamic: bool) -> dict[str, str]:
     """The Dynamo graph after the rewrite, and the forward and backward graphs that AOTAutograd makes of it."""
     texts: dict[str, str] = {}
-
-    def keep(name: str) -> Callable[..., Any]:
-        def compiler(gm: GraphModule, _: Any) -> Any:
-            texts[name] = readable(gm)
-            return make_boxed_func(gm.forward)
-
-        return compiler
-
-    aot = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
+    aot = aot_into(texts)
 
     def backend(gm: GraphModule, inputs: list[Tensor]) -> Any:
         rewrite(gm, BLOCKWISE, "*")
@@ -59,8 +51,22 @@ def graphs_of(model: nn.Module, x: Tensor, dynamic: bool) -> dict[str, str]:
     return texts
 
 
-def readable(gm: GraphModule) -> str:
-    """One line for each call, `name = target(arguments)`; an item of a tuple is `name[index]`."""
+def aot_into(texts: dict[str, str], *, kwargs: bool = False) -> Callable[..., Any]:
+    """AOTAutograd, whose graphs it writes down as "forward" and "backward"."""
+
+    def keep(name: str) -> Callable[..., Any]:
+        def compiler(gm: GraphModule, _: Any) -> Any:
+            texts[name] = readable(gm, kwargs=kwargs)
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+    aot: Callable[..., Any] = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
+    return aot
+
+
+def readable(gm: GraphModule, *, kwargs: bool = False) -> str:
+    """One line for each call, `name = target(arguments)`, by keyword too if asked; a tuple's item is `name[index]`."""
     names: dict[Any, str] = {}
     lines = []
     for node in gm.graph.nodes:
@@ -71,6 +77,8 @@ def readable(gm: GraphModule) -> str:
         names[node] = node.name
         if node.op not in ("placeholder", "output"):
             args = [str(list(arg)) if isinstance(arg, (list, tuple)) else names.get(arg, str(arg)) for arg in node.args]
+            if kwargs:
+                args += [f"{name}={names.get(arg, str(arg))}" for name, arg in node.kwargs.items()]
             lines.append(f"{node.name} = {target}({', '.join(args)})")
     return "\n".join(lines)
 

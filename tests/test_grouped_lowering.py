@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from functorch.compile import make_boxed_func
-from test_backend import same_graphs, snr
+from test_backend import aot_into, readable, same_graphs, snr
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
@@ -68,42 +68,17 @@ class Batched(nn.Module):
 def graphs_of(model: nn.Module, *inputs: Tensor) -> dict[str, str]:
     """The Dynamo graph before and after the rewrite, and what AOTAutograd makes of it, forward and backward."""
     texts: dict[str, str] = {}
-
-    def keep(name: str) -> Callable[..., Any]:
-        def compiler(gm: GraphModule, _: Any) -> Any:
-            texts[name] = readable(gm)
-            return make_boxed_func(gm.forward)
-
-        return compiler
-
-    aot = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
+    aot = aot_into(texts, kwargs=True)
 
     def backend(gm: GraphModule, inputs: list[Tensor]) -> Any:
-        texts["before"] = readable(gm)
+        texts["before"] = readable(gm, kwargs=True)
         rewrite(gm, BLOCKWISE, "*")
-        texts["after"] = readable(gm)
+        texts["after"] = readable(gm, kwargs=True)
         return aot(gm, inputs)
 
     out = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     (out * torch.ones_like(out)).sum().backward()
     return texts
-
-
-def readable(gm: GraphModule) -> str:
-    """One line for each call, `name = target(arguments)`; an item of a tuple is `name[index]`."""
-    names: dict[Any, str] = {}
-    lines = []
-    for node in gm.graph.nodes:
-        target = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
-        if node.op == "call_function" and target == "getitem":
-            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
-            continue
-        names[node] = node.name
-        if node.op not in ("placeholder", "output"):
-            args = [str(list(arg)) if isinstance(arg, (list, tuple)) else names.get(arg, str(arg)) for arg in node.args]
-            args += [f"{name}={names.get(arg, str(arg))}" for name, arg in node.kwargs.items()]
-            lines.append(f"{node.name} = {target}({', '.join(args)})")
-    return "\n".join(lines)
 
 
 @same_graphs
