@@ -106,6 +106,13 @@ def mm_a16w8_kernel(
     return out
 
 
+def _are_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, target: targets.Target) -> bool:
+    """Whether the kernel of few rows is the faster of the two: past 32 only where the other's tiles are too few."""
+    x, out = gemv_a16w8.as_matrix(x, w, bias, out)
+    (m, n), batches = out.shape[-2:], out.shape[0] if out.dim() == 3 else 1
+    return m <= 32 or cuda.is_starved(m, n, batches, target.cores)
+
+
 def _plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target
 ) -> Launch | CudaLaunch:
@@ -113,9 +120,9 @@ def _plan(
     operands = (x, w, w_scale, w_block, bias, out, target)
     missing = nvrtc.unavailable()
     few = missing or gemv_a16w8.accepts(*operands)
-    if few is None:
-        return gemv_a16w8.plan(*operands)
     many = missing or cuda.accepts(*operands)
+    if few is None and (many is not None or _are_few(x, w, bias, out, target)):
+        return gemv_a16w8.plan(*operands)
     if many is None:
         return cuda.plan(*operands)
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8

@@ -393,6 +393,12 @@ class StubDriver:
         )
         return 0
 
+    def cuLaunchKernelEx(self, config: Any, function: Any, parameters: Any, extra: Any) -> int:
+        launch = config._obj
+        assert (launch.count, launch.attributes[0].id, launch.attributes[0].value) == (1, 6, 1)
+        stream = ctypes.c_void_p(launch.stream)
+        return self.cuLaunchKernel(function, *launch.grid, *launch.block, launch.shared, stream, parameters, extra)
+
 
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
@@ -505,7 +511,15 @@ def test_shape_shared_memory_and_stream_reach_the_driver(stub: StubDriver) -> No
     (seen,) = stub.launched
     assert (seen.grid, seen.block) == ((6, 1, 1), (512, 1, 1))
     assert (seen.shared, seen.stream) == (plan.shared, 77)
-    assert stub.attributes == [(8, plan.shared)]
+    assert stub.attributes == [(8, plan.shared), (14, 1)]  # with clusters of more than 8 blocks
+
+
+def test_a_launch_that_overlaps_reaches_the_driver_with_the_attribute(stub: StubDriver) -> None:
+    plan = CudaLaunch(SUM, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, SM90, overlaps=True)
+    plan.prepare().launch(pointers(plan.args))
+    (seen,) = stub.launched
+    assert (seen.grid, seen.block, seen.shared) == ((4, 5, 6), (256, 1, 1), 512)
+    assert seen.words == pointers(plan.args)
 
 
 def test_only_addresses_that_changed_are_replaced(stub: StubDriver) -> None:

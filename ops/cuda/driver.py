@@ -16,12 +16,29 @@ _MAP_TYPES: Final = {
 _SWIZZLES: Final = {0: 0, 32: 1, 64: 2, 128: 3}
 _L2_PROMOTION_256B: Final = 3
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_LARGE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _STATIC_SHARED_LIMIT: Final = 48 << 10
 
 INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 MAP_BYTES: Final = 128
 MAP_ALIGNMENT: Final = 64
+_OVERLAPS: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+
+class _Attribute(ctypes.Structure):
+    """A CUlaunchAttribute, whose value is an int here."""
+
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+
+
+class LaunchConfig(ctypes.Structure):
+    """A CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class DriverError(RuntimeError):
@@ -57,7 +74,16 @@ def load_function(cubin: bytes, entry: str, shared: int, device: int) -> int:
     check(cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry}")
     if shared > _STATIC_SHARED_LIMIT:
         check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes for {entry}")
+    check(cuda.cuFuncSetAttribute(function, _LARGE_CLUSTERS, 1), f"clusters of 16 blocks for {entry}")
     return function.value or 0
+
+
+def overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> LaunchConfig:
+    """Of a launch that may begin while the one before it on the stream ends (programmatic dependent launch)."""
+    attribute = _Attribute(id=_OVERLAPS, value=1)
+    return LaunchConfig(
+        (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), shared, None, ctypes.pointer(attribute), 1
+    )
 
 
 def encode_map(

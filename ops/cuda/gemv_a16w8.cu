@@ -5,6 +5,8 @@
 // widened in registers; rows of x are the columns of the right one, which comes from shared memory. The order of K within
 // a product is free as long as both operands have the same: so a thread takes consecutive bytes as they lie in memory.
 //
+// The launch begins while the one before it ends, and until then has the weight brought to the L2.
+//
 // A warp goes through units of K. With K contiguous a unit is 64 deep and 16 columns wide in each of TILES tiles: a thread
 // holds 16 bytes of two columns of each. With N contiguous it is 32 deep and 128 columns wide: a thread holds 16 columns
 // of 8 lines, which it turns around; column i and i + 8 of every thread's 16 then make tile i. UNROLL units are in flight.
@@ -77,6 +79,7 @@ __launch_bounds__(THREADS, RESIDENT)
 gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M, int N,
            int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
            int s_n, int bias_batch, int bias_n) {
+    let_next_begin();
     if constexpr (CLUSTER > 1) cluster_arrive();
     char* const memory = block_memory();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -94,12 +97,24 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     x += int64_t(batch) * x_batch + int64_t(first_m) * x_m;
     w_scale += int64_t(batch) * s_batch;
     const int64_t step = int64_t(K_CONTIGUOUS ? 8 : 1) * w_line;  // from piece to piece of a unit
-    w += int64_t(batch) * w_batch + (K_CONTIGUOUS ? int64_t(column(0, 0)) * w_line + quarter * DEPTH
-                                                  : int64_t(quarter * DEPTH) * w_line + column(0, 0));
+    const uint8_t* const matrix = w + int64_t(batch) * w_batch;
+    w = matrix + (K_CONTIGUOUS ? int64_t(column(0, 0)) * w_line + quarter * DEPTH
+                               : int64_t(quarter * DEPTH) * w_line + column(0, 0));
     [[maybe_unused]] const float* const block_scale = w_scale + int64_t(first_n / 128) * s_n;
 
     const uint32_t units = (K + UNIT - 1) / UNIT;
     const int block_start = units * rank / CLUSTER, block_stop = units * (rank + 1) / CLUSTER;
+
+    if constexpr (K_CONTIGUOUS) {  // a line is a column of the block
+        const int k = block_start * UNIT, bytes = (min(block_stop * UNIT, K) - k) & ~15;
+        for (int n = threadIdx.x; n < min(BN, N - tile_n) && bytes > 0; n += THREADS)
+            prefetch(matrix + int64_t(tile_n + n) * w_line + k, bytes);
+    } else {
+        const int bytes = min(BN, N - tile_n) & ~15;
+        for (int k = block_start * UNIT + threadIdx.x; k < min(block_stop * UNIT, K) && bytes > 0; k += THREADS)
+            prefetch(matrix + int64_t(k) * w_line + tile_n, bytes);
+    }
+    wait_for_launches();
 
     auto load = [&](Unit& unit, int index, int stop) {
         const int k = index * UNIT + quarter * DEPTH, room = min(stop * UNIT, K) - k;
@@ -205,9 +220,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         if (first > block_start) __syncthreads();  // the chunk before was read
         Unit flight[UNROLL];
         const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;
-#pragma unroll
-        for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
-        // x, with zeros past K to the end of the last unit.
+        // x, with zeros past K to the end of the last unit; asked for first, or it would come after all of the weight.
         const int first_k = first * UNIT, pieces = count * UNIT / 8;
 #pragma unroll 1
         for (int piece = threadIdx.x; piece < pieces; piece += THREADS) {
@@ -231,7 +244,10 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
 #endif
             }
         }
-        wait_for_copies();
+        end_copies();
+#pragma unroll
+        for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
+        if (pieces > 0) wait_for_copies();  // always: without the branch the loads above are moved below it
         __syncthreads();
         for (int index = start; index < stop; index += UNROLL) {
 #pragma unroll

@@ -94,16 +94,61 @@ def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[T
     return x, out
 
 
-def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, w_block: Block, cores: int) -> Config:
-    """The default: enough blocks that all multiprocessors wait for memory at once, and no more rows of x than needed.
-
-    Wide blocks read x seldom: its bytes are at most those of the weight. Then K is shared by warps, as long as each has
-    two units of it and one wave of blocks does it, and by a cluster, until two multiprocessors have three blocks.
-    """
+def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, cores: int) -> Config:
+    """The default: blocks so that all multiprocessors wait for memory at once, and no more rows of x than needed."""
     rows = min(8 << (-(-m // 8) - 1).bit_length(), 64 if k_contiguous else 16)
     units = -(-k // (64 if k_contiguous else 32))
+    if k_contiguous and rows <= 32:
+        return _choose_few(m, n, units, batches, rows, cores)
+    return _choose_many(m, n, units, batches, rows, k_contiguous, cores)
+
+
+def _choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> Config:
+    """Up to 32 rows of x by a weight whose columns are lines: by what was timed on an H200 at the shapes of decoding.
+
+    Every block reads its part of x: one row costs little, so that K is shared by the warps of a block; more rows are
+    read by wide blocks, and K is shared by a cluster. One wave of blocks is fastest, of three on two multiprocessors.
+    """
+    wanted = cores * (19 if 1 < m <= 8 else 14) // 10
+
+    def divide(wide: int) -> tuple[int, int, int]:
+        """Warps side by side, warps along K, blocks before K is shared by clusters."""
+        warps_k = min(_WARPS // wide, _power_of_two(units))
+        warps_n = min(_WARPS // warps_k, 1 << (-(-n // 16) - 1).bit_length())
+        return warps_n, warps_k, -(-n // (16 * warps_n)) * -(-m // rows) * batches
+
+    def most_clusters(warps_k: int) -> int:
+        return min(_LARGEST_CLUSTER, _power_of_two(max(units // warps_k, 1)))
+
+    wide = 1 if m == 1 else 4 if m <= 8 else 8
+    warps_n, warps_k, blocks = divide(wide)
+    while wide > 1 and blocks * most_clusters(warps_k) < wanted:
+        wide //= 2
+        warps_n, warps_k, blocks = divide(wide)
+    while wide < _WARPS and blocks > 3 * cores:
+        wide *= 2
+        warps_n, warps_k, blocks = divide(wide)
+    tiles = 2 if rows > 8 and blocks > 3 * cores and 32 * warps_n <= n else 1
+    cluster = 1
+    while cluster < most_clusters(warps_k) and blocks * cluster < wanted:
+        cluster *= 2
+    each = -(-units // (warps_k * cluster))
+    many = blocks * cluster > 2 * cores
+    unroll = 1 if tiles == 2 or blocks * cluster > (3 if m == 1 else 2.25) * cores else 2
+    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
+
+
+def _power_of_two(count: int) -> int:
+    """The largest that is not above `count`."""
+    return 1 << (count.bit_length() - 1)
+
+
+def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguous: bool, cores: int) -> Config:
+    """Wide blocks read x seldom: its bytes are at most those of the weight. Then K is shared by warps, as long as each
+    has two units of it and one wave of blocks does it, and by a cluster, until two multiprocessors have three blocks.
+    """
     tiles = (2 if rows == 64 and units > 16 else 1) if k_contiguous else 8
-    width, resident = 16 * tiles, (3 if rows == 8 else 1 if rows == 64 and tiles == 2 else 2) if k_contiguous else 1
+    width, resident = 16 * tiles, 1  # the registers of two blocks would spill
     needed = 2 * min(m, rows)  # columns
 
     def blocks(warps_k: int) -> int:
@@ -121,13 +166,7 @@ def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, w_bl
     while cluster < _LARGEST_CLUSTER and 2 * blocks(warps_k) * cluster < 3 * cores and units > 2 * warps_k * cluster:
         cluster *= 2
     each = -(-units // (warps_k * cluster))
-    # More would spill: so it is with the registers of two blocks, where sums are sent; a scale a column takes two.
-    if rows == 64 and cluster > 1:
-        resident = 1
-    if k_contiguous:
-        unroll = (3 if SCALES[w_block] == "VECTOR" else 4) if rows <= 16 else tiles if rows == 64 else 2
-    else:
-        unroll = 2 if rows == 8 else 1
+    unroll = tiles if k_contiguous else 2 if rows == 8 else 1
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
 
 
@@ -143,7 +182,7 @@ def plan(
     (m, n), k = out.shape[-2:], x.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     k_contiguous = is_k_contiguous(w)
-    config = config or choose_config(m, n, k, batches, k_contiguous, w_block, target.cores)
+    config = config or choose_config(m, n, k, batches, k_contiguous, target.cores)
     aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
     aligned = aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
@@ -172,6 +211,7 @@ def plan(
         },
         target=target,
         options={**options, "K_CONTIGUOUS": int(k_contiguous)},
+        overlaps=True,
     )  # fmt: skip
 
 

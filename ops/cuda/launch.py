@@ -55,6 +55,8 @@ class CudaLaunch:
     reason: str = field(default="")
     then: CudaLaunch | None = None
     """The second phase, on what this launch wrote to a workspace."""
+    overlaps: bool = False
+    """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
 
     @property
     def name(self) -> str:
@@ -142,6 +144,7 @@ class Prepared:
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan
         self._pack(launch.args)
         self._shape = (*launch.grid, launch.threads, 1, 1, launch.shared)
+        self._config = driver.overlapping(launch.grid, launch.threads, launch.shared) if launch.overlaps else None
 
     def _pack(self, args: Mapping[str, Argument]) -> None:
         sizes = [_size(arg) for arg in args.values()]
@@ -174,18 +177,24 @@ class Prepared:
 
     def launch(self, addresses: list[int]) -> None:
         """Start the kernel on the current stream of the current device, which is the one it was prepared on."""
-        cuda = driver.library()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
-            launch = (self._function, *self._shape, ctypes.c_void_p(stream), self._parameters, None)
-            status = cuda.cuLaunchKernel(*launch)
+            status = self._start(stream)
             if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
                 driver.make_context_current(self._index)
-                status = cuda.cuLaunchKernel(*launch)
+                status = self._start(stream)
         if status:
             driver.check(status, "launch")
+
+    def _start(self, stream: int) -> int:
+        cuda = driver.library()
+        if self._config is None:
+            launch = (self._function, *self._shape, ctypes.c_void_p(stream), self._parameters, None)
+            return int(cuda.cuLaunchKernel(*launch))
+        self._config.stream = stream
+        return int(cuda.cuLaunchKernelEx(ctypes.byref(self._config), self._function, self._parameters, None))
 
     def _place(self, addresses: list[int]) -> None:
         """Puts the addresses into the parameters."""

@@ -64,6 +64,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
          int s_k, int s_n, int bias_batch, int bias_n) {
     extern __shared__ __align__(1024) char memory_[];
     const uint32_t base = shared_address(memory_);
+    let_next_begin();
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
 
@@ -82,6 +83,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         barrier_init_fence();
     }
     __syncthreads();
+    wait_for_launches();
 
     const Walk walk(problem, nullptr);
     Ring ring;

@@ -24,8 +24,9 @@ INLINE void copy16(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
-// Until the copies that this thread has started are there.
-INLINE void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Until the copies that this thread has started before `end_copies` are there.
+INLINE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+INLINE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 // To the same place in the shared memory of block `rank` of the cluster.
 INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
@@ -40,6 +41,16 @@ INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
 // The two halves of a `cluster_sync` that orders no memory: after it all blocks of the cluster have begun.
 INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
+// The launch after this one may begin, where it was made to: it waits by itself for what this one writes.
+INLINE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Until the launches before this one have ended and what they wrote is seen.
+INLINE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Brings memory to the L2, 16 bytes and their multiples: before any wait too, for what is written later is written there.
+INLINE void prefetch(const void* address, uint32_t bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
 
 // Four values of FP8 as two pairs of float16, the lowest byte first: exactly, NaN and Inf too.
 template <Fp8 TYPE>

@@ -32,6 +32,12 @@ inline void store_to_block(float2* to, uint32_t rank, float2 value) {
     const long blocks = static_cast<long>(rank) - cluster_rank();
     *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
 }
+inline void end_copies() {}
+inline void let_next_begin() {}
+inline void wait_for_launches() {}
+inline void prefetch(const void* address, unsigned bytes) {
+    for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
+}
 inline void cluster_arrive() {}
 inline void cluster_wait() {}
 
