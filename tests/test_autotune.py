@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_backend import snr
 from torch import Tensor, nn
 from torch._inductor import select_algorithm
 from torch._inductor.select_algorithm import AlgorithmSelectorCache
@@ -220,8 +221,11 @@ def test_on_a_gpu_both_are_timed_and_values_hold(recipe: str, uncached: None, ti
         pytest.skip("cuBLASLt's products are those of sm90 here")
     model, x = Mlp(2048, 4096).cuda(), torch.randn(2048, 2048, dtype=torch.bfloat16, device="cuda")
     compiled = torch.compile(model, backend="fp8fn", options={**OPTIONS, "recipe": recipe})
-    # Another kernel's rounding to bf16 moves some bytes of the next product's operands by a step of FP8.
-    assert near(step(compiled, model, x), step(functional(model, recipe), model, x), 2e-2)
+    # Another kernel's rounding to bf16 moves some bytes of the next product's operands by a step of FP8: results are
+    # not the same, but as far from bf16's.
+    exact, found, ours = step(model, model, x), step(compiled, model, x), step(functional(model, recipe), model, x)
+    for i, wanted in enumerate(exact):
+        assert snr(wanted, found[i]) > max(20.0, snr(wanted, ours[i]) - 0.3)
     assert timed
     for times in timed:
         assert times.keys() == {autotune.OURS, autotune.THEIRS}
