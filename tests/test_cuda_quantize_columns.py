@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any, Final
 
 import pytest
@@ -18,7 +19,7 @@ from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.quantize import Quantized, batched
-from fp8fn.ops.cuda.quantize_columns import _TILES, Tile, default_tile
+from fp8fn.ops.cuda.quantize_columns import _LARGE_GPCS, _TALL, _TILES, Tile, default_tile
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.quantize import quantize_kernel
@@ -30,8 +31,8 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
-# Rows are kept in part, with the rest read twice; or all of them.
-SMALL: Final = (Tile(128, 32, 1, 2), Tile(64, 48, 1, 4), Tile(128, 576, 1, 8))
+# With the rows that a block keeps: a part, with the rest read twice; or all of them.
+SMALL: Final = ((Tile(128, 1, 2), 32), (Tile(64, 4, 2), 16), (Tile(128, 3, 4), None), (Tile(64, 1, 8), 576))
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -43,17 +44,21 @@ def same(found: Any, wanted: Any) -> bool:
     return True
 
 
-def quantized(x: Tensor, dtype: torch.dtype, scale: str, tile: Tile | None = None) -> Quantized:
+def quantized(
+    x: Tensor, dtype: torch.dtype, scale: str, tile: Tile | None = None, kept: int | None = None
+) -> Quantized:
     out = Quantized(empty_data(x, (-1, 1), dtype), empty_scale(x, (-1, 1), scale))
     out.data.view(torch.uint8).fill_(0x55)
-    run(columns.plan(batched(x), out.batch, scale, SM90, tile=tile))
+    run(columns.plan(batched(x), out.batch, scale, SM90, tile=tile, kept=kept))
     return out
 
 
-def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, tile: Tile | None = None) -> Quantized:
+def grouped(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, tile: Tile | None = None, kept: int | None = None
+) -> Quantized:
     out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
     out.data.view(torch.uint8).fill_(0x55)
-    run(columns.plan(x, out, scale, SM90, offsets, tile))
+    run(columns.plan(x, out, scale, SM90, offsets, tile, kept))
     return out
 
 
@@ -64,9 +69,9 @@ def run(launch: CudaLaunch) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("tile", SMALL, ids=str)
+@pytest.mark.parametrize(("tile", "kept"), SMALL, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-def test_matrices_have_the_references_bits(tile: Tile, backwards: bool) -> None:
+def test_matrices_have_the_references_bits(tile: Tile, kept: int | None, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
         for shape, dtype, scale, fp8 in (
             ((1, 1), BF16, "fp32", E4M3),
@@ -77,19 +82,20 @@ def test_matrices_have_the_references_bits(tile: Tile, backwards: bool) -> None:
         ):
             x = torch.randn(shape, dtype=dtype)
             assert columns.accepts(x, (-1, 1), fp8, SM90) is None
-            assert same(quantized(x, fp8, scale, tile), reference.quantize(x, (-1, 1), fp8, scale)), (shape, dtype)
+            wanted = reference.quantize(x, (-1, 1), fp8, scale)
+            assert same(quantized(x, fp8, scale, tile, kept), wanted), (shape, dtype)
 
 
 @needs_compiler
-@pytest.mark.parametrize("tile", SMALL, ids=str)
-def test_groups_have_the_references_bits(tile: Tile) -> None:
+@pytest.mark.parametrize(("tile", "kept"), SMALL, ids=str)
+def test_groups_have_the_references_bits(tile: Tile, kept: int | None) -> None:
     with hopper_on_cpu():
         for sizes, rest in (([0, 1, 15, 16, 17, 60], 5), ([3] * 9, 0), ([150], 0), ([0, 0, 40, 0], 30), ([0], 20)):
             offsets = torch.tensor(sizes).cumsum(0).int()
             for width, dtype, scale in ((72, BF16, "fp32"), (37, FP32, "pow2"), (8, FP16, "fp32")):
                 x = torch.randn(sum(sizes) + rest, width, dtype=dtype)
                 x[sum(sizes) :] = torch.nan
-                found = grouped(x, offsets, E4M3, scale, tile)
+                found = grouped(x, offsets, E4M3, scale, tile, kept)
                 assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
 
 
@@ -101,8 +107,8 @@ def test_hard_values_stay_in_their_columns() -> None:
     x[:, 16:24] *= 1e-39
     x[:, 24:32] *= 1e38
     with hopper_on_cpu():
-        for tile in SMALL:
-            found = quantized(x, E4M3, "fp32", tile)
+        for tile, kept in SMALL:
+            found = quantized(x, E4M3, "fp32", tile, kept)
             assert same(found, reference.quantize(x, (-1, 1), E4M3, "fp32"))
             assert found.scale.isfinite().sum() == 45
 
@@ -112,12 +118,12 @@ def test_offsets_that_sink_or_pass_the_rows_touch_nothing_outside() -> None:
     x = torch.randn(100, 40, dtype=BF16)
     with hopper_on_cpu():
         for values in ([70, 20, 300], [-5, 10, 2**31 - 1], [100, 0, 0], [1000, 1000, 1000]):
-            grouped(x, torch.tensor(values, dtype=torch.int32), E4M3, "fp32", SMALL[0])
+            grouped(x, torch.tensor(values, dtype=torch.int32), E4M3, "fp32", *SMALL[0])
 
 
 @needs_compiler
 def test_the_ops_take_it() -> None:
-    """Along the rows of a column-major matrix too, which is the same; and where every column is contiguous, not."""
+    """Along the rows of a column-major matrix too, which is the same."""
     x = torch.randn(200, 72, dtype=BF16)
     offsets = torch.tensor([50, 170], dtype=torch.int32)
     with hopper_on_cpu() as launches:
@@ -127,24 +133,34 @@ def test_the_ops_take_it() -> None:
         assert same(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
     assert [launch.name for launch in launches] == ["quantize_columns"] * 3
     meta = torch.empty(200, 72, device="meta", dtype=BF16)
-    assert "contiguous" in str(columns.accepts(meta.mT, (-1, 1), E4M3, SM90))
+    assert columns.accepts(meta.mT, (-1, 1), E4M3, SM90) is None  # as rows
     assert "no whole column" in str(columns.accepts(meta, (-1, -1), E4M3, SM90))
-    assert "contiguous" in str(columns.accepts(meta, (1, -1), E4M3, SM90))
+    assert columns.accepts(meta, (1, -1), E4M3, SM90) is None
     assert "not sm90" in str(columns.accepts(meta, (-1, 1), E4M3, SM100))
     assert "no type" in str(columns.accepts(meta, (-1, 1), torch.float8_e4m3fnuz, SM90))
 
 
 def test_the_tile_keeps_the_rows_where_a_cluster_can() -> None:
-    for rows in (1, 576, 577, 1040, 4000, 8192, 13056, 16640, 26112):
-        tile = default_tile(rows)
-        assert rows <= tile.KEPT * tile.CLUSTER
-        assert tile.shared <= 227 << 10
-    assert default_tile(10**6) == _TILES[-1]
-    assert [tile.resident for tile in _TILES] == [3, 1, 1, 3, 3, 1]
+    for rows, cores in product((1, 512, 513, 1040, 4000, 6500, 8192, 13056, 16640, 27000), (114, 132)):
+        tile = default_tile(rows, cores)
+        assert rows <= tile.rows(rows) * tile.CLUSTER
+        assert tile.overhead + tile.rows(rows) * tile.PANEL <= 227 << 10
+    assert default_tile(10**6, 132) == _TALL
+    assert (default_tile(8192, 114).CLUSTER, default_tile(8192, 132).CLUSTER) == (8, 16)
+    assert _TALL.rows(10**6) * _TALL.CLUSTER == _TALL.most_rows
+    for most, tile in (
+        *_TILES,
+        *_LARGE_GPCS,
+    ):  # blocks that share the 228 KB of a multiprocessor, which keeps 1 of each
+        assert tile.RESIDENT * (tile.overhead + tile.rows(most) * tile.PANEL + 1024) <= 228 << 10
+    x = torch.empty(640, 64, device="meta", dtype=BF16)
+    offsets = torch.empty(4, device="meta", dtype=torch.int32)
+    launch = columns.plan(x, Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32")), "fp32", SM90, offsets)
+    assert launch.args["kept"] == 224  # of 160, an eighth more, and what a group's first sector may hold of another
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("tile", _TILES, ids=str)
+@pytest.mark.parametrize("tile", [*(tile for _, tile in (*_TILES, *_LARGE_GPCS)), _TALL], ids=str)
 def test_machine_code(tile: Tile) -> None:
     for dtype, width in ((BF16, 512), (FP32, 500)):
         x = torch.empty(1000, width, device="meta", dtype=dtype)
@@ -157,7 +173,7 @@ def test_machine_code(tile: Tile) -> None:
         ):
             used = launch.resources()
             assert used.spills == 0
-            assert used.registers * launch.threads * tile.resident <= 65536
+            assert used.registers * launch.threads * tile.RESIDENT <= 65536
 
 
 @pytest.mark.gpu
@@ -165,16 +181,22 @@ def test_clusters_have_the_references_bits() -> None:
     target = targets.target_of(torch.device("cuda"))
     if target.name != "sm90" or nvrtc.unavailable() is not None:
         pytest.skip("the kernel is Hopper's, compiled by NVRTC")
-    for tile in (*_TILES, Tile(128, 32, 4, 2), Tile(64, 48, 8, 4)):
+    tiles = [(tile, None) for _, tile in (*_TILES, *_LARGE_GPCS)] + [
+        (_TALL, None),
+        (Tile(128, 4, 2), 32),
+        (Tile(64, 8, 4), 48),
+    ]
+    for tile, kept in tiles:
         for shape, dtype in (((3000, 136), BF16), ((2, 1000, 99), FP16), ((700, 64), FP32), ((5, 8), BF16)):
             x = torch.randn(shape, device="cuda", dtype=dtype)
-            assert same(quantized(x, E4M3, "fp32", tile), reference.quantize(x, (-1, 1), E4M3, "fp32")), (tile, shape)
+            wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")
+            assert same(quantized(x, E4M3, "fp32", tile, kept), wanted), (tile, shape)
         for sizes, rest in (([0, 1, 1000, 17, 500], 5), ([3] * 40, 0), ([3000], 0), ([0, 0, 40, 0], 130)):
             offsets = torch.tensor(sizes, device="cuda").cumsum(0).int()
             x = torch.randn(sum(sizes) + rest, 200, device="cuda", dtype=BF16)
             x[sum(sizes) :] = torch.nan
             wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
-            assert same(grouped(x, offsets, E4M3, "fp32", tile), wanted), (tile, sizes)
+            assert same(grouped(x, offsets, E4M3, "fp32", tile, kept), wanted), (tile, sizes)
 
 
 @pytest.mark.gpu

@@ -94,28 +94,5 @@ __forceinline__ float reciprocal(float x) {
     extern __shared__ __align__(128) char NAME##_memory[];    \
     TYPE& NAME = *reinterpret_cast<TYPE*>(NAME##_memory)
 
-// The blocks of a cluster, or the threads of a block that is alone.
-template <int TOGETHER>
-__forceinline__ void cluster_or_block_sync() {
-    if constexpr (TOGETHER > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    } else {
-        __syncthreads();
-    }
-}
-
-// What lies at an address of shared memory in block `rank` of the cluster.
-template <int TOGETHER>
-__forceinline__ unsigned load_of_block(const unsigned* address, unsigned rank) {
-    if constexpr (TOGETHER == 1) return *address;
-    unsigned value;
-    asm volatile(
-        "{.reg .b32 at;\n"
-        " mapa.shared::cluster.u32 at, %1, %2;\n"
-        " ld.shared::cluster.u32 %0, [at];}"
-        : "=r"(value) : "r"(static_cast<unsigned>(__cvta_generic_to_shared(address))), "r"(rank) : "memory");
-    return value;
-}
-
 // The same value, of which the compiler knows nothing any more.
 __forceinline__ void forget(unsigned& value) { asm volatile("" : "+r"(value)); }

@@ -80,15 +80,19 @@ struct Rows {
 };
 
 __forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
-    // The last group that begins in this block or before; rows past all of them are one more where rows are stored.
-    const auto start_of = [&](int group) { return group == 0 ? 0 : Group::end_of(offsets[group - 1], 0, M); };
+    // The last group that begins in this block or before; rows past all of them are one more where rows are stored. Ends
+    // are loaded beside the beginnings: of the block's rows, nothing waits for two loads.
     unsigned found = 0;
+    int start = 0, stop = 0;
     for (int group = lane; group < groups + BY_ROW; group += 32) {
-        if (first_spread_block(start_of(group), group) <= block) found = group;
+        const int begins = group == 0 ? 0 : Group::end_of(offsets[group - 1], 0, M);
+        const int ends = group == groups ? M : Group::end_of(offsets[group], 0, M);
+        if (first_spread_block(begins, group) <= block) found = group, start = begins, stop = ends;
     }
-    const int group = __reduce_max_sync(~0u, found), start = start_of(group);
-    const bool none = group == groups;
-    return {start + TILE_M * (block - first_spread_block(start, group)), none ? M : start_of(group + 1), none};
+    const int group = __reduce_max_sync(~0u, found);
+    start = __shfl_sync(~0u, start, group % 32);
+    stop = __shfl_sync(~0u, stop, group % 32);
+    return {start + TILE_M * (block - first_spread_block(start, group)), stop, group == groups};
 }
 
 // Row-major output of the thread's values, each row by its own inverse scale.

@@ -1,4 +1,7 @@
-"""Whole columns quantized on Hopper, of matrices and of groups of rows: the launches of `quantize_columns.cu`."""
+"""Whole columns quantized on Hopper, of matrices and of groups of rows, by the kernel of `quantize_columns.cu`.
+
+Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu` takes them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda import quantize_rows
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
@@ -16,10 +20,9 @@ from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, is_column_major, swap
 from fp8fn.ops.targets import OCP, Target
 
-_ROWS: Final = 16  # of a store
+_SECTOR: Final = 32  # rows, of which a block's share is a multiple
 _LARGEST_GRID: Final = 65535
-_SHARED: Final = 228 << 10  # of a multiprocessor, with
-_RESERVED: Final = 1 << 10  # of each block
+_SHARED: Final = 227 << 10  # of a block
 
 
 @dataclass(frozen=True)
@@ -27,32 +30,41 @@ class Tile:
     """`quantize_columns.cu` says what each is; PANEL in bytes of a row."""
 
     PANEL: int = 128
-    KEPT: int = 576
     CLUSTER: int = 1
     WARPS: int = 8
+    RESIDENT: int = 4
+    LOAD: str = "PAST_L1"
 
     @property
-    def resident(self) -> int:
-        """Blocks that share a multiprocessor, by their shared memory."""
-        return max(_SHARED // (self.shared + _RESERVED), 1)
+    def overhead(self) -> int:
+        """Bytes of shared memory beside the rows: maxima of a panel for each warp and for the block, and scales."""
+        return self.PANEL * (self.WARPS + 2) + 2 * self.PANEL
 
     @property
-    def shared(self) -> int:
-        """Bytes: the rows, and maxima and scales of a panel for each warp, for the block, and for the columns."""
-        return self.PANEL * (self.KEPT + self.WARPS + 1) + 2 * self.PANEL
+    def most_rows(self) -> int:
+        """That a cluster can keep."""
+        return self.CLUSTER * ((_SHARED - self.overhead) // self.PANEL // _SECTOR * _SECTOR)
+
+    def rows(self, rows: int) -> int:
+        """That a block keeps of a matrix or group of so many."""
+        share = -(-rows // (self.CLUSTER * _SECTOR)) * _SECTOR
+        return min(share, self.most_rows // self.CLUSTER)
 
 
-# Timed on an H200 at 1040 x 65536: 1.85 TB/s of ideal bytes for a block alone, 1.6 for two with half the rows each; and
-# at 8192 x 5120, 1.65 with narrow panels, of which three blocks share a multiprocessor, 1.4 with one wide one.
+# The first that keeps the rows with three blocks or more on a multiprocessor, which hide each other's waits.
 _TILES: Final = (
-    Tile(128, 576), Tile(128, 1088, 1, 16), Tile(128, 1088, 2, 16), Tile(64, 1024, 4), Tile(64, 1024, 8),
-    Tile(64, 3264, 8, 16),
+    (384, Tile(128)), (768, Tile(128, 2)), (1536, Tile(128, 4)), (3072, Tile(128, 8)), (8192, Tile(64, 8, 8, 3)),
 )  # fmt: skip
+_TALL: Final = Tile(64, 8, 16, 1)
+# In the place of those above from 3072 rows on, where each GPC has 16 multiprocessors: 1.1 to 1.4x as fast.
+_LARGE_GPCS: Final = ((6144, Tile(128, 16)), (13312, Tile(64, 16)))
+_CORES_OF_LARGE_GPCS: Final = 132
 
 
-def default_tile(rows: int) -> Tile:
-    """The first that keeps a group of so many rows, so that they are read once; the last, where none does."""
-    return next((tile for tile in _TILES if rows <= tile.KEPT * tile.CLUSTER), _TILES[-1])
+def default_tile(rows: int, cores: int) -> Tile:
+    """For a matrix or a group of so many rows, on a chip of so many multiprocessors."""
+    tiles = (*_TILES[:-1], *_LARGE_GPCS) if cores >= _CORES_OF_LARGE_GPCS else _TILES
+    return next((tile for most, tile in tiles if rows <= most), _TALL)
 
 
 def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:
@@ -62,7 +74,7 @@ def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str 
     if block != (WHOLE, 1):
         return f"block {block} is no whole column"
     if is_column_major(x):
-        return f"x has strides {x.stride()}: its columns are contiguous"
+        return quantize_rows.accepts(x.mT, dtype, target)
     return _refusal(x, dtype, target)
 
 
@@ -89,6 +101,9 @@ def call_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str, targe
     rows, of_rows = batched(x), out.batch
     if block == (1, WHOLE):
         rows, of_rows = rows.mT, of_rows.mT
+    if is_column_major(rows):
+        launch = quantize_rows.plan(rows.mT, of_rows.mT, scale, target)
+        return Call((Step(launch.prepare(), (0, 1, 2)),), tuple(map(geometry, out)), 2)
     launch = plan(rows, of_rows, scale, target)
     return Call((Step(launch.prepare(), (0, 1, 2, None)),), tuple(map(geometry, out)), 2)
 
@@ -101,29 +116,40 @@ def call_quantize_grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale:
 
 
 def plan(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None, tile: Tile | None = None
-) -> CudaLaunch:
-    """The launch on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
+    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None, tile: Tile | None = None,
+    kept: int | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """The launch on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups.
+
+    A block keeps `kept` rows in shared memory, by default its share of a matrix, or of a group an eighth larger than
+    the mean.
+    """
     *batch, m, n = x.shape
     groups = 0 if offsets is None else offsets.shape[0]
-    tile = tile or default_tile(-(-m // max(groups, 1)))
+    rows = m
+    if groups > 1:  # they begin anywhere in a sector
+        rows = min(m, -(-m // groups) * 9 // 8) + _SECTOR - 1
+    tile = tile or default_tile(rows, target.cores)
+    kept = kept or tile.rows(rows)
     columns = tile.PANEL // x.element_size()
     macros: dict[str, int | str] = {
         **types(x, out, scale),
-        "PANEL": columns, "KEPT": tile.KEPT, "CLUSTER": tile.CLUSTER, "WARPS": tile.WARPS, "RESIDENT": tile.resident,
-        "GROUPED": int(offsets is not None), "ALIGNED": int(is_aligned(x)), "PARTIAL": int(n % CHUNK != 0),
+        "PANEL": columns, "CLUSTER": tile.CLUSTER, "WARPS": tile.WARPS, "RESIDENT": tile.RESIDENT,
+        "LOAD": f"Load::{tile.LOAD}", "GROUPED": int(offsets is not None), "ALIGNED": int(is_aligned(x)),
+        "PARTIAL": int(n % CHUNK != 0),
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel("quantize_columns.cu", "quantize_columns", tuple(macros.items())),
         grid=(-(-n // columns) * tile.CLUSTER, groups + 1 if groups else 1, batch[0] if batch else 1),
         threads=32 * tile.WARPS,
-        shared=tile.shared,
+        shared=tile.overhead + kept * tile.PANEL,
         args={
             "x": x, "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "x_m": x.stride(-2),
             "data_n": out.data.stride(-1), "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups,
+            "kept": kept,
         },
         target=target,
-        options=macros,
+        options={**macros, "KEPT": kept},
     )  # fmt: skip
 
 

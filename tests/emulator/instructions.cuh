@@ -40,14 +40,7 @@ template <Fp8 TYPE>
 unsigned pack(float a, float b, float c, float d) {
     return to_fp8<TYPE>(a) | to_fp8<TYPE>(b) << 8 | to_fp8<TYPE>(c) << 16 | to_fp8<TYPE>(d) << 24;
 }
-#define DYNAMIC_SHARED(TYPE, NAME) static TYPE NAME
-template <int TOGETHER>
-void cluster_or_block_sync() {
-    static_assert(TOGETHER == 1, "blocks run one after the other here");
-    __syncthreads();
-}
-template <int TOGETHER>
-unsigned load_of_block(const unsigned* address, unsigned) { return *address; }
+#define DYNAMIC_SHARED(TYPE, NAME) TYPE& NAME = *reinterpret_cast<TYPE*>(block_memory())
 inline float half_to_float(unsigned short half) { return static_cast<float>(bits_of<_Float16>(half)); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline void forget(unsigned&) {}

@@ -1,0 +1,32 @@
+// What blocks of a cluster do together.
+#pragma once
+
+// The two halves of a barrier of the blocks of a cluster, none where a block is alone. What the threads of a warp wrote to
+// shared memory before it is seen after it where the warp `releases`: a fence that waits for its stores to global memory,
+// too, and therefore is for those that need it.
+template <int TOGETHER>
+__forceinline__ void cluster_arrive(bool releases) {
+    if constexpr (TOGETHER > 1) {
+        if (releases) {
+            asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+        } else {
+            asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+        }
+    }
+}
+
+template <int TOGETHER>
+__forceinline__ void cluster_wait() {
+    if constexpr (TOGETHER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// What lies at an address of shared memory in block `rank` of the cluster.
+__forceinline__ unsigned load_of_block(const unsigned* address, unsigned rank) {
+    unsigned value;
+    asm volatile(
+        "{.reg .b32 at;\n"
+        " mapa.shared::cluster.u32 at, %1, %2;\n"
+        " ld.shared::cluster.u32 %0, [at];}"
+        : "=r"(value) : "r"(static_cast<unsigned>(__cvta_generic_to_shared(address))), "r"(rank) : "memory");
+    return value;
+}

@@ -1,0 +1,78 @@
+// Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row; one read and one launch.
+//
+// ROW_WARPS warps of a block take a row. A thread holds CHUNKS chunks of 8 columns of it, 32 * ROW_WARPS chunks apart.
+//
+// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; WARPS, ROW_WARPS, CHUNKS; LOAD, of the enum of
+// instructions.cuh; EVEN, the threads' chunks are those of the rows and the blocks' rows those of the matrix; PARTIAL, N is
+// no multiple of 8; ALIGNED, 16 bytes of x load at once.
+#include "fp8_block.cuh"
+#define ROWS CHUNKS
+#define SOURCE Source::PLAIN
+#include "values.cuh"
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int BLOCK_ROWS = WARPS / ROW_WARPS;
+static_assert(WARPS % ROW_WARPS == 0, "warps of a block share no row with those of another");
+
+using Scale = BlockScale<FORMAT>;
+using Stored = StoredScale<FORMAT>::type;
+
+// The largest magnitude of a thread's chunks, as the bits of a float32.
+__forceinline__ unsigned amax_of(const Chunk (&chunks)[CHUNKS]) {
+    unsigned largest = 0;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+#pragma unroll
+        for (int w = 0; w < CHUNK_WORDS; ++w) {
+            const unsigned word = chunks[i].word[w];
+            largest = SIXTEEN_BITS ? __vmaxu2(largest, word & MAGNITUDES) : max(largest, word & 0x7fffffffu);
+        }
+    }
+    if constexpr (SIXTEEN_BITS) largest = PackedValues::widened(max(largest >> 16, largest & 0xffffu), false);
+    return largest;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    quantize_rows(const void* x, unsigned char* data, Stored* scale, int M, int N, int x_m, int data_m, int scale_lead) {
+    __shared__ unsigned warp_amax[WARPS];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int row = blockIdx.x * BLOCK_ROWS + warp / ROW_WARPS, first = 8 * (threadIdx.x % (32 * ROW_WARPS));
+    constexpr int APART = 8 * 32 * ROW_WARPS;  // columns
+    const long long layer = blockIdx.z, first_row = layer * M;
+    const bool there = EVEN || row < M;
+
+    Chunk chunks[CHUNKS];
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        Chunk chunk[1];
+        load_chunks<LOAD>(chunk, x, first_row, row, first + i * APART, M, N, x_m);
+        chunks[i] = chunk[0];
+    }
+    unsigned amax = __reduce_max_sync(~0u, amax_of(chunks));
+    if constexpr (ROW_WARPS > 1) {
+        if (lane == 0) warp_amax[warp] = amax;
+        __syncthreads();
+#pragma unroll
+        for (int w = 0; w < ROW_WARPS; ++w) amax = max(amax, warp_amax[warp / ROW_WARPS * ROW_WARPS + w]);
+    }
+    const Scale found = block_scale<FP8, FORMAT>(amax);
+    if (first == 0 && there) scale[layer * scale_lead + row] = found.stored;
+
+    unsigned char* to = data + (first_row + row) * data_m + first;
+#pragma unroll
+    for (int i = 0; i < CHUNKS; ++i) {
+        chunks[i].pack_again();
+        unsigned words[2];
+#pragma unroll
+        for (int w = 0; w < 2; ++w) {
+            words[w] = pack<FP8>(chunks[i].at(4 * w) * found.inverse, chunks[i].at(4 * w + 1) * found.inverse,
+                                 chunks[i].at(4 * w + 2) * found.inverse, chunks[i].at(4 * w + 3) * found.inverse);
+        }
+        const int left = N - first - i * APART;  // columns
+        if (EVEN || (there && left >= 8)) {
+            store8<Store::NORMAL>(to + i * APART, make_uint2(words[0], words[1]));
+        } else if (there) {
+            store_bytes(to + i * APART, make_uint4(words[0], words[1], 0, 0), left);
+        }
+    }
+}
