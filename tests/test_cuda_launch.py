@@ -26,6 +26,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8fn.ops import reference
+from fp8fn.ops.code_cache import cache_dir, read_whole
 from fp8fn.ops.cuda import driver, launch, nvrtc, prepared
 from fp8fn.ops.cuda import scaled_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch, Prepared, TensorMap, pointers
@@ -181,31 +182,31 @@ def test_processes_that_write_at_once_leave_a_whole_file(cache: Path) -> None:
     script = textwrap.dedent("""
         import sys
         from pathlib import Path
-        from fp8fn.ops.cuda import nvrtc
+        from fp8fn.ops.code_cache import write
         for i in range(200):
-            nvrtc._write(Path(sys.argv[1]), sys.argv[2].encode() * 100_000)
+            write(Path(sys.argv[1]), sys.argv[2].encode() * 100_000)
     """)
     writers = [subprocess.Popen([sys.executable, "-c", script, path, letter]) for letter in "ab"]
     contents = {None, *(letter * 100_000 for letter in (b"a", b"b"))}
     seen: set[bytes | None] = set()
     while any(writer.poll() is None for writer in writers):
-        content = nvrtc._read_whole(path)
+        content = read_whole(path)
         assert content in contents
         assert content is not None or not seen - {None}
         seen.add(content)
         time.sleep(0.001)
     assert [writer.returncode for writer in writers] == [0, 0]
-    assert nvrtc._read_whole(path) in contents - {None}
+    assert read_whole(path) in contents - {None}
     assert [file.name for file in cache.iterdir()] == ["kernel.cubin"]  # no temporary file is left
 
 
 def test_the_cache_is_where_the_variable_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path))
-    assert nvrtc.cache_dir() == tmp_path
+    assert cache_dir() == tmp_path
     monkeypatch.setenv("FP8FN_CACHE_DIR", "")
-    assert nvrtc.cache_dir() == Path.home() / ".cache" / "fp8fn"
+    assert cache_dir() == Path.home() / ".cache" / "fp8fn"
     monkeypatch.delenv("FP8FN_CACHE_DIR")
-    assert nvrtc.cache_dir() == Path.home() / ".cache" / "fp8fn"
+    assert cache_dir() == Path.home() / ".cache" / "fp8fn"
 
 
 @needs_nvrtc

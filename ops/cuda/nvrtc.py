@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import importlib.util
 import os
-import tempfile
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,8 +17,9 @@ from typing import Final
 
 import torch
 
+from fp8fn.ops.code_cache import cache_dir, read_whole, write
+
 _FOLDER: Final = Path(__file__).parent
-_CHECKSUM_BYTES: Final = 32
 _OPTIONS: Final = ("--std=c++17", "--device-int128", "-default-device")
 
 
@@ -57,16 +57,11 @@ def compile_kernel(kernel: CudaKernel, arch: str = "sm_90a", *, verbose: bool = 
         return _compile(source, kernel.file, headers, (*options, "--ptxas-options=-v"))
     digest = hashlib.sha256(repr((source, headers, options, version())).encode()).hexdigest()
     path = cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"
-    if (cubin := _read_whole(path)) is not None:
+    if (cubin := read_whole(path)) is not None:
         return Compiled(cubin, "")
     compiled = _compile(source, kernel.file, headers, options)
-    _write(path, compiled.cubin)
+    write(path, compiled.cubin)
     return compiled
-
-
-def cache_dir() -> Path:
-    """Where compiled kernels and tuned configurations are kept."""
-    return Path(os.environ.get("FP8FN_CACHE_DIR") or Path.home() / ".cache" / "fp8fn")
 
 
 @cache
@@ -85,31 +80,6 @@ def unavailable() -> str | None:
     except OSError as error:
         return str(error)
     return None
-
-
-def _read_whole(path: Path) -> bytes | None:
-    """What `_write` wrote; None where there is nothing, it may not be read, or it is damaged."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return None
-    content, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
-    return content if _checksum(content) == checksum else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, also beside another process that writes the same; a read-only home is no error."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(content + _checksum(content))  # after the content: tools that read a cubin still do
-        os.replace(file.name, path)
-    except OSError:
-        pass
-
-
-def _checksum(content: bytes) -> bytes:
-    return hashlib.sha256(content).digest()
 
 
 @cache

@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from fp8fn.ops.cuda.nvrtc import cache_dir
+from fp8fn.ops.code_cache import cache_dir
 from fp8fn.ops.cuda.scaled_mm import KINDS
 from fp8fn.ops.tuning.candidates import config_of
 from fp8fn.ops.tuning.problem import Chip, Problem
