@@ -1,0 +1,86 @@
+// In the place of ops/hip/wave.h, to run its portable part on an NVIDIA GPU: a wave is a warp, and buffers are checked
+// by the code.
+#pragma once
+
+#define INLINE __device__ __forceinline__
+#define KERNEL(THREADS) extern "C" __global__ __launch_bounds__(THREADS)
+
+#define BF16 1
+#define FP16 2
+#define FP32 3
+
+constexpr int WAVE = 32;
+
+typedef float2 Pair;
+typedef uint4 Words;
+
+struct Bf16 {
+    unsigned short bits;
+    INLINE explicit Bf16(float value) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value)); }
+    INLINE explicit operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+};
+struct Fp16 {
+    unsigned short bits;
+    INLINE explicit Fp16(float value) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value)); }
+    INLINE explicit operator float() const {
+        float value;
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+        return value;
+    }
+};
+
+template <int KIND>
+struct TypeOf {
+    typedef float type;
+};
+template <>
+struct TypeOf<BF16> {
+    typedef Bf16 type;
+};
+template <>
+struct TypeOf<FP16> {
+    typedef Fp16 type;
+};
+
+INLINE int thread_index() { return threadIdx.x; }
+INLINE int block_x() { return blockIdx.x; }
+INLINE void keep_order() {}
+INLINE int uniform(int value) { return value; }
+
+struct Buffer {
+    const unsigned char* from;
+    unsigned size;
+};
+constexpr unsigned OUTSIDE = 0x80000000;
+
+INLINE Buffer buffer_of(const unsigned char* from, int size) { return {from, unsigned(size)}; }
+INLINE Words load16(Buffer buffer, unsigned offset) {
+    if (offset + 16 > buffer.size) return Words{0, 0, 0, 0};
+    return __ldg(reinterpret_cast<const Words*>(buffer.from + offset));
+}
+INLINE unsigned load1(Buffer buffer, unsigned offset) { return offset < buffer.size ? __ldg(buffer.from + offset) : 0; }
+
+template <bool UPPER>
+INLINE Pair widened(unsigned word) {
+    const unsigned short two = UPPER ? word >> 16 : word;
+    unsigned halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
+    Pair pair;
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"
+        : "=f"(pair.x), "=f"(pair.y)
+        : "r"(halves));
+    return pair;
+}
+INLINE Pair multiply_add(Pair a, Pair b, Pair c) { return {__fmaf_rn(a.x, b.x, c.x), __fmaf_rn(a.y, b.y, c.y)}; }
+INLINE float scaled(float value, int exponent) { return ldexpf(value, exponent); }
+INLINE float not_a_number() { return __uint_as_float(0x7fc00000); }
+
+template <int MASK>
+INLINE float exchanged(float value) {
+    return __shfl_xor_sync(0xffffffff, value, MASK);
+}
+template <int MASK>
+INLINE float folded(float low, float high) {
+    const bool upper = threadIdx.x & MASK;
+    return (upper ? high : low) + exchanged<MASK>(upper ? low : high);
+}

@@ -1,0 +1,311 @@
+// In the place of ops/hip/wave.h, to run kernels on CPU tensors: the lanes of a block are coroutines of one CPU thread,
+// and an operation of a wave happens once all of its lanes have come to it, on the values of all.
+//
+// A fault, the first of which `emulate` returns, is: an operation that not all lanes of a wave come to, a value that is
+// not uniform, a barrier that a part of a wave does not come to, a load that is misaligned or within its buffer but
+// outside of all tensors.
+#pragma once
+#include <math.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+#include <ucontext.h>
+
+#define INLINE inline
+#define KERNEL(THREADS) extern "C"
+// Of a section of their own, so that what a block left there can be poisoned.
+#define __shared__ static __attribute__((section("lds")))
+
+#define BF16 1
+#define FP16 2
+#define FP32 3
+
+#ifndef LANES
+#define LANES 64
+#endif
+constexpr int WAVE = LANES;
+constexpr int MOST_THREADS = 1024, STACK = 128 << 10;
+
+template <typename To, typename From>
+To bits_of(From value) {
+    static_assert(sizeof(To) == sizeof(From));
+    To bits;
+    memcpy(&bits, &value, sizeof(To));
+    return bits;
+}
+
+struct Pair {
+    float x, y;
+};
+struct alignas(16) Words {
+    unsigned x, y, z, w;
+};
+struct alignas(16) Sums {
+    float x, y, z, w;
+};
+inline Sums operator+(Sums a, Sums b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
+
+struct Bf16 {
+    uint16_t bits;
+    explicit Bf16(float value) {
+        const unsigned whole = bits_of<unsigned>(value);
+        bits = value != value ? 0x7fff : (whole + 0x7fff + (whole >> 16 & 1)) >> 16;
+    }
+    explicit operator float() const { return bits_of<float>(unsigned(bits) << 16); }
+};
+
+template <int KIND>
+struct TypeOf {
+    typedef float type;
+};
+template <>
+struct TypeOf<BF16> {
+    typedef Bf16 type;
+};
+template <>
+struct TypeOf<FP16> {
+    typedef _Float16 type;
+};
+
+// ---- lanes: each runs until it waits for others ---------------------------------------------------------------------
+
+typedef void (*Operation)(void* (&of_lanes)[WAVE]);
+
+enum State { READY, AT_OPERATION, AT_BARRIER, DONE };
+
+struct Lane {
+    jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
+    bool begun;
+    State state;
+    Operation operation;
+    void* value;
+};
+inline Lane lanes[MOST_THREADS];
+alignas(64) inline char stacks[MOST_THREADS][STACK];
+inline jmp_buf scheduler;
+inline int current, block[3];
+inline char fault[240];
+
+template <typename... Values>
+void report(const char* format, Values... values) {
+    if (fault[0]) return;
+    const int length = snprintf(fault, sizeof(fault), format, values...);
+    snprintf(fault + length, sizeof(fault) - length, "; block (%d, %d, %d), thread %d", block[0], block[1], block[2],
+             current);
+}
+
+inline void wait_as(State state) {
+    lanes[current].state = state;
+    if (_setjmp(lanes[current].at) == 0) _longjmp(scheduler, 1);
+}
+
+// All lanes of the wave come here with the same operation, which replaces their values.
+template <typename T>
+void together(Operation operation, T& value) {
+    lanes[current].operation = operation;
+    lanes[current].value = &value;
+    wait_as(AT_OPERATION);
+}
+
+inline int thread_index() { return current; }
+inline int block_x() { return block[0]; }
+inline int block_y() { return block[1]; }
+inline void keep_order() {}
+inline void block_barrier() { wait_as(AT_BARRIER); }
+
+inline int uniform(int value) {
+    together(
+        [](void*(&of_lanes)[WAVE]) {
+            for (void* lane : of_lanes) {
+                if (*static_cast<int*>(lane) != *static_cast<int*>(of_lanes[0])) report("a value is not uniform");
+            }
+        },
+        value);
+    return value;
+}
+
+template <int MASK>
+float exchanged(float value) {
+    together(
+        [](void*(&of_lanes)[WAVE]) {
+            float before[WAVE];
+            for (int i = 0; i < WAVE; ++i) before[i] = *static_cast<float*>(of_lanes[i]);
+            // Within eight lanes the fourth bit is exchanged by turning them around.
+            for (int i = 0; i < WAVE; ++i) *static_cast<float*>(of_lanes[i]) = before[i ^ (MASK == 4 ? 7 : MASK)];
+        },
+        value);
+    return value;
+}
+
+template <int MASK>
+float folded(float low, float high) {
+    const bool upper = current & MASK;
+    return (upper ? high : low) + exchanged<MASK>(upper ? low : high);
+}
+
+// ---- memory ---------------------------------------------------------------------------------------------------------
+
+struct Span {
+    uint64_t start, end;
+};
+inline const Span* tensors;
+inline int tensor_count;
+
+struct Buffer {
+    const unsigned char* from;
+    unsigned size;
+};
+constexpr unsigned OUTSIDE = 0x80000000;
+
+inline Buffer buffer_of(const unsigned char* from, int size) { return {from, unsigned(size)}; }
+
+// `bytes` at an offset: zero where they are past the end of the buffer, which is all that may be outside of tensors.
+inline unsigned loaded(Buffer buffer, unsigned offset, unsigned bytes) {
+    unsigned value = 0;
+    if (uint64_t(offset) + bytes > buffer.size) return value;
+    const auto address = reinterpret_cast<uint64_t>(buffer.from) + offset;
+    bool inside = false;
+    for (int i = 0; i < tensor_count; ++i) inside |= address >= tensors[i].start && address + bytes <= tensors[i].end;
+    if (!inside) report("a load of %u bytes at %u of %u is outside of all tensors", bytes, offset, buffer.size);
+    if (inside) memcpy(&value, buffer.from + offset, bytes);
+    return value;
+}
+inline Words load16(Buffer buffer, unsigned offset) {
+    const bool aligned = reinterpret_cast<uint64_t>(buffer.from + offset) % 16 == 0;
+    if (!aligned && offset != OUTSIDE) report("a load at %u is misaligned", offset);
+    return {loaded(buffer, offset, 4), loaded(buffer, offset + 4, 4), loaded(buffer, offset + 8, 4),
+            loaded(buffer, offset + 12, 4)};
+}
+inline unsigned load1(Buffer buffer, unsigned offset) { return loaded(buffer, offset, 1); }
+
+// ---- numbers --------------------------------------------------------------------------------------------------------
+
+inline float of_e4m3(unsigned byte) {
+    const int exponent = byte >> 3 & 15, mantissa = byte & 7;
+    const float sign = byte & 0x80 ? -1.0f : 1.0f;
+    if (exponent == 15 && mantissa == 7) return NAN;
+    return sign * (exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9));
+}
+template <bool UPPER>
+Pair widened(unsigned word) {
+    const unsigned half = UPPER ? word >> 16 : word;
+    return {of_e4m3(half & 0xff), of_e4m3(half >> 8 & 0xff)};
+}
+inline Pair multiply_add(Pair a, Pair b, Pair c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
+inline float scaled(float value, int exponent) { return ldexpf(value, exponent); }
+inline float not_a_number() { return NAN; }
+
+// ---- the matrix instruction: summed in double precision and rounded once --------------------------------------------
+
+struct Product {
+    const Words *a, *b;
+    unsigned a_scale, b_scale;
+    Sums sums;
+};
+
+inline double of_e8m0(unsigned byte) { return (byte & 0xff) == 255 ? NAN : ldexp(1.0, int(byte & 0xff) - 127); }
+
+// Element k of line `line` of the left operand or the right one, times its scale.
+inline double element(void* (&of_lanes)[WAVE], bool right, int line, int k) {
+    auto lane = [&](int group) { return static_cast<Product*>(of_lanes[line + 16 * group]); };
+    const Product* holder = lane(k % 64 / 16);
+    const auto* bytes = reinterpret_cast<const unsigned char*>((right ? holder->b : holder->a) + k / 64);
+    const Product* scale = lane(k / 32);
+    return of_e4m3(bytes[k % 16]) * of_e8m0(right ? scale->b_scale : scale->a_scale);
+}
+
+inline void multiply_all(void* (&of_lanes)[WAVE]) {
+    static double a[16][128], b[16][128];
+    for (int line = 0; line < 16; ++line) {
+        for (int k = 0; k < 128; ++k) {
+            a[line][k] = element(of_lanes, false, line, k);
+            b[line][k] = element(of_lanes, true, line, k);
+        }
+    }
+    for (int i = 0; i < WAVE; ++i) {
+        Sums& sums = static_cast<Product*>(of_lanes[i])->sums;
+        float* const four[] = {&sums.x, &sums.y, &sums.z, &sums.w};
+        for (int r = 0; r < 4; ++r) {
+            double total = *four[r];
+            for (int k = 0; k < 128; ++k) total += a[i / 16 * 4 + r][k] * b[i % 16][k];
+            *four[r] = total;
+        }
+    }
+}
+inline Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], unsigned a_scale, unsigned b_scale, Sums sums) {
+    Product product{a, b, a_scale, b_scale, sums};
+    together(multiply_all, product);
+    return product.sums;
+}
+
+// ---- launches -------------------------------------------------------------------------------------------------------
+
+extern "C" {
+extern char __start_lds[] __attribute__((weak));
+extern char __stop_lds[] __attribute__((weak));
+}
+inline void (*kernel)(void*);
+inline void* parameters;
+
+inline void run_lane() {
+    kernel(parameters);
+    wait_as(DONE);
+}
+
+// Comes back when the current lane waits or is done.
+[[gnu::noinline]] inline void resume() {
+    Lane& lane = lanes[current];
+    if (_setjmp(scheduler) != 0) return;
+    lane.state = READY;
+    if (lane.begun) _longjmp(lane.at, 1);
+    lane.begun = true;
+    ucontext_t context;
+    getcontext(&context);
+    context.uc_stack.ss_sp = stacks[current];
+    context.uc_stack.ss_size = STACK;
+    makecontext(&context, run_lane, 0);
+    setcontext(&context);
+}
+
+// Runs a wave to a barrier, or to its end.
+inline void run_wave(Lane* wave, bool backwards) {
+    while (!fault[0]) {
+        for (int i = 0; i < WAVE; ++i) {
+            current = wave - lanes + (backwards ? WAVE - 1 - i : i);
+            resume();
+        }
+        for (int i = 1; i < WAVE; ++i) {
+            const bool apart = wave[i].state != wave[0].state ||
+                               (wave[0].state == AT_OPERATION && wave[i].operation != wave[0].operation);
+            if (apart) report("lanes 0 and %d of a wave do different things", i);
+        }
+        if (fault[0] || wave[0].state != AT_OPERATION) return;
+        void* of_lanes[WAVE];
+        for (int i = 0; i < WAVE; ++i) of_lanes[i] = wave[i].value;
+        wave[0].operation(of_lanes);
+    }
+}
+
+// `backwards` lets the last wave and lane run first: what is right in both orders has the barriers that it needs.
+inline const char* launch(void (*run)(void*), void* with, const int* grid, int threads, bool backwards) {
+    kernel = run;
+    parameters = with;
+    fault[0] = 0;
+    for (block[2] = 0; block[2] < grid[2]; ++block[2])
+        for (block[1] = 0; block[1] < grid[1]; ++block[1])
+            for (block[0] = 0; block[0] < grid[0]; ++block[0]) {
+                if (__start_lds) memset(__start_lds, 0xff, __stop_lds - __start_lds);  // NaN
+                for (Lane& lane : lanes) lane.begun = false, lane.state = READY;
+                for (bool left = true; left && !fault[0];) {
+                    left = false;
+                    for (int i = 0; i < threads / WAVE; ++i) {
+                        Lane* wave = lanes + WAVE * (backwards ? threads / WAVE - 1 - i : i);
+                        if (wave->state == DONE) continue;
+                        left = true;
+                        run_wave(wave, backwards);
+                    }
+                }
+            }
+    return fault;
+}
