@@ -1,8 +1,9 @@
 """`python -m fp8fn aot`: compiles a model's kernels into the disk cache ahead of time; no GPU is needed.
 
-For each linear layer: its three products, in the configurations that the tables and the model choose, and the
-quantizers of its input, weight and gradient, for training and for inference. A process that runs the layer later finds
-them in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn), which may be copied from one machine to another.
+For sm90 and each linear layer: its three products, in the configurations that the tables and the model choose, and the
+quantizers of its input, weight and gradient, for training and for inference. For gfx950: all kernels in HIP, which
+serve every shape. A process that runs the layer later finds them in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn), which
+may be copied from one machine to another.
 """
 
 from __future__ import annotations
@@ -12,20 +13,22 @@ import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
+from fp8fn.ops.code_cache import cache_dir
 from fp8fn.ops.cuda import nvrtc, quantize
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.formats import short_name
+from fp8fn.ops.hip import build, variants
 from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.targets import Target
@@ -34,18 +37,36 @@ from fp8fn.ops.tuning.problem import Chip, chip_of, empty_operands, linear_probl
 from fp8fn.ops.tuning.table import SHIPPED
 from fp8fn.tune import SUITES, sizes
 
-ARCHITECTURES: Final = ("sm90",)
+ARCHITECTURES: Final = ("sm90", "gfx950")
 _INPUTS: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_Kernel = TypeVar("_Kernel")
 
 
 def main(argv: Sequence[str]) -> int:
     """Compiles what the options name, and prints how many kernels there are and where they went."""
     parser = _parser()
     args = parser.parse_args(argv)
-    if (problem := nvrtc.unavailable()) is not None:
+    if (problem := (build if args.arch == "gfx950" else nvrtc).unavailable()) is not None:
         parser.error(problem)
     if importlib.util.find_spec("tqdm") is None:
         parser.error("needs tqdm: pip install tqdm")
+    (_hip if args.arch == "gfx950" else _cuda)(parser, args)
+    return 0
+
+
+def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.shapes or args.suite or args.model:
+        parser.error("--arch gfx950 compiles kernels that serve every shape: leave --shapes, --suite and --model out")
+    kernels = variants.kernels(_INPUTS[args.dtype])
+    report = _compile(build.compile_kernel, kernels, build.code_dir())
+    print(f"every kernel in HIP for {args.arch}, with outputs in {args.dtype}:")
+    print(report)
+
+
+def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not (args.shapes or args.suite or args.model):
+        parser.error("one of the arguments --shapes --suite --model is required")
     try:
         shapes = args.shapes or (SUITES[args.suite] if args.suite else shapes_of_model(args.model))
         recipe = parse_recipe(args.recipe)
@@ -53,13 +74,9 @@ def main(argv: Sequence[str]) -> int:
         kernels = kernels_of(shapes, recipe, _INPUTS[args.dtype], target, chip)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
-    folder = nvrtc.cache_dir() / "cubin"
-    before = _cubins(folder)
-    compile_all(kernels)
-    there = len(_cubins(folder) - before)
+    report = _compile(compile_kernel, kernels, cache_dir() / "cubin")
     print(f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors:")
-    print(f"{len(kernels)} kernels, {there} compiled now, {len(kernels) - there} there before, in {folder}")
-    return 0
+    print(report)
 
 
 def chip_and_target() -> tuple[Chip, Target]:
@@ -88,13 +105,16 @@ def kernels_of(
     return tuple(found)
 
 
-def compile_all(kernels: Sequence[CudaKernel]) -> None:
-    """Into the cache, with a bar; NVRTC lets go of Python's lock, so as many at a time as there are processors."""
+def _compile(compile_: Callable[[_Kernel], object], kernels: Sequence[_Kernel], folder: Path) -> str:
+    """Into the cache, with a bar; and how many were new. Compilers let go of Python's lock: one a processor."""
     from tqdm import tqdm
 
+    before = _names(folder)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(kernels), unit="kernel") as bar:
-        for _ in pool.map(compile_kernel, kernels):
+        for _ in pool.map(compile_, kernels):
             bar.update()
+    new = len(_names(folder) - before)
+    return f"{len(kernels)} kernels, {new} compiled now, {len(kernels) - new} there before, in {folder}"
 
 
 def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
@@ -159,15 +179,15 @@ def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major
     return quantize.Quantized(empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major))
 
 
-def _cubins(folder: Path) -> set[str]:
-    return {path.name for path in folder.glob("*.cubin")}
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("*")}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    which = parser.add_mutually_exclusive_group(required=True)
+    which = parser.add_mutually_exclusive_group()
     which.add_argument("--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ")
     which.add_argument("--suite", choices=SUITES, help="the shapes of the benchmarks")
     which.add_argument(
@@ -175,5 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--recipe", default="blockwise", help="by default %(default)s")
     parser.add_argument("--dtype", choices=_INPUTS, default="bfloat16", help="of the model (default: %(default)s)")
-    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm90", help="by default %(default)s")
+    parser.add_argument(
+        "--arch", choices=ARCHITECTURES, default="sm90", help="by default %(default)s; gfx950 takes no shapes"
+    )
     return parser

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 import torch
@@ -11,8 +12,14 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.hip import envelope
+from fp8fn.ops.hip.envelope import MoeProblem
+from fp8fn.ops.hip.launch import HipLaunch
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.scaled_mm import check_operand
+from fp8fn.ops.targets import Target
 
 MOE_GEMM_SCHEMA: Final = (
     "moe_gemm(Tensor a, Tensor a_scale, int[2] a_block, Tensor w, Tensor w_scale, int[2] w_block,"
@@ -22,6 +29,9 @@ MOE_GEMM_SCHEMA: Final = (
 
 # Of the activations and of the weight: MX, and blockwise.
 BLOCKS: Final[tuple[tuple[Block, Block], ...]] = (((1, 32), (32, 1)), ((1, 128), (128, 128)))
+
+# The kernel in HIP, and why, where it could not be compiled or loaded in this process.
+_FAULTS: Final[dict[str, str]] = {}
 
 _log = logging.getLogger("fp8fn")
 
@@ -97,6 +107,43 @@ def output_shape(a: Tensor, w: Tensor, a_div: int) -> tuple[int, int]:
     return a.shape[0] * a_div, w.shape[2]
 
 
+def problem_of(
+    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, sorted_token_ids: Tensor,
+    expert_ids: Tensor, out: Tensor, target: Target,
+) -> MoeProblem:  # fmt: skip
+    tiles = expert_ids.shape[0]
+    return MoeProblem(
+        ids=out.shape[0], n=out.shape[1], k=a.shape[1], experts=w.shape[0], tiles=tiles,
+        block_m=sorted_token_ids.shape[0] // tiles, target=target, a_block=a_block, a_dtype=a.dtype, w_dtype=w.dtype,
+        largest=max(*map(span, (a, w, a_scale, w_scale)), out.itemsize * out.numel()),
+        k_lines=has_lines(a) and has_lines(w.mT),
+    )  # fmt: skip
+
+
+def plan(
+    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block, sorted_token_ids: Tensor,
+    expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor,
+    target: Target, fault: str | None = None,
+) -> Launch | HipLaunch:  # fmt: skip
+    """The launch that fills the rows of `out` that ids name: by the kernel in HIP where it takes the problem.
+
+    `fault` is why it can't be loaded here.
+    """
+    layout = (sorted_token_ids, expert_ids, num_tokens_post_padded)
+    problem = problem_of(a, a_scale, a_block, w, w_scale, sorted_token_ids, expert_ids, out, target)
+    reason = fault or envelope.accepts_moe(problem) or envelope.untuned_moe(problem)
+    if reason is None:
+        from fp8fn.ops.hip.moe_gemm import plan_moe
+
+        config = envelope.configure_moe(problem)
+        hip = plan_moe(a, a_scale, w, w_scale, *layout, a_div, token_weights, out, target, config)
+        return replace(hip, reason="hip_moe by default")
+    from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
+
+    launch = plan_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, a_div, token_weights, out, target)
+    return replace(launch, reason=f"not hip_moe: {reason}")
+
+
 def moe_gemm_reference(
     a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
@@ -123,17 +170,19 @@ def moe_gemm_kernel(
     targets.check_supported(target, a.device)
     if not {a.dtype, w.dtype} <= set(targets.fp8_dtypes(target)):
         _log.debug("moe_gemm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, w.dtype, target.name)
-        operands = (a, a_scale, left, w, w_scale, right)
-        return reference.moe_gemm(*operands, *layout, a_div, token_weights, out_dtype or torch.bfloat16)
+        given = (a, a_scale, left, w, w_scale, right)
+        return reference.moe_gemm(*given, *layout, a_div, token_weights, out_dtype or torch.bfloat16)
     # Rows of no id stay zero.
     out = a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
     if out.numel() == 0 or expert_ids.shape[0] == 0 or w.shape[0] == 0:
         return out
-    from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
-
     ids, experts, number = (tensor.contiguous() for tensor in layout)
     weights = None if token_weights is None else token_weights.contiguous()
-    launch = plan_moe_gemm(a, a_scale, left, w, w_scale, right, ids, experts, number, a_div, weights, out, target)
+    operands = (a, a_scale, left, w, w_scale, right, ids, experts, number, a_div, weights, out, target)
+    launch = plan(*operands, _FAULTS.get("hip_moe"))
+    if isinstance(launch, HipLaunch) and (fault := launch.fault()) is not None:
+        _FAULTS["hip_moe"] = fault
+        launch = plan(*operands, fault)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("moe_gemm %s x %s: %s", tuple(a.shape), tuple(w.shape), launch.describe())
     launch.run()

@@ -17,6 +17,9 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.hip import envelope
+from fp8fn.ops.hip.config import HipConfig
+from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
@@ -34,6 +37,9 @@ E8M0: Final = torch.float8_e8m0fnu
 # Rows of a tile of the kernel that shares a sum over K: the least that a matrix instruction has.
 _FEW: Final = 16
 _MOST_SPLITS: Final = 8
+
+# Kernels in HIP that could not be compiled or loaded in this process, and why.
+_FAULTS: Final[dict[str, str]] = {}
 
 _log = logging.getLogger("fp8fn")
 
@@ -76,9 +82,13 @@ class Kernel:
 
     name: str
     accepts: Callable[[Problem], str | None]
-    configure: Callable[[Problem], Config]
-    plan: Callable[..., tuple[Launch, ...]]
+    configure: Callable[[Problem], Config | HipConfig]
+    plan: Callable[..., tuple[Launch | HipLaunch, ...]]
     untuned: Callable[[Problem], str | None] = lambda problem: None
+
+    @property
+    def hip(self) -> bool:
+        return self.name.startswith("hip_")
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,7 @@ class Choice:
     """The kernel of a problem, None for plain PyTorch; who chose it; and why not those before it in the list."""
 
     kernel: Kernel | None
-    config: Config | None
+    config: Config | HipConfig | None
     source: str
     refused: tuple[tuple[str, str], ...]
 
@@ -100,40 +110,68 @@ class Choice:
         return f"{self.name} by {self.source}{others}"
 
 
-def choose(problem: Problem, table: Table | None = None, kernels: tuple[Kernel, ...] | None = None) -> Choice:
-    """The kernel that a table names, where it takes the problem, else the first of the list that does."""
+def choose(
+    problem: Problem, table: Table | None = None, kernels: tuple[Kernel, ...] | None = None,
+    faults: Mapping[str, str] | None = None,
+) -> Choice:  # fmt: skip
+    """The kernel that a table names, where it takes the problem, else the first of the list that does.
+
+    `faults` are kernels that this machine can't load, by name, each with the reason.
+    """
     kernels = KERNELS if kernels is None else kernels
     row = lookup(problem, _shipped() if table is None else table)
+    refusals = dict(faults or {})
+    if row is not None and not row.use_hip:
+        refusals |= {kernel.name: "the table has use_hip=0" for kernel in kernels if kernel.hip}
     refused: list[tuple[str, str]] = []
-    if row is not None:
+    if row is not None and (row.use_hip or not row.kernel.startswith("hip_")):
         kernel = next((kernel for kernel in kernels if kernel.name == row.kernel), None)
-        reason = "no kernel has the name" if kernel is None else kernel.accepts(problem)
+        reason = "no kernel has the name" if kernel is None else refusals.get(row.kernel) or kernel.accepts(problem)
         if kernel is not None and reason is None:
             return Choice(kernel, _changed(kernel.configure(problem), row.options), "the table", ())
         refused.append((row.kernel, f"the table names it, but {reason}"))
     for kernel in kernels:
-        reason = kernel.accepts(problem) or kernel.untuned(problem)
+        reason = refusals.get(kernel.name) or kernel.accepts(problem) or kernel.untuned(problem)
         if reason is None:
             return Choice(kernel, kernel.configure(problem), "default", tuple(refused))
         refused.append((kernel.name, reason))
     return Choice(None, None, "default", tuple(refused))
 
 
-def problem_of(a: Tensor, b: Tensor, target: Target) -> Problem:
+def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor) -> Problem:
     """The problem of `a (B?, M, K) @ b (B?, K, N)`."""
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = a.shape[0] if a.ndim == 3 else b.shape[0] if b.ndim == 3 else 1
-    largest = max(largest_offset(a) + 1, largest_offset(b) + 1, 4 * batch * m * n)
-    return Problem(m, n, k, target, batch, a.dtype, b.dtype, largest)
+    largest = max(*map(span, (a, b, *scales)), 4 * batch * m * n)
+    return Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, has_lines(a) and has_lines(b.mT))
+
+
+def span(x: Tensor) -> int:
+    """Bytes from a tensor's first element to the end of the last one, or a stride that is longer."""
+    return x.itemsize * max(largest_offset(x) + 1, *x.stride())
+
+
+def has_lines(x: Tensor) -> bool:
+    """Whether the last axis lies in consecutive bytes, and always from a multiple of 16."""
+    *steps, step = x.stride()
+    aligned = all(stride % 16 == 0 for size, stride in zip(x.shape, steps, strict=False) if size > 1)
+    return (step == 1 or x.shape[-1] == 1) and aligned and x.data_ptr() % 16 == 0
 
 
 def plan(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
     table: Table | None = None,
-) -> tuple[Launch, ...] | None:  # fmt: skip
+) -> tuple[Launch | HipLaunch, ...] | None:  # fmt: skip
     """The launches that fill `out`, in order; None where plain PyTorch has to serve."""
-    problem = problem_of(a, b, target)
+    problem = problem_of(a, b, target, a_scale, b_scale)
     choice = _default_choice(problem) if table is None else choose(problem, table)
+    return _launches(choice, a, a_scale, b, b_scale, bias, out, target)
+
+
+def _launches(
+    choice: Choice, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
+    target: Target,
+) -> tuple[Launch | HipLaunch, ...] | None:  # fmt: skip
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("mx_mm %s x %s: %s", tuple(a.shape), tuple(b.shape), choice.describe())
     if choice.kernel is None:
@@ -160,7 +198,7 @@ def mx_mm_kernel(
     out = empty_output(a, b, out_dtype)
     if out.numel() == 0:
         return out
-    launches = plan(a, a_scale, b, b_scale, None if bias is None else bias.contiguous(), out, target)
+    launches = loadable(a, a_scale, b, b_scale, None if bias is None else bias.contiguous(), out, target)
     if launches is None:
         return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out.dtype)
     for launch in launches:
@@ -168,9 +206,24 @@ def mx_mm_kernel(
     return out
 
 
+def loadable(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target
+) -> tuple[Launch | HipLaunch, ...] | None:
+    """As of `plan`; where a kernel in HIP can be neither compiled nor loaded here, the next of the list takes over."""
+    problem = problem_of(a, b, target, a_scale, b_scale)
+    while True:
+        choice = _default_choice(problem, tuple(_FAULTS.items()))
+        launches = _launches(choice, a, a_scale, b, b_scale, bias, out, target)
+        faults = (launch.fault() for launch in launches or () if isinstance(launch, HipLaunch))
+        fault = next((fault for fault in faults if fault is not None), None)
+        if fault is None:
+            return launches
+        _FAULTS[choice.name] = fault
+
+
 @lru_cache(maxsize=4096)
-def _default_choice(problem: Problem) -> Choice:
-    return choose(problem)
+def _default_choice(problem: Problem, faults: tuple[tuple[str, str], ...] = ()) -> Choice:
+    return choose(problem, faults=dict(faults))
 
 
 @cache
@@ -178,7 +231,7 @@ def _shipped() -> Table:
     return parse(SHIPPED)
 
 
-def _changed(config: Config, options: Mapping[str, int]) -> Config:
+def _changed(config: Config | HipConfig, options: Mapping[str, int]) -> Config | HipConfig:
     changes: dict[str, Any] = dict(options)
     return replace(config, **changes)
 
@@ -252,7 +305,21 @@ def _plan_scaled(*args: Any) -> tuple[Launch, ...]:
     return (plan_mx_mm_scaled(*args),)
 
 
+def _plan_gemv(*args: Any) -> tuple[HipLaunch, ...]:
+    from fp8fn.ops.hip.mx_mm import plan_gemv
+
+    return plan_gemv(*args)
+
+
+def _plan_mfma(*args: Any) -> tuple[HipLaunch, ...]:
+    from fp8fn.ops.hip.mx_mm import plan_mfma
+
+    return plan_mfma(*args)
+
+
 KERNELS: Final = (
+    Kernel("hip_gemv", envelope.accepts_gemv, envelope.configure_gemv, _plan_gemv, envelope.untuned_gemv),
+    Kernel("hip_mfma", envelope.accepts_mfma, envelope.configure_mfma, _plan_mfma, envelope.untuned_mfma),
     Kernel("triton_few", _accepts_few, _configure_few, _plan_widened),
     Kernel("triton_scaled", _accepts_scaled, _configure_scaled, _plan_scaled),
     Kernel("triton_widened", _foreign, _configure_widened, _plan_widened),

@@ -22,7 +22,8 @@ SHIPPED: Final = """arch,K,N,M,kernel,options
 class Problem:
     """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`; `largest` is the most bytes that one tensor spans.
 
-    The output counts as float32, in which parts of a sum are kept.
+    The output counts as float32, in which parts of a sum are kept. `k_lines`: each row of a and each column of b
+    has its K in consecutive bytes from a multiple of 16.
     """
 
     m: int
@@ -33,6 +34,7 @@ class Problem:
     a_dtype: torch.dtype = torch.float8_e4m3fn
     b_dtype: torch.dtype = torch.float8_e4m3fn
     largest: int = 0
+    k_lines: bool = True
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,32 @@ class Config:
 
 
 class Row(NamedTuple):
-    """What was measured to be the fastest: a kernel by name, and what it changes of its default configuration."""
+    """What was measured to be the fastest: a kernel by name, and what it changes of its default configuration.
+
+    Without `use_hip` the kernel, in HIP, is the fastest of its kind, and one of Triton's is faster still.
+    """
 
     kernel: str
     options: Mapping[str, int]
+    use_hip: bool = True
 
 
 Table = Mapping[tuple[str, int, int, int], Row]
 
 
 def parse(text: str) -> Table:
-    """The table of a CSV text with `COLUMNS`, its options as `BN=64 SPLITS=4`; ValueError for another header."""
+    """The table of a CSV text with `COLUMNS`; ValueError for another header.
+
+    Its options are as `BN=64 SPLITS=4`, or as `n_sub=2 k_splits=4 use_hip=0` for a kernel in HIP.
+    """
     lines = csv.DictReader(text.splitlines())
     if tuple(lines.fieldnames or ()) != COLUMNS:
         raise ValueError(f"a table of MX products has the columns {','.join(COLUMNS)}, this one {lines.fieldnames}")
     table = {}
     for line in lines:
-        options = dict(option.split("=") for option in line["options"].split())
-        row = Row(line["kernel"], {name: int(value) for name, value in options.items()})
+        pairs = (option.split("=") for option in line["options"].split())
+        options = {name: int(value) for name, value in pairs}
+        row = Row(line["kernel"], options, bool(options.pop("use_hip", 1)))
         table[line["arch"], int(line["K"]), int(line["N"]), int(line["M"])] = row
     return table
 

@@ -1,0 +1,57 @@
+"""Every HIP kernel in every configuration that the dispatch or a table can choose, for compiling ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.hip.build import HipKernel
+from fp8fn.ops.hip.config import HipConfig
+from fp8fn.ops.hip.envelope import GEMV_ROWS, MFMA_ROWS, MOST_SPLITS
+from fp8fn.ops.hip.launch import HipLaunch
+from fp8fn.ops.hip.moe_gemm import plan_moe
+from fp8fn.ops.hip.mx_mm import plan_gemv, plan_mfma
+from fp8fn.ops.targets import GFX950
+
+
+def kernels(dtype: torch.dtype) -> tuple[HipKernel, ...]:
+    """Those with outputs of `dtype`, and a bias of it or none; each once."""
+    return tuple(dict.fromkeys(launch.kernel for launch in (*dense(dtype), *routed(dtype))))
+
+
+def dense(dtype: torch.dtype) -> Iterator[HipLaunch]:
+    """Launches of `mx_mm`, of each configuration one at least."""
+    for bias in (None, torch.empty(16, dtype=dtype, device="meta")):
+        for rows in (1, 2, 4, 8, GEMV_ROWS):
+            yield from plan_gemv(*_operands(rows, 128, dtype, bias), GFX950, HipConfig(rows=rows))
+        for m in range(16, MFMA_ROWS + 1, 16):
+            for n_sub in (1, 2, 4):
+                for parts in range(1, MOST_SPLITS + 1):  # of one step each: any number of them may be left to sum
+                    config = HipConfig(n_sub=n_sub, k_splits=MOST_SPLITS)
+                    yield from plan_mfma(*_operands(m, 128 * parts, dtype, bias), GFX950, config)
+
+
+def routed(dtype: torch.dtype) -> Iterator[HipLaunch]:
+    """Launches of `moe_gemm`: tiles of more than 64 ids are several blocks of 64."""
+    a, a_scale, w, w_scale, _, out = _operands(16, 128, dtype, None)
+    ids, number = (torch.empty(size, dtype=torch.int32, device="meta") for size in (64, 1))
+    for weights in (None, torch.empty(16, device="meta")):
+        for block_m in (16, 32, 48, 64):
+            for block_n in (8, 16):
+                layout = (ids[:block_m], number, number)
+                operands = (a, a_scale, w[None], w_scale[None], *layout, 1, weights, out)
+                yield plan_moe(*operands, GFX950, HipConfig(block_n=block_n))
+
+
+def _operands(
+    m: int, k: int, dtype: torch.dtype, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    def fp8(lines: int) -> Tensor:
+        return torch.empty(lines, k, dtype=torch.float8_e4m3fn, device="meta")
+
+    def scale(lines: int) -> Tensor:
+        return torch.empty(lines, k // 32, dtype=torch.float8_e8m0fnu, device="meta")
+
+    return fp8(m), scale(m), fp8(16).mT, scale(16).mT, bias, torch.empty(m, 16, dtype=dtype, device="meta")
