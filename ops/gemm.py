@@ -12,6 +12,7 @@ from fp8fn.ops.cuda.chain import chained
 from fp8fn.ops.cuda.prepared import kind
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, swap
+from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
 
@@ -78,6 +79,8 @@ def _on_hopper(x: Tensor, block: Block) -> bool:
 
 
 def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    if is_mx(a.scale, a.block, b.scale, b.block):
+        return torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)  # type: ignore[no-any-return]
     return torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)  # type: ignore[no-any-return]
 
 

@@ -157,5 +157,13 @@ def recipe_key(recipe: Recipe | str) -> str:
     if isinstance(recipe, Recipe):
         return recipe.key
     if isinstance(recipe, str):
-        return parse_recipe(recipe).key
+        return _canonical(recipe)
     raise TypeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an fp8fn.Recipe or a preset's name")
+
+
+def _canonical(key: str) -> str:
+    return parse_recipe(key).key
+
+
+# As `torch.compiler.assume_constant_result` does, which would import Dynamo: it can't trace how a recipe is made.
+_canonical._dynamo_marked_constant = True  # type: ignore[attr-defined]

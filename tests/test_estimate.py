@@ -125,6 +125,7 @@ def test_the_faster_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ((256, 512, 1024), MXFP8),
         ((256, 512, 1024), Recipe(scale="e8m0")),
+        ((256, 512, 1024), Recipe(scale="rceil")),
         ((256, 512, 1024), Recipe(weight_dtype=torch.float8_e4m3fnuz)),
         ((0, 512, 1024), BLOCKWISE),
         ((256, 512, 0), BLOCKWISE),

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.layout import Block, empty_data, empty_scale, swap
+from fp8fn.ops.mx_mm import KERNELS, problem_of
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 from fp8fn.ops.tuning.choose import plan_scaled_mm
@@ -25,7 +27,7 @@ sizes = st.one_of(st.integers(0, 300), st.sampled_from([0, 1, 31, 32, 33, 127, 1
 storages = st.sampled_from(["contiguous", "transposed", "sliced"])
 inputs = st.sampled_from([torch.bfloat16, torch.float16, torch.float32])
 contents = st.sampled_from(["normal", "zeros", "subnormal", "nan", "inf", "outliers"])
-scales = st.sampled_from(["fp32", "pow2", "e8m0"])
+scales = st.sampled_from(SCALE_FORMATS)
 seeds = st.integers(0, 2**31)
 
 
@@ -113,17 +115,17 @@ def test_scaled_mm(execution: str) -> None:
     @settings(max_examples=EXAMPLES[execution], deadline=None, suppress_health_check=list(HealthCheck))
     @given(
         sizes, sizes, sizes, storages, storages, contents, contents, st.sampled_from(PRODUCT_BLOCKS),
-        st.booleans(), seeds,
+        st.sampled_from(["e8m0", "rceil"]), st.booleans(), seeds,
     )  # fmt: skip
     def check(
         m: int, n: int, k: int, a_storage: str, b_storage: str, a_content: str, b_content: str,
-        blocks: tuple[Block, Block], with_bias: bool, seed: int,
+        blocks: tuple[Block, Block], mx_scale: str, with_bias: bool, seed: int,
     ) -> None:  # fmt: skip
         device = device_of(execution)
         a = draw(m, k, torch.bfloat16, a_storage, a_content, device, seed)
         b = draw(k, n, torch.bfloat16, b_storage, b_content, device, seed + 1)
         bias = torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(device) if with_bias else None
-        scale = "e8m0" if blocks[0][1] == 32 else "fp32"
+        scale = mx_scale if blocks[0][1] == 32 else "fp32"
         operands = []
         for x, block in zip((a, b), blocks, strict=True):
             operands += [*reference.quantize(x, block, torch.float8_e4m3fn, scale), block]
@@ -142,5 +144,49 @@ def test_scaled_mm(execution: str) -> None:
         assert torch.equal(found.isfinite(), finite)
         error = (found - expected)[finite].norm()
         assert error <= 1e-3 * expected[finite].norm() + 1e-30
+
+    check()
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_mx_mm(execution: str) -> None:
+    """Each kernel that takes a problem; on a device the one that is chosen."""
+    triton = [kernel for kernel in KERNELS if kernel.name.startswith("triton_")]
+    fp8 = st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2])
+
+    @settings(max_examples=EXAMPLES[execution], deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.integers(0, 80), sizes, st.one_of(st.integers(0, 9).map(lambda blocks: 32 * blocks), sizes), storages,
+        storages, contents, contents, fp8, fp8, st.sampled_from(["e8m0", "rceil"]), st.booleans(), seeds,
+    )  # fmt: skip
+    def check(
+        m: int, n: int, k: int, a_storage: str, b_storage: str, a_content: str, b_content: str,
+        a_fp8: torch.dtype, b_fp8: torch.dtype, scale: str, with_bias: bool, seed: int,
+    ) -> None:  # fmt: skip
+        device = device_of(execution)
+        x = draw(m, k, torch.bfloat16, a_storage, a_content, device, seed)
+        y = draw(k, n, torch.bfloat16, b_storage, b_content, device, seed + 1)
+        bias = torch.randn(n, generator=torch.Generator().manual_seed(seed)).to(device) if with_bias else None
+        a, b = reference.quantize(x, (1, 32), a_fp8, scale), reference.quantize(y, (32, 1), b_fp8, scale)
+        left, right = (reference.dequantize(*q).double().cpu() for q in ((*a, (1, 32)), (*b, (32, 1))))
+        expected = left @ right + (0 if bias is None else bias.double().cpu())
+        results = []
+        if execution == "interpreted" and m * n:
+            for kernel in triton:
+                problem = problem_of(a[0], b[0], targets.GFX950)
+                if kernel.accepts(problem) is None:
+                    results.append(torch.full((m, n), torch.nan, dtype=torch.bfloat16))
+                    config = kernel.configure(problem)
+                    for launch in kernel.plan(*a, *b, bias, results[-1], targets.GFX950, config):
+                        launch.interpret()
+            assert results
+        else:
+            results.append(torch.ops.fp8fn.mx_mm(*a, *b, bias))
+        finite = expected.isfinite()
+        for out in results:
+            assert (out.shape, out.dtype) == (expected.shape, torch.bfloat16)
+            found = out.double().cpu()
+            assert torch.equal(found.isfinite(), finite)
+            assert (found - expected)[finite].norm() <= 4e-3 * expected[finite].norm() + 1e-30
 
     check()

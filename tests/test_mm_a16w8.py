@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,11 +20,12 @@ from test_machine_code import assert_no_spills
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
+from fp8fn.ops.cuda import gemv_a16w8
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
-from fp8fn.ops.triton.mm_a16w8 import Config, plan_mm_a16w8
+from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, plan_mm_a16w8
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LABELS = [sample.label for sample in SAMPLES["mm_a16w8"]()]
@@ -286,6 +288,58 @@ ERRORS: list[tuple[str, Function, type[Exception], str]] = [
 def test_errors(call: Function, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call(torch.randn(5, 64), weight(64, 48, (-1, 1)))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_rows_have_the_same_bits_in_any_company(block: Block, dtype: torch.dtype) -> None:
+    """Whatever M is, and whatever the other rows hold, in one configuration; also where they take several tiles."""
+    x, w, bias = torch.randn(70, 300).to(dtype), weight(300, 70, block), torch.randn(70)
+    for rows, config in ((16, None), (70, SMALL)):
+        expected = interpreted(x[:rows], w, bias, config)
+        for m in (1, 2, 5, 16):
+            assert torch.equal(interpreted(x[:m], w, bias, config), expected[:m])
+        poisoned = x[:rows].clone()
+        poisoned[1:-1] = torch.nan
+        found = interpreted(poisoned, w, bias, config)
+        assert torch.equal(found[[0, -1]], expected[[0, -1]])
+        assert found[1:-1].isnan().all()
+
+
+CLASSES = [range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65)]
+# What of a configuration of `gemv_a16w8` orders a sum over K.
+ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "CHUNK")
+
+
+@pytest.mark.parametrize("rows", CLASSES, ids=str)
+@pytest.mark.parametrize("size", [(512, 128), (128, 512), (2304, 3072), (4096, 3072), (14336, 2048), (1000, 1111)])
+def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[int, int]) -> None:
+    """As the docstring of `gemm` has it."""
+    n, k = size
+    for block, target, dtype in product(BLOCKS, (SM89, SM90, SM100, GFX942, GFX950), (BF16, FP32)):
+        assert len({choose_config(m, n, block, dtype, target) for m in rows}) == 1
+    for block, batch, column_major in product(gemv_a16w8.SCALES, (1, 16), (True, False)):
+        w = torch.empty(batch, n, -(-k // 16) * 16, dtype=E4M3, device="meta")[..., :k].mT
+        w = w if column_major else torch.empty(batch, k, -(-n // 16) * 16, dtype=E4M3, device="meta")[..., :n]
+        orders, scale = set(), empty_scale(w, block, "fp32")
+        for m in rows:
+            x, out = (torch.empty(batch, m, size, dtype=BF16, device="meta") for size in (k, n))
+            if gemv_a16w8.accepts(x, w, scale, block, None, out, SM90) is None:
+                options = gemv_a16w8.plan(x, w, scale, block, None, out, SM90).options
+                orders.add(tuple(options[name] for name in ORDERING))
+        assert len(orders) == (1 if column_major or rows.stop <= 33 else 0)  # else another kernel's, which has one
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_rows_have_the_same_bits_in_any_company_on_the_device(block: Block, dtype: torch.dtype) -> None:
+    for n, k in ((4096, 2048), (512, 3072), (1000, 1111)):
+        x, w = torch.randn(64, k, device="cuda").to(dtype), weight(k, n, block, device="cuda")
+        for rows in CLASSES:
+            expected = fp8fn.gemm(x[: rows.stop - 1], w)
+            for m in (rows.start, (rows.start + rows.stop) // 2):
+                assert torch.equal(fp8fn.gemm(x[:m], w), expected[:m])
 
 
 @pytest.mark.gpu

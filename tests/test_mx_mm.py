@@ -10,7 +10,9 @@ from typing import Any, Final
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
@@ -23,14 +25,15 @@ from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.cuda.produce import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import KERNELS, Kernel, choose, plan
+from fp8fn.ops.mx_mm import KERNELS, choose, plan
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Batches = tuple[tuple[int, ...], tuple[int, ...]]
-NAMES = [kernel.name for kernel in KERNELS]
+TRITON = tuple(kernel for kernel in KERNELS if not kernel.hip)
+NAMES = [kernel.name for kernel in TRITON]
 # Small tiles, so that few elements make several along every axis.
 SMALL: Final = {
     "triton_few": Config(16, 32, 64, 4, 2, SPLITS=3),
@@ -85,7 +88,7 @@ def interpreted(
     wide: bool = False,
 ) -> Tensor:  # fmt: skip
     out = torch.full((*(a.shape[:-2] or b.shape[:-2]), a.shape[-2], b.shape[-1]), 7.0)
-    kernel = KERNELS[NAMES.index(name)]
+    kernel = TRITON[NAMES.index(name)]
     for launch in kernel.plan(a.data, a.scale, b.data, b.scale, bias, out, GFX950, config or SMALL[name]):
         launch.constexprs["WIDE"] |= wide  # type: ignore[index]
         launch.interpret()
@@ -146,7 +149,7 @@ def contiguous(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_default_configurations_interpreted(name: str) -> None:
     a, b = operands(16, 96, 700)
-    kernel = KERNELS[NAMES.index(name)]
+    kernel = TRITON[NAMES.index(name)]
     assert_near(interpreted(name, a, b, config=kernel.configure(Problem(16, 96, 700, SM90))), a, b)
 
 
@@ -200,7 +203,7 @@ def test_a_shared_sum_has_one_order(splits: int) -> None:
     found = interpreted("triton_few", a, b, bias, config)
     assert_near(found, a, b, bias)
     assert torch.equal(found, interpreted("triton_few", a, b, bias, config))
-    launches = KERNELS[0].plan(a.data, a.scale, b.data, b.scale, bias, torch.empty(5, 40), SM90, config)
+    launches = TRITON[0].plan(a.data, a.scale, b.data, b.scale, bias, torch.empty(5, 40), SM90, config)
     assert len(launches) == (1 if splits == 1 else 2)
     assert launches[0].args["steps"] * launches[0].grid[1] >= math.ceil(500 / 64)
 
@@ -211,18 +214,18 @@ def on(target: Target, **sizes: int) -> Problem:
 
 
 @pytest.mark.parametrize("shape", DENSE, ids=str)
-def test_every_dense_shape_has_its_kernel(shape: tuple[int, int]) -> None:
+def test_every_dense_shape_has_its_kernel_in_triton(shape: tuple[int, int]) -> None:
     k, n = shape
     for target in (SM89, SM90, SM100, SM120, GFX942, GFX950):
         for m in (1, 2, 3, 4, 8, 13, 16):
-            choice = choose(on(target, m=m, n=n, k=k))
+            choice = choose(on(target, m=m, n=n, k=k), kernels=TRITON)
             assert (choice.name, choice.source, choice.refused) == ("triton_few", "default", ())
             assert choice.config is not None
             splits = choice.config.SPLITS
             assert splits in (1, 2, 4, 8)
             assert splits == 1 or k >= 2 * splits * choice.config.BK
         for m in (17, 32, 64, 128, 4096):
-            choice = choose(on(target, m=m, n=n, k=k))
+            choice = choose(on(target, m=m, n=n, k=k), kernels=TRITON)
             assert choice.refused[0] == ("triton_few", f"M={m} is above 16")
             if target in (SM100, GFX950):
                 assert choice.name == "triton_scaled"
@@ -236,7 +239,7 @@ def test_a_foreign_type_goes_to_pytorch_and_says_why() -> None:
         choice = choose(replace(on(target), b_dtype=dtype))
         assert choice.kernel is None
         assert choice.name == "reference"
-        assert [name for name, _ in choice.refused] == NAMES
+        assert [name for name, _ in choice.refused] == [kernel.name for kernel in KERNELS]
         assert f"triton_few: {dtype} has no kernel on {target.name}" in choice.describe()
     a, b = operands(4, 40, 64, dtypes=(torch.float8_e4m3fnuz, torch.float8_e4m3fnuz))
     assert plan(a.data, a.scale, b.data, b.scale, None, torch.empty(4, 40), SM90) is None
@@ -255,65 +258,28 @@ def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> 
     assert table["sm90", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 2})
     choice = choose(on(SM90, m=8), table)
     assert (choice.name, choice.source) == ("triton_widened", "the table")
-    assert choice.config == replace(KERNELS[2].configure(on(SM90, m=8)), BN=64, num_warps=8)
+    assert choice.config == replace(TRITON[2].configure(on(SM90, m=8)), BN=64, num_warps=8)
     shared = choose(on(SM90, m=16), table).config
     assert shared is not None
     assert shared.SPLITS == 8
-    refused = choose(on(SM90, m=32), table)
+    refused = choose(on(SM90, m=32), table, TRITON)
     assert refused.name == "triton_widened"
     assert refused.refused[0] == ("triton_few", "the table names it, but M=32 is above 16")
-    assert choose(on(SM90, m=64), table).refused[0] == ("hip_mfma", "the table names it, but no kernel has the name")
+    assert choose(on(SM90, m=64), table, TRITON).refused[0] == (
+        "hip_mfma",
+        "the table names it, but no kernel has the name",
+    )
     for other in (on(SM90, m=8, batch=2), on(SM100, m=8), on(SM90, m=4), on(SM90, m=8, k=3072)):
         assert choose(other, table).source == "default"
     with pytest.raises(ValueError, match="columns arch,K,N,M,kernel,options"):
         parse("K,N,M\n1,2,3\n")
 
 
-def mfma_accepts(problem: Problem) -> str | None:
-    """The envelope of the kernel in HIP that is to come (SEMANTICS, section 6)."""
-    if problem.target != GFX950:
-        return f"{problem.target.name} is not gfx950"
-    if problem.m not in (8, 16, 32, 64):
-        return f"M={problem.m} is none of 8, 16, 32, 64"
-    if problem.k % 128:
-        return f"K={problem.k} is no multiple of 128"
-    if problem.largest > 2**31 - 1:
-        return f"an operand has {problem.largest} bytes, past 32-bit offsets"
-    return None
-
-
-MFMA: Final = Kernel(
-    "hip_mfma", mfma_accepts, lambda problem: Config(problem.m, 16, 128, 4, 1), lambda *args: (),
-    lambda problem: f"M={problem.m} is for tables alone" if problem.m > 16 else None,
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("problem", "name", "why"),
-    [
-        (on(GFX950, m=8), "hip_mfma", ""), (on(GFX950, m=16), "hip_mfma", ""),
-        (on(GFX950, m=1), "triton_few", "M=1 is none of"), (on(GFX950, m=12), "triton_few", "M=12 is none of"),
-        (on(GFX950, m=32), "triton_scaled", "tables alone"), (on(GFX950, m=64), "triton_scaled", "tables alone"),
-        (on(GFX950, m=128), "triton_scaled", "M=128"), (on(GFX950, m=8, k=6112), "triton_few", "K=6112"),
-        (on(GFX950, m=64, largest=2**31), "triton_scaled", "2147483648 bytes"),
-        (on(GFX950, m=8, largest=2**31), "triton_few", "2147483648 bytes"),
-        (on(GFX950, m=64, largest=2**31 - 1), "triton_scaled", "tables alone"),
-        (on(GFX942, m=8), "triton_few", "gfx942 is not gfx950"), (on(SM90, m=64), "triton_widened", "sm90"),
-    ],
-)  # fmt: skip
-def test_another_kernel_goes_into_the_list_and_nothing_else_changes(problem: Problem, name: str, why: str) -> None:
-    choice = choose(problem, {}, (MFMA, *KERNELS))
-    assert choice.name == name
-    assert why in "".join(reason for which, reason in choice.refused if which == "hip_mfma")
-    tuned = choose(problem, {(problem.target.name, 6144, 2304, problem.m): Row("hip_mfma", {})}, (MFMA, *KERNELS))
-    assert (tuned.name == "hip_mfma") == (problem.k == 6144 and mfma_accepts(problem) is None)
-
-
 def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[Launch, ...]:
     dtype = native_e4m3(target)
     a, b = torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(b, (32, 1), "e8m0")
-    kernel = KERNELS[NAMES.index(name)]
+    kernel = TRITON[NAMES.index(name)]
     config = kernel.configure(on(target, m=m, n=n, k=k))
     out = torch.empty(m, n, dtype=BF16, device="meta")
     return kernel.plan(a, scales[0], b, scales[1], None, out, target, config)
@@ -322,7 +288,7 @@ def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> 
 @pytest.mark.parametrize("m", [16, 32, 64, 4096])
 @pytest.mark.parametrize("target", [SM89, SM90, SM100, GFX942, GFX950], ids=lambda target: target.name)
 def test_no_configuration_spills(target: Target, m: int) -> None:
-    for kernel in KERNELS:
+    for kernel in TRITON:
         if kernel.accepts(on(target, m=m)) is None:
             for n, k in ((4096, 4096), (32768, 4096), (4097, 4001)):
                 for launch in offline(target, kernel.name, m, n, k):
@@ -412,7 +378,7 @@ def test_the_log_says_which_kernel_and_why(caplog: pytest.LogCaptureFixture) -> 
         a, b = operands(20, 40, 64)
         launches = plan(a.data, a.scale, b.data, b.scale, None, torch.empty(20, 40), SM90)
     assert launches is not None
-    assert "triton_widened by default; not triton_few: M=20 is above 16" in caplog.text
+    assert "triton_widened by default; not hip_gemv: sm90 is not gfx950; not hip_mfma: sm90 is not" in caplog.text
     assert "M=20 is above 16" in launches[0].describe()
     assert choose(Problem(1, 1, 32, CPU)).name == "triton_few"
 
@@ -493,3 +459,117 @@ def test_a_device_without_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx_mm.targets, "target_of", lambda device: Target("cuda", 80, 32))
     with pytest.raises(ValueError, match=r"compute capability 8\.0"):
         mx_mm.mx_mm_kernel(A.data, A.scale, B.data, B.scale)
+
+
+MX_RECIPES: Final = [fp8fn.MXFP8, replace(fp8fn.MXFP8, scale="rceil"), replace(fp8fn.MXFP8, gradient_dtype=E5M2)]
+
+
+@pytest.mark.parametrize("weight_major", ["row", "column"])
+@pytest.mark.parametrize("recipe", MX_RECIPES, ids=lambda recipe: recipe.key)
+def test_all_three_products_of_a_recipe_are_this_op(
+    recipe: fp8fn.Recipe, weight_major: str, device: torch.device
+) -> None:
+    a, bias = torch.randn(2, 20, 100, device=device, requires_grad=True), torch.randn(40, device=device)
+    b = torch.randn(100, 40, device=device) if weight_major == "row" else torch.randn(40, 100, device=device).mT
+    b.requires_grad_()
+    grad = torch.randn(2, 20, 40, device=device)
+    with Names() as names:
+        out = fp8fn.gemm(a, b, bias=bias, recipe=recipe)
+        of_a, of_b = torch.autograd.grad(out, (a, b), grad)
+    assert [name for name in names.called if not name.startswith("quantize")] == ["mx_mm"] * 3
+
+    def scaled(x: Tensor, block: tuple[int, int], dtype: torch.dtype | None = None) -> ScaledTensor:
+        return fp8fn.quantize(x.detach(), block, dtype=dtype, scale=recipe.scale)
+
+    rows, grads, e5m2 = a.flatten(0, 1), grad.flatten(0, 1), recipe.gradient_dtype
+    for found, left, right, added in (
+        (out.flatten(0, 1), scaled(rows, (1, 32)), scaled(b, (32, 1)), bias),
+        (of_a.flatten(0, 1), scaled(grads, (1, 32), e5m2), scaled(b.mT, (32, 1)), None),
+        (of_b, scaled(rows.mT, (1, 32)), scaled(grads, (32, 1), e5m2), None),
+    ):
+        assert_near(found, left, right, added)
+        assert torch.equal(found, fp8fn.gemm(left, right, bias=added, out_dtype=FP32)) or found.is_cuda
+
+
+@pytest.mark.parametrize(
+    ("values", "products"),
+    [
+        ({"scale": "fp32"}, ["scaled_mm"] * 3),
+        ({"weight_block": (128, 128)}, ["scaled_mm"] * 2 + ["mx_mm"]),
+        ({"gradient_block": (1, 128)}, ["mx_mm", "scaled_mm", "scaled_mm"]),
+    ],
+    ids=str,
+)
+def test_of_mixed_recipes_the_products_that_fit_are(values: dict[str, Any], products: list[str]) -> None:
+    a, b = torch.randn(20, 100, requires_grad=True), torch.randn(100, 40, requires_grad=True)
+    with Names() as names:
+        fp8fn.gemm(a, b, recipe=replace(fp8fn.MXFP8, **values)).sum().backward()
+    assert [name for name in names.called if name.endswith("_mm")] == products
+
+
+def test_the_graph_of_a_recipe(fresh_dynamo: None) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(gm)
+        return make_boxed_func(gm.forward)
+
+    step: Any = lambda a, b: fp8fn.gemm(a, b, recipe="mxfp8")  # noqa: E731
+    a, b = torch.randn(20, 96, requires_grad=True), torch.randn(96, 48, requires_grad=True)
+    out = torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))(a, b)
+    found = torch.autograd.grad(out.sum(), (a, b))
+    called = [
+        [str(node.target) for node in graph.graph.find_nodes(op="call_function", target=op)]
+        for graph in graphs
+        for op in (torch.ops.fp8fn.mx_mm.default, torch.ops.fp8fn.scaled_mm.default)
+    ]
+    assert called == [["fp8fn.mx_mm.default"], [], ["fp8fn.mx_mm.default"] * 2, []]
+    expected = step(a, b)
+    assert torch.equal(out, expected)
+    assert all(map(torch.equal, found, torch.autograd.grad(expected.sum(), (a, b))))
+
+
+def test_vmap_of_a_recipe_and_of_its_gradient() -> None:
+    a, b = torch.randn(3, 20, 96), torch.randn(3, 96, 48)
+
+    def loss(a: Tensor, b: Tensor) -> Tensor:
+        return fp8fn.gemm(a, b, recipe="mxfp8").square().sum()
+
+    mapped = torch.vmap(torch.func.grad(loss, (0, 1)))
+    with Names() as names:
+        found = mapped(a, b)
+    assert [name for name in names.called if name.endswith("_mm")] == ["mx_mm"] * 3
+    for i in range(3):
+        for got, want in zip(found, torch.func.grad(loss, (0, 1))(a[i], b[i]), strict=True):
+            torch.testing.assert_close(got[i], want)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
+    """Whatever M is, and whatever the other rows hold, in one configuration; also where they take several tiles."""
+    a, b = operands(70, 70, 300)
+    bias = torch.randn(70)
+    default: Any = TRITON[NAMES.index(name)].configure(Problem(16, 70, 300, GFX950))
+    for rows, config in ((16, default), (70, SMALL[name])):
+        first = ScaledTensor(a.data[:rows], a.scale[:rows], a.block)
+        expected = interpreted(name, first, b, bias, config)
+        for m in (1, 2, 5, 16):
+            few = ScaledTensor(a.data[:m], a.scale[:m], a.block)
+            assert torch.equal(interpreted(name, few, b, bias, config), expected[:m])
+        codes = contiguous(a.data).view(torch.uint8)[:rows].clone()
+        codes[1:-1] = 0x7F  # NaN
+        poisoned = interpreted(name, ScaledTensor(codes.view(E4M3), a.scale[:rows], a.block), b, bias, config)
+        assert torch.equal(poisoned[[0, -1]], expected[[0, -1]])
+        assert poisoned[1:-1].isnan().all()
+
+
+def test_up_to_16_rows_there_is_one_configuration() -> None:
+    """As the docstring of `gemm` has it: on gfx950, one up to 7 rows and one from 8."""
+    for target in (SM89, SM90, SM100, SM120, GFX942, GFX950):
+        for k, n in DENSE:
+            choices = [choose(on(target, m=m, n=n, k=k)) for m in range(1, 17)]
+            divisions = [(choice.name, getattr(choice.config, "k_splits", 0)) for choice in choices]
+            if target != GFX950:
+                assert {(choice.name, choice.config) for choice in choices} == {("triton_few", choices[0].config)}
+            else:
+                assert len(set(divisions[:7])) == len(set(divisions[7:])) == 1

@@ -150,3 +150,11 @@ def test_fields_that_do_not_fit(values: dict[str, Any], words: str) -> None:
 def test_recipe_of_another_type() -> None:
     with pytest.raises(TypeError, match=r"recipe=3 is a int; pass an fp8fn.Recipe or a preset's name"):
         recipe_key(3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "MXFP8", "scale=pow2,weight_block=128x1"])
+def test_a_name_in_compiled_code(name: str, fresh_dynamo: None) -> None:
+    """Without a warning, which would fail the test."""
+    a, b = torch.randn(5, 64), torch.randn(64, 48)
+    compiled = torch.compile(lambda a, b: fp8fn.gemm(a, b, recipe=name), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b), fp8fn.gemm(a, b, recipe=name))

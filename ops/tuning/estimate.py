@@ -10,7 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+import torch
+
 from fp8fn.ops import targets
+from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.tuning.model import microseconds, ranked
@@ -55,7 +58,7 @@ def linear_times(
     `itemsize` is that of what is quantized; bf16 is taken to be there. None where no kernel in CUDA C++ multiplies by
     this recipe, or where there is nothing to multiply.
     """
-    if min(m, n, k, batch) < 1 or recipe.scale == "e8m0":
+    if min(m, n, k, batch) < 1 or scale_dtype(recipe.scale) != torch.float32:
         return None
     if not {recipe.activation_dtype, recipe.weight_dtype, recipe.gradient_dtype} <= {None, *targets.OCP}:
         return None
