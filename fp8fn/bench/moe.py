@@ -2,8 +2,9 @@
 
 Suites: "forward", `(M, K)` tokens by `(E, K, N)` experts, on quantized operands; "wgrad", the gradient `(E, N, K)` of
 those experts, summed over each one's tokens; "mlp", forward and backward of `expert_mlp`, quantization counted, where N
-is the intermediate size and K the model's; "quant", quantizers of M tokens of N columns in G groups; "weights", those
-of `(E, K, N)`. Tokens are shared out evenly, or by Zipf's law (1.2).
+is the intermediate size and K the model's; "layer", one layer of experts: the product, and forward and backward with
+quantization counted, beside one product for each expert; "quant", quantizers of M tokens of N columns in G groups;
+"weights", those of `(E, K, N)`. Tokens are shared out evenly, or by Zipf's law (1.2).
 """
 
 from __future__ import annotations
@@ -29,6 +30,11 @@ from fp8fn.ops.groups import ROWS, spread_rows
 # (E, M, N, K); the last is not of FACTS' four but DeepSeek-V3's MLP.
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
 MLP: Final = ((8, 32768, 2048, 7168),)
+# Those that torchao's grouped GEMM for MI300X was published with.
+LAYERS: Final = (
+    (8, 2048, 1024, 1024), (8, 4096, 2048, 2048), (8, 4096, 4096, 4096), (8, 8192, 4096, 4096), (16, 4096, 2048, 2048),
+    (16, 8192, 4096, 4096), (8, 16384, 4096, 4096), (8, 4096, 5120, 5120), (8, 16640, 8192, 5120),
+)  # fmt: skip
 # (G, M, N): groups, tokens, columns. Then (E, K, N).
 TOKENS: Final = tuple((groups, 16640, columns) for columns in (8192, 5120) for groups in (1, 16, 64))
 WEIGHTS: Final = tuple((experts, *sides) for experts in (1, 16, 128) for sides in ((8192, 5120), (5120, 8192)))
@@ -103,6 +109,60 @@ def mlp_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         Case("fp8fn", "two grouped_gemm", lambda: build(_composed), accuracy, operations, snr_bar_db=_MLP_BAR_DB),
         Case("torch", "bf16 _grouped_mm", lambda: build(bf16), None, operations),
     ]
+
+
+def layer_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    experts = Experts(shape, "balanced", device)
+    x, w = experts.x.requires_grad_(), experts.w.requires_grad_()
+    spans, g = experts.spans(), experts.g
+
+    def one_by_one(x: Any, w: Any) -> Tensor:
+        return torch.cat([fp8fn.gemm(x[start:stop], w[expert]) for expert, (start, stop) in enumerate(spans)])
+
+    def grouped(x: Any, w: Any) -> Tensor:
+        return fp8fn.grouped_gemm(x, w, experts.offsets)
+
+    def bf16(x: Tensor, w: Tensor) -> Tensor:
+        return torch._grouped_mm(x, w, offs=experts.offsets)
+
+    def quantized(multiply: Callable[[Any, Any], Tensor]) -> Call:
+        tokens, matrices = x.detach(), w.detach()
+        if multiply is grouped:
+            return partial(grouped, fp8fn.quantize(tokens, (1, 128)), fp8fn.quantize(matrices, (128, 128)))
+        a = [fp8fn.quantize(tokens[start:stop], (1, 128)) for start, stop in spans]
+        b = [fp8fn.quantize(matrix, (128, 128)) for matrix in matrices]
+        return lambda: torch.cat(list(map(fp8fn.gemm, a, b)))
+
+    def forward(multiply: Callable[[Any, Any], Tensor]) -> Call:
+        return partial(multiply, x.detach(), w.detach())
+
+    def step(multiply: Callable[[Any, Any], Tensor]) -> Call:
+        def run() -> tuple[Tensor, ...]:
+            out = multiply(x, w)
+            return out, *torch.autograd.grad(out, (x, w), g)
+
+        return run
+
+    def case(peer: str, name: str, build: Callable[[Any], Call], multiply: Callable[[Any, Any], Tensor]) -> Case:
+        operations = experts.operations * (3 if build is step else 1)
+        return Case(
+            peer, name, partial(build, multiply),
+            lambda out: {"out": experts.out_snr_db(out[0] if build is step else out)}, operations,
+        )  # fmt: skip
+
+    return [
+        case("fp8fn", "product", quantized, grouped),
+        case("fp8fn", "product, expert by expert", quantized, one_by_one),
+        Case(
+            "torch", "rowwise product", partial(_torch_rowwise, experts), lambda out: {"out": experts.out_snr_db(out)},
+            experts.operations,
+        ),
+        case("fp8fn", "forward", forward, grouped),
+        case("fp8fn", "forward, expert by expert", forward, one_by_one),
+        case("torch", "bf16 forward", forward, bf16),
+        case("fp8fn", "forward and backward", step, grouped),
+        case("torch", "bf16 forward and backward", step, bf16),
+    ]  # fmt: skip
 
 
 def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
@@ -189,6 +249,7 @@ SUITES = {
     "forward": Suite(PRODUCTS, forward_cases, tables.forward, axes="E,M,N,K"),
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
     "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
+    "layer": Suite(LAYERS, layer_cases, tables.layers, axes="E,M,N,K"),
     "quant": Suite(TOKENS, quant_cases, tables.quant, axes="G,M,N"),
     "weights": Suite(WEIGHTS, weight_cases, tables.quant, axes="E,K,N"),
 }

@@ -65,6 +65,17 @@ def small(run: dict[str, Any]) -> str:
     return _by_shape(run, "µs (as a CUDA graph)", cell, _worst_snr)
 
 
+def layers(run: dict[str, Any]) -> str:
+    """TFLOP/s, a line for each shape and a column for each case, where there are many shapes."""
+    rows = rows_of(run)
+    labels = list(dict.fromkeys(row.label for row in rows))
+    body = []
+    for shape in dict.fromkeys(row.shape for row in rows):
+        found = {row.label: rate(row.rate) if row.us is not None else "n/a" for row in rows if row.shape == shape}
+        body.append([",".join(map(str, shape)), *(found.get(label, "") for label in labels)])
+    return "\n".join([_markdown(body, ["TFLOP/s", *labels]), *_missing(rows), "", provenance(run)])
+
+
 def llm84(run: dict[str, Any]) -> str:
     """By model: TFLOP/s of bf16 → fp8fn, geometric means; the speedup combined, its least with the layer's id; SNR."""
     found = pairs(rows_of(run))
