@@ -122,7 +122,8 @@ def _choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int)
 
     wide = 1 if m == 1 else 4 if m <= 8 else 8
     warps_n, warps_k, blocks = divide(wide)
-    while wide > 1 and blocks * most_clusters(warps_k) < wanted:
+    # Of a batch each block reads another x.
+    while wide > 1 and (blocks < cores if batches > 1 else blocks * most_clusters(warps_k) < wanted):
         wide //= 2
         warps_n, warps_k, blocks = divide(wide)
     while wide < _WARPS and blocks > 3 * cores:
@@ -130,7 +131,7 @@ def _choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int)
         warps_n, warps_k, blocks = divide(wide)
     tiles = 2 if rows > 8 and blocks > 3 * cores and 32 * warps_n <= n else 1
     cluster = 1
-    while cluster < most_clusters(warps_k) and blocks * cluster < wanted:
+    while cluster < most_clusters(warps_k) and blocks * cluster < (cores // 2 if batches > 1 else wanted):
         cluster *= 2
     each = -(-units // (warps_k * cluster))
     many = blocks * cluster > 2 * cores
