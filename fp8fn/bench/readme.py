@@ -87,6 +87,7 @@ TABLES: Final = (
     Table("moe-forward", "moe_forward.json", tables.forward),
     Table("moe-wgrad", "moe_wgrad.json", tables.wgrad),
     Table("moe-mlp", "moe_mlp.json", tables.linear),
+    Table("moe-layer", "moe_layer.json", tables.layers),
     Table("moe-quant", "moe_quant.json", tables.quant),
     Table("moe-weights", "moe_weights.json", tables.quant),
     Table("decoder", "decoder.json", tables.linear),
