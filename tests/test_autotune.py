@@ -225,7 +225,7 @@ def test_on_a_gpu_both_are_timed_and_values_hold(recipe: str, uncached: None, ti
     # not the same, but as far from bf16's.
     exact, found, ours = step(model, model, x), step(compiled, model, x), step(functional(model, recipe), model, x)
     for i, wanted in enumerate(exact):
-        assert snr(wanted, found[i]) > max(20.0, snr(wanted, ours[i]) - 0.3)
+        assert snr(wanted, found[i]) > max(15.0, snr(wanted, ours[i]) - 0.3)
     assert timed
     for times in timed:
         assert times.keys() == {autotune.OURS, autotune.THEIRS}
