@@ -33,6 +33,7 @@ COMMANDS: Final = Group(
         "env": Command("print versions, devices and the kernels that serve them", "fp8fn.environment"),
         "tune": Command("time the products of your shapes, and keep the fastest configurations", "fp8fn.tune"),
         "aot": Command("compile a model's kernels ahead of time, with no GPU", "fp8fn.aot"),
+        "isa": Command("read AMD's machine code: instructions, registers, modelled cycles", "fp8fn.isa"),
         "bench": Group(
             "Measurements.",
             {
@@ -47,6 +48,7 @@ COMMANDS: Final = Group(
                 "compile": Command("what torch.compile takes with and without the passes", "fp8fn.bench.compile_time"),
                 "host": Command("the launch of a call on a GPU, and the first one", "fp8fn.bench.host"),
                 "quant": Command("quantizers against a plain copy, beside their peers", "fp8fn.bench.quant"),
+                "isa": Command("AMD's machine code beside Primus-Turbo's claims, with no GPU", "fp8fn.bench.isa"),
                 "plot": Command("draw a run that one of these wrote", "fp8fn.bench.plot"),
             },
         ),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import compile_time, decode, record, tables
+from fp8fn.bench import compile_time, decode, isa, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
 from fp8fn.ops import tuning
@@ -93,6 +93,8 @@ TABLES: Final = (
     Table("decoder", "decoder.json", tables.linear),
     Table("decode", "decode.json", decode.table),
     Table("decode-batched", "decode_batched.json", decode.table),
+    Table("isa-gfx950", "isa-gfx950.json", isa.table),
+    Table("isa-gfx942", "isa-gfx942.json", isa.table),
     Table("host", "host.json", host),
     Table("overhead", "overhead.json", overhead),
     Table("compile", "compile.json", compiled),

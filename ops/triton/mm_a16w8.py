@@ -21,6 +21,7 @@ from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.tuning.amd_kernels import MM_A16W8
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def mm_a16w8(
     x, w, out, w_scale, bias, M, N, K, x_b, x_m, x_k, x_step, w_b, w_k, w_n, w_step, out_b, out_m,
     s_b, s_k, s_n, bias_b, bias_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, S_K: tl.constexpr, S_N: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, TRANS_STORE: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of one matrix of the batch; a scale holds for `S_K x S_N` elements of `w`."""
     tiles_m = tl.cdiv(M, BM)
@@ -109,7 +110,14 @@ def mm_a16w8(
         acc += tl.load(bias_pointers, mask=offset_n < N, other=0.0).to(tl.float32)[:, None]
     out_pointers = out + batch * out_b + offset_n[:, None] + offset_m[None, :] * out_m
     result = acc.to(out.dtype.element_ty)
-    if EVEN_M and EVEN_N:
+    if TRANS_STORE:
+        # A lane of AMD's holds neighbours in a column, to be stored singly; turned in LDS they leave by 16 bytes.
+        out_pointers = out + batch * out_b + offset_m[:, None] * out_m + offset_n[None, :]
+        if EVEN_M and EVEN_N:
+            tl.store(out_pointers, tl.trans(result))
+        else:
+            tl.store(out_pointers, tl.trans(result), mask=(offset_m[:, None] < M) & (offset_n[None, :] < N))
+    elif EVEN_M and EVEN_N:
         tl.store(out_pointers, result)
     else:
         tl.store(out_pointers, result, mask=(offset_n[:, None] < N) & (offset_m[None, :] < M))
@@ -187,7 +195,7 @@ def plan_mm_a16w8(
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "S_K": w_block[0], "S_N": w_block[1],
             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
-            "WIDE": is_wide(x, w, out, w_scale),
+            "WIDE": is_wide(x, w, out, w_scale), "TRANS_STORE": target.backend == "hip",
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
@@ -204,7 +212,7 @@ def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Ta
     Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
     the products do, and the conversion: the more rows share a converted tile, the less of it.
     """
-    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
+    options = MM_A16W8.get(str(target.arch), ())
     per_element = w_block[0] == 1
     depth = 32 if w_block[0] == 32 else 64 if per_element else 128  # a scale holds for the whole depth, or for 1
     if dtype == torch.float32:

@@ -27,7 +27,7 @@ def moe_gemm(
     a, w, out, a_scale, w_scale, sorted_token_ids, expert_ids, num_tokens_post_padded, token_weights,
     ids, N, K, E, block_m, a_div, a_m, a_k, w_e, w_k, w_n, out_m, as_m, as_k, ws_e, ws_k, ws_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, MX: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, TRANS_STORE: tl.constexpr,
 ):  # fmt: skip
     """`BN` columns of `BM` ids of one tile; `BK` is 128 where scales hold for 128 elements along K."""
     tiles_n = tl.cdiv(N, BN)
@@ -90,8 +90,13 @@ def moe_gemm(
 
     if token_weights is not None:
         acc *= tl.load(token_weights + row, mask=valid, other=0.0)[None, :]
-    pointers = out + row[None, :] * out_m + offset_n[:, None]
-    tl.store(pointers, acc.to(out.dtype.element_ty), mask=valid[None, :] & inside_n)
+    result = acc.to(out.dtype.element_ty)
+    if TRANS_STORE:  # as of `mm_a16w8`
+        pointers = out + row[:, None] * out_m + offset_n[None, :]
+        tl.store(pointers, tl.trans(result), mask=valid[:, None] & (offset_n[None, :] < N))
+    else:
+        pointers = out + row[None, :] * out_m + offset_n[:, None]
+        tl.store(pointers, result, mask=valid[None, :] & inside_n)
 
 
 def plan_moe_gemm(
@@ -124,7 +129,7 @@ def plan_moe_gemm(
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": config.BK, "MX": a_block[1] == 32,
             "EVEN_N": n % config.BN == 0, "EVEN_K": k % config.BK == 0,
-            "WIDE": is_wide(a, w[0], out, a_scale, w_scale[0]),
+            "WIDE": is_wide(a, w[0], out, a_scale, w_scale[0]), "TRANS_STORE": target.backend == "hip",
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,

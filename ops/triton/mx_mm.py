@@ -29,7 +29,7 @@ def mx_mm(
     a, b, out, a_scale, b_scale, bias, M, N, K, steps, a_b, a_m, a_k, b_b, b_k, b_n, out_s, out_b, out_m,
     as_b, as_m, as_k, bs_b, bs_k, bs_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, TRANS_STORE: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of one matrix of the batch, summed over `steps` tiles of K; one part of the sum a row of y."""
     tiles_m = tl.cdiv(M, BM)
@@ -74,7 +74,13 @@ def mx_mm(
         acc += tl.load(bias + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[:, None]
     pointers = out + part * out_s + batch * out_b + offset_n[:, None] + offset_m[None, :] * out_m
     result = acc.to(out.dtype.element_ty)
-    if EVEN_M and EVEN_N:
+    if TRANS_STORE:  # as of `mm_a16w8`
+        pointers = out + part * out_s + batch * out_b + offset_m[:, None] * out_m + offset_n[None, :]
+        if EVEN_M and EVEN_N:
+            tl.store(pointers, tl.trans(result))
+        else:
+            tl.store(pointers, tl.trans(result), mask=(offset_m[:, None] < M) & (offset_n[None, :] < N))
+    elif EVEN_M and EVEN_N:
         tl.store(pointers, result)
     else:
         tl.store(pointers, result, mask=inside_n & (offset_m[None, :] < M))
@@ -147,7 +153,7 @@ def plan_mx_mm(
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": config.BK, "GROUP": config.GROUP,
             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % config.BK == 0,
-            "WIDE": is_wide(a, b, sums, a_scale, b_scale),
+            "WIDE": is_wide(a, b, sums, a_scale, b_scale), "TRANS_STORE": target.backend == "hip",
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,

@@ -18,6 +18,7 @@ from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_s
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
 # Partial maxima of a matrix under one scale: enough programs for 132 to 304 cores, few enough for each to reduce.
 _PARTIALS: Final = 512
@@ -187,16 +188,16 @@ def plan_quantize(
     wide = is_wide(x, data)
     constants = scale_constants(data.dtype, scale)
     if block == (WHOLE, WHOLE):
-        return _plan_whole(x, data, scales, constants, wide, target, tile or _tile(x, block))
+        return _plan_whole(x, data, scales, constants, wide, target, tile or _tile(x, block, target))
     if block[1] == WHOLE:
         return (_plan_rows(x, data, scales, constants, wide, target, tile or _row_tile(x)),)
-    return (_plan_blocks(x, data, scales, block, constants, wide, target, tile or _tile(x, block)),)
+    return (_plan_blocks(x, data, scales, block, constants, wide, target, tile or _tile(x, block, target)),)
 
 
-def _tile(x: Tensor, block: Block) -> Tile:
-    # 256 bytes of bfloat16 along the axis that is contiguous, and 64 elements a thread.
+def _tile(x: Tensor, block: Block, target: Target) -> Tile:
+    # 256 bytes of bfloat16 along the axis that is contiguous, and 64 elements a thread, or a lane of AMD's.
     if block == (128, 128) or is_column_major(x):
-        return Tile(128, 128, 8)
+        return Tile(128, 128, QUANTIZE_WARPS if target.backend == "hip" else 8)
     return Tile(32, 128, 4)
 
 

@@ -14,6 +14,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.tuning.amd_kernels import QUANTIZE_DUAL, QUANTIZE_WARPS
 
 DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, 32))
 
@@ -25,6 +26,7 @@ class DualTile:
     rows: int = 128
     columns: int = 128
     num_warps: int = 8
+    options: tuple[tuple[str, int], ...] = ()
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def plan_quantize_dual(
         raise ValueError(f"block is {block}; one read gives both formats for {DUAL_BLOCKS} only: quantize twice")
     if x.numel() == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
-    tile = tile or _tile(x, target)
+    tile = tile or _tile(x, block, target)
     x, row, col = batched(x), batched(row), batched(col)
     row_scales, col_scales = batched(storage(row_scales)), batched(storage(col_scales))
     batch, m, n = x.shape
@@ -108,12 +110,14 @@ def plan_quantize_dual(
             "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": is_wide(x, row, col),
             **scale_constants(row.dtype, scale),
         },
-        options={"num_warps": tile.num_warps},
+        options={"num_warps": tile.num_warps, **dict(tile.options)},
         target=target,
     )  # fmt: skip
 
 
-def _tile(x: Tensor, target: Target) -> DualTile:
+def _tile(x: Tensor, block: Block, target: Target) -> DualTile:
     # H200, (16384, 8192): 2.47 TB/s by 4 warps, 1.65 by 8, 1.34 by 16. Masks, and sm89's compiler, make 4 spill.
     even = x.shape[-2] % 128 == 0 and x.shape[-1] % 128 == 0
+    if target.arch in QUANTIZE_DUAL and even and block == (1, 128):  # 86 registers spill with blocks of 32
+        return DualTile(num_warps=QUANTIZE_WARPS, options=QUANTIZE_DUAL[str(target.arch)])
     return DualTile(num_warps=4 if target.name == "sm90" and even else 8)

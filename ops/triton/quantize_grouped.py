@@ -7,7 +7,7 @@ least. What the spread layout leaves behind the last group's tokens is room for 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,7 @@ from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
+from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
 
 @dataclass(frozen=True)
@@ -250,7 +251,9 @@ def plan_quantize_grouped_dual(
     """The launch that fills `row` in blocks `(1, 128)` and `data`, spread, in `(128, 1)` from `x (M, N)`, not empty."""
     if x.numel() == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
-    tile = tile or DUAL_TILE
+    even = x.shape[1] % DUAL_TILE.columns == 0
+    warps = QUANTIZE_WARPS if target.backend == "hip" and even else DUAL_TILE.num_warps
+    tile = tile or replace(DUAL_TILE, num_warps=warps)
     programs, args, constexprs = _grouped(x, offsets, data, tile)
     row_scales, scales = storage(row_scales), storage(scales)
     return Launch(

@@ -21,6 +21,7 @@ from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import Config, choose_config
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
 from fp8fn.ops.triton.views import ceil_div, is_wide
+from fp8fn.ops.tuning.amd_kernels import GROUPED_K
 
 
 @triton.jit
@@ -291,6 +292,10 @@ def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> Confi
 
 def _k_config(m: int, n: int, k: int, spread: bool, target: Target) -> Config:
     config = choose_config(m, n, k, target)
+    if spread and target.arch in GROUPED_K and m > 64:
+        from fp8fn.ops.tuning.amd import config_of
+
+        return config_of(GROUPED_K[str(target.arch)])
     if not spread and target.arch == 90 and config.BM == 64:
         # Both operands pass through registers: 2 of them spill with 4 warps.
         return replace(config, num_warps=8)

@@ -10,11 +10,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import WHOLE, Block, swap
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.scale import storage
-from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
+from fp8fn.ops.triton.tile_order import grouped_tile, on_chiplet, scaled, tile_scales
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.tuning.amd_kernels import SCALED_MM
 
 # Depth of a tile: a scale's extent along K where it is finite, else 128.
 _K_BLOCKS: Final = (32, 128, WHOLE)
@@ -30,22 +31,26 @@ class Config:
     num_stages: int
     GROUP: int = 8
     HALVES: bool = False
+    XCDS: int = 1
+    WGRAD_TRANS_STORE: bool = False
     options: tuple[tuple[str, int], ...] = field(default=())
 
 
 @triton.jit
 def scaled_mm(
-    a, b, out, a_scale, b_scale, bias, M, N, K, a_b, a_m, a_k, b_b, b_k, b_n, out_b, out_m,
-    as_b, as_m, as_k, bs_b, bs_k, bs_n,
+    a, b, out, a_scale, b_scale, bias, M, N, K, a_b, a_m, a_k, b_b, b_k, b_n,
+    out_b, out_m, out_n, as_b, as_m, as_k, bs_b, bs_k, bs_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    XCDS: tl.constexpr, WGRAD_TRANS_STORE: tl.constexpr,
 ):  # fmt: skip
-    """One `BM x BN` tile of one matrix of the batch."""
+    """One `BM x BN` tile of one matrix of the batch; `WGRAD_TRANS_STORE` is for an `out` that is column-major."""
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
-    batch = tl.program_id(0) // (tiles_m * tiles_n)
-    tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    tile = on_chiplet(tl.program_id(0), tl.num_programs(0), XCDS)
+    batch = tile // (tiles_m * tiles_n)
+    tile_m, tile_n = grouped_tile(tile % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
     offset_k = tl.arange(0, BK)
     if WIDE:
         batch = batch.to(tl.int64)
@@ -100,20 +105,28 @@ def scaled_mm(
     if bias is not None:
         acc += tl.load(bias + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
     result = acc.to(out.dtype.element_ty)
-    if HALVES:
+    if WGRAD_TRANS_STORE:
+        # Turned in LDS, so that neighbours of a column leave in stores of 16 bytes and not one by one.
+        out_pointers = out + batch * out_b + offset_n[:, None] * out_n + offset_m[None, :] * out_m
+        turned = tl.trans(result)
+        if EVEN_M and EVEN_N:
+            tl.store(out_pointers, turned)
+        else:
+            tl.store(out_pointers, turned, mask=(offset_n[:, None] < N) & (offset_m[None, :] < M))
+    elif HALVES:
         # A lane of gfx942 holds 4 neighbours of a row: stores of 8 bytes. Halves are no layout of the matrix
         # instruction, so they pass through LDS and leave in stores of 16.
         left, right = tl.split(tl.permute(tl.reshape(result, (BM, 2, BN // 2)), (0, 2, 1)))
         half_n = tile_n * BN + tl.arange(0, BN // 2)
-        _store(out + batch * out_b, left, offset_m, half_n, M, N, out_m, EVEN_M and EVEN_N)
-        _store(out + batch * out_b, right, offset_m, half_n + BN // 2, M, N, out_m, EVEN_M and EVEN_N)
+        _store(out + batch * out_b, left, offset_m, half_n, M, N, out_m, out_n, EVEN_M and EVEN_N)
+        _store(out + batch * out_b, right, offset_m, half_n + BN // 2, M, N, out_m, out_n, EVEN_M and EVEN_N)
     else:
-        _store(out + batch * out_b, result, offset_m, offset_n, M, N, out_m, EVEN_M and EVEN_N)
+        _store(out + batch * out_b, result, offset_m, offset_n, M, N, out_m, out_n, EVEN_M and EVEN_N)
 
 
 @triton.jit
-def _store(out, tile, offset_m, offset_n, M, N, out_m, EVEN: tl.constexpr):
-    pointers = out + offset_m[:, None] * out_m + offset_n[None, :]
+def _store(out, tile, offset_m, offset_n, M, N, out_m, out_n, EVEN: tl.constexpr):
+    pointers = out + offset_m[:, None] * out_m + offset_n[None, :] * out_n
     if EVEN:
         tl.store(pointers, tile)
     else:
@@ -130,12 +143,17 @@ def plan_scaled_mm(
     `out` is row-major bfloat16, float16 or float32. ValueError for a scale that changes with every element along K.
     """
     check_blocks(a_block, b_block)
+    config, reason = (config, "") if config else _choose(a, a_block, b, b_block, bias, out, target)
+    if config.WGRAD_TRANS_STORE:
+        if bias is not None:
+            raise ValueError("WGRAD_TRANS_STORE computes outᵀ, to which a bias by columns cannot be added: use False")
+        a, a_scale, a_block, b, b_scale, b_block = b.mT, b_scale.mT, swap(b_block), a.mT, a_scale.mT, swap(a_block)
+        out = out.mT
     a, a_scale = batched(a), batched(storage(a_scale))
     b, b_scale = batched(b), batched(storage(b_scale))
     out = batched(out)
     batch, m, n = out.shape
     k = a.shape[2]
-    config = config or choose_config(m, n, k, target)
     finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
     bk = min(finite, default=128)
     return Launch(
@@ -145,7 +163,7 @@ def plan_scaled_mm(
             "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "M": m, "N": n, "K": k,
             "a_b": _batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
             "b_b": _batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
-            "out_b": out.stride(0), "out_m": out.stride(1),
+            "out_b": out.stride(0), "out_m": out.stride(1), "out_n": out.stride(2),
             "as_b": _batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
             "bs_b": _batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
         },
@@ -154,9 +172,11 @@ def plan_scaled_mm(
             "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
             "WIDE": is_wide(a, b, out, a_scale, b_scale), "HALVES": config.HALVES,
+            "XCDS": config.XCDS, "WGRAD_TRANS_STORE": config.WGRAD_TRANS_STORE,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
+        reason=reason,
     )  # fmt: skip
 
 
@@ -174,10 +194,28 @@ def _batch_stride(x: Tensor, batch: int) -> int:
     return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
 
 
+def _choose(
+    a: Tensor, a_block: Block, b: Tensor, b_block: Block, bias: Tensor | None, out: Tensor, target: Target
+) -> tuple[Config, str]:
+    """The configuration, and who chose it where that is not the default."""
+    from fp8fn.ops.tuning import amd
+
+    n, k = out.shape[-1], a.shape[-1]
+    if target.arch in amd.CANDIDATES and out.numel() and k:
+        product = amd.product_of(a, a_block, b, b_block)
+        if product is not None:
+            rows, aligned = out.numel() // n, amd.is_aligned(a, b, out)
+            choice = amd.choose(product, rows, n, k, str(target.arch), bias=bias is not None, aligned=aligned)
+            return choice.config, choice.reason
+    return choose_config(out.shape[-2], n, k, target), ""
+
+
 def choose_config(m: int, n: int, k: int, target: Target) -> Config:
     """The default configuration; none of them spills (tests/test_machine_code.py)."""
-    if target.backend == "hip":
-        return _cdna_config(m, target)
+    if target.arch in SCALED_MM:
+        from fp8fn.ops.tuning.amd import config_of
+
+        return config_of(next(name for rows, name in SCALED_MM[str(target.arch)] if rows is None or m <= rows))
     if m <= 16:
         return Config(16, 64, 4, 4)
     if m <= 32:
@@ -189,20 +227,3 @@ def choose_config(m: int, n: int, k: int, target: Target) -> Config:
         # 4 warps spill 42 to 208 registers on sm100.
         return Config(128, 128, 8, 3)
     return Config(64, 128, 4, 3)
-
-
-def _cdna_config(m: int, target: Target) -> Config:
-    if target.arch == "gfx942":
-        # 32x32 products spill in TN and wgrad, and so does a bound of 2 waves a SIMD; kpack 2 reads LDS by 16 bytes.
-        options = (("matrix_instr_nonkdim", 16), ("kpack", 2))
-        if m <= 16:
-            return Config(16, 64, 4, 2, HALVES=True, options=options)
-        if m <= 64:
-            return Config(32, 64, 4, 2, HALVES=True, options=options)
-        return Config(128, 128, 4, 2, HALVES=True, options=options)
-    if m <= 16:
-        return Config(16, 64, 4, 2, HALVES=True, options=(("matrix_instr_nonkdim", 16),))
-    if m <= 64:
-        return Config(32, 64, 4, 2, options=(("matrix_instr_nonkdim", 16),))
-    # From 32x32 products v_permlane32_swap makes 16-byte stores; from 16x16 they are of 8 bytes.
-    return Config(128, 128, 4, 2, options=(("matrix_instr_nonkdim", 32),))

@@ -18,6 +18,20 @@ def grouped_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 
 @triton.jit
+def on_chiplet(program, programs, XCDS: tl.constexpr):
+    """The tile of a program where programs are dealt out to `XCDS` chiplets in turn: each gets one run of tiles.
+
+    Chiplets have an L2 each, so neighbours share operands only on one. Programs past the last whole round stay.
+    """
+    if XCDS == 1:
+        tile = program
+    else:
+        run = programs // XCDS
+        tile = tl.where(program < run * XCDS, program % XCDS * run + program // XCDS, program)
+    return tile
+
+
+@triton.jit
 def tile_scales(scales, start, indices, size, stride, BLOCK: tl.constexpr, EXTENT: tl.constexpr, EVEN: tl.constexpr):
     """The scales of a tile along its axis that is not contracted: one, where the tile lies within a block, or a vector.
 

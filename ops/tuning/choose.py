@@ -87,4 +87,5 @@ def _plan_triton(
     if fault is None:
         return replace(scaled_mm_tma.plan_scaled_mm_tma(*operands), reason=f"no CUDA C++: {reason}")
     because = f"no TMA: {fault}" if fault == reason else f"no CUDA C++: {reason}; no TMA: {fault}"
-    return replace(scaled_mm.plan_scaled_mm(*operands), reason=because)
+    launch = scaled_mm.plan_scaled_mm(*operands)
+    return replace(launch, reason=f"{launch.reason}; {because}" if launch.reason else because)

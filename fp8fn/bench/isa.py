@@ -1,0 +1,180 @@
+"""What Primus-Turbo reports of its kernels' machine code on MI355X, beside what fp8fn's kernels compile to.
+
+`python -m fp8fn bench isa` compiles offline, with no GPU, and writes `results/isa-gfx942.json` and `isa-gfx950.json`.
+Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_model.py`), not measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from fp8fn.bench import record, tables
+from fp8fn.bench.shapes import LLM84
+from fp8fn.isa import OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning import amd
+from fp8fn.ops.tuning.amd_isa import Mix
+from fp8fn.ops.tuning.compare import geomean
+
+RESULTS: Final = Path(__file__).parent / "results"
+PRODUCTS: Final = ("forward", "dgrad", "wgrad")
+THEIR_DGRAD: Final = "256x128w8s3n32"
+# What Primus-Turbo measures on the 84 layers with its own kernels, quantization counted in: TFLOP/s and of what mean.
+MEASURED: Final = {
+    "gfx942": ("639 forward and 496 backward", "mean"),
+    "gfx950": ("1474 forward and 1200 backward", "geometric mean"),
+}
+# What is kept of a product besides the claims.
+_FIGURES: Final = (
+    "configuration", "matrix", "loads", "stores", "v_accvgpr", "VGPR", "AGPR", "spills", "scratch", "LDS bytes",
+    "waves a SIMD", "masks in the loop", "cycles a step", "bound of a step", "% of the peak",
+)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the results of both architectures, or of one."""
+    parser = argparse.ArgumentParser(prog="python -m fp8fn bench isa", description=__doc__.partition("\n")[0])
+    parser.add_argument("--arch", choices=TARGETS, help="of this architecture only")
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where to write (default: %(default)s)")
+    args = parser.parse_args(argv)
+    for arch in TARGETS if args.arch is None else (args.arch,):
+        path = args.folder / f"isa-{arch}.json"
+        record.write(str(path), "isa", results(arch))
+        print(table(record.read(path)), end="\n\n")
+        print(f"wrote {path}")
+    return 0
+
+
+def results(arch: str) -> dict[str, Any]:
+    """The figures of every op at 4096,4096,4096, the claims, and modelled times of the 84 layers."""
+    target = TARGETS[arch]
+    ops = {name: [_brief(figures(launch)) for launch in plan(target, *SHAPE)] for name, plan in OPS.items()}
+    return {"arch": arch, "modelled": True, "claims": claims(target), "ops": ops, "layers": layers(arch)}
+
+
+def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
+    wanted = (*_FIGURES, "cycles of a program", "peak, TFLOP/s")
+    return {"kernel": found["kernel"], **{name: found[name] for name in wanted if name in found}}
+
+
+def claims(target: Target) -> list[dict[str, Any]]:
+    """Primus-Turbo's statements about the code of its kernels; `theirs` is None for a processor they name none of."""
+    dgrad = product_launch("dgrad", *SHAPE, target)
+    wgrad = product_launch("wgrad", *SHAPE, target)
+    codes = {name: assembly(launch) for name, launch in (("dgrad", dgrad), ("wgrad", wgrad))}
+    accumulators = max(matrix.m * matrix.n // 64 for matrix in codes["dgrad"].loop.matrix)
+    straight = assembly(stored_straight(target)).whole
+    turned = assembly(product_launch("wgrad", *SHAPE, target, _turned(wgrad, target)))
+    wide = [store for name in PRODUCTS for store in _store_widths(assembly(product_launch(name, *SHAPE, target)).whole)]
+    (dual,) = OPS["quantize_dual"](target, *SHAPE)
+    read = assembly(dual).whole.widths("load")
+    tile = dual.constexprs["BM"] * dual.constexprs["BN"] * 2
+    lanes = 64 * int(dual.options["num_warps"])
+    theirs_at = assembly(product_launch("dgrad", *SHAPE, target, amd.config_of(THEIR_DGRAD))).whole
+    found: list[tuple[str, str, str]] = [
+        (
+            "`v_accvgpr` moves of NN at 256x128, 8 warps", "405 from 32x32 products in 3 stages",
+            f"{codes['dgrad'].whole.count('v_accvgpr')}; {theirs_at.count('v_accvgpr')} in that configuration",
+        ),
+        ("accumulators of one matrix instruction of it", "16 of 32x32, 4 of 16x16", f"{accumulators}"),
+        ("2-byte stores of wgrad", "64 before, 0 after", f"{codes['wgrad'].whole.widths('store').get(2, 0)}"),
+        (
+            "2-byte stores of wgrad into a transposed output", "64",
+            f"{straight.widths('store').get(2, 0)} stored straight, {turned.whole.widths('store').get(2, 0)} turned",
+        ),
+        ("16-byte stores of wgrad", "4 to 8", f"{codes['wgrad'].whole.widths('store').get(16, 0)}"),
+        ("registers that the turned store spills", "in large N", f"{turned.spills} of {turned.vgprs}"),
+        ("width of the stores of forward, dgrad and wgrad", "16 B", f"{min(wide)} B"),
+        ("masks in a step of K", "0, of 3 before", f"{sum(_masks(codes[name].loop) for name in codes)}"),
+        ("reads of x for both quantized forms", "1", f"{lanes * sum(w * c for w, c in read.items()) / tile:.0f}"),
+        ("bytes of a load of x", "", f"{min(read)}"),
+    ]  # fmt: skip
+    theirs = target.name == "gfx950"
+    return [{"claim": name, "theirs": said if theirs else None, "ours": ours} for name, said, ours in found]
+
+
+def stored_straight(target: Target) -> Launch:
+    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: what a lane has are neighbours of a column."""
+    launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
+    return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
+
+
+def _turned(launch: Launch, target: Target) -> Any:
+    """The candidate with a turned store, of the tile of `launch`."""
+    sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
+    for name in amd.CANDIDATES[target.name]["wgrad"]:
+        config = amd.config_of(name)
+        if config.WGRAD_TRANS_STORE and sizes == (config.BM, config.BN):
+            return config
+    raise ValueError(f"no candidate of wgrad on {target.name} turns a tile of {sizes}")
+
+
+def _store_widths(mix: Mix) -> list[int]:
+    return list(mix.widths("store"))
+
+
+def _masks(mix: Mix) -> int:
+    return mix.count("v_cmp") + mix.count("v_cndmask")
+
+
+def layers(arch: str) -> list[dict[str, Any]]:
+    """Of each of the 84 layers: the configurations of its products and their modelled µs."""
+    found = []
+    for shape in LLM84:
+        row: dict[str, Any] = {"id": shape.id}
+        for product in PRODUCTS:
+            sizes = of_layer(product, shape.M, shape.N, shape.K)
+            choice = amd.modelled(product, *sizes, arch)
+            assert choice.time is not None
+            chosen = amd.choose(product, *sizes, arch)
+            row[product] = {"config": chosen.name, "us": round(choice.time.us, 1), "bound": choice.time.bound}
+        found.append(row)
+    return found
+
+
+def table(run: dict[str, Any]) -> str:
+    """For the README: each claim beside ours, and how the 84 layers are bound. Modelled, not measured."""
+    found = run["results"]
+    theirs = any(row["theirs"] is not None for row in found["claims"])
+    lines = ["| | Primus-Turbo | fp8fn |", "|---|---|---|"] if theirs else ["| | fp8fn |", "|---|---|"]
+    for row in found["claims"]:
+        cells = (row["claim"], row["theirs"] or "", row["ours"]) if theirs else (row["claim"], row["ours"])
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [
+        "",
+        "| product | configurations, over the 84 layers | bound by | modelled bound, TFLOP/s |",
+        "|---|---|---|---|",
+    ]
+    shapes = {shape.id: shape for shape in LLM84}
+    for product in PRODUCTS:
+        rows = [(shapes[row["id"]], row[product]) for row in found["layers"]]
+        speed = geomean(2.0 * s.M * s.N * s.K / row["us"] / 1e6 for s, row in rows)
+        lines.append(
+            f"| {product} | {_counted(row['config'] for _, row in rows)} | {_counted(row['bound'] for _, row in rows)} "
+            f"| {tables.rate(speed)} |"
+        )
+    turned = sum(amd.config_of(row["wgrad"]["config"]).WGRAD_TRANS_STORE for row in found["layers"])
+    rates, mean = MEASURED[found["arch"]]
+    environment = run["environment"]
+    return "\n".join([
+        *lines, "",
+        f"`WGRAD_TRANS_STORE` is taken for {turned} of the 84: a gradient is computed as it lies, so its stores are "
+        f"wide without. A bound is far from a speed: Primus-Turbo measures {rates} TFLOP/s with its kernels ({mean}, "
+        "quantization counted in).", "",
+        f"{found['arch']}, read from machine code compiled offline: modelled, not measured, with the clock at its "
+        f"highest and no latency. Triton {environment['triton']}; {run['date']}.",
+    ])  # fmt: skip
+
+
+def _counted(values: Any) -> str:
+    """The values, the most frequent first, each with its count where there are several."""
+    counts: dict[str, int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    ranked = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(name if len(ranked) == 1 else f"{name} ({count})" for name, count in ranked)
