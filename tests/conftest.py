@@ -1,10 +1,11 @@
-"""What every test shares: a seed, one thread, the skip of GPU tests, opcheck for FP8, a fresh Dynamo."""
+"""What every test shares: a seed, one thread, what is skipped where it cannot run, opcheck for FP8, a fresh Dynamo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import emulated
 import pytest
 import torch
 from torch import Tensor
@@ -18,12 +19,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA or HIP device, and torch.cuda.is_available() is False")
+    reasons = {"emulated": emulated.missing()}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "needs a CUDA or HIP device, and torch.cuda.is_available() is False"
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for marker, reason in reasons.items():
+            if reason and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
