@@ -233,7 +233,9 @@ def plan_tiles(
         "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
         "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
     }  # fmt: skip
-    options: dict[str, Any] = {"BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "PARTS": parts}
+    options: dict[str, Any] = {
+        "BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "PARTS": parts,
+    }  # fmt: skip
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
         options["GROUPED"] = grouped
