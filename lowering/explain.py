@@ -21,7 +21,7 @@ from fp8fn.lowering.gemms import Gemm
 from fp8fn.lowering.outside import Outside, Seen
 from fp8fn.lowering.rewrite import Decision, decide
 from fp8fn.lowering.substitute import Substitution
-from fp8fn.ops import targets
+from fp8fn.ops import mx_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
@@ -293,6 +293,9 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    if mx_mm.is_mx(a[1], a[2], b[1], b[2]):
+        launches = mx_mm.plan(*a[:2], *b[:2], None, out, on)
+        return "reference (plain PyTorch)" if launches is None else launches[0].describe()
     return plan_scaled_mm(*a, *b, None, out, on, chip).describe()
 
 

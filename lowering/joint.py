@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp8fn import lowering
-from fp8fn.lowering import autotune
+from fp8fn.lowering import autotune, calls
 from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
 from fp8fn.lowering.quantizers import merge_quantizers
 from fp8fn.lowering.substitute import Substitution, origin_of
@@ -45,7 +45,7 @@ def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
             origin, backward = origins.get(substitution.node, ("", False))
             found.append(replace(substitution, origin=origin, backward=backward))
     merged = merge_quantizers(graph)
-    if merged or any(substitution.reason is None for substitution in found):
+    if any(substitution.reason is None for substitution in found):
         graph.eliminate_dead_code()
         graph.lint()
     if merged:
@@ -82,6 +82,7 @@ class SubstitutionPass(CustomGraphPass):
         if self.before is not None:
             self.before(graph)
         apply(graph, self.everything)
+        calls.install()
         if autotune.wanted():
             autotune.install()
 

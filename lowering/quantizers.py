@@ -158,7 +158,17 @@ def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
             with graph.inserting_before(first.node):
                 new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale)
             replace_quantizer(graph, lead.node, new)
+            _erase_unread(graph, lead.x)
         for other in merged:
             replace_quantizer(graph, other.node, new, places[id(other)] or 0)
+            _erase_unread(graph, other.x)
         gone += len(merged)
     return gone
+
+
+def _erase_unread(graph: Graph, node: Node) -> None:
+    """The views that nothing reads any more: a pass over the whole graph would look at each node for these few."""
+    while node.target in RESHAPES and not node.users:
+        source: Any = node.args[0]
+        graph.erase_node(node)
+        node = source

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8fn.meta import remembered
 
 LIBRARY: Final = torch.library.Library("fp8fn", "DEF")
 OPS: Final[dict[str, Op]] = {}
@@ -47,6 +50,7 @@ def declare(op: Op) -> Op:
             LIBRARY.impl(name, implementation, key)
     if op.fake is not None:
         torch.library.register_fake(f"fp8fn::{name}", op.fake, lib=LIBRARY)
+        torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, remembered.rule(), lib=LIBRARY)
     torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
     OPS[name] = op
     return op

@@ -1,0 +1,185 @@
+"""How Inductor calls an op of fp8fn: one node for all results, laid out as tracing found them.
+
+Of an op that it does not know Inductor runs the fake implementation again, makes a node for the call and one for each
+result, and checks the op's schema for what it may write to. These ops write to nothing they are given, and where their
+inputs lie as in the graph so do their results: without all that, compiling them takes a fraction of the time. Where it
+is not so, or something else than a Python wrapper is generated, Inductor's own way is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from fp8fn.meta.registry import OPS
+
+
+@cache
+def install() -> None:
+    """Tells Inductor, for all ops with kernels."""
+    from torch._inductor import lowering
+
+    for name, op in OPS.items():
+        if op.kernel is not None:
+            overload = getattr(torch.ops.fp8fn, name).default
+            lowering.needs_realized_inputs.add(overload)
+            lowering.lowerings[overload] = _lowering(overload)
+
+
+def _lowering(overload: Any) -> Callable[..., Any]:
+    def lowering(*args: Any, **kwargs: Any) -> Any:
+        made = _call(overload, args, kwargs) if _is_plain() else None
+        return _fallback(overload, args, kwargs) if made is None else made
+
+    return lowering
+
+
+def _is_plain() -> bool:
+    """Whether Python is generated, and nothing is added to a call."""
+    from torch._inductor import config
+    from torch._inductor.virtualized import V
+
+    other = V.graph.cpp_wrapper or V.graph.aot_mode or config.fx_wrapper
+    return not (other or config.generate_intermediate_hooks or config.assume_unaligned_fallback_output)
+
+
+def _fallback(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Inductor's own way: the inputs are made to lie as they were traced, where that is kept."""
+    from torch._inductor import lowering
+    from torch._inductor.virtualized import V
+    from torch.fx.operator_schemas import normalize_function
+
+    traced = V.graph.current_node.meta.get("eager_input_vals")
+    if traced is not None:
+        wanted, given = normalize_function(overload, *traced), normalize_function(overload, args, kwargs)
+        assert wanted is not None
+        assert given is not None
+        args, kwargs = lowering.constrain_to_fake_tensors(*given, *wanted)
+    return lowering.fallback_handler(overload, add_to_fallback_set=False)(*args, **kwargs)
+
+
+def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The results of a call, None where they may lie otherwise than in the graph, or where it is not spelled here.
+
+    That is: with a number that is known at run time alone, or with a tensor given by its name.
+    """
+    from torch._inductor import ir
+    from torch._inductor.utils import convert_shape_to_inductor
+    from torch._inductor.virtualized import V
+
+    node: Node = V.graph.current_node
+    traced = node.meta.get("eager_input_vals", (node.args, node.kwargs))
+    if "unbacked_bindings" in node.meta or len(traced[0]) != len(args) or traced[1].keys() != kwargs.keys():
+        return None
+    inputs: list[Any] = []
+    spelled: list[str | None] = []
+    sources, before = (*node.args, *node.kwargs.values()), (*traced[0], *(traced[1][name] for name in kwargs))
+    for place, arg in enumerate((*args, *kwargs.values())):
+        if not isinstance(arg, ir.IRNode):
+            text = _spelled(arg)
+            if text is None:
+                return None
+            spelled.append(text if place < len(args) else f"{[*kwargs][place - len(args)]}={text}")
+            continue
+        if place >= len(args):
+            return None
+        strides = sources[place].meta["val"].stride()  # type: ignore[union-attr]
+        wanted = [*convert_shape_to_inductor(strides)]
+        if isinstance(before[place], Tensor):
+            if before[place].stride() != strides:
+                return None
+            if not _lies(arg, wanted):
+                arg = ir.ExternKernel.require_exact_strides(arg, strides)
+        if not _lies(arg, wanted):
+            arg = ir.ExternKernel.realize_input(arg)
+            if ir.is_storage_and_layout(arg):
+                ir.as_storage_and_layout(arg, freeze=True)
+            if [*arg.get_stride()] != wanted:
+                return None
+        inputs.append(arg)
+        spelled.append(None)
+    return _maker()(overload, inputs, spelled, node.meta["val"])
+
+
+def _lies(arg: Any, strides: list[Any]) -> bool:
+    """Whether a tensor is a buffer with these strides, or part of one, and will stay so."""
+    from torch._inductor import ir
+
+    while isinstance(arg, ir.MutableBox):
+        arg = arg.data
+    if not isinstance(arg, ir.ReinterpretView | ir.InputBuffer | ir.ExternKernel):
+        return False
+    return type(arg.layout) is ir.FixedLayout and [*arg.layout.stride] == strides
+
+
+def _spelled(arg: Any) -> str | None:
+    """A constant in Python, None of what is not known before the graph runs."""
+    if isinstance(arg, list | tuple):
+        return repr([*arg]) if all(type(item) is int for item in arg) else None
+    return repr(arg) if arg is None or type(arg) in (bool, int, float, str, torch.dtype) else None
+
+
+@cache
+def _maker() -> Callable[..., Any]:
+    """Of a call's nodes; their classes derive from Inductor's, which importing this file does not import."""
+    from torch._inductor import ir
+    from torch._inductor.utils import convert_shape_to_inductor
+    from torch._inductor.virtualized import V
+
+    class Result(ir.MultiOutput):
+        """One of several results: a buffer, and no operation."""
+
+        def __init__(self, layout: Any, call: Any, place: int) -> None:
+            ir.ExternKernel.__init__(self, None, layout, [call], ())
+            self.name = V.graph.register_buffer(self)
+            self.call, self.indices = call, [(tuple, place)]
+
+        def get_defining_op(self) -> Any:
+            return self.call
+
+    class Call(ir.ExternKernelAlloc):
+        """`out, … = op(…)`, the arguments `spelled` where they are constants."""
+
+        def __init__(self, overload: Any, layout: Any, inputs: Sequence[Any], spelled: Sequence[str | None]) -> None:
+            super().__init__(layout, inputs, python_kernel_name=f"torch.ops.{overload}")
+            self.op_overload, self.spelled = overload, spelled
+            self.results: list[Any] = [self]
+
+        def get_outputs(self) -> list[Any]:
+            return self.results
+
+        def get_read_writes(self) -> Any:
+            return ir.InputsKernel.get_read_writes(self)
+
+        def codegen(self, wrapper: Any) -> None:
+            self.codegen_comment(wrapper)
+            given: Iterator[Any] = iter(self.inputs)
+            args = [next(given).codegen_reference() if text is None else text for text in self.spelled]
+            used = [result for result in self.results if result.get_name() not in V.graph.removed_buffers]
+            names = [result.get_name() if result in used else "_" for result in self.results]
+            wrapper.writeline(f"{', '.join(names)} = {self.get_kernel_name()}({', '.join(args)})")
+            if "_" in names:
+                wrapper.writeline("del _")
+            for result in used:
+                result.codegen_size_asserts(wrapper)
+
+    def layout(value: Tensor) -> Any:
+        size, stride = map(convert_shape_to_inductor, (value.size(), value.stride()))
+        return ir.FixedLayout(value.device, value.dtype, size, stride)
+
+    def make(overload: Any, inputs: Sequence[Any], spelled: Sequence[str | None], value: Any) -> Any:
+        whole = layout(value) if isinstance(value, Tensor) else ir.MultiOutputLayout(device=value[0].device)
+        call = Call(overload, whole, inputs, spelled)
+        if not isinstance(value, Tensor):
+            call.results = [Result(layout(each), call, place) for place, each in enumerate(value)]
+        if any(map(ir.is_unaligned, inputs)):  # as Inductor has it of every op
+            V.graph.unaligned_buffers.update(result.get_name() for result in call.results)
+        boxes = tuple(map(ir.TensorBox.create, call.results))
+        return boxes[0] if isinstance(value, Tensor) else boxes
+
+    return make
