@@ -157,6 +157,11 @@ def _stacked(parts: list[Tensor]) -> Tensor:
     """`torch.stack` along a new first dimension, by bytes: PyTorch has none for FP8 on every device."""
     if parts[0].element_size() > 1:
         return torch.stack(parts)
+    if torch._C._functorch.is_batchedtensor(parts[0]):  # within another vmap, which PyTorch 2.11 views as no other type
+        out = parts[0].new_empty((len(parts), *parts[0].shape))
+        for i, part in enumerate(parts):
+            out[i].copy_(part)
+        return out
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
 
 

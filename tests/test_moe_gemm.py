@@ -125,10 +125,10 @@ def by_hand(
 
 
 def assert_near(found: Tensor, expected: tuple[Tensor, Tensor]) -> None:
-    """As near as float32 sums are; rows of no id are zeros."""
+    """As near as float32 sums are, of which Hopper's FP8 products keep 14 bits; rows of no id are zeros."""
     out, magnitude = expected
     assert found.shape == out.shape
-    assert ((found.double() - out).abs() <= (1e-5 if found.is_cuda else 1e-6) * magnitude).all()
+    assert ((found.double() - out).abs() <= (2**-12 if found.is_cuda else 1e-6) * magnitude).all()
     error = (found.double() - out).norm().item()
     assert error == 0 or 20 * math.log10(out.norm().item() / error) > 50
 

@@ -126,7 +126,8 @@ def test_leading_dimensions(
     else:
         expected = fp8fn.gemm(quantized(x.flatten(0, -2), left, w), w, out_dtype=FP32).unflatten(0, (*lead, 5))
     assert found.shape == (*torch.broadcast_shapes(lead, batch), 5, 40)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    # Two kernels may serve on a GPU, and sums of FP8 products keep 14 bits in Hopper's matrix units.
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-2 if found.is_cuda else 1e-4)
 
 
 @pytest.mark.parametrize(("lead", "batch"), [((3,), (3,)), ((3,), ()), ((), (3,))], ids=str)
