@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import fp8fn.meta.declarations  # noqa: F401  registers the ops
+from fp8fn.checkpoint import load_blockwise
 from fp8fn.grouped import expert_mlp, grouped_gemm
 from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
@@ -58,6 +59,7 @@ __all__ = [
     "gemm",
     "grouped_gemm",
     "linear",
+    "load_blockwise",
     "moe_gemm",
     "plot",
     "quantize",

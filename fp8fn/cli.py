@@ -33,6 +33,7 @@ COMMANDS: Final = Group(
         "env": Command("print versions, devices and the kernels that serve them", "fp8fn.environment"),
         "tune": Command("time the products of your shapes, and keep the fastest configurations", "fp8fn.tune"),
         "aot": Command("compile a model's kernels ahead of time, with no GPU", "fp8fn.aot"),
+        "convert": Command("write a bf16 checkpoint in FP8, as DeepSeek-V3's are", "fp8fn.convert"),
         "isa": Command("read AMD's machine code: instructions, registers, modelled cycles", "fp8fn.isa"),
         "bench": Group(
             "Measurements.",
@@ -45,6 +46,7 @@ COMMANDS: Final = Group(
                 "moe": Command("products of groups and experts' MLPs, beside their peers", "fp8fn.bench.moe"),
                 "decode": Command("few rows by an FP8 weight, and batches, beside bf16", "fp8fn.bench.decode"),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
+                "generate": Command("tokens a second of a compiled decoding loop", "fp8fn.bench.generate"),
                 "compile": Command("what torch.compile takes with and without the passes", "fp8fn.bench.compile_time"),
                 "host": Command("the launch of a call on a GPU, and the first one", "fp8fn.bench.host"),
                 "quant": Command("quantizers against a plain copy, beside their peers", "fp8fn.bench.quant"),

@@ -1,0 +1,256 @@
+"""`load_blockwise`: safetensors checkpoints with FP8 weights and block scales, memory-mapped, as `ScaledTensor`s."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
+from fp8fn.ops.layout import BLOCKS, Block, scale_shape, turned
+from fp8fn.scaled_tensor import ScaledTensor
+
+# `layer.weight` has its scales in `layer.weight_scale_inv`: DeepSeek-V3's name for what dequantizes.
+SCALE_SUFFIX: Final = "_scale_inv"
+_INDEX_SUFFIX: Final = ".safetensors.index.json"
+_USUAL: Final[Block] = (128, 128)
+
+
+def load_blockwise(
+    path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
+) -> dict[str, ScaledTensor | Tensor]:
+    """The tensors of a checkpoint by name, FP8 weights as `ScaledTensor`s: DeepSeek-V3's and Qwen3-FP8's convention.
+
+    `X.weight (N, K)` or `(E, N, K)` in FP8 with `X.weight_scale_inv`, one scale for each block of 128 x 128, becomes
+    the `ScaledTensor` `X.weight`; then `fp8fn.gemm(x, tensors["X.weight"].mT)` is the layer. Other tensors come as they
+    are. Needs safetensors: `pip install safetensors`.
+
+    Args:
+        path: a safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
+        device: where the tensors go. On the CPU their data are the mapped file's: pages are read as they are used, and
+            writing to them does not change the file.
+
+    The block is `quantization_config.weight_block_size` of a `config.json` beside the file, or follows from the shapes.
+    Scales may be float32, bfloat16 and float16, which become float32, or float8_e8m0fnu. The order is the files', the
+    shards' that in which the index names them.
+
+    Raises `FileNotFoundError` for a file that is not there and `ValueError`, naming file and tensor, for one that is
+    damaged or cut off, an index that disagrees with its shards, and a weight and scales that do not belong together.
+    """
+    checkpoint = find(path)
+    owners = open_all(checkpoint)
+    declared = _declared_block(checkpoint.folder / "config.json")
+    tensors: dict[str, ScaledTensor | Tensor] = {}
+    for name, shard in owners.items():
+        if name.endswith(SCALE_SUFFIX):
+            weight = name.removesuffix(SCALE_SUFFIX)
+            if weight not in owners:
+                raise ValueError(f"{shard.path}: tensor {name!r} has the scales of {weight!r}, which is not there")
+            continue
+        value = shard.tensor(name)
+        scales = owners.get(name + SCALE_SUFFIX)
+        if scales is not None:
+            tensors[name] = _scaled(name, value, shard, scales, declared)
+        elif value.dtype in FP8_DTYPES and value.ndim >= 2:
+            raise ValueError(
+                f"{shard.path}: tensor {name!r} is {short_name(value.dtype)} and has no scales: "
+                f"{name + SCALE_SUFFIX!r} is not there"
+            )
+        else:
+            tensors[name] = value
+    target = torch.device(device)
+    # Only now, for all are checked: a large checkpoint takes minutes to copy.
+    return tensors if target.type == "cpu" else {name: _moved(value, target) for name, value in tensors.items()}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The files of a checkpoint; `index` and its `weight_map`, a tensor's name to its file's, where there is one."""
+
+    folder: Path
+    files: tuple[Path, ...]
+    index: Path | None = None
+    weight_map: Mapping[str, str] | None = None
+
+
+def find(path: str | os.PathLike[str]) -> Checkpoint:
+    """The checkpoint that a file, an index or a folder is."""
+    path = Path(path)
+    if path.is_dir():
+        path = _of_folder(path)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; pass a safetensors file, its index, or their folder")
+    if path.suffix != ".json":
+        return Checkpoint(path.parent, (path,))
+    content = read_json(path)
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"{path}: no index of safetensors files: it has no weight_map from tensors to files")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{path}: tensor {name!r} is said to be in {file!r}; that must be a file beside the index")
+        if not (path.parent / file).exists():
+            raise FileNotFoundError(f"{path}: tensor {name!r} is said to be in {file!r}, which does not exist")
+    files = tuple(path.parent / file for file in dict.fromkeys(weight_map.values()))
+    return Checkpoint(path.parent, files, path, weight_map)
+
+
+def _of_folder(folder: Path) -> Path:
+    for pattern, usual in ((f"*{_INDEX_SUFFIX}", f"model{_INDEX_SUFFIX}"), ("*.safetensors", "model.safetensors")):
+        found = sorted(folder.glob(pattern))
+        if folder / usual in found:
+            return folder / usual
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(file.name for file in found[:4]) + (", ..." if len(found) > 4 else "")
+            raise ValueError(f"{folder} has {len(found)} files {pattern} ({names}) and no {usual}; pass one of them")
+    raise FileNotFoundError(f"{folder} has no *.safetensors and no *{_INDEX_SUFFIX}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: holds a {type(content).__name__}; it must be a JSON object")
+    return content
+
+
+class Shard:
+    """An open safetensors file, memory-mapped; opening it compares its length with its header."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = _opened(path)
+        self.names: tuple[str, ...] = tuple(self._file.offset_keys())
+        self.metadata: dict[str, str] = dict(self._file.metadata() or {})
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor on the CPU whose memory is the file's; writing to it does not change the file."""
+        try:
+            return self._file.get_tensor(name)  # type: ignore[no-any-return]
+        except Exception as error:
+            raise ValueError(f"{self.path}: tensor {name!r} cannot be read: {error}") from error
+
+    def header(self, name: str) -> tuple[str, list[int]]:
+        """The dtype and the shape of a tensor, as the file spells them."""
+        entry = self._file.get_slice(name)
+        return str(entry.get_dtype()), list(entry.get_shape())
+
+
+def _opened(path: Path) -> Any:
+    """A `safetensors.safe_open`, whose methods have no types."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("checkpoints need safetensors: pip install safetensors") from error
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} does not exist, or is no file; pass a safetensors file")
+    try:
+        return safe_open(str(path), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path}: no whole safetensors file: {_cut_off(path) or error}") from error
+
+
+def _cut_off(path: Path) -> str | None:
+    """Where a file ends too early, and in which tensor; None where it does not, or its header cannot be read."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 + length:
+            return f"it ends after {size} bytes, before the end of its header"
+        try:
+            header = json.loads(file.read(length))
+            ends = {name: 8 + length + entry["data_offsets"][1] for name, entry in header.items() if "dtype" in entry}
+            late = [(end, name) for name, end in ends.items() if end > size]
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
+            return None
+    if not late:
+        return None
+    end, name = min(late)
+    return f"it ends after {size} bytes, and tensor {name!r} at {end}"
+
+
+def open_all(checkpoint: Checkpoint) -> dict[str, Shard]:
+    """The shard of each tensor, in order; `ValueError` where the index disagrees with the shards, or two of them do."""
+    owners: dict[str, Shard] = {}
+    for path in checkpoint.files:
+        shard = Shard(path)
+        for name in shard.names:
+            if name in owners:
+                raise ValueError(f"{path}: tensor {name!r} is in {owners[name].path.name} too; one of them must go")
+            owners[name] = shard
+    for name, file in (checkpoint.weight_map or {}).items():
+        if name not in owners or owners[name].path.name != file:
+            raise ValueError(f"{checkpoint.index}: tensor {name!r} is said to be in {file!r}, which does not have it")
+    if checkpoint.weight_map is not None:
+        for name, shard in owners.items():
+            if name not in checkpoint.weight_map:
+                raise ValueError(f"{shard.path}: tensor {name!r} is not in the index {checkpoint.index}")
+    return owners
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """The block of a config, and the file that has it."""
+
+    path: Path
+    block: Block
+
+
+def _declared_block(config: Path) -> _Declared | None:
+    if not config.exists():
+        return None
+    quantization = read_json(config).get("quantization_config")
+    sizes = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if sizes is None:
+        return None
+    block = tuple(sizes) if isinstance(sizes, list) else sizes
+    if block not in BLOCKS:
+        raise ValueError(f"{config}: weight_block_size={sizes} is no block of fp8fn; it must be one of {BLOCKS}")
+    return _Declared(config, block)
+
+
+def _scaled(name: str, data: Tensor, shard: Shard, scales: Shard, declared: _Declared | None) -> ScaledTensor:
+    scale_name = name + SCALE_SUFFIX
+    scale = scales.tensor(scale_name)
+    if data.dtype not in FP8_DTYPES or data.ndim < 2:
+        raise ValueError(
+            f"{shard.path}: tensor {name!r} is {short_name(data.dtype)}{list(data.shape)} and has scales "
+            f"({scale_name!r}); it must be a matrix in FP8, or a batch of them"
+        )
+    if scale.dtype not in (*INPUT_DTYPES, *SCALE_DTYPES):
+        raise ValueError(
+            f"{scales.path}: tensor {scale_name!r} is {short_name(scale.dtype)}; scales must be float32, bfloat16, "
+            "float16 or float8_e8m0fnu"
+        )
+    if not scale.ndim:  # one for the whole tensor
+        scale = scale.expand(*data.shape[:-2], 1, 1)
+    usual = _USUAL if declared is None else declared.block
+    fitting = [block for block in (usual, *BLOCKS) if scale_shape(data.shape, block) == tuple(scale.shape)]
+    if not fitting or (declared is not None and fitting[0] != declared.block):
+        by = "" if declared is None else f", which {declared.path} declares"
+        raise ValueError(
+            f"{scales.path}: tensor {scale_name!r} has shape {tuple(scale.shape)}; {name!r} of {tuple(data.shape)} in "
+            f"blocks of {usual}{by}, needs {scale_shape(data.shape, usual)}"
+        )
+    # A copy, 1/4096 of the weight, whose rows begin where TMA can address them.
+    scale = turned(scale if scale.dtype in SCALE_DTYPES else scale.float(), column_major=False)
+    return ScaledTensor(data, scale, fitting[0])
+
+
+def _moved(value: ScaledTensor | Tensor, device: torch.device) -> ScaledTensor | Tensor:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    # Rows that TMA can address, as `quantize` writes them.
+    data = value.data if value.shape[-1] % 16 == 0 else turned(value.data, column_major=False)
+    return ScaledTensor(data, value.scale, value.block).to(device)
