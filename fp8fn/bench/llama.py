@@ -1,0 +1,228 @@
+"""A decoder of Llama's shape that makes one token a call, its weights held in bf16, in FP8 or in MX-FP8.
+
+Every step is the same call on the same tensors: tokens, position and the attention's keys and values are buffers, which
+it changes in place, so that a CUDA graph of it takes no argument and the host waits for nothing. Weights in FP8 are
+attributes of modules, `ScaledTensor`s, which torch.compile reads where they lie as it does a parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Final, cast
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn.demo.model import rotary_table, rotate
+from fp8fn.ops.formats import ScaleFormat
+from fp8fn.ops.layout import Block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """The shape of a model."""
+
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    vocabulary: int
+
+    @property
+    def head(self) -> int:
+        return self.hidden // self.heads
+
+
+SIZES: Final = {
+    "tiny": Size(layers=2, hidden=256, intermediate=512, heads=8, kv_heads=2, vocabulary=512),
+    # Layers of Llama-3.1-8B, a quarter of its 32 and of its vocabulary.
+    "8b": Size(layers=8, hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocabulary=32000),
+}
+
+
+class Plain(nn.Module):
+    """`x (B, K) @ weight (N, K)ᵀ`, both in one type."""
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Quantized(nn.Module):
+    """A weight (N, K) that is kept in FP8."""
+
+    block: ClassVar[Block]
+    format: ClassVar[ScaleFormat]
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = fp8fn.quantize(weight, self.block, scale=self.format)
+
+
+class A16W8(Quantized):
+    """`x` stays as it is."""
+
+    block, format = (128, 128), "fp32"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8fn.gemm(x, self.weight.mT)
+
+
+class MX(Quantized):
+    """`x` is quantized as the weight is."""
+
+    block, format = (1, 32), "e8m0"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8fn.gemm(fp8fn.quantize(x, self.block, scale=self.format), self.weight.mT)
+
+
+# From the weight of a linear layer to the module that holds it.
+Hold = Callable[[Tensor], nn.Module]
+
+
+class Weights:
+    """Normal weights, the same ones in the same order for every model; a product by them keeps its input's variance."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def one(self, n: int, k: int, std: float) -> Tensor:
+        return self.empty(n, k).normal_(std=std, generator=self.generator)
+
+    def linear(self, n: int, k: int) -> Tensor:
+        return self.one(n, k, k**-0.5)
+
+    def norm(self, size: int) -> nn.RMSNorm:
+        """Of ones."""
+        return nn.RMSNorm(size, eps=1e-5, device=self.device, dtype=self.dtype)
+
+    def empty(self, *sizes: int) -> Tensor:
+        return torch.empty(*sizes, device=self.device, dtype=self.dtype)
+
+
+class Attention(nn.Module):
+    """Of one token of each sequence to those before it: queries of one key's heads are rows of one product."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self, size: Size, hold: Hold, weights: Weights, batch: int, context: int) -> None:
+        super().__init__()
+        self.size = size
+        kv = size.kv_heads * size.head
+        self.sections = [size.hidden, kv, kv]
+        self.qkv = hold(weights.linear(size.hidden + 2 * kv, size.hidden))
+        self.out = hold(weights.linear(size.hidden, size.hidden))
+        for name in ("keys", "values"):
+            self.register_buffer(name, weights.empty(batch, size.kv_heads, context, size.head).zero_())
+
+    def forward(self, x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
+        """`x (B, hidden)`; `position`, `cos` and `sin (1, head)` of the token, `seen (1, context)` what it looks at."""
+        q, k, v = (part.unflatten(1, (-1, self.size.head)) for part in self.qkv(x).split(self.sections, dim=1))
+        self.keys.index_copy_(2, position, rotate(k, cos, sin).unsqueeze(2))
+        self.values.index_copy_(2, position, v.unsqueeze(2))
+        grouped = rotate(q, cos, sin).unflatten(1, (self.size.kv_heads, -1))
+        heads = F.scaled_dot_product_attention(grouped, self.keys, self.values, attn_mask=seen)
+        return cast(Tensor, self.out(heads.flatten(1)))
+
+
+class MLP(nn.Module):
+    """SwiGLU, its first two products as one."""
+
+    def __init__(self, size: Size, hold: Hold, weights: Weights) -> None:
+        super().__init__()
+        self.gate_up = hold(weights.linear(2 * size.intermediate, size.hidden))
+        self.down = hold(weights.linear(size.hidden, size.intermediate))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=1)
+        return cast(Tensor, self.down(F.silu(gate) * up))
+
+
+class Layer(nn.Module):
+    def __init__(self, size: Size, hold: Hold, weights: Weights, batch: int, context: int) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (weights.norm(size.hidden) for _ in range(2))
+        self.attention = Attention(size, hold, weights, batch, context)
+        self.mlp = MLP(size, hold, weights)
+
+    def forward(self, x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), position, cos, sin, seen)
+        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+class Generator(nn.Module):
+    """Of `tokens (B, context)` the first `given` are there; each call makes the next one, greedily, in every sequence.
+
+    A call returns the logits `(B, vocabulary)` behind the token at `position`, and writes the likeliest one to the next
+    place, unless a token is given there: of the prompt, or of a whole sequence whose logits are asked for.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    places: Tensor
+    tokens: Tensor
+    position: Tensor
+    given: Tensor
+
+    def __init__(
+        self, size: Size, hold: Hold, batch: int, context: int, device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        weights = Weights(device, dtype)
+        self.embedding = nn.Embedding.from_pretrained(weights.one(size.vocabulary, size.hidden, 1.0))
+        self.layers = nn.ModuleList(Layer(size, hold, weights, batch, context) for _ in range(size.layers))
+        self.norm = weights.norm(size.hidden)
+        # As in published checkpoints in FP8, embedding and head stay as they are.
+        self.head = Plain(weights.linear(size.vocabulary, size.hidden))
+        cos, sin = rotary_table(context, size.head, theta=500_000.0)
+        buffers = {
+            "cos": cos.to(device, dtype),
+            "sin": sin.to(device, dtype),
+            "places": torch.arange(context, device=device),
+            "tokens": torch.zeros(batch, context, dtype=torch.int64, device=device),
+            "position": torch.zeros(1, dtype=torch.int64, device=device),
+            "given": torch.zeros(1, dtype=torch.int64, device=device),
+        }
+        for name, buffer in buffers.items():
+            self.register_buffer(name, buffer)
+        self.requires_grad_(False)
+
+    def start(self, tokens: Tensor) -> None:
+        """Begins again with `tokens (B, given)`."""
+        given = tokens.shape[1]
+        self.tokens[:, :given] = tokens
+        self.position.zero_()
+        self.given.fill_(given)
+
+    def forward(self) -> Tensor:
+        position, following = self.position, self.position + 1
+        x = self.embedding(self.tokens.index_select(1, position).squeeze(1))
+        cos, sin = self.cos.index_select(0, position), self.sin.index_select(0, position)
+        seen = (self.places <= position).unsqueeze(0)
+        for layer in self.layers:
+            x = layer(x, position, cos, sin, seen)
+        logits = cast(Tensor, self.head(self.norm(x)))
+        likeliest = logits.argmax(1, keepdim=True)
+        token = torch.where(following < self.given, self.tokens.index_select(1, following), likeliest)
+        self.tokens.index_copy_(1, following, token)
+        self.position.copy_(following)
+        return logits
+
+    def weight_bytes(self) -> int:
+        """What a step reads of weights and their scales: all but the embedding, of which it reads `B` rows."""
+        held = [module.weight for module in self.modules() if isinstance(module, Plain | Quantized)]
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(held))

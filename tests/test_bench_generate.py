@@ -1,0 +1,207 @@
+"""`bench generate`: a step's logits are those of whole sequences, the compiled loop's tokens those of the eager one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import GraphModule
+
+import fp8fn
+from fp8fn import cli
+from fp8fn.bench import generate, record
+from fp8fn.bench.accuracy import snr_db
+from fp8fn.bench.generate import PROMPT, WAYS, Loop, Row, agreement, prompts
+from fp8fn.bench.llama import A16W8, MX, SIZES, Generator, Plain, Quantized
+from fp8fn.demo.model import rotary_table, rotate
+
+CPU = torch.device("cpu")
+SIZE = replace(SIZES["tiny"], layers=1)
+BATCH, CONTEXT, GIVEN = 3, 32, 8
+
+
+@pytest.fixture(autouse=True)
+def no_grad(fresh_dynamo: None) -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def tokens(count: int = GIVEN) -> Tensor:
+    return torch.randint(SIZE.vocabulary, (BATCH, count))
+
+
+def loop(model: Generator, step: Any, given: Tensor, steps: int = CONTEXT - 1) -> Tensor:
+    """All tokens of a loop."""
+    model.start(given)
+    for _ in range(steps):
+        step()
+    return model.tokens.clone()
+
+
+def whole(model: Any, sequences: Tensor) -> Tensor:
+    """The logits `(B, T, vocabulary)` of whole sequences: causal attention, every head of a key by itself."""
+    size, length = model.layers[0].attention.size, sequences.shape[1]
+    cos, sin = rotary_table(length, size.head, theta=500_000.0)
+
+    def by(linear: Plain | Quantized, x: Tensor) -> Tensor:
+        w = fp8fn.dequantize(linear.weight, torch.float32) if isinstance(linear, Quantized) else linear.weight
+        return x @ w.T
+
+    x = model.embedding(sequences)
+    for layer in model.layers:
+        attention, mlp = layer.attention, layer.mlp
+        heads = by(attention.qkv, layer.attention_norm(x)).unflatten(-1, (-1, size.head)).transpose(1, 2)
+        q, k, v = heads.split([size.heads, size.kv_heads, size.kv_heads], dim=1)
+        k, v = (part.repeat_interleave(size.heads // size.kv_heads, dim=1) for part in (rotate(k, cos, sin), v))
+        seen = F.scaled_dot_product_attention(rotate(q, cos, sin), k, v, is_causal=True)
+        x = x + by(attention.out, seen.transpose(1, 2).flatten(2))
+        gate, up = by(mlp.gate_up, layer.mlp_norm(x)).chunk(2, dim=-1)
+        x = x + by(mlp.down, F.silu(gate) * up)
+    return by(model.head, model.norm(x))
+
+
+@pytest.mark.parametrize("hold", [Plain, A16W8])
+def test_a_step_gives_the_logits_of_whole_sequences(hold: Any) -> None:
+    model = Generator(SIZES["tiny"], hold, BATCH, CONTEXT, CPU, torch.float32)
+    given = tokens(CONTEXT)
+    model.start(given)
+    found = torch.stack([model().clone() for _ in range(CONTEXT - 1)], dim=1)
+    assert model.position.item() == CONTEXT - 1
+    assert torch.equal(model.tokens, given)
+    torch.testing.assert_close(found, whole(model, given)[:, :-1], atol=2e-4, rtol=0)
+
+
+def test_the_loop_is_greedy() -> None:
+    """The prompt stays, and each token behind it is the likeliest one after those before it."""
+    model = Generator(SIZE, A16W8, BATCH, CONTEXT, CPU, torch.float32)
+    given = tokens()
+    found = loop(model, model, given)
+    assert torch.equal(found[:, :GIVEN], given)
+    assert torch.equal(found[:, GIVEN:], whole(model, found)[:, GIVEN - 1 : -1].argmax(-1))
+    assert torch.equal(loop(model, model, given), found)  # what an earlier loop left is not looked at
+
+
+def test_the_compiled_loop_makes_the_tokens_of_the_eager_one() -> None:
+    """In float32, where rounding decides no token; compiled once, for two prompts."""
+    model = Generator(SIZE, A16W8, BATCH, CONTEXT, CPU, torch.float32)
+    step = torch.compile(model, fullgraph=True, dynamic=False)
+    for given in (tokens(), tokens(3)):
+        assert torch.equal(loop(model, step, given), loop(model, model, given))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize(("hold", "ops"), [(A16W8, {"mm_a16w8": 4}), (MX, {"mx_mm": 4, "quantize": 4})])
+def test_the_graph_reads_weights_where_they_lie(hold: Any, ops: dict[str, int]) -> None:
+    """An op for each product, on views of the graph's inputs, none of which a CUDA graph would copy."""
+    from torch._inductor.compile_fx import compile_fx
+
+    graphs: list[tuple[GraphModule, list[Any], Any]] = []
+
+    def kept(graph: GraphModule, inputs: list[Any], **options: Any) -> Any:
+        graphs.append((graph, inputs, options["static_input_idxs"]))
+        return graph.forward
+
+    model = Generator(SIZE, hold, BATCH, CONTEXT, CPU)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        torch.compile(model, fullgraph=True, backend=partial(compile_fx, inner_compile=kept))()
+    ((graph, inputs, static),) = graphs
+    assert sorted(static) == [*range(len(inputs))]
+    nodes = [node for node in graph.graph.nodes if getattr(node.target, "namespace", "") == "fp8fn"]
+    names = [node.target._opname for node in nodes]
+    assert {name: names.count(name) for name in names} == ops
+    for node in nodes:
+        if node.target._opname == "quantize":
+            continue
+        at = 1 if hold is A16W8 else 2
+        for weight in node.args[at : at + 2]:
+            assert weight.target is torch.ops.aten.permute.default
+            assert weight.args[0].op == "placeholder"
+
+
+def test_agreement() -> None:
+    """One token of four is the second best, 0.5 behind."""
+    logits = torch.tensor([[1.0, 0.5, -1.0]]).expand(2, 2, 3).clone()
+    same, gap = agreement(logits, torch.tensor([[0, 0], [1, 0]]))
+    assert same == 0.75
+    assert gap == pytest.approx(0.5 / logits.std().item())
+
+
+def test_the_bytes_of_weights() -> None:
+    products = 256 * (256 + 2 * 64) + 256 * 256 + 3 * 256 * 512
+    head = 2 * 512 * 256
+    sizes = {way: Generator(SIZE, hold, 1, 8, CPU).weight_bytes() for way, hold in WAYS.items()}
+    assert sizes["bf16"] == head + 2 * products
+    assert sizes["A16W8"] == head + products + 4 * products // 128**2
+    assert sizes["MX"] == head + products + products // 32
+
+
+@pytest.mark.parametrize(
+    ("change", "wrong"), [({}, False), ({"snr_db": 14.9}, True), ({"snr_db": float("nan")}, True), ({"gap": 0.3}, True),
+                          ({"compiled": 2}, True), ({"skipped": 1}, True), ({"copied": 9}, False)],
+)  # fmt: skip
+def test_what_is_wrong(change: dict[str, Any], wrong: bool) -> None:
+    row = Row(batch=1, way="MX", ms=1.0, ms_q1=1.0, ms_q3=1.0, tokens_s=1e3, weight_bytes=10**9, snr_db=22.0,
+              as_eager=0.9, gap=0.1, compiled=1, skipped=0, copied=0)  # fmt: skip
+    assert replace(row, **change).wrong is wrong
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor's own, which keeps a pool of memory alive
+def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.json"
+    argv = ["bench", "generate", "--device", "cpu", "--layers", "1", "--batch", "2", "--steps", "20", "--rounds", "2"]
+    assert cli.main([*argv, "--json", str(path)]) == 0
+    run = record.read(path)
+    assert run["results"]["size"]["layers"] == 1
+    rows = {row["way"]: Row(**row) for row in run["results"]["rows"]}
+    assert list(rows) == ["bf16", "A16W8", "MX"]
+    for row in rows.values():
+        assert row.tokens_s == pytest.approx(2e3 / row.ms)
+        assert row.ms_q1 <= row.ms <= row.ms_q3
+        assert (row.compiled, row.skipped) == (1, 0)
+    assert rows["bf16"].snr_db > 38  # compiled, it rounds less often
+    assert rows["A16W8"].snr_db > 24
+    assert rows["MX"].snr_db > 20
+    table = generate.table(run)
+    assert capsys.readouterr().out.endswith(f"\n{table}\n")
+    assert f"{rows['bf16'].ms / rows['MX'].ms:.2f}x" in table
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--device", "cpu", "--steps", "9"), "less than the prompt's 16 tokens"),
+        (("--batch", "0"), "no positive whole"),
+    ],
+)
+def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        cli.main(["bench", "generate", *argv])
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor's own, which keeps a pool of memory alive
+@pytest.mark.parametrize(("way", "bar"), [("A16W8", 35.0), ("MX", 22.0)])
+def test_cuda_graphs_make_the_tokens_of_eager_pytorch(way: str, bar: float) -> None:
+    """One CUDA graph that copies nothing; its tokens are the likeliest to eager PyTorch, but for equal ones."""
+    steps = 63
+    cuda = torch.device("cuda")
+    found = Loop(way, SIZES["tiny"], 4, steps + 1, cuda)
+    prompt = prompts(SIZES["tiny"], 4, cuda)
+    made = found.generate(prompt, steps).clone()
+    assert torch.equal(found.generate(prompt, steps), made)
+    assert found.counts == {"compiled": 1}
+    assert torch.equal(made[:, :PROMPT], prompt)
+    eager, captured = (found.logits(made, steps, step) for step in (found.generator, None))
+    assert snr_db(eager.flatten(0, 1), captured.flatten(0, 1)) > bar
+    same, gap = agreement(eager[PROMPT - 1 :], made.T[PROMPT:])
+    assert same > 0.85
+    assert gap < generate.GAP_BAR
