@@ -54,8 +54,8 @@ def gemm(
 
     Row `i` of a product with a `ScaledTensor` has the same bits whatever the other rows hold, and whatever `M` is as
     long as one kernel and one configuration of it serve. Of MX-FP8 that is up to 16 rows (on gfx950 up to 7, and from 8
-    to 16), of a tensor by a `ScaledTensor` 1, 2 to 8, 9 to 16, 17 to 32 and 33 to 64 (on Hopper with K up to 3072).
-    Elsewhere a sum over K may have another order.
+    to 16), of a tensor by a `ScaledTensor`, and on Hopper of MX-FP8 too, 1, 2 to 8, 9 to 16, 17 to 32 and 33 to 64 (on
+    Hopper with K up to 3072). Elsewhere a sum over K may have another order.
 
     `prequant=True`, for a tensor `a` and a `ScaledTensor` `b`, quantizes `a` too, to the device's own e4m3, and
     multiplies two FP8 operands: for many rows, where products and not the weight's bytes decide. `a` takes the format

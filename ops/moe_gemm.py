@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda import gemv_mx, nvrtc, prepared
+from fp8fn.ops.cuda.launch import CudaLaunch, Prepared
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.envelope import MoeProblem
@@ -124,24 +126,31 @@ def plan(
     a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block, sorted_token_ids: Tensor,
     expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor,
     target: Target, fault: str | None = None,
-) -> Launch | HipLaunch:  # fmt: skip
-    """The launch that fills the rows of `out` that ids name: by the kernel in HIP where it takes the problem.
+) -> Launch | HipLaunch | CudaLaunch:  # fmt: skip
+    """The launch that fills the rows of `out` that ids name: by a kernel in HIP or CUDA C++ where it takes the problem.
 
-    `fault` is why it can't be loaded here.
+    `fault` is why the one in HIP can't be loaded here.
     """
     layout = (sorted_token_ids, expert_ids, num_tokens_post_padded)
     problem = problem_of(a, a_scale, a_block, w, w_scale, sorted_token_ids, expert_ids, out, target)
-    reason = fault or envelope.accepts_moe(problem) or envelope.untuned_moe(problem)
-    if reason is None:
-        from fp8fn.ops.hip.moe_gemm import plan_moe
+    if target.backend == "cuda":
+        name, reason = "cuda_moe", nvrtc.unavailable() or gemv_mx.accepts_moe(problem, a, a_scale, w, w_scale)
+        if reason is None:
+            config = gemv_mx.configure_moe(problem)
+            cuda = gemv_mx.plan_moe(a, a_scale, w, w_scale, *layout, a_div, token_weights, out, target, config)
+            return replace(cuda, reason="cuda_moe by default")
+    else:
+        name, reason = "hip_moe", fault or envelope.accepts_moe(problem) or envelope.untuned_moe(problem)
+        if reason is None:
+            from fp8fn.ops.hip.moe_gemm import plan_moe
 
-        config = envelope.configure_moe(problem)
-        hip = plan_moe(a, a_scale, w, w_scale, *layout, a_div, token_weights, out, target, config)
-        return replace(hip, reason="hip_moe by default")
+            settings = envelope.configure_moe(problem)
+            hip = plan_moe(a, a_scale, w, w_scale, *layout, a_div, token_weights, out, target, settings)
+            return replace(hip, reason="hip_moe by default")
     from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 
     launch = plan_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, a_div, token_weights, out, target)
-    return replace(launch, reason=f"not hip_moe: {reason}")
+    return replace(launch, reason=f"not {name}: {reason}")
 
 
 def moe_gemm_reference(
@@ -162,28 +171,47 @@ def moe_gemm_kernel(
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    layout = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    left, right = check_moe_gemm(
-        a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, token_weights, out_dtype
+    layout = sorted_token_ids.contiguous(), expert_ids.contiguous(), num_tokens_post_padded.contiguous()
+    weights = None if token_weights is None else token_weights.contiguous()
+    tensors = (a, a_scale, w, w_scale, *layout, weights)
+    key = (
+        "moe_gemm", tuple(a_block), tuple(w_block), top_k, a_div, out_dtype,
+        *(None if x is None else prepared.kind(x) for x in tensors),
     )  # fmt: skip
+    kept = prepared.recall(key)
+    if kept is not None:  # the key holds all that the checks read
+        return _start(kept, tensors, _zeros(a, w, a_div, out_dtype))
+    left, right = check_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, weights, out_dtype)
     target = targets.target_of(a.device)
     targets.check_supported(target, a.device)
     if not {a.dtype, w.dtype} <= set(targets.fp8_dtypes(target)):
         _log.debug("moe_gemm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, w.dtype, target.name)
         given = (a, a_scale, left, w, w_scale, right)
-        return reference.moe_gemm(*given, *layout, a_div, token_weights, out_dtype or torch.bfloat16)
-    # Rows of no id stay zero.
-    out = a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
+        return reference.moe_gemm(*given, *layout, a_div, weights, out_dtype or torch.bfloat16)
+    out = _zeros(a, w, a_div, out_dtype)
     if out.numel() == 0 or expert_ids.shape[0] == 0 or w.shape[0] == 0:
         return out
-    ids, experts, number = (tensor.contiguous() for tensor in layout)
-    weights = None if token_weights is None else token_weights.contiguous()
-    operands = (a, a_scale, left, w, w_scale, right, ids, experts, number, a_div, weights, out, target)
+    operands = (a, a_scale, left, w, w_scale, right, *layout, a_div, weights, out, target)
     launch = plan(*operands, _FAULTS.get("hip_moe"))
     if isinstance(launch, HipLaunch) and (fault := launch.fault()) is not None:
         _FAULTS["hip_moe"] = fault
         launch = plan(*operands, fault)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("moe_gemm %s x %s: %s", tuple(a.shape), tuple(w.shape), launch.describe())
+    if isinstance(launch, CudaLaunch):
+        return _start(prepared.keep(key, launch.prepare()), tensors, out)
     launch.run()
+    return out
+
+
+def _zeros(a: Tensor, w: Tensor, a_div: int, out_dtype: torch.dtype | None) -> Tensor:
+    """The output; rows of no id stay zero."""
+    return a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
+
+
+def _start(launch: Prepared, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
+    """A kept launch in CUDA C++ on other tensors of the same kinds."""
+    a, a_scale, w, w_scale, *routing = tensors
+    given = (a, a_scale, w, w_scale, None, out, *routing)  # there is no bias
+    prepared.start(launch, [0 if x is None else x.data_ptr() for x in given])
     return out

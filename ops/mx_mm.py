@@ -11,12 +11,16 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda import gemv_mx, nvrtc
+from fp8fn.ops.cuda.gemv_a16w8 import Config as CudaConfig
+from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
@@ -40,6 +44,10 @@ _MOST_SPLITS: Final = 8
 
 # Kernels in HIP that could not be compiled or loaded in this process, and why.
 _FAULTS: Final[dict[str, str]] = {}
+
+# Of Triton, HIP and CUDA C++.
+AnyLaunch: TypeAlias = Launch | HipLaunch | CudaLaunch
+AnyConfig: TypeAlias = Config | HipConfig | CudaConfig
 
 _log = logging.getLogger("fp8fn")
 
@@ -82,13 +90,17 @@ class Kernel:
 
     name: str
     accepts: Callable[[Problem], str | None]
-    configure: Callable[[Problem], Config | HipConfig]
-    plan: Callable[..., tuple[Launch | HipLaunch, ...]]
+    configure: Callable[[Problem], AnyConfig]
+    plan: Callable[..., tuple[AnyLaunch, ...]]
     untuned: Callable[[Problem], str | None] = lambda problem: None
 
     @property
     def hip(self) -> bool:
         return self.name.startswith("hip_")
+
+    @property
+    def triton(self) -> bool:
+        return self.name.startswith("triton_")
 
 
 @dataclass(frozen=True)
@@ -96,7 +108,7 @@ class Choice:
     """The kernel of a problem, None for plain PyTorch; who chose it; and why not those before it in the list."""
 
     kernel: Kernel | None
-    config: Config | HipConfig | None
+    config: AnyConfig | None
     source: str
     refused: tuple[tuple[str, str], ...]
 
@@ -161,17 +173,17 @@ def has_lines(x: Tensor) -> bool:
 def plan(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
     table: Table | None = None,
-) -> tuple[Launch | HipLaunch, ...] | None:  # fmt: skip
+) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
     """The launches that fill `out`, in order; None where plain PyTorch has to serve."""
     problem = problem_of(a, b, target, a_scale, b_scale)
-    choice = _default_choice(problem) if table is None else choose(problem, table)
+    choice = _default_choice(problem, _missing()) if table is None else choose(problem, table)
     return _launches(choice, a, a_scale, b, b_scale, bias, out, target)
 
 
 def _launches(
     choice: Choice, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
     target: Target,
-) -> tuple[Launch | HipLaunch, ...] | None:  # fmt: skip
+) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("mx_mm %s x %s: %s", tuple(a.shape), tuple(b.shape), choice.describe())
     if choice.kernel is None:
@@ -192,15 +204,23 @@ def mx_mm_kernel(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
+    bias = None if bias is None else bias.contiguous()
+    operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
+    key = ("mx_mm", out_dtype, *map(kind, operands))
+    call = recall(key)
+    if call is not None:  # the key holds all that the checks read
+        return call(*operands)[0]  # type: ignore[no-any-return]
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
     target = targets.target_of(a.device)
     targets.check_supported(target, a.device)
     out = empty_output(a, b, out_dtype)
     if out.numel() == 0:
         return out
-    launches = loadable(a, a_scale, b, b_scale, None if bias is None else bias.contiguous(), out, target)
+    launches = loadable(a, a_scale, b, b_scale, bias, out, target)
     if launches is None:
         return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out.dtype)
+    if isinstance(launches[0], CudaLaunch):
+        return keep(key, gemv_mx.call(launches[0], out))(*operands)[0]  # type: ignore[no-any-return]
     for launch in launches:
         launch.run()
     return out
@@ -208,17 +228,23 @@ def mx_mm_kernel(
 
 def loadable(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target
-) -> tuple[Launch | HipLaunch, ...] | None:
+) -> tuple[AnyLaunch, ...] | None:
     """As of `plan`; where a kernel in HIP can be neither compiled nor loaded here, the next of the list takes over."""
     problem = problem_of(a, b, target, a_scale, b_scale)
     while True:
-        choice = _default_choice(problem, tuple(_FAULTS.items()))
+        choice = _default_choice(problem, (*_FAULTS.items(), *_missing()))
         launches = _launches(choice, a, a_scale, b, b_scale, bias, out, target)
         faults = (launch.fault() for launch in launches or () if isinstance(launch, HipLaunch))
         fault = next((fault for fault in faults if fault is not None), None)
         if fault is None:
             return launches
         _FAULTS[choice.name] = fault
+
+
+def _missing() -> tuple[tuple[str, str], ...]:
+    """The kernel in CUDA C++ and why, where nothing compiles it."""
+    reason = nvrtc.unavailable()
+    return () if reason is None else (("cuda_gemv", reason),)
 
 
 @lru_cache(maxsize=4096)
@@ -231,7 +257,7 @@ def _shipped() -> Table:
     return parse(SHIPPED)
 
 
-def _changed(config: Config | HipConfig, options: Mapping[str, int]) -> Config | HipConfig:
+def _changed(config: AnyConfig, options: Mapping[str, int]) -> AnyConfig:
     changes: dict[str, Any] = dict(options)
     return replace(config, **changes)
 
@@ -320,6 +346,7 @@ def _plan_mfma(*args: Any) -> tuple[HipLaunch, ...]:
 KERNELS: Final = (
     Kernel("hip_gemv", envelope.accepts_gemv, envelope.configure_gemv, _plan_gemv, envelope.untuned_gemv),
     Kernel("hip_mfma", envelope.accepts_mfma, envelope.configure_mfma, _plan_mfma, envelope.untuned_mfma),
+    Kernel("cuda_gemv", gemv_mx.accepts, gemv_mx.configure, gemv_mx.plan),
     Kernel("triton_few", _accepts_few, _configure_few, _plan_widened),
     Kernel("triton_scaled", _accepts_scaled, _configure_scaled, _plan_scaled),
     Kernel("triton_widened", _foreign, _configure_widened, _plan_widened),

@@ -32,7 +32,7 @@ from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Batches = tuple[tuple[int, ...], tuple[int, ...]]
-TRITON = tuple(kernel for kernel in KERNELS if not kernel.hip)
+TRITON = tuple(kernel for kernel in KERNELS if kernel.triton)
 NAMES = [kernel.name for kernel in TRITON]
 # Small tiles, so that few elements make several along every axis.
 SMALL: Final = {
@@ -375,11 +375,12 @@ def test_what_a_problem_is_and_that_its_offsets_are_wide_past_32_bits() -> None:
 
 def test_the_log_says_which_kernel_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="fp8fn"):
-        a, b = operands(20, 40, 64)
-        launches = plan(a.data, a.scale, b.data, b.scale, None, torch.empty(20, 40), SM90)
+        a, b = operands(70, 40, 64)
+        launches = plan(a.data, a.scale, b.data, b.scale, None, torch.empty(70, 40), SM90)
     assert launches is not None
     assert "triton_widened by default; not hip_gemv: sm90 is not gfx950; not hip_mfma: sm90 is not" in caplog.text
-    assert "M=20 is above 16" in launches[0].describe()
+    assert "not cuda_gemv: M=70 is above 64" in caplog.text
+    assert "M=70 is above 16" in launches[0].describe()
     assert choose(Problem(1, 1, 32, CPU)).name == "triton_few"
 
 
@@ -564,12 +565,16 @@ def test_rows_have_the_same_bits_in_any_company(name: str) -> None:
 
 
 def test_up_to_16_rows_there_is_one_configuration() -> None:
-    """As the docstring of `gemm` has it: on gfx950, one up to 7 rows and one from 8."""
+    """As the docstring of `gemm` has it: on gfx950, one up to 7 rows and one from 8; on sm90 1, 2 to 8, 9 to 16."""
     for target in (SM89, SM90, SM100, SM120, GFX942, GFX950):
         for k, n in DENSE:
             choices = [choose(on(target, m=m, n=n, k=k)) for m in range(1, 17)]
             divisions = [(choice.name, getattr(choice.config, "k_splits", 0)) for choice in choices]
-            if target != GFX950:
+            if target == SM90:
+                assert {choice.name for choice in choices} == {"cuda_gemv"}
+                for part in (choices[1:8], choices[8:]):
+                    assert len({choice.config for choice in part}) == 1
+            elif target != GFX950:
                 assert {(choice.name, choice.config) for choice in choices} == {("triton_few", choices[0].config)}
             else:
                 assert len(set(divisions[:7])) == len(set(divisions[7:])) == 1

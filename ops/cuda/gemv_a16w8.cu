@@ -19,7 +19,7 @@
 // bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, CHUNK, RESIDENT (blocks of a multiprocessor),
 // OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR (one
 // a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
-#include "mma.cuh"
+#include "narrow.cuh"
 
 #define LINE 1
 #define VECTOR 2
@@ -31,19 +31,12 @@ using XType = Bf16;
 using XType = Fp16;
 #endif
 
-constexpr int WARPS = WARPS_N * WARPS_K;
-constexpr int THREADS = 32 * WARPS;
-constexpr int COLUMNS = 16 * TILES;  // of a warp
-constexpr int BN = COLUMNS * WARPS_N;
 constexpr int UNIT = K_CONTIGUOUS ? 64 : 32;  // of K
 constexpr int DEPTH = UNIT / 4;  // of K, that a thread has of a unit
 constexpr int PIECES = K_CONTIGUOUS ? 2 * TILES : 8;  // of 16 bytes, that a thread has of a unit
 constexpr int SCALES = SCALE == VECTOR ? 2 * TILES : 1;
-constexpr int SLICES = ROWS / 8;
 // Rows of x lie apart so that eight threads, four of each of two rows, read 128 bytes of all banks.
 constexpr int X_PITCH = CHUNK * 2 + (K_CONTIGUOUS ? 16 : 64);  // bytes
-// Sums of a row lie so that threads with neighbouring rows write to other banks.
-constexpr int PITCH = BN + 4;
 static_assert(128 % COLUMNS == 0, "columns of a warp have one scale of a block");
 static_assert(K_CONTIGUOUS || TILES == 8, "16 bytes of 8 threads");
 
@@ -51,15 +44,6 @@ struct Unit {
     uint4 piece[PIECES];
     float scale[SCALES];
 };
-
-INLINE uint32_t word(const uint4& piece, int i) {
-    return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
-}
-
-// The first `count` bytes of a word, and zeros.
-INLINE uint32_t first_bytes(uint32_t word, int count) {
-    return count >= 4 ? word : count <= 0 ? 0u : word & ((1u << 8 * count) - 1);
-}
 
 // Bytes c of four words become word c.
 INLINE void turn(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, uint32_t (&turned)[4]) {
@@ -124,12 +108,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             uint4& piece = unit.piece[i];
             const bool inside = (K_CONTIGUOUS ? column(i / 2, i % 2) : column(0, 0)) < N && room > (K_CONTIGUOUS ? 0 : i);
             piece = inside ? load_ahead(from + i * step) : make_uint4(0, 0, 0, 0);
-            if constexpr (K_CONTIGUOUS && !EVEN_K) {
-                piece.x = first_bytes(piece.x, room);
-                piece.y = first_bytes(piece.y, room - 4);
-                piece.z = first_bytes(piece.z, room - 8);
-                piece.w = first_bytes(piece.w, room - 12);
-            }
+            if constexpr (K_CONTIGUOUS && !EVEN_K) piece = first_bytes(piece, room);
         }
         [[maybe_unused]] const int64_t along_k = int64_t(uint32_t(index) * UNIT / 128) * s_k;
         if constexpr (SCALE == BLOCK) unit.scale[0] = first_n < N && index < stop ? __ldg(block_scale + along_k) : 0.0f;
@@ -168,17 +147,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     // `at`: where the unit begins in the chunk of x.
     auto multiply = [&](const Unit& unit, int at) {
         uint32_t b[SLICES][DEPTH / 2];
-        // Rows past the last, of which anything may lie there, are columns of the product that nobody stores.
-        const char* const first = memory + (ROWS > 8 ? group : min(group, rows - 1)) * X_PITCH + (at + quarter * DEPTH) * 2;
-#pragma unroll
-        for (int s = 0; s < SLICES; s++) {
-            const char* from = first + 8 * s * X_PITCH;
-#pragma unroll
-            for (int i = 0; i < DEPTH / 8; i++) {
-                const uint4 values = reinterpret_cast<const uint4*>(from)[i];
-                b[s][4 * i] = values.x, b[s][4 * i + 1] = values.y, b[s][4 * i + 2] = values.z, b[s][4 * i + 3] = values.w;
-            }
-        }
+        load_rows<DEPTH>(b, memory, X_PITCH, rows, group, (at + quarter * DEPTH) * 2);
         uint32_t a[DEPTH / 4][4];
         if constexpr (K_CONTIGUOUS) {
 #pragma unroll
@@ -304,38 +273,5 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
 #endif
         store_pair(out + int64_t(row) * N + n, left, right, N - n);
     };
-    auto pair_at = [&](int part, int i) {
-        return reinterpret_cast<float2*>(sums + (part * rows + i / (BN / 2)) * PITCH + i % (BN / 2) * 2);
-    };
-    const int pairs = rows * (BN / 2);
-    // Pairs whose sums a block of the cluster adds up: its own, and those that the others send, `share` of each.
-    const uint32_t share = (pairs + CLUSTER - 1) / CLUSTER;
-    float2* const arrived = reinterpret_cast<float2*>(memory + received);
-    if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
-        float2 total = *pair_at(0, i);
-#pragma unroll
-        for (int part = 1; part < WARPS_K; part++) {
-            const float2 sum = *pair_at(part, i);
-            total.x += sum.x;
-            total.y += sum.y;
-        }
-        if constexpr (CLUSTER > 1)
-            store_to_block(arrived + rank * share + i % share, i / share, total);
-        else
-            finish(i, total);
-    }
-    if constexpr (CLUSTER > 1) {
-        cluster_sync();
-        for (int i = threadIdx.x; i < share && rank * share + i < pairs; i += THREADS) {
-            float2 total = arrived[i];
-#pragma unroll
-            for (int other = 1; other < CLUSTER; other++) {
-                const float2 sum = arrived[other * share + i];
-                total.x += sum.x;
-                total.y += sum.y;
-            }
-            finish(rank * share + i, total);
-        }
-    }
+    add_sums(memory, rows, received, rank, finish);
 }

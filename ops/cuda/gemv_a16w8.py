@@ -99,11 +99,11 @@ def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, core
     rows = min(8 << (-(-m // 8) - 1).bit_length(), 64 if k_contiguous else 16)
     units = -(-k // (64 if k_contiguous else 32))
     if k_contiguous and rows <= 32:
-        return _choose_few(m, n, units, batches, rows, cores)
+        return choose_few(m, n, units, batches, rows, cores)
     return _choose_many(m, n, units, batches, rows, k_contiguous, cores)
 
 
-def _choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> Config:
+def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> Config:
     """Up to 32 rows of x by a weight whose columns are lines: by what was timed on an H200 at the shapes of decoding.
 
     Every block reads its part of x: one row costs little, so that K is shared by the warps of a block; more rows are
@@ -228,10 +228,16 @@ def _step(x: Tensor) -> int:
 
 
 def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:
-    """How much of K of x lies in shared memory at a time, where sums arrive there, and its bytes."""
     padding, unit = (16, 64) if k_contiguous else (64, 32)
     rows = min(m, config.ROWS)
-    held = config.ROWS if config.ROWS > 8 else rows
+    return divide_memory(rows, config.ROWS if config.ROWS > 8 else rows, k, padding, unit, config)
+
+
+def divide_memory(rows: int, held: int, k: int, padding: int, unit: int, config: Config) -> tuple[int, int, int]:
+    """How much of K of x lies in shared memory at a time, where sums arrive there, and its bytes.
+
+    There is room for `held` rows of x, each with `padding` bytes after it, and for sums of `rows`.
+    """
     sums = config.WARPS_K * rows * (config.BN + 4) * 4
     # A share of the pairs of sums from each block.
     arriving = 0 if config.CLUSTER == 1 else -(-rows * config.BN // 2 // config.CLUSTER) * config.CLUSTER * 8

@@ -19,6 +19,12 @@ INLINE uint4 load_ahead(const void* address) {
     return v;
 }
 
+INLINE uint32_t load_byte_ahead(const void* address) {
+    uint32_t v;
+    asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
 // The first `bytes` of 16 to shared memory, and zeros after them; both addresses are multiples of 16.
 INLINE void copy16(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
@@ -51,6 +57,9 @@ INLINE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memor
 INLINE void prefetch(const void* address, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
+
+// Likewise at least 32 bytes from a multiple of 32 on.
+INLINE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Four values of FP8 as two pairs of float16, the lowest byte first: exactly, NaN and Inf too.
 template <Fp8 TYPE>
@@ -95,6 +104,13 @@ INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
         low = halves_to_bf16(low);
         high = halves_to_bf16(high);
     }
+}
+
+// Two products of bfloat16, rounded.
+INLINE uint32_t multiply_pairs(uint32_t pair, uint32_t by) {
+    uint32_t result;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(by));
+    return result;
 }
 
 // d (16 x 8) += a (16 x 16) · b (16 x 8) of a warp, in the fragments of PTX's mma.m16n8k16.

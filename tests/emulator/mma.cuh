@@ -4,6 +4,8 @@
 
 inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
 
+inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
+
 // A thread's copies are made when it waits for them, as late as they may be.
 struct Copy {
     char* to;
@@ -38,6 +40,7 @@ inline void wait_for_launches() {}
 inline void prefetch(const void* address, unsigned bytes) {
     for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
 }
+inline void prefetch_line(const void* address) { may_load(address, 1); }
 inline void cluster_arrive() {}
 inline void cluster_wait() {}
 
@@ -57,6 +60,11 @@ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     for (int i = 0; i < 4; ++i) value[i] = of_fp8<TYPE>(bytes >> 8 * i);
     low = pack<T>(value[0], value[1]);
     high = pack<T>(value[2], value[3]);
+}
+
+inline uint32_t multiply_pairs(uint32_t pair, uint32_t by) {
+    auto half = [](uint32_t both, int upper) { return float(Bf16{static_cast<uint16_t>(both >> 16 * upper)}); };
+    return pack<Bf16>(half(pair, 0) * half(by, 0), half(pair, 1) * half(by, 1));
 }
 
 // The fragments of a warp's lanes, where all of them can read.

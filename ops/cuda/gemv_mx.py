@@ -1,0 +1,189 @@
+"""Few rows by an MX-FP8 weight on Hopper in CUDA C++: what it accepts, its configuration, its launch (`gemv_mx.cu`)."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+from fp8fn.ops.cuda.gemv_a16w8 import Config, choose_few, divide_memory
+from fp8fn.ops.cuda.launch import Argument, CudaLaunch
+from fp8fn.ops.cuda.nvrtc import CudaKernel
+from fp8fn.ops.cuda.prepared import Call, Step, geometry
+from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, TYPES
+from fp8fn.ops.hip.envelope import MoeProblem
+from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning.mx import Problem
+
+# Rows of a: past them a tile of a larger kernel reads the weight fewer times.
+MOST_ROWS: Final = 64
+_MOST_TILE: Final = 32  # rows of a that a block multiplies
+_WARPS: Final = 8
+_UNIT: Final = 64  # of K
+_MOST_AHEAD: Final = 4  # pieces of a that a thread asks for at once
+_PADDING: Final = 16  # bytes after a row of a in shared memory
+_PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
+_MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
+_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
+
+
+def accepts(problem: Problem) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    target = problem.target
+    if target.backend != "cuda" or target.arch != 90:
+        return f"{target.name} is not sm90"
+    for dtype in (problem.a_dtype, problem.b_dtype):
+        if dtype not in TYPES:
+            return f"{dtype} is not an FP8 type of {target.name}"
+    if problem.m > MOST_ROWS:
+        return f"M={problem.m} is above {MOST_ROWS}"
+    if problem.k == 0:
+        return "K=0 leaves nothing to multiply"
+    if not problem.k_lines:
+        return "the K of an operand is not in consecutive bytes from a multiple of 16"
+    if problem.largest > _MOST_BYTES:
+        return f"a tensor spans {problem.largest} bytes, past 32-bit strides"
+    if problem.batch > _MOST_BLOCKS:
+        return f"a batch of {problem.batch} is more than a grid has"
+    return None
+
+
+def configure(problem: Problem) -> Config:
+    """As of `gemv_a16w8`, whose weight has as many bytes; more than 32 rows are several tiles."""
+    rows = min(8 << (-(-problem.m // 8) - 1).bit_length(), _MOST_TILE)
+    units = -(-problem.k // _UNIT)
+    return choose_few(problem.m, problem.n, units, problem.batch, rows, problem.target.cores)
+
+
+def plan(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config,
+) -> tuple[CudaLaunch]:  # fmt: skip
+    """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
+
+    `out` and `bias` are contiguous. A 2-D operand serves a whole batch.
+    """
+    m = out.shape[-2]
+    batch = out.shape[0] if out.dim() == 3 else 1
+    sizes: dict[str, Argument] = {
+        "sorted_token_ids": None, "expert_ids": None, "num_tokens_post_padded": None, "token_weights": None, "M": m,
+    }  # fmt: skip
+    routing: dict[str, Argument] = {"experts": 0, "block_m": 0, "a_div": 1}
+    return (_launch(a, a_scale, b, b_scale, bias, out, sizes, routing, m, -(-m // config.ROWS), batch, target, config),)
+
+
+def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
+    """None for a product of routed tokens that `plan_moe` takes, of these operands, else the reason why not."""
+    if problem.a_block != (1, 32):
+        return f"blocks of {problem.a_block} are not those of MX"
+    steps = max((step for operand in operands for step in operand.stride()), default=0)
+    if steps > LARGEST:
+        return f"a stride of {steps} is past 32 bits"
+    config = configure_moe(problem)
+    if problem.tiles * -(-problem.block_m // config.ROWS) > _MOST_BLOCKS:
+        return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
+    each = Problem(
+        1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines
+    )  # fmt: skip
+    return accepts(each)
+
+
+def configure_moe(problem: MoeProblem) -> Config:
+    """As many rows as twice an expert's share of the ids; few columns a block, until there are many waves of blocks."""
+    share = -(-2 * problem.ids // problem.experts)
+    rows = max(8, min(_power_of_two(share), _power_of_two(problem.block_m), _MOST_TILE))
+    resident, units = 2, -(-problem.k // _UNIT)
+    tiles = min(problem.tiles, problem.ids)
+
+    def blocks(wide: int) -> int:
+        return tiles * -(-problem.n // (16 * wide))
+
+    wide = 1
+    while wide < _WARPS and 32 * wide <= problem.n and blocks(2 * wide) >= 8 * resident * problem.target.cores:
+        wide *= 2
+    warps_k = min(_WARPS // wide, 1 << (units.bit_length() - 1))
+    cluster = 1
+    while cluster < 8 and units >= 2 * warps_k * cluster and blocks(wide) * cluster < problem.target.cores:
+        cluster *= 2
+    each = -(-units // (warps_k * cluster))
+    return Config(rows, 1, wide, warps_k, min(4 if rows == 8 else 2, each), cluster, resident)
+
+
+def _power_of_two(count: int) -> int:
+    """The least that is not below `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+def plan_moe(
+    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
+    num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor, target: Target,
+    config: Config,
+) -> CudaLaunch:  # fmt: skip
+    """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
+
+    `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
+    """
+    tiles = expert_ids.shape[0]
+    block_m = sorted_token_ids.shape[0] // tiles
+    sizes: dict[str, Argument] = {
+        "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
+        "num_tokens_post_padded": num_tokens_post_padded, "token_weights": token_weights, "M": out.shape[0],
+    }  # fmt: skip
+    routing: dict[str, Argument] = {"experts": w.shape[0], "block_m": block_m, "a_div": a_div}
+    parts = -(-block_m // config.ROWS)
+    # A tile is seldom full: two rows of it are what is asked for at once.
+    return _launch(a, a_scale, w, w_scale, None, out, sizes, routing, 2, tiles * parts, 1, target, config)
+
+
+def _launch(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
+    sizes: dict[str, Argument], routing: dict[str, Argument], rows: int, tiles: int, batch: int, target: Target,
+    config: Config,
+) -> CudaLaunch:  # fmt: skip
+    """Of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has their ids."""
+    n, k = out.shape[-1], a.shape[-1]
+    chunk, received, shared = divide_memory(config.ROWS, config.ROWS, k, _PADDING, _UNIT, config)
+    pieces = -(-min(rows, config.ROWS) * chunk // (16 * config.threads))
+    ahead = 1 if pieces <= 1 else 2 if pieces == 2 else _MOST_AHEAD
+    macros: dict[str, int | str] = {
+        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "EVEN_K": int(k % 16 == 0), "ROUTED": int(sizes["sorted_token_ids"] is not None),
+        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    options = {
+        "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
+        "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+    }  # fmt: skip
+    return CudaLaunch(
+        kernel=CudaKernel("gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items())),
+        grid=(-(-n // config.BN) * config.CLUSTER, tiles, batch),
+        threads=config.threads,
+        shared=shared,
+        args={
+            "a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "out": out, **sizes,
+            "N": n, "K": k, "received": received, "prefetched": _prefetched(tiles * batch, n, k, target, config),
+            "a_batch": _step(a), "a_m": a.stride(-2),
+            "as_batch": _step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
+            "b_batch": _step(b), "b_n": b.stride(-1),
+            "bs_batch": _step(b_scale), "bs_k": b_scale.stride(-2), "bs_n": b_scale.stride(-1), **routing,
+        },
+        target=target,
+        options=options,
+        overlaps=True,
+    )  # fmt: skip
+
+
+def _prefetched(tiles: int, n: int, k: int, target: Target, config: Config) -> int:
+    blocks = min(tiles * -(-n // config.BN) * config.CLUSTER, target.cores * config.RESIDENT)
+    return min(_PREFETCHED // (blocks * config.BN), k)
+
+
+def call(launch: CudaLaunch, out: Tensor) -> Call:
+    """A planned product as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)` and its `bias`."""
+    has_bias = launch.args["bias"] is not None
+    pointers = (0, 1, 2, 3, 4 if has_bias else None, 5 if has_bias else 4, None, None, None, None)
+    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+
+
+def _step(x: Tensor) -> int:
+    return x.stride(0) if x.dim() == 3 else 0
