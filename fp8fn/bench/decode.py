@@ -1,16 +1,18 @@
 """Few rows by an FP8 weight, beside bf16: `python -m fp8fn bench decode`.
 
 Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "batched", a weight for each
-matrix of a batch. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
-one product: µs of a CUDA graph's replay, else of launches. TB/s counts the weight's bytes, of a large batch the
-operations are counted. SNR is that of the way from a bf16 weight to a bf16 output, against float64.
+matrix of a batch; "mx", both operands MX-FP8, beside Triton's `tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights
+of their experts. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
+one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. TB/s counts the weights'
+bytes, of a large batch the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against
+float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, Final
+from functools import cached_property, lru_cache
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,15 +24,21 @@ from fp8fn.bench.accuracy import snr_db, worst
 from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
-from fp8fn.bench.shapes import BATCHED, DECODE
+from fp8fn.bench.shapes import BATCHED, DECODE, MX_DECODE, MX_MOE
 from fp8fn.bench.timing import Call, Schedule
+from fp8fn.ops.targets import target_of
 
 BLOCK: Final = (128, 128)
 ROWS: Final = (1, 4, 16)
+MX_ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
+EXPERTS: Final = 128
+TOP_K: Final = 4
+BLOCK_M: Final = 16
 COPIES: Final = 64  # of a weight of at least 1.2 MB: more than the L2
 BATCHES: Final = 8
 _LARGE: Final = 2**36  # of M * N * K over a batch: one copy is more than the L2
 _SAMPLES: Final = 256
+T = TypeVar("T")
 # A hundred shapes, of which a call takes some hundred microseconds: shorter turns than those of large products.
 SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2)
 
@@ -64,9 +72,9 @@ class Weights:
     def quantized(self) -> list[ScaledTensor]:
         return [fp8fn.quantize(self.one(seed), BLOCK) for seed in range(self.copies)]
 
-    def round(self, multiply: Callable[[Tensor, Any], Tensor], weights: Sequence[Any]) -> Call:
+    def round(self, multiply: Callable[[Any, Any], Tensor], weights: Sequence[Any], x: Any = None) -> Call:
         """`multiply` by each weight, of which the last product is returned."""
-        x = self.x
+        x = self.x if x is None else x
 
         def call() -> Tensor:
             for w in weights:
@@ -118,6 +126,130 @@ def batched_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     return cases(Weights(batch, (m, n, k), 1 if batch * m * n * k >= _LARGE else BATCHES, device))
 
 
+def mx_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of one `(M, N, K)`; both operands are there in MX-FP8."""
+    weights = Weights(0, shape, COPIES if device.type == "cuda" else 2, device)
+    a = cached(lambda: fp8fn.quantize(weights.x, (1, 32), scale="e8m0"))
+    b = cached(lambda: [fp8fn.quantize(w, (32, 1), scale="e8m0") for w in weights.w])
+    elements = float(weights.matrices) * weights.N * weights.K
+
+    def case(peer: str, name: str, size: int, build: Callable[[], Call]) -> Case:
+        return Case(peer, name, build, lambda out: {"out": weights.snr_db(out)}, 0.0, size * elements)
+
+    def dot_scaled() -> Call:
+        from fp8fn.bench.dot_scaled import plan_dense
+
+        out, target = weights.x.new_empty(weights.M, weights.N), target_of(device)
+        launches = [plan_dense(a(), w, out, target) for w in b()]
+
+        def call() -> Tensor:
+            for launch in launches:
+                launch.run()
+            return out
+
+        return call
+
+    found = [
+        case("fp8fn", "MX-FP8", 1, lambda: weights.round(fp8fn.gemm, b(), a())),
+        case("torch", "bf16", 2, lambda: weights.round(torch.mm, weights.w)),
+    ]
+    if device.type == "cuda":  # Triton has no kernels for a CPU
+        found.append(case("triton", "dot_scaled", 1, dot_scaled))
+    return found
+
+
+def cached(make: Callable[[], T]) -> Callable[[], T]:
+    """`make`, of which the first result is kept."""
+    return lru_cache(maxsize=1)(make)
+
+
+class Tokens:
+    """`T` tokens with `TOP_K` of `EXPERTS` experts each, which have weights `(K, N)`; the output has a row for each."""
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.T, self.N, self.K = shape
+        self.device = device
+        generator = torch.Generator().manual_seed(0)
+        chosen = torch.rand(self.T, EXPERTS, generator=generator).topk(TOP_K).indices
+        self.chosen = chosen.to(device)
+        self.factors = torch.rand(self.T * TOP_K, generator=generator).to(device)
+        self.used = len(chosen.unique())
+
+    @cached_property
+    def x(self) -> Tensor:
+        return normal(self.T, self.K, self.device, 0)
+
+    @cached_property
+    def w(self) -> Tensor:
+        return normal(EXPERTS * self.N, self.K, self.device, 1).view(EXPERTS, self.N, self.K).mT
+
+    @cached_property
+    def layout(self) -> tuple[Tensor, Tensor, Tensor]:
+        return fp8fn.sort_tokens(self.chosen, EXPERTS, BLOCK_M)
+
+    @cached_property
+    def a(self) -> ScaledTensor:
+        return fp8fn.quantize(self.x, (1, 32), scale="e8m0")
+
+    @cached_property
+    def b(self) -> ScaledTensor:
+        return fp8fn.quantize(self.w, (32, 1), scale="e8m0")
+
+    def ours(self) -> Call:
+        given = self.a, self.b, *self.layout
+        return lambda: fp8fn.moe_gemm(*given, top_k=TOP_K, token_weights=self.factors)
+
+    def dot_scaled(self) -> Call:
+        from fp8fn.bench.dot_scaled import plan_routed
+
+        out = self.x.new_zeros(self.T * TOP_K, self.N)
+        launch = plan_routed(self.a, self.b, self.layout, TOP_K, self.factors, out, target_of(self.device))
+
+        def call() -> Tensor:
+            launch.run()
+            return out
+
+        return call
+
+    def bf16(self) -> Call:
+        """Rows by expert, one grouped product, and back."""
+        order = self.chosen.flatten().sort(stable=True).indices
+        counts = torch.bincount(self.chosen.flatten(), minlength=EXPERTS)
+        offsets, w = counts.cumsum(0).to(torch.int32), self.w
+        factors, tokens = self.factors[order, None], order // TOP_K
+        out = self.x.new_empty(self.T * TOP_K, self.N)
+
+        def call() -> Tensor:
+            product = torch._grouped_mm(self.x[tokens], w, offs=offsets)
+            out[order] = (product * factors).to(out.dtype)
+            return out
+
+        return call
+
+    def snr_db(self, found: Tensor) -> float:
+        """Of the last token's rows and the first's."""
+        least = []
+        for token in (0, self.T - 1):
+            rows = slice(token * TOP_K, (token + 1) * TOP_K)
+            exact = torch.stack([self.x[token].double() @ self.w[expert].double() for expert in self.chosen[token]])
+            least.append(snr_db(exact * self.factors[rows, None], found[rows]))
+        return min(least)
+
+
+def mx_moe_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """Of one `(T, N, K)`."""
+    tokens = Tokens(shape, device)
+    elements = float(tokens.used) * tokens.N * tokens.K
+
+    def case(peer: str, name: str, size: int, build: Callable[[], Call]) -> Case:
+        return Case(peer, name, build, lambda out: {"out": tokens.snr_db(out)}, 0.0, size * elements)
+
+    found = [case("fp8fn", "MX-FP8", 1, tokens.ours), case("torch", "bf16", 2, tokens.bf16)]
+    if device.type == "cuda":
+        found.append(case("triton", "dot_scaled", 1, tokens.dot_scaled))
+    return found
+
+
 def microseconds(row: Row) -> float | None:
     """Of one product."""
     per_call = row.graph_us or row.us
@@ -129,25 +261,28 @@ def microseconds(row: Row) -> float | None:
 
 
 def table(run: dict[str, Any]) -> str:
-    """A line for each shape: µs of a product, TB/s of the weight's bytes (or TFLOP/s), bf16's time over ours."""
+    """A line for each shape: µs of a product, TB/s of the weight's bytes (or TFLOP/s), the others' time over ours."""
     rows = tables.rows_of(run)
     labels = list(dict.fromkeys(row.label for row in rows))
+    mine = next(label for label in labels if label.startswith("fp8fn "))
+    others = [label for label in labels if label in ("torch bf16", "triton dot_scaled")]
+    of_call = run["results"].get("suite") == "mx_moe"
     lines = []
     for shape in dict.fromkeys(row.shape for row in rows):
         found = {row.label: row for row in rows if row.shape == shape}
-        times = {label: microseconds(row) for label, row in found.items()}
-        ours, bf16 = times.get("fp8fn w in 128x128"), times.get("torch bf16")
-        rate = ""
+        times = {label: (row.graph_us or row.us) if of_call else microseconds(row) for label, row in found.items()}
+        ours, rate = times.get(mine), ""
         if ours is not None:
-            row = found["fp8fn w in 128x128"]
+            row = found[mine]
             rate = f"{tables.rate((row.operations or row.bytes) / (row.graph_us or row.us or 1.0) / 1e6)} {row.unit}"
-        cells = ["n/a" if times.get(label) is None else f"{times[label]:.1f}" for label in labels]
-        faster = "" if ours is None or bf16 is None else f"{bf16 / ours:.2f}x"
+        cells = ["n/a" if (time := times.get(label)) is None else f"{time:.1f}" for label in labels]
+        faster = ["" if not ours or (time := times.get(label)) is None else f"{time / ours:.2f}x" for label in others]
         least = worst(value for row in found.values() for value in row.snr_db.values())
-        lines.append([",".join(map(str, shape)), *cells, rate, faster, "" if least is None else f"{least:.1f}"])
+        lines.append([",".join(map(str, shape)), *cells, rate, *faster, "" if least is None else f"{least:.1f}"])
     from tabulate import tabulate
 
-    headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", "over bf16", "worst SNR, dB")
+    over = [f"over {label.split(maxsplit=1)[1]}" for label in others]
+    headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", *over, "worst SNR, dB")
     aligned = ("left", *["right"] * (len(headers) - 1))
     body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=aligned))
     return "\n".join([body, "", tables.provenance(run)])
@@ -157,6 +292,10 @@ SUITES = {
     "decode": Suite(
         tuple((m, n, k) for k, n in DECODE for m in ROWS), decode_cases, table, SCHEDULE, graphs=True, axes="M,N,K"
     ),
+    "mx": Suite(
+        tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases, table, SCHEDULE, graphs=True, axes="M,N,K"
+    ),
+    "mx_moe": Suite(MX_MOE, mx_moe_cases, table, SCHEDULE, graphs=True, axes="T,N,K"),
     "batched": Suite(BATCHED, batched_cases, table, SCHEDULE, graphs=True, axes="B,M,N,K"),
 }
 

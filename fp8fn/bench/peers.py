@@ -18,7 +18,7 @@ from torch import Tensor
 from fp8fn import ScaledTensor
 from fp8fn.bench.timing import Call
 
-PEERS: Final = ("torch", "torchao", "deep_gemm")
+PEERS: Final = ("torch", "torchao", "deep_gemm", "triton")
 
 
 def torch_scaled_mm(a: ScaledTensor, b: ScaledTensor) -> Call:

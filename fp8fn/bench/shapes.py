@@ -51,15 +51,22 @@ TRAINING: Final = ((8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192))
 SMALL: Final = ((128, 7168, 2048), (64, 24576, 1536), (4096, 2112, 7168), (4096, 2176, 7168))
 
 
+# (K, N) of the weights of aiter's MX products for decoding.
+MX_DECODE: Final = ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144))
+
+
 def _decode() -> tuple[tuple[int, int], ...]:
     shapes: list[tuple[int, int]] = []
-    for k, n in ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144)):
+    for k, n in MX_DECODE:
         shapes += [(k, n), *((k, n // parts) for parts in (2, 4, 8)), *((k // parts, n) for parts in (2, 4, 8))]
     return tuple(dict.fromkeys(shapes))
 
 
-# (K, N) of the weights of aiter's MX products for decoding: whole, and divided among 2, 4 and 8 along N or K.
+# Whole, and divided among 2, 4 and 8 along N or K.
 DECODE: Final = _decode()
+
+# (T, N, K) of tokens by their experts.
+MX_MOE: Final = tuple((tokens, 1536, 6144) for tokens in (1, 2, 4, 8, 16, 32, 64))
 
 # (B, M, N, K) of aiter's batched products by an FP8 weight, and one that the tensor cores decide.
 BATCHED: Final = (
