@@ -294,9 +294,11 @@ def _accepts_scaled(problem: Problem) -> str | None:
 
 def _configure_scaled(problem: Problem) -> Config:
     if problem.target.backend == "hip":
-        options = (("matrix_instr_nonkdim", 16),)
+        if problem.m <= 32:
+            return Config(32, 64, 256, 4, 2, options=(("matrix_instr_nonkdim", 16),))
+        options = (("matrix_instr_nonkdim", 32),)  # tiles of 16 would leave by 8 bytes
         if problem.m <= 64:
-            return Config(32 if problem.m <= 32 else 64, 64, 256, 4, 2, options=options)
+            return Config(64, 64, 256, 4, 2, options=options)
         return Config(128, 128, 128, 8, 2, options=options)
     if problem.k % 16:  # loads of single bytes take registers: 128 deep spills 28 to 172
         return Config(128, 64, 64, 8, 3)

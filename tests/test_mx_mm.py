@@ -296,11 +296,12 @@ def test_no_configuration_spills(target: Target, m: int) -> None:
 
 
 def test_machine_code_multiplies_with_scales_or_in_bfloat16() -> None:
-    for m in (32, 4096):
+    for m, product in ((32, "16x16x128"), (4096, "32x32x64")):
         ptx = offline(SM100, "triton_scaled", m)[0].compile().asm["ptx"]
         assert re.search(r"tcgen05\.mma\.cta_group::1\.kind::mxf8f6f4\.block_scale", ptx)
         text = offline(GFX950, "triton_scaled", m)[0].compile().asm["amdgcn"]
-        assert re.search(r"v_mfma_scale_f32_16x16x128_f8f6f4", text)
+        assert set(re.findall(r"v_mfma\w+", text)) == {f"v_mfma_scale_f32_{product}_f8f6f4"}
+        assert m == 32 or set(re.findall(r"buffer_store\w+", text)) == {"buffer_store_dwordx4"}
     ptx = offline(SM90, "triton_widened", 4096)[0].compile().asm["ptx"]
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
     ptx = offline(SM90, "triton_few", 1)[0].compile().asm["ptx"]
