@@ -482,7 +482,7 @@ def test_peers_are_chosen_and_a_failure_of_ours_is_status_1(monkeypatch: pytest.
         (("dense", "--shape", "8192,6144"), "anchors needs 3 sizes, M,N,K"),
         (("quant", "--shape", "1,2,3"), "quant needs 2 sizes, M,N"),
         (("dense", "--shape", "8192,x"), "'8192,x' is no list of sizes"),
-        (("linear", "--peers", "torch,jax"), "'jax' is no peer; choose from torch, torchao, deep_gemm, triton, or none"),
+        (("quant", "--peers", "torch,jax"), "'jax' is no peer; choose from torch, torchao, deep_gemm, triton, or none"),
         (("wgrad", "--rounds", "0"), "'0' is no positive whole number"),
     ],
 )
