@@ -15,13 +15,13 @@ from fp8fn.ops.cuda import gemv_mx, nvrtc, prepared
 from fp8fn.ops.cuda.launch import CudaLaunch, Prepared
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.hip import envelope
-from fp8fn.ops.hip.envelope import MoeProblem
 from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.scaled_mm import check_operand
 from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning.mx import MoeProblem
 
 MOE_GEMM_SCHEMA: Final = (
     "moe_gemm(Tensor a, Tensor a_scale, int[2] a_block, Tensor w, Tensor w_scale, int[2] w_block,"

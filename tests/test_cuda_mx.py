@@ -31,12 +31,11 @@ from fp8fn.ops.cuda import gemv_mx, nvrtc
 from fp8fn.ops.cuda.gemv_a16w8 import Config
 from fp8fn.ops.cuda.gemv_mx import accepts, configure, plan
 from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.hip.envelope import MoeProblem
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, target_of
-from fp8fn.ops.tuning.mx import Problem
+from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

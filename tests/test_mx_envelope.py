@@ -22,14 +22,14 @@ from fp8fn.ops import moe_gemm, mx_mm, reference
 from fp8fn.ops.hip import build, envelope, variants
 from fp8fn.ops.hip import launch as hip_launch
 from fp8fn.ops.hip.config import HipConfig
-from fp8fn.ops.hip.envelope import MoeProblem, accepts_gemv, accepts_mfma, accepts_moe, configure_moe, untuned_moe
+from fp8fn.ops.hip.envelope import accepts_gemv, accepts_mfma, accepts_moe, configure_moe, untuned_moe
 from fp8fn.ops.hip.launch import HipLaunch, check_parameters
 from fp8fn.ops.hip.runtime import HipError
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, choose, plan, problem_of
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
-from fp8fn.ops.tuning.mx import Problem, Row, parse
+from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))

@@ -11,9 +11,8 @@ from fp8fn.ops.cuda.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, TYPES
-from fp8fn.ops.hip.envelope import MoeProblem
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.mx import Problem
+from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 # Rows of a: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 64

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from fp8fn.ops.hip.config import HipConfig
-from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.mx import Problem
+from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 ARCH: Final = "gfx950"
 # A kernel's offsets from an address are signed 32-bit ones.
@@ -70,24 +68,6 @@ def configure_mfma(problem: Problem) -> HipConfig:
     while splits < MOST_SPLITS and blocks(n_sub) * splits < cores and problem.k >= 2 * splits * in_flight:
         splits *= 2
     return HipConfig(n_sub=n_sub, k_splits=splits)
-
-
-@dataclass(frozen=True)
-class MoeProblem:
-    """`ids` rows by `(E, K, N)` of `experts`, in `tiles` of `block_m` ids; `largest` and `k_lines` as of `Problem`."""
-
-    ids: int
-    n: int
-    k: int
-    experts: int
-    tiles: int
-    block_m: int
-    target: Target
-    a_block: Block = (1, 32)
-    a_dtype: torch.dtype = torch.float8_e4m3fn
-    w_dtype: torch.dtype = torch.float8_e4m3fn
-    largest: int = 0
-    k_lines: bool = True
 
 
 def accepts_moe(problem: MoeProblem) -> str | None:

@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 
 COLUMNS: Final = ("arch", "K", "N", "M", "kernel", "options")
@@ -33,6 +34,24 @@ class Problem:
     batch: int = 1
     a_dtype: torch.dtype = torch.float8_e4m3fn
     b_dtype: torch.dtype = torch.float8_e4m3fn
+    largest: int = 0
+    k_lines: bool = True
+
+
+@dataclass(frozen=True)
+class MoeProblem:
+    """`ids` rows by `(E, K, N)` of `experts`, in `tiles` of `block_m` ids; `largest` and `k_lines` as of `Problem`."""
+
+    ids: int
+    n: int
+    k: int
+    experts: int
+    tiles: int
+    block_m: int
+    target: Target
+    a_block: Block = (1, 32)
+    a_dtype: torch.dtype = torch.float8_e4m3fn
+    w_dtype: torch.dtype = torch.float8_e4m3fn
     largest: int = 0
     k_lines: bool = True
 
