@@ -230,25 +230,20 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     // Sums (WARPS_K, rows, PITCH) in the place of x.
     float* const sums = reinterpret_cast<float*>(memory);
     __syncthreads();
+    if constexpr (K_CONTIGUOUS) {
+        put_sums(sums, acc, rows, warp_k, quarter, tile_n, column);
+    } else {
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; s++) {
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            const int row = 8 * s + 2 * quarter + odd;
-            float* to = sums + (warp_k * rows + row) * PITCH - tile_n;
-            if (row < rows) {
-                if constexpr (K_CONTIGUOUS) {
+            for (int odd = 0; odd < 2; odd++) {
+                const int row = 8 * s + 2 * quarter + odd;
+                if (row >= rows) continue;
+                float4* to = reinterpret_cast<float4*>(sums + (warp_k * rows + row) * PITCH - tile_n + column(0, 0));
 #pragma unroll
-                    for (int tile = 0; tile < TILES; tile++) {
-                        to[column(tile, 0)] = acc[tile][s][odd];
-                        to[column(tile, 1)] = acc[tile][s][odd + 2];
-                    }
-                } else {
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-                        auto sum = [&](int c) { return acc[(i % 2 * 4 + c) % TILES][s][odd + i / 2 * 2]; };
-                        reinterpret_cast<float4*>(to + column(0, 0))[i] = make_float4(sum(0), sum(1), sum(2), sum(3));
-                    }
+                for (int i = 0; i < 4; i++) {
+                    auto sum = [&](int c) { return acc[(i % 2 * 4 + c) % TILES][s][odd + i / 2 * 2]; };
+                    to[i] = make_float4(sum(0), sum(1), sum(2), sum(3));
                 }
             }
         }

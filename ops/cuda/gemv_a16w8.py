@@ -96,7 +96,7 @@ def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[T
 
 def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, cores: int) -> Config:
     """The default: blocks so that all multiprocessors wait for memory at once, and no more rows of x than needed."""
-    rows = min(8 << (-(-m // 8) - 1).bit_length(), 64 if k_contiguous else 16)
+    rows = min(8 * ceil_power_of_two(-(-m // 8)), 64 if k_contiguous else 16)
     units = -(-k // (64 if k_contiguous else 32))
     if k_contiguous and rows <= 32:
         return choose_few(m, n, units, batches, rows, cores)
@@ -113,12 +113,12 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
 
     def divide(wide: int) -> tuple[int, int, int]:
         """Warps side by side, warps along K, blocks before K is shared by clusters."""
-        warps_k = min(_WARPS // wide, _power_of_two(units))
-        warps_n = min(_WARPS // warps_k, 1 << (-(-n // 16) - 1).bit_length())
+        warps_k = min(_WARPS // wide, floor_power_of_two(units))
+        warps_n = min(_WARPS // warps_k, ceil_power_of_two(-(-n // 16)))
         return warps_n, warps_k, -(-n // (16 * warps_n)) * -(-m // rows) * batches
 
     def most_clusters(warps_k: int) -> int:
-        return min(_LARGEST_CLUSTER, _power_of_two(max(units // warps_k, 1)))
+        return min(_LARGEST_CLUSTER, floor_power_of_two(max(units // warps_k, 1)))
 
     wide = 1 if m == 1 else 4 if m <= 8 else 8
     warps_n, warps_k, blocks = divide(wide)
@@ -139,17 +139,20 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
 
 
-def _power_of_two(count: int) -> int:
-    """The largest that is not above `count`."""
+def floor_power_of_two(count: int) -> int:
     return 1 << (count.bit_length() - 1)
+
+
+def ceil_power_of_two(count: int) -> int:
+    return 1 << (count - 1).bit_length()
 
 
 def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguous: bool, cores: int) -> Config:
     """Wide blocks read x seldom: its bytes are at most those of the weight. Then K is shared by warps, as long as each
     has two units of it and one wave of blocks does it, and by a cluster, until two multiprocessors have three blocks.
     """
-    tiles = (2 if rows == 64 and units > 16 else 1) if k_contiguous else 8
-    width, resident = 16 * tiles, 1  # the registers of two blocks would spill
+    tiles = (2 if units > 16 else 1) if k_contiguous else 8
+    width = 16 * tiles
     needed = 2 * min(m, rows)  # columns
 
     def blocks(warps_k: int) -> int:
@@ -157,18 +160,17 @@ def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguo
 
     warps_k = _WARPS
     while warps_k > 1 and (
-        2 * warps_k > units
-        or width * _WARPS // warps_k < needed
-        or (units < 8 * warps_k and blocks(warps_k) > resident * cores)
+        2 * warps_k > units or width * _WARPS // warps_k < needed or (units < 8 * warps_k and blocks(warps_k) > cores)
     ):
         warps_k //= 2
-    warps_n = min(_WARPS // warps_k, 1 << (-(-n // width) - 1).bit_length())
+    warps_n = min(_WARPS // warps_k, ceil_power_of_two(-(-n // width)))
     cluster = 1
     while cluster < _LARGEST_CLUSTER and 2 * blocks(warps_k) * cluster < 3 * cores and units > 2 * warps_k * cluster:
         cluster *= 2
     each = -(-units // (warps_k * cluster))
     unroll = tiles if k_contiguous else 2 if rows == 8 else 1
-    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
+    # One block on a multiprocessor: the registers of two would spill.
+    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 1)
 
 
 def plan(
@@ -204,9 +206,9 @@ def plan(
         shared=shared,
         args={
             "x": x, "w": w, "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k, "received": received,
-            "x_batch": _step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
-            "w_batch": _step(w), "w_line": w.stride(-1 if k_contiguous else -2),
-            "s_batch": _step(w_scale), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,
+            "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
+            "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
+            "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,
             "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
             "bias_n": 0 if bias is None else bias.stride(-1),
         },
@@ -223,7 +225,8 @@ def call(launch: CudaLaunch, out: Tensor) -> Call:
     return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
 
 
-def _step(x: Tensor) -> int:
+def batch_step(x: Tensor) -> int:
+    """From a matrix to the next; 0 where one serves the whole batch."""
     return x.stride(0) if x.dim() == 3 else 0
 
 

@@ -192,23 +192,8 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
     }
 
     // Sums (WARPS_K, rows, PITCH) in the place of a.
-    float* const sums = reinterpret_cast<float*>(memory);
     __syncthreads();
-#pragma unroll
-    for (int s = 0; s < SLICES; s++) {
-#pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
-            const int row = 8 * s + 2 * quarter + odd;
-            float* to = sums + (warp_k * rows + row) * PITCH - tile_n;
-            if (row < rows) {
-#pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
-                    to[column(tile, 0)] = acc[tile][s][odd];
-                    to[column(tile, 1)] = acc[tile][s][odd + 2];
-                }
-            }
-        }
-    }
+    put_sums(reinterpret_cast<float*>(memory), acc, rows, warp_k, quarter, tile_n, column);
     __syncthreads();
 
     // Stores the sums of a pair of columns; pairs are counted along the rows of the tile.

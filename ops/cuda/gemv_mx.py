@@ -6,7 +6,14 @@ from typing import Final
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemv_a16w8 import Config, choose_few, divide_memory
+from fp8fn.ops.cuda.gemv_a16w8 import (
+    Config,
+    batch_step,
+    ceil_power_of_two,
+    choose_few,
+    divide_memory,
+    floor_power_of_two,
+)
 from fp8fn.ops.cuda.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
@@ -49,7 +56,7 @@ def accepts(problem: Problem) -> str | None:
 
 def configure(problem: Problem) -> Config:
     """As of `gemv_a16w8`, whose weight has as many bytes; more than 32 rows are several tiles."""
-    rows = min(8 << (-(-problem.m // 8) - 1).bit_length(), _MOST_TILE)
+    rows = min(8 * ceil_power_of_two(-(-problem.m // 8)), _MOST_TILE)
     units = -(-problem.k // _UNIT)
     return choose_few(problem.m, problem.n, units, problem.batch, rows, problem.target.cores)
 
@@ -90,7 +97,7 @@ def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
 def configure_moe(problem: MoeProblem) -> Config:
     """As many rows as twice an expert's share of the ids; few columns a block, until there are many waves of blocks."""
     share = -(-2 * problem.ids // problem.experts)
-    rows = max(8, min(_power_of_two(share), _power_of_two(problem.block_m), _MOST_TILE))
+    rows = max(8, min(ceil_power_of_two(share), ceil_power_of_two(problem.block_m), _MOST_TILE))
     resident, units = 2, -(-problem.k // _UNIT)
     tiles = min(problem.tiles, problem.ids)
 
@@ -100,17 +107,12 @@ def configure_moe(problem: MoeProblem) -> Config:
     wide = 1
     while wide < _WARPS and 32 * wide <= problem.n and blocks(2 * wide) >= 8 * resident * problem.target.cores:
         wide *= 2
-    warps_k = min(_WARPS // wide, 1 << (units.bit_length() - 1))
+    warps_k = min(_WARPS // wide, floor_power_of_two(units))
     cluster = 1
     while cluster < 8 and units >= 2 * warps_k * cluster and blocks(wide) * cluster < problem.target.cores:
         cluster *= 2
     each = -(-units // (warps_k * cluster))
     return Config(rows, 1, wide, warps_k, min(4 if rows == 8 else 2, each), cluster, resident)
-
-
-def _power_of_two(count: int) -> int:
-    """The least that is not below `count`."""
-    return 1 << (count - 1).bit_length()
 
 
 def plan_moe(
@@ -161,10 +163,10 @@ def _launch(
         args={
             "a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "out": out, **sizes,
             "N": n, "K": k, "received": received, "prefetched": _prefetched(tiles * batch, n, k, target, config),
-            "a_batch": _step(a), "a_m": a.stride(-2),
-            "as_batch": _step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
-            "b_batch": _step(b), "b_n": b.stride(-1),
-            "bs_batch": _step(b_scale), "bs_k": b_scale.stride(-2), "bs_n": b_scale.stride(-1), **routing,
+            "a_batch": batch_step(a), "a_m": a.stride(-2),
+            "as_batch": batch_step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
+            "b_batch": batch_step(b), "b_n": b.stride(-1),
+            "bs_batch": batch_step(b_scale), "bs_k": b_scale.stride(-2), "bs_n": b_scale.stride(-1), **routing,
         },
         target=target,
         options=options,
@@ -182,7 +184,3 @@ def call(launch: CudaLaunch, out: Tensor) -> Call:
     has_bias = launch.args["bias"] is not None
     pointers = (0, 1, 2, 3, 4 if has_bias else None, 5 if has_bias else 4, None, None, None, None)
     return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
-
-
-def _step(x: Tensor) -> int:
-    return x.stride(0) if x.dim() == 3 else 0

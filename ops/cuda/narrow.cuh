@@ -44,6 +44,27 @@ INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int 
     }
 }
 
+// Puts a warp's sums into `sums (WARPS_K, rows, PITCH)`; `column(tile, half)` is that of a thread in the matrix.
+template <typename Column>
+INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows, int warp_k, int quarter, int tile_n,
+                     Column column) {
+#pragma unroll
+    for (int s = 0; s < SLICES; s++) {
+#pragma unroll
+        for (int odd = 0; odd < 2; odd++) {
+            const int row = 8 * s + 2 * quarter + odd;
+            float* to = sums + (warp_k * rows + row) * PITCH - tile_n;
+            if (row < rows) {
+#pragma unroll
+                for (int tile = 0; tile < TILES; tile++) {
+                    to[column(tile, 0)] = acc[tile][s][odd];
+                    to[column(tile, 1)] = acc[tile][s][odd + 2];
+                }
+            }
+        }
+    }
+}
+
 // Adds the sums `(WARPS_K, rows, PITCH)` in `memory`, and those of the cluster's blocks, which arrive `received` bytes
 // from there; calls `finish` with each pair of columns, counted along the rows of the tile, and its sums.
 template <typename Finish>
