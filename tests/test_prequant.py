@@ -10,9 +10,9 @@ from typing import Any, Final
 
 import pytest
 import torch
+from test_mx_mm import Names
 from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8fn
 from fp8fn import ScaledTensor
@@ -31,19 +31,6 @@ WEIGHTS: Final[list[tuple[Block, ScaleFormat, Block]]] = [
 EACH_WEIGHT = pytest.mark.parametrize(("block", "scale", "left"), WEIGHTS, ids=str)
 # Weights whose transpose is quantized along its rows too, so that the gradient is a product in FP8.
 SQUARE: Final = ((128, 128), (-1, -1))
-
-
-class Names(TorchDispatchMode):
-    """The ops of fp8fn that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fp8fn":
-            self.called.append(func.__name__.removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
 
 
 def weight(
