@@ -42,7 +42,7 @@ class Config:
 
 
 _LARGEST: Final = Config()
-# 8 % slower than two slices of 128 rows, which have no registers left for a scale a column, or for scales and a bias.
+# Slower than two slices of 128 rows, which have no registers left for a scale a column, or for scales and a bias.
 _NARROW: Final = Config(64, 4, 2)
 _SMALLEST: Final = Config(64, 1, 6)
 
