@@ -203,7 +203,7 @@ def test_no_bias_spills(config: str, bias: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_output_with_an_odd_stride_spills(kind: str) -> None:
     launch = Problem(kind, (333, 111, 777), bias=BF16).plan(CONFIGS["192x128"])
-    assert dict(launch.kernel.macros)["OUT_TMA"] == 0
+    assert dict(launch.kernel.macros)["OUT_VIA"] == "PAIRS"
     assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
@@ -420,7 +420,7 @@ def shared_layout(config: Config, macros: dict[str, int | str]) -> int:
     chunk = next(size for size in (128, 64, 32, 16) if config.BN % size == 0)
     a_scale = 4 * config.BM if macros["A_SCALE"] == "VECTOR" else 0
     b_scale = {"VECTOR": 4 * config.BN, "BLOCK": config.BN // chunk * 4}.get(str(macros["B_SCALE"]), 0)
-    out = config.MATH * int(macros["OUT_CHUNKS"]) * 64 * 128 if macros["OUT_TMA"] else 0
+    out = config.MATH * int(macros["OUT_CHUNKS"]) * 64 * 128 if macros["OUT_VIA"] != "PAIRS" else 0
     padded = sum(-(-size // 128) * 128 for size in (a_scale, b_scale))
     return stages * ((config.BM + config.BN) * BK + padded + 16) + out
 
@@ -486,28 +486,45 @@ def test_macros_follow_blocks_types_and_bias() -> None:
     assert dict(Problem().plan().kernel.macros)["BIAS"] == 0
 
 
-def test_output_goes_through_tma_where_it_can() -> None:
-    def through_tma(shape: tuple[int, int, int], out: torch.dtype, config: Config | None = None) -> bool:
+def test_how_a_tile_leaves() -> None:
+    def way(shape: tuple[int, int, int], out: torch.dtype, config: Config | None = None) -> str:
         launch = Problem("forward", shape, out).plan(config)
-        assert isinstance(launch.args["out"], TensorMap) == bool(dict(launch.kernel.macros)["OUT_TMA"])
-        return isinstance(launch.args["out"], TensorMap)
+        found = str(dict(launch.kernel.macros)["OUT_VIA"])
+        assert isinstance(launch.args["out"], TensorMap) == (found == "BULK")
+        return found
 
-    assert through_tma((100, 128, 128), BF16)
-    assert through_tma((100, 136, 128), FP16)
-    assert not through_tma((100, 132, 128), BF16)  # rows of 264 bytes
-    assert not through_tma((100, 101, 128), BF16)
-    assert through_tma((1, 104, 128), BF16)
-    assert not through_tma((1, 101, 128), BF16)  # a bulk store writes whole pieces of 16 bytes, past the row's end
-    assert not through_tma((100, 128, 128), FP32)
-    assert not through_tma((100, 128, 128), BF16, Config(BN=96))
+    for rows, staged in ((1000, "BULK"), (100, "LINES"), (1, "LINES")):
+        assert way((rows, 128, 128), BF16) == staged
+        assert way((rows, 136, 128), FP16) == staged
+        assert way((rows, 104, 128), BF16) == staged
+        assert way((rows, 132, 128), BF16) == "PAIRS"  # rows of 264 bytes
+        assert way((rows, 101, 128), BF16) == "PAIRS"
+        assert way((rows, 128, 128), FP32) == "PAIRS"
+        assert way((rows, 128, 128), BF16, Config(BN=96)) == "PAIRS"
+
+
+def test_a_weight_that_is_read_once_leaves_the_l2_first() -> None:
+    def once(m: int, config: Config) -> bool:
+        launch = Problem("forward", (m, 256, 256)).plan(config)
+        return bool(dict(launch.kernel.macros)["B_ONCE"])
+
+    assert once(128, Config(MATH=1))
+    assert once(256, Config())
+    assert not once(129, Config(MATH=1))
+    assert not once(257, Config())
+    assert not once(128, Config(CLUSTER=2))
 
 
 def test_a_padded_output_keeps_its_stride_and_its_padding() -> None:
-    problem = Problem(shape=(100, 104, 128))
-    problem.out = torch.empty_strided((100, 104), (112, 1), dtype=BF16, device="meta")
+    problem = Problem(shape=(1000, 104, 128))
+    problem.out = torch.empty_strided((1000, 104), (112, 1), dtype=BF16, device="meta")
     launch = problem.plan()
     assert isinstance(launch.args["out"], TensorMap)
-    assert launch.args["out"].tensor.stride() == (11200, 112, 1)
+    assert launch.args["out"].tensor.stride() == (112000, 112, 1)
+    few = Problem(shape=(100, 104, 128))
+    few.out = problem.out[:100]
+    assert few.plan().args["out"] is few.out
+    assert few.plan().args["out_m"] == 112
     ragged = Problem(shape=(100, 101, 128))
     ragged.out = torch.empty_strided((100, 101), (104, 1), dtype=BF16, device="meta")
     assert ragged.plan().args["out"] is ragged.out  # TMA would write columns 101 to 103
@@ -850,8 +867,8 @@ def test_more_parts_than_blocks_along_k(parts: int, hopper: Target) -> None:
 @pytest.mark.parametrize("config", ["192x128", "128x256", "128x128", "64x192", "128x256 cluster", "parts"])
 def test_more_tiles_than_multiprocessors(config: str, hopper: Target) -> None:
     """Blocks walk over several tiles, the ring of stages and the output's buffers over their borders."""
-    for kind in KINDS:
-        operands = Operands(kind, (3000, 2056, 900), hopper)
+    for kind, shape in itertools.product(KINDS, ((3000, 2056, 900), (100, 30008, 300))):
+        operands = Operands(kind, shape, hopper)
         wide = operands.product(CONFIGS[config])
         assert snr(wide, operands.expected()) >= 50
         assert_rounded(operands.product(CONFIGS[config], BF16), wide)

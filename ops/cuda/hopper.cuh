@@ -71,6 +71,21 @@ INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
         : "memory");
 }
 
+INLINE uint64_t first_out_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// Lines that leave the L2 first, by `first_out_policy()`.
+INLINE void tma_load_first_out(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t policy) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+        " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z), "l"(policy)
+        : "memory");
+}
+
 // To the same address of every block in `blocks` (a mask), each of whose barriers counts the bytes.
 INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
     asm volatile(

@@ -6,12 +6,13 @@
 // columns, one wgmma group each, into the temporary `d`, and adds `scale * d` to the accumulators: a tensor core's own
 // accumulator keeps about 14 bits, and scales change from k-block to k-block. With DEPTH 2 there are two temporaries:
 // one is promoted while the other is computed. With CLUSTER 2, two blocks that lie one above the other in M share the
-// loads of B (SHARE_B), or two side by side those of A.
+// loads of B (SHARE_B), or two side by side those of A. With few rows B is read once (B_ONCE): its lines leave the L2
+// first, before written ones, which would have to go to memory to make room.
 //
 // Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, GROUP;
 // A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
-// of B only, BLOCK (one for 128 columns and a k-block); PROMOTE (k-blocks a promotion, where no scale changes);
-// OUT (BF16, FP16, FP32), OUT_TMA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`).
+// of B only, BLOCK (one for 128 columns and a k-block); B_ONCE; PROMOTE (k-blocks a promotion, where no scale changes);
+// OUT (BF16, FP16, FP32), OUT_VIA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`).
 #include "hopper.cuh"
 #include "convert.cuh"
 #include "groups.cuh"
@@ -21,6 +22,12 @@
 #define VECTOR 2
 #define BLOCK 3
 
+// How a tile leaves: two values of a thread at a time; through shared memory, 16 bytes of a line at a time; or by TMA,
+// while the next tile is computed.
+#define PAIRS 0
+#define LINES 1
+#define BULK 2
+
 constexpr int BK = 128;
 constexpr int WARPGROUP = 128;
 constexpr int ROWS = 64 * SLICES_M;  // of a warpgroup
@@ -28,6 +35,7 @@ constexpr int BM = ROWS * MATH;
 constexpr int WIDTH = BN / SLICES_N;   // columns of one product
 constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
 constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
+static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
 
 // Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
@@ -45,7 +53,7 @@ constexpr int B_SCALE_TMA_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
 constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
 constexpr int OUT_BUFFER = 64 * 128;  // 64 rows of 128 bytes
-constexpr int OUT_BUFFERS = OUT_TMA ? OUT_CHUNKS : 0;
+constexpr int OUT_BUFFERS = OUT_VIA == PAIRS ? 0 : OUT_CHUNKS;
 
 constexpr int AT_B = STAGES * A_BYTES;
 constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
@@ -64,12 +72,12 @@ using BScale = TensorMap;
 #else
 using BScale = const float*;
 #endif
-#if OUT_TMA
+#if OUT_VIA == BULK
 using Out = TensorMap;
 #else
 using Out = OutType*;
 #endif
-#if OUT_TMA
+#if OUT_VIA == BULK
 #define OUT_ROWS out_rows
 #else
 #define OUT_ROWS out
@@ -124,6 +132,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         Ring ring;
         if (warp == 0 && elect()) {
             const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+            [[maybe_unused]] const uint64_t first_out = B_ONCE ? first_out_policy() : 0;
             Walk walk(problem, offsets);
             for (int index = first; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
@@ -145,6 +154,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         constexpr int PIECE = BN / CLUSTER;
                         tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), k * BK, tile.n + rank * PIECE, b_batch,
                                            (1 << CLUSTER) - 1);
+                    } else if constexpr (B_ONCE) {
+                        tma_load_first_out(to_b, b, full(s), k * BK, tile.n, b_batch, first_out);
                     } else {
                         tma_load(to_b, b, full(s), k * BK, tile.n, b_batch);
                     }
@@ -339,8 +350,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             for (int slice = 0; slice < SLICES_M; slice++) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
                 // A bulk store of 64 rows would write into the group below.
-                const bool bulk = OUT_TMA && (GROUPED != JAGGED_M ||
-                                              tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
+                const bool staged = OUT_VIA != PAIRS && (GROUPED != JAGGED_M ||
+                                                         tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
                 float whole0 = 1.0f, whole1 = 1.0f;
 #if A_SCALE == LINE
                 const float* lines = a_scale + int64_t(tile.batch * a_batched) * as_batch;
@@ -352,12 +363,16 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #pragma unroll
                 for (int column = 0; column < BN; column += 64) {
                     [[maybe_unused]] uint32_t at_buffer = 0;
-#if OUT_TMA
-                    if (bulk) {
+#if OUT_VIA != PAIRS
+                    if (staged) {
                         at_buffer = base + AT_OUT + (warpgroup * OUT_BUFFERS + buffer) * OUT_BUFFER;
                         buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
+#if OUT_VIA == BULK
                         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<OUT_BUFFERS - 1>();
                         warpgroup_sync(1 + warpgroup);
+#else
+                        __syncwarp();  // a warp reads what it has put there itself
+#endif
                     }
 #endif
                     [[maybe_unused]] uint32_t packed[4];
@@ -384,8 +399,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
                         v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
 #endif
-#if OUT_TMA
-                        if (bulk) {
+#if OUT_VIA != PAIRS
+                        if (staged) {
                             packed[j % 2 * 2 + 0] = pack<OutType>(v00, v01);
                             packed[j % 2 * 2 + 1] = pack<OutType>(v10, v11);
                             if (j % 2 == 1) {
@@ -395,8 +410,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                             }
                         }
 #endif
-#if !OUT_TMA || GROUPED == JAGGED_M
-                        if (!bulk) {
+#if OUT_VIA == PAIRS || GROUPED == JAGGED_M
+                        if (!staged) {
                             const int64_t layer = int64_t(tile.layer()) * problem.parts + tile.part;
                             OutType* to = OUT_ROWS + (layer * problem.M + row0) * int64_t(out_m) + n;
                             store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? problem.N - n : 0);
@@ -404,8 +419,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         }
 #endif
                     }
-#if OUT_TMA
-                    if (bulk) {
+#if OUT_VIA == BULK
+                    if (staged) {
                         fence_async();
                         warpgroup_sync(1 + warpgroup);
                         if (threadIdx.x % WARPGROUP == 0) {
@@ -413,11 +428,22 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                             tma_store_commit();
                         }
                     }
+#elif OUT_VIA == LINES
+                    __syncwarp();
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {  // of the warp's 16 rows
+                        const int line = warp * 16 + i * 4 + lane / 8, piece = lane % 8;
+                        const int m = tile.m + warpgroup * ROWS + slice * 64 + line, n = tile.n + column + piece * 8;
+                        const char* from = memory + (at_buffer - base) + line * 128 + (piece ^ line % 8) * 16;
+                        OutType* to = out + (int64_t(tile.layer()) * problem.M + m) * out_m + n;
+                        if (m < problem.M && n < problem.N)
+                            *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+                    }
 #endif
                 }
             }
         }
-#if OUT_TMA
+#if OUT_VIA == BULK
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
 #endif
     }

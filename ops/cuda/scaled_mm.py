@@ -207,17 +207,20 @@ def plan_tiles(
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
     # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
     whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
-    through_tma = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
+    staged = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
+    once = _reads_b_once(m, config) and grouped == "DENSE"
+    # Bulk stores wait for what they overlap with: the next tile, of which few rows have few.
+    out_via = "PAIRS" if not staged else "LINES" if once else "BULK"
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
-    stages, shared = _stages(config, kinds, out_chunks if through_tma else 0, scales_of_a)
+    stages, shared = _stages(config, kinds, out_chunks if staged else 0, scales_of_a)
     multicast = config.CLUSTER > 1
     macros: dict[str, int | str] = {
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
         "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
-        "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_TMA": int(through_tma), "OUT_CHUNKS": out_chunks,
-        "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_VIA": out_via, "OUT_CHUNKS": out_chunks,
+        "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
@@ -226,7 +229,7 @@ def plan_tiles(
     args: dict[str, Argument] = {
         "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
         "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128),
-        "out": TensorMap(as_batch(out), (1, 64, 64), 128) if through_tma else out,
+        "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
         "problem": (m, n, k, batches, parts),
         "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
@@ -250,6 +253,11 @@ def plan_tiles(
         target=target,
         options=options,
     )
+
+
+def _reads_b_once(m: int, config: Config) -> bool:
+    """Whether the blocks that read a column of tiles run together, each by its own loads."""
+    return m <= 2 * config.BM and config.CLUSTER == 1
 
 
 def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
