@@ -12,11 +12,12 @@ from fp8fn.ops.tuning.problem import Problem
 
 X: Final = Config(MATH=3, DEPTH=1)
 W: Final = Config(BN=256, SLICES_N=2, DEPTH=1)
+SMALLEST: Final = Config(MATH=1, BN=64)
 _EVERYWHERE: Final = (
     X, W,
     Config(BN=64),
     Config(MATH=1),
-    Config(MATH=1, BN=64),
+    SMALLEST,
     Config(MATH=1, BN=192, DEPTH=1),
     Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from statistics import median, quantiles
 from typing import Any, Final, Protocol, TypeAlias
 
 from fp8fn.ops.cuda.scaled_mm import Config
-from fp8fn.ops.tuning.candidates import W, X, candidates, config_name
+from fp8fn.ops.tuning.candidates import SMALLEST, W, X, candidates, config_name
 from fp8fn.ops.tuning.model import microseconds, ranked
 from fp8fn.ops.tuning.problem import Chip, Problem
 from fp8fn.ops.tuning.table import PEER, Entry
@@ -21,6 +21,7 @@ from fp8fn.ops.tuning.table import PEER, Entry
 Call: TypeAlias = Callable[[], Any]
 
 _BEST: Final = 4
+_FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
 # Of a median: two sweeps of one kernel on a warm H200 differ by about as much, whatever the quartiles say.
 _LEAST_SPREAD: Final = 0.005
@@ -65,9 +66,10 @@ def turns_for(us: float) -> Turns:
 
 
 def shortlist(problem: Problem, cores: int) -> list[Config]:
-    """The model's best few, and the two tiles that win most large products."""
+    """The model's best few, and the two tiles that win most large products, or the smallest where rows are few."""
     there = candidates(problem, cores)
-    return list(dict.fromkeys([*ranked(problem, cores)[:_BEST], *(tile for tile in (X, W) if tile in there)]))
+    others = (X, W) if problem.m > _FEW_ROWS else (SMALLEST,)
+    return list(dict.fromkeys([*ranked(problem, cores)[:_BEST], *(tile for tile in others if tile in there)]))
 
 
 def tune(problem: Problem, bench: Bench) -> Entry:
