@@ -6,18 +6,23 @@ import ast
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from matplotlib.axes import Axes
 from torch._inductor import compile_fx
 
 import fp8fn.demo.model
+from fp8fn.bench import record
 from fp8fn.demo import command
 from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import HELD_OUT, Corpus, standard_library
 from fp8fn.demo.model import GPT, Experts, GPTConfig
+from fp8fn.demo.pairs import Pair, standard_deviation, standard_error
 from fp8fn.demo.presets import MODELS, PRESETS
 from fp8fn.demo.report import conclusion, plot, table, verdict
 from fp8fn.demo.saved import bytes_saved
@@ -35,9 +40,47 @@ def corpus() -> Corpus:
 
 
 @pytest.fixture(scope="module")
-def runs(corpus: Corpus) -> Iterator[tuple[Run, Run]]:
-    yield compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
+def pair(corpus: Corpus) -> Iterator[Pair]:
+    (found,) = compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
+    yield found
     torch.compiler.reset()
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Graphs run as they are, without Inductor's code, and each adds an element here."""
+    compiled: list[int] = []
+
+    def as_it_is(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
+        compiled.append(len(gm.graph.nodes))
+        return gm.forward
+
+    monkeypatch.setattr(compile_fx, "compile_fx", as_it_is)
+    return compiled
+
+
+def run_of(*validation: float, seconds: float = 1.0, saved_bytes: int = 1 << 20, name: str = "baseline") -> Run:
+    """A run of a step between evaluations with those losses."""
+    return Run(
+        name=name,
+        losses=list(validation[1:]),
+        validation=list(enumerate(validation)),
+        step_seconds=[seconds] * max(len(validation) - 1, 1),
+        tokens_per_step=1000,
+        saved_bytes=saved_bytes,
+    )
+
+
+def pairs_of(*losses: tuple[float, float]) -> list[Pair]:
+    """Pairs of the seeds 5, 6, ... that end at those losses, the baseline's and FP8's; FP8 takes twice the time."""
+    return [
+        Pair(
+            seed=5 + index,
+            baseline=run_of(4.0, before, saved_bytes=2 << 20),
+            fp8=run_of(4.0, after, seconds=2.0, name="fp8"),
+        )
+        for index, (before, after) in enumerate(losses)
+    ]
 
 
 def write_sources(root: Path, count: int) -> None:
@@ -147,18 +190,17 @@ def test_experts_are_the_sum_over_those_that_the_router_chose() -> None:
     assert (experts(x) - expected).norm() < 2e-2 * expected.norm()  # bfloat16
 
 
-def test_a_mixture_trains_by_its_products_of_groups(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs run as they are: Inductor is in the runs of the model without experts."""
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
+@pytest.mark.usefixtures("graphs")
+def test_a_mixture_trains_by_its_products_of_groups(corpus: Corpus) -> None:
     model = build(replace(CONFIG, experts=4), PLAN)
     tokens = torch.zeros(PLAN.batch, CONFIG.context, dtype=torch.int64)
     rows = fp8fn.explain(model, tokens, where="*", show=False).rows
     assert [row.weight for row in rows if row.op == "grouped_mm"] == ["layers.0.mlp.gate_up", "layers.0.mlp.down"]
     assert [row.weight for row in rows if row.reason] == ["layers.0.mlp.router.weight"]
-    baseline, fp8 = compare(model, corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
-    assert fp8.losses != baseline.losses
-    assert fp8.final_loss < fp8.validation[0][1] - 0.2
-    assert verdict(baseline.final_loss, fp8.final_loss) == 0
+    (pair,) = compare(model, corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
+    assert pair.fp8.losses != pair.baseline.losses
+    assert pair.fp8.final_loss < pair.fp8.validation[0][1] - 0.2
+    assert verdict([pair]) == 0
 
 
 def test_a_size_of_another_model_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,11 +210,11 @@ def test_a_size_of_another_model_is_an_error(capsys: pytest.CaptureFixture[str])
     assert "--size 1b is not one of --model moe: use tiny or small" in capsys.readouterr().err
 
 
-def test_both_runs_start_alike(runs: tuple[Run, Run], corpus: Corpus) -> None:
+def test_both_runs_start_alike(pair: Pair, corpus: Corpus) -> None:
     model = build(CONFIG, PLAN)
     held_out = corpus.validation_batches(PLAN.validation_batches, PLAN.batch, CONFIG.context)
     inputs, targets = next(corpus.batches(PLAN.batch, CONFIG.context, PLAN.seed))
-    baseline, fp8 = runs
+    baseline, fp8 = pair.baseline, pair.fp8
     assert baseline.validation[0][1] == pytest.approx(evaluate(model, held_out, PLAN), rel=1e-6)
     expected = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
     assert baseline.losses[0] == pytest.approx(expected, rel=1e-6)
@@ -181,25 +223,103 @@ def test_both_runs_start_alike(runs: tuple[Run, Run], corpus: Corpus) -> None:
     assert fp8.losses[0] != baseline.losses[0]
 
 
-def test_both_runs_learn(runs: tuple[Run, Run]) -> None:
-    for run in runs:
+def test_both_runs_learn(pair: Pair) -> None:
+    for run in (pair.baseline, pair.fp8):
         assert len(run.losses) == len(run.step_seconds) == PLAN.steps
         assert [step for step, _ in run.validation] == [0, 1, 2, 3]
         assert run.final_loss < run.validation[0][1] - 0.3
-    assert verdict(runs[0].final_loss, runs[1].final_loss) == 0
+    assert verdict([pair]) == 0
 
 
-def test_fp8_saves_fewer_bytes(runs: tuple[Run, Run]) -> None:
-    baseline, fp8 = runs
-    assert 0 < fp8.saved_bytes < baseline.saved_bytes
+def test_fp8_saves_fewer_bytes(pair: Pair) -> None:
+    assert 0 < pair.fp8.saved_bytes < pair.baseline.saved_bytes
 
 
-def test_table_and_plot(runs: tuple[Run, Run], tmp_path: Path) -> None:
-    text = table(*runs)
-    assert f"{runs[0].final_loss:.4f}" in text
-    assert f"{runs[1].final_loss:.4f}" in text
-    plot(*runs, tmp_path / "curves.any")
+@pytest.mark.usefixtures("graphs")
+def test_a_seed_after_another_trains_as_it_does_alone(corpus: Corpus) -> None:
+    names: list[str] = []
+
+    def progress(name: str, steps: Any) -> Any:
+        names.append(name)
+        return steps
+
+    def trained(seed: int, seeds: int) -> list[Pair]:
+        plan = replace(PLAN, seed=seed)
+        model = build(CONFIG, plan)
+        return compare(model, corpus, plan, in_fp8("blockwise"), UNCOMPILED, progress, seeds)
+
+    both = trained(3, 2)
+    assert names == [f"{variant}, seed {seed}" for variant in ("baseline", "fp8 blockwise") for seed in (3, 4)]
+    alone = [*trained(3, 1), *trained(4, 1)]
+    assert names[4:] == ["baseline", "fp8 blockwise"] * 2
+    assert [pair.seed for pair in both] == [pair.seed for pair in alone] == [3, 4]
+    for found, expected in zip(both, alone, strict=True):
+        # On several threads sums differ in their last bits, and FP8 rounds some of those up and others down.
+        assert found.baseline.losses == pytest.approx(expected.baseline.losses, rel=1e-5)
+        assert found.baseline.final_loss == pytest.approx(expected.baseline.final_loss, rel=1e-5)
+        assert found.fp8.losses == pytest.approx(expected.fp8.losses, rel=1e-3)
+        assert found.fp8.final_loss == pytest.approx(expected.fp8.final_loss, rel=1e-3)
+    assert both[0].baseline.losses != pytest.approx(both[1].baseline.losses, rel=1e-3)
+
+
+def test_each_variant_is_compiled_once_for_all_seeds(corpus: Corpus, graphs: list[int]) -> None:
+    compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"))
+    alone = len(graphs)
+    compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"), seeds=3)
+    assert len(graphs) == 2 * alone > 0
+
+
+def test_table_of_a_pair() -> None:
+    assert table(pairs_of((2.0, 2.01))).splitlines() == [
+        "                                     baseline     fp8    difference",
+        "---------------------------------  ----------  ------  ------------",
+        "final validation loss [nats/byte]      2.0000  2.0100        +0.50%",
+        "tokens/s, median step                   1,000     500         0.50x",
+        "saved for backward per step [MiB]         2.0     1.0         0.50x",
+    ]
+
+
+def test_table_of_several_pairs() -> None:
+    # +1 % and -2 % deviate by 1.5 % from their mean: the standard deviation is 1.5 % * sqrt(2), its error 1.5 %.
+    # 1 and 2 deviate by 0.5 from their mean 1.5: 0.5 * sqrt(2) / 1.5 = 47.14 %; FP8's, 0.475 * sqrt(2) / 1.485.
+    assert table(pairs_of((1.0, 1.01), (2.0, 1.96))).splitlines() == [
+        "                                          baseline     fp8      difference",
+        "--------------------------------------  ----------  ------  --------------",
+        "final validation loss, seed 5               1.0000  1.0100          +1.00%",
+        "final validation loss, seed 6               2.0000  1.9600          -2.00%",
+        "mean final validation loss [nats/byte]      1.5000  1.4850  -0.50% ± 1.50%",
+        "its standard deviation over seeds           47.14%  45.24%",
+        "mean tokens/s, median step                   1,000     500           0.50x",
+        "mean saved for backward per step [MiB]         2.0     1.0           0.50x",
+    ]
+
+
+def test_statistics_by_hand() -> None:
+    assert standard_deviation([1.0, 2.0, 3.0, 6.0]) == pytest.approx(math.sqrt(14 / 3))
+    assert standard_error([1.0, 2.0, 3.0, 6.0]) == pytest.approx(math.sqrt(14 / 3) / 2)
+    assert standard_error([0.25, 0.25]) == 0
+    assert math.isnan(standard_error([1.0, math.nan]))
+    assert math.isnan(standard_error([1.0, math.inf]))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_plot_is_a_png_with_each_pair(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[float]] = []
+    draw = Axes.plot
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, **style: drawn.append(list(y)) or draw(axes, x, y, **style))
+    plot(pairs_of((1.0, 1.01), (2.0, 1.96), (3.0, 3.0))[:count], tmp_path / "curves.any")
     assert (tmp_path / "curves.any").read_bytes().startswith(b"\x89PNG")
+    expected = {
+        1: [[1.0], [1.01], [4.0, 1.0], [4.0, 1.01], [0.0, 1.0]],
+        3: [
+            *([4.0, end] for end in (1.0, 2.0, 3.0, 1.01, 1.96, 3.0)),
+            [4.0, 2.0],
+            [4.0, 1.99],
+            *([0.0, end] for end in (1.0, -2.0, 0.0)),
+            [0.0, -1 / 3],
+        ],
+    }[count]
+    assert drawn == [pytest.approx(line) for line in expected]
 
 
 def test_bytes_saved_counts_each_storage_once_and_no_parameter() -> None:
@@ -232,14 +352,99 @@ def test_bytes_saved_of_a_compiled_module() -> None:
     ],
 )
 def test_verdict(baseline: float, fp8: float, status: int) -> None:
-    assert verdict(baseline, fp8) == status
-    assert conclusion(baseline, fp8).startswith(("OK", "FAIL")[status])
+    pairs = pairs_of((baseline, fp8))
+    assert verdict(pairs) == status
+    assert conclusion(pairs).startswith(("OK", "FAIL")[status])
+    # Beside a pair without a difference half of it counts; one that is not finite counts whole.
+    with_equal = [*pairs, *pairs_of((2.0, 2.0))]
+    assert verdict(with_equal) == int(not math.isfinite(baseline + fp8))
+    assert conclusion(with_equal).startswith(("OK", "FAIL")[verdict(with_equal)])
+
+
+def test_conclusion_of_a_pair() -> None:
+    assert conclusion(pairs_of((2.0, 2.01))) == (
+        "OK: FP8's final validation loss is +0.50% from the baseline's; +1% is allowed."
+    )
+    assert conclusion(pairs_of((2.0, math.nan))) == "FAIL: a loss is not finite (baseline 2.0, FP8 nan)."
+
+
+def test_conclusion_of_several_pairs_has_the_standard_error() -> None:
+    # +4 %, -2 % and +1 % deviate by 3, 3 and 0 from +1 %: the deviation is 3 %, its error 3 %/sqrt(3).
+    losses = [(1.0, 1.04), (2.0, 1.96), (4.0, 4.04)]
+    assert conclusion(pairs_of(*losses[:2], (4.0, 4.0399))) == (
+        "OK: FP8's final validation loss is +1.00% ± 1.73% (mean ± standard error of 3 pairs) from the baseline's; "
+        "+1% is allowed."
+    )
+    assert conclusion(pairs_of(*losses, (1.0, 1.05))).startswith(
+        "FAIL: FP8's final validation loss is +2.00% ± 1.58% ("
+    )
+    assert conclusion(pairs_of(*losses, (math.inf, 1.0))) == (
+        "FAIL: a loss is not finite (seed 8: baseline inf, FP8 1.0)."
+    )
+
+
+@pytest.mark.parametrize(("last", "status"), [(2.0, 0), (2.1, 1), (math.nan, 1)])
+def test_status_and_json_of_two_pairs(
+    last: float, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained: list[tuple[Plan, int]] = []
+
+    def without_training(model: GPT, corpus: Corpus, plan: Plan, *_: Any, seeds: int, **__: Any) -> list[Pair]:
+        trained.append((plan, seeds))
+        return pairs_of((2.0, 2.0), (2.0, last))
+
+    monkeypatch.setattr(command, "compare", without_training)
+    monkeypatch.setattr(command, "_explain", lambda *_: None)
+    options = {"--size": "tiny", "--steps": 1, "--batch": 2, "--learning-rate": 5e-4, "--seed": 5, "--seeds": 2}
+    paths = {"--plot": tmp_path / "curves.png", "--json": tmp_path / "demo.json"}
+    asked = {"--device": "cpu", **options, **paths}
+    assert command.main([str(word) for option in asked.items() for word in option]) == status
+    assert trained == [(Plan(device=CPU, steps=1, batch=2, learning_rate=5e-4, seed=5), 2)]
+    out = capsys.readouterr().out
+    first = out.splitlines()[0]
+    assert first.endswith("against FP8 (blockwise); learning rate 0.0005; 2 pairs, of seeds 5 to 6")
+    assert out.splitlines()[-1] == conclusion(pairs_of((2.0, 2.0), (2.0, last)))
+
+    written = record.read(tmp_path / "demo.json")
+    assert written["benchmark"] == "demo"
+    assert abs((date.today() - date.fromisoformat(written["date"])).days) <= 1
+    assert written["environment"]["torch"] == torch.__version__
+    device = written["results"].pop("device")
+    assert device in first
+    settings = {"model": "gpt", "size": "tiny", "recipe": "blockwise", "steps": 1, "batch": 2, "learning_rate": 5e-4}
+    pairs = written["results"].pop("pairs")
+    assert written["results"] == settings
+    assert [pair["seed"] for pair in pairs] == [5, 6]
+    for pair, end in zip(pairs, [2.0, last], strict=True):
+        baseline = {"validation": [[0, 4.0], [1, 2.0]], "tokens_per_second": 1000, "saved_bytes": 2 << 20}
+        assert pair["baseline"] == {"name": "baseline", **baseline}
+        assert pair["fp8"].pop("validation") == [[0, 4.0], [1, pytest.approx(end, nan_ok=True)]]
+        assert pair["fp8"] == {"name": "fp8", "tokens_per_second": 500, "saved_bytes": 1 << 20}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [
+        ("--seeds", "0", "'0' is no positive whole number"),
+        ("--seeds", "two", "'two' is no positive whole number"),
+        ("--learning-rate", "0", "'0' is no positive number"),
+        ("--learning-rate", "inf", "'inf' is no positive number"),
+        ("--learning-rate", "fast", "'fast' is no positive number"),
+        ("--json", "no/such/folder.json", "'no/such/folder.json' can't be written"),
+        ("--plot", ".", "'.' can't be written"),
+    ],
+)
+def test_values_that_an_option_does_not_take_are_errors(
+    option: str, value: str, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        command.main([option, value])
+    assert stop.value.code == 2
+    assert f"argument {option}: {reason}" in capsys.readouterr().err
 
 
 def test_speed_is_the_median_after_the_warm_up() -> None:
-    run = Run(
-        name="", losses=[], validation=[], step_seconds=[9, 9, 9, 9, 9, 1, 2, 8], tokens_per_step=10, saved_bytes=0
-    )
+    run = replace(run_of(), step_seconds=[9, 9, 9, 9, 9, 1, 2, 8], tokens_per_step=10)
     assert run.tokens_per_second == 5
     assert replace(run, step_seconds=[9, 4]).tokens_per_second == 2.5
 

@@ -1,8 +1,9 @@
-"""The demo as a function: one model trained twice from the same weights on the same batches."""
+"""The demo as a function: one model trained by two variants, from the same weights on the same batches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Final
 
@@ -10,6 +11,7 @@ import torch
 
 from fp8fn.demo.corpus import Corpus
 from fp8fn.demo.model import GPT, GPTConfig
+from fp8fn.demo.pairs import Pair
 from fp8fn.demo.train import Plan, Run, Variant, train
 
 BASELINE: Final = Variant(name="baseline", backend="inductor")
@@ -34,13 +36,37 @@ def build(config: GPTConfig, plan: Plan) -> GPT:
 
 
 def compare(
-    model: GPT, corpus: Corpus, plan: Plan, fp8: Variant, baseline: Variant = BASELINE, progress: Progress = silent
-) -> tuple[Run, Run]:
-    """Train `model` by `baseline`, then again from its initial weights by `fp8`; `progress` takes a name and steps."""
+    model: GPT,
+    corpus: Corpus,
+    plan: Plan,
+    fp8: Variant,
+    baseline: Variant = BASELINE,
+    progress: Progress = silent,
+    seeds: int = 1,
+) -> list[Pair]:
+    """Train `model` by `baseline` and by `fp8` with each of `seeds` seeds, `plan.seed` and those after it.
+
+    The first pair starts from the weights that `model` has, the others from those that `build` makes of their seeds.
+    `progress` takes a name and steps.
+    """
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    runs = []
-    for variant in (baseline, fp8):
-        model.load_state_dict(initial)
-        runs.append(train(model, variant, corpus, plan, partial(progress, variant.name)))
-        model.zero_grad(set_to_none=True)
-    return runs[0], runs[1]
+    plans = [replace(plan, seed=plan.seed + index) for index in range(seeds)]
+
+    def runs(variant: Variant) -> list[Run]:
+        # One model, and all seeds before the next variant: so each variant compiles once.
+        compiled = variant.compile(model)
+        found = []
+        for each in plans:
+            if each.seed == plan.seed:
+                model.load_state_dict(initial)
+            else:
+                model.load_state_dict(build(model.config, replace(each, device=torch.device("cpu"))).state_dict())
+            label = variant.name if seeds == 1 else f"{variant.name}, seed {each.seed}"
+            found.append(train(model, compiled, variant.name, corpus, each, partial(progress, label)))
+            model.zero_grad(set_to_none=True)
+        return found
+
+    return [
+        Pair(seed=each.seed, baseline=before, fp8=after)
+        for each, before, after in zip(plans, runs(baseline), runs(fp8), strict=True)
+    ]

@@ -2,94 +2,114 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final
 
-from fp8fn.demo.train import Run
+from fp8fn.demo.pairs import Pair, relative_difference, standard_deviation, standard_error
 
 # How much higher FP8's final validation loss may be, relative to the baseline's.
 TOLERANCE: Final = 0.01
 
 
-def relative_difference(baseline: float, fp8: float) -> float:
-    """`(fp8 - baseline) / baseline`."""
-    return (fp8 - baseline) / baseline
+def verdict(pairs: Sequence[Pair]) -> int:
+    """The exit status: 0 where the mean of the pairs' differences is at most 1 % and all losses are finite, else 1."""
+    return int(not all(pair.finite for pair in pairs) or fmean(pair.difference for pair in pairs) > TOLERANCE)
 
 
-def verdict(baseline: float, fp8: float) -> int:
-    """The exit status: 0 where `fp8 <= baseline * 1.01`, both finite, else 1."""
-    if not (math.isfinite(baseline) and math.isfinite(fp8)):
-        return 1
-    return int(fp8 > baseline * (1 + TOLERANCE))
-
-
-def conclusion(baseline: float, fp8: float) -> str:
+def conclusion(pairs: Sequence[Pair]) -> str:
     """The verdict in a sentence."""
-    if not (math.isfinite(baseline) and math.isfinite(fp8)):
-        return f"FAIL: a loss is not finite (baseline {baseline}, FP8 {fp8})."
-    difference = relative_difference(baseline, fp8)
-    outcome = "FAIL" if verdict(baseline, fp8) else "OK"
+    for pair in pairs:
+        if not pair.finite:
+            seed = f"seed {pair.seed}: " if len(pairs) > 1 else ""
+            return f"FAIL: a loss is not finite ({seed}baseline {pair.baseline.final_loss}, FP8 {pair.fp8.final_loss})."
+    outcome = "FAIL" if verdict(pairs) else "OK"
+    of_pairs = f" (mean ± standard error of {len(pairs)} pairs)" if len(pairs) > 1 else ""
     return (
-        f"{outcome}: FP8's final validation loss is {difference:+.2%} from the baseline's; +{TOLERANCE:.0%} is allowed."
+        f"{outcome}: FP8's final validation loss is {_difference(pairs)}{of_pairs} from the baseline's; "
+        f"+{TOLERANCE:.0%} is allowed."
     )
 
 
-def table(baseline: Run, fp8: Run) -> str:
-    """Both runs side by side, and how FP8 differs."""
+def table(pairs: Sequence[Pair]) -> str:
+    """Both variants side by side, and how FP8 differs; of several pairs also each one's losses, and their spread."""
     from tabulate import tabulate
 
+    baselines, fp8s = [pair.baseline for pair in pairs], [pair.fp8 for pair in pairs]
+    losses = [[run.final_loss for run in runs] for runs in (baselines, fp8s)]
+    speeds = [fmean(run.tokens_per_second for run in runs) for runs in (baselines, fp8s)]
+    saved = [fmean(run.saved_bytes for run in runs) for runs in (baselines, fp8s)]
+    mean = "mean " if len(pairs) > 1 else ""
     rows = [
+        (f"{mean}final validation loss [nats/byte]", *(f"{fmean(each):.4f}" for each in losses), _difference(pairs)),
+        (f"{mean}tokens/s, median step", *(f"{speed:,.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}x"),
         (
-            "final validation loss [nats/byte]",
-            f"{baseline.final_loss:.4f}",
-            f"{fp8.final_loss:.4f}",
-            f"{relative_difference(baseline.final_loss, fp8.final_loss):+.2%}",
-        ),
-        (
-            "tokens/s, median step",
-            f"{baseline.tokens_per_second:,.0f}",
-            f"{fp8.tokens_per_second:,.0f}",
-            f"{fp8.tokens_per_second / baseline.tokens_per_second:.2f}x",
-        ),
-        (
-            "saved for backward per step [MiB]",
-            f"{baseline.saved_bytes / 2**20:.1f}",
-            f"{fp8.saved_bytes / 2**20:.1f}",
-            f"{fp8.saved_bytes / baseline.saved_bytes:.2f}x",
+            f"{mean}saved for backward per step [MiB]",
+            *(f"{count / 2**20:.1f}" for count in saved),
+            f"{saved[1] / saved[0]:.2f}x",
         ),
     ]
+    if len(pairs) > 1:
+        rows.insert(1, ("its standard deviation over seeds", *(f"{_spread(each):.2%}" for each in losses), ""))
+        rows[:0] = [
+            (f"final validation loss, seed {pair.seed}", f"{before:.4f}", f"{after:.4f}", f"{pair.difference:+.2%}")
+            for pair, before, after in zip(pairs, *losses, strict=True)
+        ]
     alignment = ("left", "right", "right", "right")
-    headers = ("", baseline.name, fp8.name, "difference")
+    headers = ("", baselines[0].name, fp8s[0].name, "difference")
     return str(tabulate(rows, headers, disable_numparse=True, colalign=alignment))
 
 
-def plot(baseline: Run, fp8: Run, path: Path) -> None:
-    """Write the loss curves of both runs, and their relative difference, to `path`."""
+def plot(pairs: Sequence[Pair], path: Path) -> None:
+    """Write the loss curves of both variants, and their relative difference, to `path`: of several pairs the means.
+
+    Thin lines are the training losses of one pair; of several, what the means are of.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
     curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     # The curves all but coincide: a broad pale line below a thin dark dashed one shows both, in gray too.
     styles = (
-        (baseline, {"color": "tab:orange", "linewidth": 3.5, "linestyle": "-", "marker": "o", "markersize": 7}),
-        (fp8, {"color": "black", "linewidth": 1.3, "linestyle": "--", "marker": "^", "markersize": 4}),
+        (
+            [pair.baseline for pair in pairs],
+            {"color": "tab:orange", "linewidth": 3.5, "linestyle": "-", "marker": "o", "markersize": 7},
+        ),
+        (
+            [pair.fp8 for pair in pairs],
+            {"color": "black", "linewidth": 1.3, "linestyle": "--", "marker": "^", "markersize": 4},
+        ),
     )
-    for run, style in styles:
-        every = range(1, len(run.losses) + 1)
-        curves.plot(every, run.losses, color=style["color"], linestyle=style["linestyle"], linewidth=0.8, alpha=0.5)
-    for run, style in styles:
-        steps, losses = zip(*run.validation, strict=True)
-        curves.plot(steps, losses, label=f"{run.name}, validation", **style)
+    several = len(pairs) > 1
+    steps = [step for step, _ in pairs[0].baseline.validation]
+    for runs, style in styles:
+        thin = {"color": style["color"], "linestyle": style["linestyle"], "linewidth": 0.8, "alpha": 0.5}
+        for run in runs:
+            if several:
+                curves.plot(steps, [loss for _, loss in run.validation], **thin)
+            else:
+                curves.plot(range(1, len(run.losses) + 1), run.losses, **thin)
+    for runs, style in styles:
+        losses = zip(*([loss for _, loss in run.validation] for run in runs), strict=True)
+        label = f"{runs[0].name}, validation" + (f", mean of {len(pairs)} seeds" if several else "")
+        curves.plot(steps, [fmean(at_step) for at_step in losses], label=label, **style)
     curves.set_ylabel("loss [nats/byte]")
-    curves.set_title("A byte-level GPT on the Python standard library (thin: training loss)", fontsize="medium")
+    title = f"A byte-level GPT on the Python standard library (thin: {'each seed' if several else 'training loss'})"
+    curves.set_title(title, fontsize="medium")
     curves.legend()
     curves.grid(alpha=0.3)
 
-    steps, losses = zip(*baseline.validation, strict=True)
-    pairs = zip(losses, (loss for _, loss in fp8.validation), strict=True)
-    percent = [100 * relative_difference(before, after) for before, after in pairs]
-    differences.plot(steps, percent, color="black", linestyle="--", marker="^", markersize=4)
+    percent = [_percent(pair) for pair in pairs]
+    means = [fmean(at_step) for at_step in zip(*percent, strict=True)]
+    if several:
+        for each in percent:
+            differences.plot(steps, each, color="black", linestyle="--", linewidth=0.8, alpha=0.3)
+        errors = [standard_error(at_step) for at_step in zip(*percent, strict=True)]
+        low = [mean - error for mean, error in zip(means, errors, strict=True)]
+        high = [mean + error for mean, error in zip(means, errors, strict=True)]
+        differences.fill_between(steps, low, high, color="gray", alpha=0.3, label="mean ± standard error")
+    differences.plot(steps, means, color="black", linestyle="--", marker="^", markersize=4)
     differences.axhline(100 * TOLERANCE, color="gray", linestyle=":", label=f"allowed at the end: +{TOLERANCE:.0%}")
     differences.axhline(0, color="gray", linewidth=0.8)
     differences.set_ylabel("FP8 - baseline [%]")
@@ -97,3 +117,19 @@ def plot(baseline: Run, fp8: Run, path: Path) -> None:
     differences.legend(fontsize="small")
     differences.grid(alpha=0.3)
     figure.savefig(path, format="png")
+
+
+def _difference(pairs: Sequence[Pair]) -> str:
+    """The mean of the pairs' differences; of several, with its standard error."""
+    found = [pair.difference for pair in pairs]
+    return f"{fmean(found):+.2%}" + (f" ± {standard_error(found):.2%}" if len(found) > 1 else "")
+
+
+def _spread(losses: Sequence[float]) -> float:
+    return standard_deviation(losses) / fmean(losses)
+
+
+def _percent(pair: Pair) -> list[float]:
+    """FP8's relative difference at each evaluation."""
+    points = zip(pair.baseline.validation, pair.fp8.validation, strict=True)
+    return [100 * relative_difference(before, after) for (_, before), (_, after) in points]

@@ -21,6 +21,8 @@ from fp8fn.demo.saved import bytes_saved
 WARM_UP: Final = 5
 CLIP: Final = 1.0
 
+Compiled = Callable[[Tensor], Tensor]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -53,6 +55,12 @@ class Variant:
     backend: str
     options: dict[str, Any] | None = None
 
+    def compile(self, model: GPT) -> Compiled:
+        """A callable of `model`, which compiles in its first step, whatever weights `model` has later."""
+        torch.compiler.reset()
+        compiled: Compiled = torch.compile(model, backend=self.backend, options=self.options)
+        return compiled
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -76,11 +84,14 @@ class Run:
 
 
 def train(
-    model: GPT, variant: Variant, corpus: Corpus, plan: Plan, progress: Callable[[Iterable[int]], Iterable[int]] = iter
+    model: GPT,
+    compiled: Compiled,
+    name: str,
+    corpus: Corpus,
+    plan: Plan,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Run:
-    """Train `model` in place for `plan.steps`; `progress` wraps the step numbers, as `tqdm` does."""
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend=variant.backend, options=variant.options)
+    """Train `model`, run as `compiled`, in place for `plan.steps`; `progress` wraps step numbers, as `tqdm` does."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = corpus.batches(plan.batch, model.config.context, plan.seed)
     held_out = corpus.validation_batches(plan.validation_batches, plan.batch, model.config.context)
@@ -110,7 +121,7 @@ def train(
     with plan.autocast:
         saved = bytes_saved(model, lambda: compiled(inputs.to(plan.device)))
     return Run(
-        name=variant.name,
+        name=name,
         losses=losses,
         validation=validation,
         step_seconds=step_seconds,
@@ -119,7 +130,7 @@ def train(
     )
 
 
-def loss_of(model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, plan: Plan) -> Tensor:
+def loss_of(model: Compiled, inputs: Tensor, targets: Tensor, plan: Plan) -> Tensor:
     """Mean cross entropy of the next byte, in nats; the softmax in float32."""
     with plan.autocast:
         logits = model(inputs)
@@ -127,7 +138,7 @@ def loss_of(model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor, 
 
 
 @torch.no_grad()
-def evaluate(model: Callable[[Tensor], Tensor], batches: list[tuple[Tensor, Tensor]], plan: Plan) -> float:
+def evaluate(model: Compiled, batches: list[tuple[Tensor, Tensor]], plan: Plan) -> float:
     """The mean loss over `batches`, which are of one size."""
     losses = [loss_of(model, inputs.to(plan.device), targets.to(plan.device), plan) for inputs, targets in batches]
     return torch.stack(losses).mean().item()
