@@ -143,7 +143,8 @@ def test_the_bytes_of_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "wrong"), [({}, False), ({"snr_db": 14.9}, True), ({"snr_db": float("nan")}, True), ({"gap": 0.3}, True),
+    ("change", "wrong"), [({}, False), ({"snr_db": 14.9}, True), ({"snr_db": float("nan")}, True), ({"gap": 0.5}, True),
+                          ({"gap": 0.4}, False), ({"gap": 0.4, "snr_db": 37.5}, True),
                           ({"compiled": 2}, True), ({"skipped": 1}, True), ({"copied": 9}, False)],
 )  # fmt: skip
 def test_what_is_wrong(change: dict[str, Any], wrong: bool) -> None:
@@ -204,4 +205,4 @@ def test_cuda_graphs_make_the_tokens_of_eager_pytorch(way: str, bar: float) -> N
     assert snr_db(eager.flatten(0, 1), captured.flatten(0, 1)) > bar
     same, gap = agreement(eager[PROMPT - 1 :], made.T[PROMPT:])
     assert same > 0.85
-    assert gap < generate.GAP_BAR
+    assert gap < generate.gap_bar(bar)

@@ -6,7 +6,7 @@ feeds a prompt and then its own likeliest tokens, from the same compiled step ea
 ways take turns, and a figure is the median over the loops. SNR is that of the logits against eager bf16's, behind the
 tokens that bf16 made. "as eager" are the tokens of the compiled loop that eager PyTorch finds the likeliest too, behind
 the same ones: rounding decides between near ones, and the gap says how far behind eager's best the logit of any of
-them is, in standard deviations of the logits.
+them is, in standard deviations of the logits. It may be four times the noise that the SNR says two logits differ by.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import gc
 import importlib.util
+import math
 import random
 import statistics
 import time
@@ -37,7 +38,8 @@ BATCHES: Final = (1, 4, 16)
 PROMPT: Final = 16
 # Of logits behind all layers, where a product's noise adds up: less than of one product.
 SNR_BAR_DB: Final = 15.0
-GAP_BAR: Final = 0.25
+# Of the noise that a difference of two logits has.
+GAP_BAR: Final = 4.0
 # Tokens of a sequence whose logits are compared.
 _COMPARED: Final = 64
 
@@ -70,7 +72,13 @@ class Row:
     @property
     def wrong(self) -> bool:
         """Whether a bar is missed, the step was compiled more than once, or runs in no CUDA graph on a GPU."""
-        return not (self.snr_db >= SNR_BAR_DB and self.gap <= GAP_BAR and self.compiled == 1 and not self.skipped)
+        near = self.gap <= gap_bar(self.snr_db)
+        return not (self.snr_db >= SNR_BAR_DB and near and self.compiled == 1 and not self.skipped)
+
+
+def gap_bar(snr_db: float) -> float:
+    """How far behind the likeliest token the one that noise of an SNR chose may be, in deviations of the logits."""
+    return GAP_BAR * math.sqrt(2) * 10 ** (-snr_db / 20)
 
 
 class Loop:
