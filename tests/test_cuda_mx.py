@@ -101,7 +101,9 @@ def test_ragged_shapes(n: int, k: int) -> None:
 
 CONFIGS = [
     Config(8, 1, 1, 8, 4, 1), Config(8, 1, 2, 2, 1, 2), Config(8, 2, 1, 4, 3, 4), Config(16, 1, 1, 2, 2, 8),
-    Config(16, 4, 2, 1, 1, 2), Config(32, 2, 2, 2, 2, 1), Config(32, 1, 8, 1, 1, 8),
+    Config(16, 4, 2, 1, 1, 2), Config(32, 2, 2, 2, 2, 1), Config(32, 1, 8, 1, 1, 8), Config(8, 1, 4, 4, 2, 3),
+    Config(16, 2, 4, 2, 3, 1), Config(32, 2, 4, 1, 1, 7), Config(64, 1, 4, 2, 4, 2, 1), Config(64, 2, 8, 2, 1, 1, 1),
+    Config(64, 1, 2, 2, 1, 1, 1),
 ]  # fmt: skip
 
 
@@ -123,8 +125,8 @@ def test_every_division_of_the_work(config: Config) -> None:
 def test_a_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a does not fit into shared memory, part of K after part."""
     monkeypatch.setattr("fp8fn.ops.cuda.gemv_a16w8._SHARED_LIMIT", 12 << 10)
-    for m, config in ((7, Config(8, 1, 1, 4, 2, 2, 1)), (16, Config(16, 1, 2, 2, 4, 1, 1))):
-        a, b = given(m, 40, 1500)
+    for config in (Config(8, 1, 1, 4, 2, 2, 1), Config(16, 1, 2, 2, 4, 1, 1), Config(32, 1, 4, 2, 1, 1, 1)):
+        a, b = given(config.ROWS - 1, 40, 1500)
         assert_near(emulated(a, b, config=config), a, b)
 
 
@@ -179,10 +181,10 @@ def test_batches(batch: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
 
 @needs_compiler
 def test_every_fp8_value_by_every_scale_is_exact() -> None:
-    """By an identity, on either side; scales below `2 ** -124` give the nearest multiple of `2 ** -133`."""
+    """By an identity, on either side: what float32 gives, subnormals too."""
     codes = torch.arange(256, dtype=torch.uint8)
     scales = torch.arange(239, dtype=torch.uint8)[:, None]  # beyond, some values are Inf
-    for dtype, least in ((E4M3, -124), (E5M2, -117)):
+    for dtype in (E4M3, E5M2):
         values = torch.where(codes.view(dtype).float().isfinite(), codes, torch.zeros_like(codes))
         one = torch.eye(32).to(dtype).view(torch.uint8), torch.full((1, 32), 127, dtype=torch.uint8)
         for part in values.split(32):
@@ -194,15 +196,37 @@ def test_every_fp8_value_by_every_scale_is_exact() -> None:
             column = ScaledTensor(many.mT.view(dtype), scales.mT.view(E8M0), (32, 1))
             for m in range(0, 239, 64):
                 rows = ScaledTensor(row.data[m : m + 64], row.scale[m : m + 64], row.block)
-                assert_exact(emulated(laid_out(rows), unit_b), expected[m : m + 64], m - 127, least)
-            assert_exact(emulated(unit_a, laid_out(column)).mT, expected, -127, least)
+                assert torch.equal(emulated(laid_out(rows), unit_b), expected[m : m + 64])
+            assert torch.equal(emulated(unit_a, laid_out(column)).mT, expected)
 
 
-def assert_exact(found: Tensor, expected: Tensor, first: int, least: int) -> None:
-    """Of rows with scales of `2 ** first`, `2 ** (first + 1)` and so on."""
-    exact_from = max(least - first, 0)
-    assert torch.equal(found[exact_from:], expected[exact_from:])
-    assert ((found[:exact_from] - expected[:exact_from]).abs() <= 2.0**-134).all()
+@needs_compiler
+@pytest.mark.parametrize("config", [Config(8, 1, 1, 2, 1, 1), Config(8, 1, 4, 2, 1, 1)], ids=str)
+def test_scales_that_are_far_apart(config: Config) -> None:
+    """Those of a and b cancel in one block as in the next."""
+    a, b = given(5, 40, 256)
+    expected = emulated(a, b, config=config)
+    turns = torch.tensor([100, -100] * 4)
+    for q, by in ((a, turns), (b, -turns[:, None])):
+        codes = q.scale.view(torch.uint8)
+        codes.copy_((codes.int() + by).to(torch.uint8))
+    assert torch.equal(emulated(a, b, config=config), expected)
+    # The product of the largest scales is Inf, but zeros times it are zeros.
+    for q in (a, b):
+        q.data.view(torch.uint8).zero_()
+        q.scale.view(torch.uint8).fill_(254)
+    assert torch.equal(emulated(a, b, config=config), torch.zeros(5, 40))
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [Config(8, 1, 1, 2, 1, 1), Config(8, 1, 4, 2, 1, 1)], ids=str)
+def test_infinities_of_data_are_infinities_of_the_sum(config: Config) -> None:
+    a, b = given(3, 20, 100, dtypes=(E5M2, E5M2))
+    a.data.view(torch.uint8)[1, 70], b.data.view(torch.uint8)[70, 5] = 0x7C, 0x40
+    b.data.view(torch.uint8)[70] = torch.where(b.data.view(torch.uint8)[70] == 0, 0x40, b.data.view(torch.uint8)[70])
+    found, sign = emulated(a, b, config=config), b.data[70].float().sign()
+    assert torch.equal(found[1], sign * torch.inf)
+    assert found[[0, 2]].isfinite().all()
 
 
 @needs_compiler
@@ -421,15 +445,26 @@ def test_the_choice_and_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_default_configuration() -> None:
-    """At the shapes of decoding each warp has something to do."""
+    """At the shapes of decoding each warp has something to do, and the rule gives what was the fastest on an H200."""
+    for (m, k, n), name in {
+        (1, 2048, 6144): "8x32 warps1x8 unroll1 cluster1 resident2",
+        (4, 6144, 1536): "8x32 warps1x8 unroll1 cluster4 resident2",
+        (4, 6144, 2304): "8x64 warps4x2 unroll2 cluster8 resident3",
+        (16, 2048, 6144): "16x128 warps4x2 unroll1 cluster4 resident2",
+        (16, 6144, 1536): "16x64 warps4x2 unroll2 cluster8 resident2",
+        (64, 2048, 6144): "64x128 warps8x1 unroll1 cluster4 resident2",
+        (64, 6144, 2304): "64x64 warps4x2 unroll1 cluster6 resident2",
+    }.items():
+        assert str(configure(Problem(m, n, k, SM90))) == name
     for k, n in DENSE:
         for m in (1, 2, 8, 16, 32, 64):
             chosen = configure(Problem(m, n, k, SM90))
             rows, depth, width = chosen.ROWS, 64 * chosen.WARPS_K * chosen.CLUSTER, chosen.BN
-            assert rows == min(max(1 << (m - 1).bit_length(), 8), 32)
+            assert rows == min(max(1 << (m - 1).bit_length(), 8), 64)
+            assert rows <= 16 or chosen.WARPS_N % 4 == 0
             assert depth <= max(k, 64)
             assert width - 16 < n
-            assert configure(Problem(m, n, k, SM90, batch=2)).CLUSTER <= chosen.CLUSTER
+            assert configure(Problem(m, n, k, SM90, batch=200)).CLUSTER == 1
 
 
 def unwritten(
@@ -482,10 +517,21 @@ def test_weights_load_by_16_bytes_before_a_is_waited_for(m: int, tmp_path: Path)
     in_flight, ahead = 2 * launch.options["TILES"] * launch.options["UNROLL"], launch.options["AHEAD"]
     assert len(pieces) == len(scales) == in_flight + 2 * ahead  # of a: before the loop over its pieces, and within
     last_of_a = [i for i, text in enumerate(before) if "STS" in text and i > max(*pieces, *scales)]
-    assert len(last_of_a) == 2 * ahead
-    assert any("F2FP.F16.E4M3.UNPACK_B" in text for text in sass)
-    assert any(re.search(r"HMUL2\.BF16|HFMA2\.(MMA\.)?BF16", text) for text in sass)
-    assert any("HMMA.16816.F32.BF16" in text for text in sass)
+    assert len(last_of_a) == 5 * ahead  # and a scale
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("m", [1, 4, 16, 32, 64])
+def test_values_are_multiplied_as_fp8_or_widened_by_one_instruction(m: int, tmp_path: Path) -> None:
+    launch = planned(m)
+    assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
+    sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
+    together = launch.options["WARPS_N"] % 4 == 0
+    assert any(f"QGMMA.64x{launch.options['ROWS']}x32.F32.E4M3.E4M3" in text for text in sass) == together
+    assert any("HMMA.16816.F32 " in text for text in sass) != together
+    assert any("LDSM.16.M88.4" in text for text in sass) != together
+    assert any("F2FP.F16.E4M3.UNPACK_B" in text for text in sass) != together
+    assert not any(re.search(r"HMUL2|HFMA2\.(MMA\.)?BF16|HADD2\.F32", text) for text in sass)
 
 
 @pytest.fixture
@@ -500,6 +546,12 @@ def product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, out_dt
     return found
 
 
+def assert_near_on_a_gpu(found: Tensor, a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None) -> None:
+    """As near as sums of FP8 products are on Hopper, which keeps 14 bits of them within one instruction."""
+    magnitude = exact(a, b, bias).abs() + dequantized(a).abs() @ dequantized(b).abs()
+    assert ((found.double() - exact(a, b, bias)).abs() <= 2**-12 * magnitude).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", DENSE, ids=str)
 def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: None) -> None:
@@ -509,7 +561,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: None) 
             a, b = operands(m, n, k, dtypes=dtypes, device="cuda")
             bias = torch.randn(n, device="cuda", dtype=BF16)
             assert choose(problem_of(a.data, b.data, SM90, a.scale, b.scale)).name == "cuda_gemv"
-            assert_near(product(a, b, bias), a, b, bias)
+            assert_near_on_a_gpu(product(a, b, bias), a, b, bias)
             assert snr(product(a, b, out_dtype=BF16), exact(a, b)) > 45
 
 
@@ -518,7 +570,7 @@ def test_values_of_ragged_shapes_and_batches_on_a_gpu(hopper: None) -> None:
     for m, n, k in ((1, 16, 16), (5, 48, 304), (9, 144, 4112), (16, 1040, 1040), (31, 81, 208), (64, 208, 400)):
         for batch in (((), ()), ((3,), (3,)), ((3,), ())):
             a, b = operands(m, n, k, batch=batch, device="cuda")
-            assert_near(product(a, b), a, b)
+            assert_near_on_a_gpu(product(a, b), a, b)
 
 
 @pytest.mark.gpu
@@ -528,12 +580,12 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
         a, b = operands(m, n, k, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda")
         plan(a.data, a.scale, b.data, b.scale, None, out, target_of(out.device), config)[0].run()
-        assert_near(out, a, b)
+        assert_near_on_a_gpu(out, a, b)
 
 
 @pytest.mark.gpu
 def test_extremes_on_a_gpu(hopper: None) -> None:
-    """What the CPU's float32 gives: subnormal bfloat16 are multiplied as such, and NaN scales are NaN."""
+    """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
     b = fp8fn.quantize(torch.eye(128), (32, 1), scale="e8m0")

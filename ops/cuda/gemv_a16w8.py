@@ -107,7 +107,8 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
     """Up to 32 rows of x by a weight whose columns are lines: by what was timed on an H200 at the shapes of decoding.
 
     Every block reads its part of x: one row costs little, so that K is shared by the warps of a block; more rows are
-    read by wide blocks, and K is shared by a cluster. One wave of blocks is fastest, of three on two multiprocessors.
+    read by wide blocks, and K is shared by a cluster; from five on by blocks twice as wide, where enough are left. One
+    wave of blocks is fastest, of three on two multiprocessors.
     """
     wanted = cores * (19 if 1 < m <= 8 else 14) // 10
 
@@ -130,12 +131,15 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
         wide *= 2
         warps_n, warps_k, blocks = divide(wide)
     tiles = 2 if rows > 8 and blocks > 3 * cores and 32 * warps_n <= n else 1
+    twice = -(-n // (32 * warps_n)) * batches
+    if 4 < m <= 8 and batches == 1 and warps_n < _WARPS and twice * most_clusters(warps_k) >= cores * 14 // 10:
+        tiles, blocks, wanted = 2, twice, cores * 14 // 10
     cluster = 1
     while cluster < most_clusters(warps_k) and blocks * cluster < (cores // 2 if batches > 1 else wanted):
         cluster *= 2
     each = -(-units // (warps_k * cluster))
     many = blocks * cluster > 2 * cores
-    unroll = 1 if tiles == 2 or blocks * cluster > (3 if m == 1 else 2.25) * cores else 2
+    unroll = 1 if (tiles == 2 and rows > 8) or blocks * cluster > (3 if m == 1 else 2.25) * cores else 2
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
 
 
@@ -233,21 +237,21 @@ def batch_step(x: Tensor) -> int:
 def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:
     padding, unit = (16, 64) if k_contiguous else (64, 32)
     rows = min(m, config.ROWS)
-    return divide_memory(rows, config.ROWS if config.ROWS > 8 else rows, k, padding, unit, config)
+    held = config.ROWS if config.ROWS > 8 else rows
+    return divide_memory(rows, held * 128 * 2, held * padding, k, unit, config)
 
 
-def divide_memory(rows: int, held: int, k: int, padding: int, unit: int, config: Config) -> tuple[int, int, int]:
+def divide_memory(rows: int, part: int, padding: int, k: int, unit: int, config: Config) -> tuple[int, int, int]:
     """How much of K of x lies in shared memory at a time, where sums arrive there, and its bytes.
 
-    There is room for `held` rows of x, each with `padding` bytes after it, and for sums of `rows`.
+    There is room for x, `part` bytes for 128 of K and `padding` beside them, and for sums of `rows` rows.
     """
     sums = config.WARPS_K * rows * (config.BN + 4) * 4
     # A share of the pairs of sums from each block.
     arriving = 0 if config.CLUSTER == 1 else -(-rows * config.BN // 2 // config.CLUSTER) * config.CLUSTER * 8
     limit = _SHARED_LIMIT // config.RESIDENT - _RESERVED - arriving
-    most = max(128, (limit // held - padding) // 2 // 128 * 128)
+    most = max(1, (limit - padding) // part)
     units = -(-k // unit)
-    part = round_up(-(-units // config.CLUSTER) * unit, 128)
-    chunk = min(part, most)
-    received = round_up(max(sums, held * (chunk * 2 + padding)), 16)
-    return chunk, received, received + arriving
+    parts = min(-(-(-(-units // config.CLUSTER) * unit) // 128), most)
+    received = round_up(max(sums, parts * part + padding), 16)
+    return parts * 128, received, received + arriving

@@ -1,45 +1,43 @@
 // Few rows by an MX-FP8 weight: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias, each with a scale for 32 along K.
 //
-// As `gemv_a16w8.cu` with K contiguous, which explains the division of the work; the operands become bfloat16 on the
-// way. A value of FP8 times a power of two is exact there, but for parts below bfloat16's least, 2 ** -133: so nothing
-// is left for the sums. Rows of a are widened and scaled while they are brought to shared memory, columns of b
-// in registers, before the product.
+// As `gemv_a16w8.cu` with K contiguous, which explains the division of the work; both operands stay FP8, a in shared
+// memory and b in registers. An instruction multiplies one block of 32, from zero, and its result, times the scale of b
+// and then that of a, is added in float32: the product of the scales may be Inf where the result is not. Lanes exchange
+// halves of their 16 bytes, so that the four of a column have 8 of the same block each.
+//
+// Where four warps lie side by side they multiply together, by wgmma, which reads a once for 64 columns; Hopper keeps
+// about 14 bits of a sum within one of them. Else each multiplies by itself, by mma.sync, which Hopper has for 16 bits
+// only: in float16 the values are exact.
 //
 // ROUTED, rows are those of tokens: `ids` of a tile of `block_m` that have one expert, a matrix of b. Row id / a_div of
 // a becomes row id of out, times a weight. Tiles past the last, or without an expert, end at once.
 //
 // Each block has `prefetched` bytes of a column at most brought to the L2: all that are resident have room there.
 //
-// Macros: A_FP8 and B_FP8 of the enum Fp8, EVEN_K (K is a multiple of 16), ROUTED, ROWS (a multiple of 8, up to 32),
-// TILES, WARPS_N, WARPS_K, UNROLL, AHEAD (pieces of a that a thread asks for at once), CLUSTER, CHUNK, RESIDENT,
-// OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// Macros: A_FP8 and B_FP8 of the enum Fp8, EVEN_K (K is a multiple of 16), ROUTED, ROWS (8, 16, 32, 64; of routed ones
+// up to 32), TILES, WARPS_N, WARPS_K, UNROLL, AHEAD (pieces of a that a thread asks for at once), CLUSTER, CHUNK,
+// RESIDENT, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). `wgmma` of ROWS is generated.
 #include "narrow.cuh"
 
 constexpr int UNIT = 64;  // of K: two blocks
 constexpr int DEPTH = 16;  // of K, that a thread has of a unit: half a block
 constexpr int PIECES = 2 * TILES;  // of 16 bytes, that a thread has of a unit
 constexpr int A_PIECES = CHUNK / 16;  // of 16, that a row of a has in shared memory
-// Rows of a lie apart so that eight threads, four of each of two rows, read 128 bytes of all banks.
-constexpr int A_PITCH = CHUNK * 2 + 16;  // bytes
+// A block of a: of every eight rows the first of each thread's two words, 16 bytes a row, then the second. Blocks lie
+// apart so that pieces of one row are put into different banks.
+constexpr int A_BLOCK = ROWS * 32 + 16;  // bytes
+constexpr int A_SCALES = CHUNK / 32 * A_BLOCK;  // where they begin: for each unit and pair of rows those of both blocks
+constexpr bool TOGETHER = WARPS_N % 4 == 0;
+constexpr int PRODUCTS = ROWS > 32 ? 1 : 2;  // of a warpgroup at once, whose results have room in registers
+static_assert(!ROUTED || ROWS <= 32, "a lane for each id");
 
 struct Unit {
     uint4 piece[PIECES];
     uint32_t scale[PIECES];  // as stored
 };
 
-// 2 ** (stored - 127) twice in bfloat16; NaN of 255.
-INLINE uint32_t scale_pair(uint32_t stored) {
-    const uint32_t bits = max((stored << 7) + (stored + 1 >> 8), 0x40u);
-    return bits | bits << 16;
-}
-
-// Four values of FP8 times a scale as two pairs of bfloat16, the lowest byte first.
-template <Fp8 TYPE>
-INLINE void widen_scaled(uint32_t bytes, uint32_t scale, uint32_t& low, uint32_t& high) {
-    widen<Bf16, TYPE>(bytes, low, high);
-    low = multiply_pairs(low, scale);
-    high = multiply_pairs(high, scale);
-}
+// 2 ** (stored - 127); NaN of 255.
+INLINE float scale_of(uint32_t stored) { return __uint_as_float(max((stored << 23) + (stored + 1 >> 8), 0x400000u)); }
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -53,7 +51,8 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         int block_m, int a_div) {
     let_next_begin();
     char* const memory = block_memory();
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
+    const int lane = threadIdx.x % 32;
     const int group = lane / 4, quarter = lane % 4;  // the fragments' rows and columns
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -106,35 +105,103 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
     wait_for_launches();
 #endif
 
-    const uint8_t* const columns = b + int64_t(column(0, 0)) * b_n + quarter * DEPTH;
-    const uint8_t* const scales = b_scale + int64_t(column(0, 0)) * bs_n + int64_t(quarter / 2) * bs_k;
+    // Of the next unit, for each piece.
+    const uint8_t* piece_at[PIECES];
+    const uint8_t* scale_at[PIECES];
     auto load = [&](Unit& unit, int index, int stop) {
-        const int room = min(stop * UNIT, K) - index * UNIT - quarter * DEPTH;
+        const int room = min(stop * UNIT, K) - index * UNIT - quarter * DEPTH, of_block = room + quarter % 2 * DEPTH;
 #pragma unroll
         for (int i = 0; i < PIECES; i++) {
-            const bool inside = column(i / 2, i % 2) < N && room > 0;
-            unit.piece[i] = inside ? load_ahead(columns + int64_t(8 * i) * b_n + index * UNIT) : make_uint4(0, 0, 0, 0);
-            unit.scale[i] = inside ? load_byte_ahead(scales + int64_t(8 * i) * bs_n + int64_t(2 * index) * bs_k) : 0;
+            const bool exists = column(i / 2, i % 2) < N;
+            unit.piece[i] = exists && room > 0 ? load_ahead(piece_at[i]) : make_uint4(0, 0, 0, 0);
+            unit.scale[i] = exists && of_block > 0 ? load_byte_ahead(scale_at[i]) : 0;
             if constexpr (!EVEN_K) unit.piece[i] = first_bytes(unit.piece[i], room);
+            piece_at[i] += UNIT;
+            scale_at[i] += int64_t(2) * bs_k;
         }
     };
 
     float acc[TILES][SLICES][4] = {};
 
-    // `at`: where the unit begins in the chunk of a.
+    // `at`: which unit of the chunk of a.
     auto multiply = [&](const Unit& unit, int at) {
-        uint32_t right[SLICES][DEPTH / 2];
-        load_rows<DEPTH>(right, memory, A_PITCH, rows, group, (at + quarter * DEPTH) * 2);
+        const char* const here = memory + at * 2 * A_BLOCK;
+        const float4* const a_scales = reinterpret_cast<const float4*>(memory + A_SCALES) + at * (ROWS / 2) + quarter;
+        const bool upper = quarter >= 2;  // has half of the second block
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
-            const uint32_t upper = scale_pair(unit.scale[2 * tile]), lower = scale_pair(unit.scale[2 * tile + 1]);
+            uint32_t left[2][4];  // of each block
+            float scale[2][2];
 #pragma unroll
-            for (int j = 0; j < DEPTH / 4; j++) {
-                uint32_t left[4];
-                widen_scaled<B_FP8>(word(unit.piece[2 * tile], j), upper, left[0], left[2]);
-                widen_scaled<B_FP8>(word(unit.piece[2 * tile + 1], j), lower, left[1], left[3]);
+            for (int half = 0; half < 2; half++) {
+                const uint4& piece = unit.piece[2 * tile + half];
+                const uint32_t low = __shfl_xor_sync(~0u, upper ? piece.x : piece.z, 2);
+                const uint32_t high = __shfl_xor_sync(~0u, upper ? piece.y : piece.w, 2);
+                left[0][half] = upper ? low : piece.x, left[0][half + 2] = upper ? high : piece.y;
+                left[1][half] = upper ? piece.z : low, left[1][half + 2] = upper ? piece.w : high;
+                const float mine = scale_of(unit.scale[2 * tile + half]), other = __shfl_xor_sync(~0u, mine, 2);
+                scale[0][half] = upper ? other : mine, scale[1][half] = upper ? mine : other;
+            }
+            auto add = [&](int block, int s, const float* d) {
+                const float4 of_rows = a_scales[4 * s];
+                const float even = block == 0 ? of_rows.x : of_rows.z, odd = block == 0 ? of_rows.y : of_rows.w;
+                float(&sum)[4] = acc[tile][s];
+                sum[0] += d[0] * scale[block][0] * even;
+                sum[1] += d[1] * scale[block][0] * odd;
+                sum[2] += d[2] * scale[block][1] * even;
+                sum[3] += d[3] * scale[block][1] * odd;
+            };
+            if constexpr (TOGETHER) {
+                float d[PRODUCTS][ROWS / 2];
 #pragma unroll
-                for (int s = 0; s < SLICES; s++) mma<Bf16>(acc[tile][s], left, right[s][2 * j], right[s][2 * j + 1]);
+                for (int block = 0; block < 2; block++) {
+                    float(&mine)[ROWS / 2] = d[block % PRODUCTS];
+                    fence_registers(mine);
+                    wgmma_fence();
+                    wgmma(mine, left[block], descriptor_of_matrices(here + block * A_BLOCK), 0);
+                    wgmma_commit();
+                    fence_registers(mine);
+                    if constexpr (PRODUCTS == 1) {
+                        wgmma_wait<0>();
+                        fence_registers(mine);
+#pragma unroll
+                        for (int s = 0; s < SLICES; s++) add(block, s, mine + 4 * s);
+                    }
+                }
+                if constexpr (PRODUCTS == 2) {
+                    wgmma_wait<1>();
+                    fence_registers(d[0]);
+#pragma unroll
+                    for (int s = 0; s < SLICES; s++) add(0, s, d[0] + 4 * s);
+                    wgmma_wait<0>();
+                    fence_registers(d[1]);
+#pragma unroll
+                    for (int s = 0; s < SLICES; s++) add(1, s, d[1] + 4 * s);
+                }
+            } else {
+                uint32_t wide[2][2][4];  // of the first and the second words of each block
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    uint32_t(&words)[4] = wide[i / 4][i % 4 / 2];
+                    widen<Fp16, B_FP8>(left[i / 4][i % 4], words[i % 2], words[i % 2 + 2]);
+                }
+                const char* const row = here + lane / 16 * A_BLOCK + lane / 8 % 2 * 128 + lane % 8 * 16;
+#pragma unroll
+                for (int s = 0; s < SLICES; s++) {
+                    uint32_t right[4];
+                    load_matrices(right, row + 256 * s);
+#pragma unroll
+                    for (int block = 0; block < 2; block++) {
+                        float d[4] = {};
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            uint32_t low, high;
+                            widen<Fp16, A_FP8>(right[2 * block + i], low, high);
+                            mma<Fp16>(d, wide[block][i], low, high);
+                        }
+                        add(block, s, d);
+                    }
+                }
             }
         }
     };
@@ -144,6 +211,12 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         if (first > block_start) __syncthreads();  // the chunk before was read
         Unit flight[UNROLL];
         const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;
+#pragma unroll
+        for (int i = 0; i < PIECES; i++) {
+            const int64_t n = column(i / 2, i % 2);
+            piece_at[i] = b + n * b_n + start * UNIT + quarter * DEPTH;
+            scale_at[i] = b_scale + n * bs_n + int64_t(2 * start + quarter / 2) * bs_k;
+        }
         // a, with zeros past K: pieces of 16, row after row.
         const uint32_t all = rows * A_PIECES;
         uint4 taken[AHEAD];
@@ -162,13 +235,13 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
 #pragma unroll
             for (int p = 0; p < AHEAD; p++, i += THREADS) {
                 if (i >= all) break;
-                const uint32_t scale = scale_pair(taken_scale[p]);
-                uint32_t pair[8];
+                const int row = i / A_PIECES, piece = i % A_PIECES, block = piece / 2;
+                char* const to = memory + block * A_BLOCK + row / 8 * 256 + row % 8 * 16 + piece % 2 * 4;
 #pragma unroll
-                for (int j = 0; j < 4; j++) widen_scaled<A_FP8>(word(taken[p], j), scale, pair[2 * j], pair[2 * j + 1]);
-                uint4* to = reinterpret_cast<uint4*>(memory + i / A_PIECES * A_PITCH + i % A_PIECES * 32);
-                to[0] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-                to[1] = make_uint4(pair[4], pair[5], pair[6], pair[7]);
+                for (int j = 0; j < 4; j++)
+                    *reinterpret_cast<uint32_t*>(to + j % 2 * 128 + j / 2 * 8) = word(taken[p], j);
+                const int scale = block / 2 * (ROWS * 2) + row / 2 * 4 + block % 2 * 2 + row % 2;
+                if (piece % 2 == 0) reinterpret_cast<float*>(memory + A_SCALES)[scale] = scale_of(taken_scale[p]);
             }
         };
         // Asked for first, or it would come after all of b; what is asked for last is put after b is asked for.
@@ -181,11 +254,12 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
 #pragma unroll
         for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
         put(piece);
+        if constexpr (TOGETHER) fence_async();
         __syncthreads();
         for (int index = start; index < stop; index += UNROLL) {
 #pragma unroll
             for (int i = 0; i < UNROLL; i++) {
-                if (index + i < stop) multiply(flight[i], (index + i - first) * UNIT);
+                if (index + i < stop) multiply(flight[i], index + i - first);
                 load(flight[i], index + i + UNROLL, stop);
             }
         }

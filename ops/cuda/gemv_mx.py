@@ -10,7 +10,6 @@ from fp8fn.ops.cuda.gemv_a16w8 import (
     Config,
     batch_step,
     ceil_power_of_two,
-    choose_few,
     divide_memory,
     floor_power_of_two,
 )
@@ -23,11 +22,19 @@ from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 # Rows of a: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 64
-_MOST_TILE: Final = 32  # rows of a that a block multiplies
+_MOST_TILE: Final = 64  # rows of a that a block multiplies
+_MOST_ROUTED: Final = 32  # of routed tokens, whose ids a warp has
 _WARPS: Final = 8
 _UNIT: Final = 64  # of K
-_MOST_AHEAD: Final = 4  # pieces of a that a thread asks for at once
-_PADDING: Final = 16  # bytes after a row of a in shared memory
+_MOST_CLUSTER: Final = 8
+_MANY: Final = 3  # blocks for each multiprocessor
+# Tiles of a warp, warps side by side and warps along K, by the rows of a; the first of which there are enough blocks.
+_DIVISIONS: Final = {
+    8: ((2, 1, 8), (1, 4, 2), (1, 1, 8)),
+    16: ((2, 4, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8)),
+    32: ((1, 8, 1), (1, 4, 2)),
+    64: ((1, 8, 1), (1, 4, 2)),
+}
 _PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
 _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
 _MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
@@ -55,10 +62,41 @@ def accepts(problem: Problem) -> str | None:
 
 
 def configure(problem: Problem) -> Config:
-    """As of `gemv_a16w8`, whose weight has as many bytes; more than 32 rows are several tiles."""
-    rows = min(8 * ceil_power_of_two(-(-problem.m // 8)), _MOST_TILE)
-    units = -(-problem.k // _UNIT)
-    return choose_few(problem.m, problem.n, units, problem.batch, rows, problem.target.cores)
+    """By what was timed on an H200 at the shapes of decoding: blocks so that two multiprocessors have three of them.
+
+    Few rows are read by narrow blocks whose warps share K, more by wide ones; where those are too few, even when
+    clusters share K, by the next of `_DIVISIONS`. Past 16 rows four warps multiply together, and clusters leave all
+    blocks resident.
+    """
+    m, n, cores = problem.m, problem.n, problem.target.cores
+    rows = min(8 * ceil_power_of_two(-(-m // 8)), _MOST_TILE)
+    units, others = -(-problem.k // _UNIT), -(-m // rows) * problem.batch
+    if -(-n // (4 * 16)) * others >= _MANY * cores:
+        warps_k = min(2, floor_power_of_two(units))
+        return _in_flight(rows, 4, warps_k, 1, units)
+    enough = cores * 14 // 10
+    for tiles, warps_n, shared in _DIVISIONS[rows]:
+        warps_k = min(shared, floor_power_of_two(units))
+        blocks = -(-n // (16 * tiles * warps_n)) * others
+        most = min(_MOST_CLUSTER, max(units // warps_k, 1))
+        if rows > 16:
+            cluster = max(1, min(most, cores * 5 // 3 // blocks))
+        else:
+            cluster = min(ceil_power_of_two(-(-enough // blocks)), floor_power_of_two(most))
+        small = tiles == 1 and (rows == 8 or (rows == 16 and warps_n >= 4))  # registers are left for three blocks
+        resident = 3 if small and blocks * cluster > 2 * cores else 2
+        if enough <= blocks * cluster <= resident * cores:
+            break
+    each = -(-units // (warps_k * cluster))
+    # Two tiles, or 64 rows, leave registers for one unit in flight.
+    unroll = 2 if tiles == 1 and rows <= 16 else 1
+    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
+
+
+def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) -> Config:
+    """Of blocks that are many waves, so that none is waited for: as many units in flight as registers allow."""
+    each = -(-units // (warps_k * cluster))
+    return Config(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
 
 
 def plan(
@@ -95,24 +133,19 @@ def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
 
 
 def configure_moe(problem: MoeProblem) -> Config:
-    """As many rows as twice an expert's share of the ids; few columns a block, until there are many waves of blocks."""
+    """As many rows as twice an expert's share of the ids; K is shared by a cluster where blocks are too few."""
     share = -(-2 * problem.ids // problem.experts)
-    rows = max(8, min(ceil_power_of_two(share), ceil_power_of_two(problem.block_m), _MOST_TILE))
-    resident, units = 2, -(-problem.k // _UNIT)
-    tiles = min(problem.tiles, problem.ids)
-
-    def blocks(wide: int) -> int:
-        return tiles * -(-problem.n // (16 * wide))
-
-    wide = 1
-    while wide < _WARPS and 32 * wide <= problem.n and blocks(2 * wide) >= 8 * resident * problem.target.cores:
-        wide *= 2
-    warps_k = min(_WARPS // wide, floor_power_of_two(units))
+    rows = max(8, min(ceil_power_of_two(share), ceil_power_of_two(problem.block_m), _MOST_ROUTED))
+    units = -(-problem.k // _UNIT)
+    warps_n = min(4, ceil_power_of_two(-(-problem.n // 16)))
+    warps_k = min(_WARPS // 4, floor_power_of_two(units))
+    blocks = min(problem.tiles, problem.ids) * -(-problem.n // (16 * warps_n))
     cluster = 1
-    while cluster < 8 and units >= 2 * warps_k * cluster and blocks(wide) * cluster < problem.target.cores:
+    while (
+        cluster < _MOST_CLUSTER and units >= 2 * warps_k * cluster and 10 * blocks * cluster < 14 * problem.target.cores
+    ):
         cluster *= 2
-    each = -(-units // (warps_k * cluster))
-    return Config(rows, 1, wide, warps_k, min(4 if rows == 8 else 2, each), cluster, resident)
+    return _in_flight(rows, warps_n, warps_k, cluster, units)
 
 
 def plan_moe(
@@ -143,9 +176,13 @@ def _launch(
 ) -> CudaLaunch:  # fmt: skip
     """Of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has their ids."""
     n, k = out.shape[-1], a.shape[-1]
-    chunk, received, shared = divide_memory(config.ROWS, config.ROWS, k, _PADDING, _UNIT, config)
+    # Of four blocks of a: bytes, a gap after each, and scales.
+    part = 4 * (config.ROWS * 32 + 16 + config.ROWS * 4)
+    chunk, received, shared = divide_memory(config.ROWS, part, 0, k, _UNIT, config)
     pieces = -(-min(rows, config.ROWS) * chunk // (16 * config.threads))
-    ahead = 1 if pieces <= 1 else 2 if pieces == 2 else _MOST_AHEAD
+    # As many at once as registers are left for.
+    most = 16 if config.RESIDENT == 1 else 8 if config.RESIDENT == 2 and config.ROWS * config.TILES <= 32 else 4
+    ahead = min(ceil_power_of_two(pieces), most)
     macros: dict[str, int | str] = {
         "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
         "EVEN_K": int(k % 16 == 0), "ROUTED": int(sizes["sorted_token_ids"] is not None),
@@ -156,7 +193,10 @@ def _launch(
         "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
     }  # fmt: skip
     return CudaLaunch(
-        kernel=CudaKernel("gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items())),
+        kernel=CudaKernel(
+            "gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items()),
+            wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),
+        ),
         grid=(-(-n // config.BN) * config.CLUSTER, tiles, batch),
         threads=config.threads,
         shared=shared,
@@ -172,6 +212,22 @@ def _launch(
         options=options,
         overlaps=True,
     )  # fmt: skip
+
+
+def wgmma_source(rows: int, left: str, right: str) -> str:
+    """`wgmma(d, a, b, onto)` of 64 x `rows` x 32 with `a` in registers: its text lists every register."""
+    count = rows // 2
+    registers = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
+    of_a = ", ".join(f"%{count + i}" for i in range(4))
+    return f"""
+__device__ __forceinline__ void wgmma(float (&d)[{count}], const unsigned (&a)[4], unsigned long long b, int onto) {{
+    asm volatile("{{.reg .pred onto; setp.ne.b32 onto, %{count + 5}, 0;\\n"
+                 "wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.{left}.{right} {{{registers}}}, {{{of_a}}}, "
+                 "%{count + 4}, onto, 1, 1;}}"
+                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto));
+}}
+"""
 
 
 def _prefetched(tiles: int, n: int, k: int, target: Target, config: Config) -> int:

@@ -106,13 +106,6 @@ INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     }
 }
 
-// Two products of bfloat16, rounded.
-INLINE uint32_t multiply_pairs(uint32_t pair, uint32_t by) {
-    uint32_t result;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(pair), "r"(by));
-    return result;
-}
-
 // d (16 x 8) += a (16 x 16) · b (16 x 8) of a warp, in the fragments of PTX's mma.m16n8k16.
 template <typename T>
 INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
@@ -127,4 +120,19 @@ INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
             : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
             : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
     }
+}
+
+// Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and gets word i % 4 of row
+// i / 4 of each.
+INLINE void load_matrices(uint32_t (&m)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The right operand of a wgmma 32 bytes deep, not swizzled: such matrices of its first 16 bytes, each followed by that of
+// the other 16, eight rows after eight.
+INLINE uint64_t descriptor_of_matrices(const void* first) {
+    return uint64_t(256 >> 4) << 32 | uint64_t(128 >> 4) << 16 | (shared_address(first) & 0x3FFFF) >> 4;
 }

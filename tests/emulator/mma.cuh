@@ -62,11 +62,6 @@ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     high = pack<T>(value[2], value[3]);
 }
 
-inline uint32_t multiply_pairs(uint32_t pair, uint32_t by) {
-    auto half = [](uint32_t both, int upper) { return float(Bf16{static_cast<uint16_t>(both >> 16 * upper)}); };
-    return pack<Bf16>(half(pair, 0) * half(by, 0), half(pair, 1) * half(by, 1));
-}
-
 // The fragments of a warp's lanes, where all of them can read.
 struct Fragments {
     uint32_t a[4], b[2];
@@ -92,3 +87,51 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     }
     meet_warp();
 }
+
+inline void load_matrices(uint32_t (&m)[4], const void* row) {
+    const int lane = current % 32;
+    for (int i = 0; i < 4; ++i) {
+        const auto* from = reinterpret_cast<const char*>(
+            __shfl_sync(~0u, reinterpret_cast<unsigned long>(row), 8 * i + lane / 4));
+        memcpy(&m[i], from + lane % 4 * 4, 4);
+    }
+}
+
+// What a thread asks of wgmma is there at once; a descriptor is an address.
+inline void fence_async() {}
+inline void wgmma_fence() {}
+inline void wgmma_commit() {}
+template <int PENDING>
+void wgmma_wait() {}
+template <int COUNT>
+void fence_registers(float (&)[COUNT]) {}
+inline uint64_t descriptor_of_matrices(const void* first) { return reinterpret_cast<uint64_t>(first); }
+
+#ifdef B_FP8
+struct Group {
+    int arrived;
+    unsigned round;
+};
+inline Group groups[MOST_THREADS / 128];
+inline void meet_group() { meet(groups[current / 128].arrived, groups[current / 128].round, 128); }
+
+template <int COUNT>
+void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
+    fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
+    meet_group();
+    const Fragments* warp = fragments + current / 32 * 32;
+    const auto* matrices = reinterpret_cast<const uint8_t*>(b);
+    const int lane = current % 32;
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = onto ? d[i] : 0.0;
+        for (int k = 0; k < 32; ++k) {
+            const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+            const uint8_t right = matrices[column / 8 * 256 + k / 16 * 128 + column % 8 * 16 + k % 16];
+            sum += static_cast<double>(of_fp8<B_FP8>(left)) * of_fp8<A_FP8>(right);
+        }
+        d[i] = static_cast<float>(sum);
+    }
+    meet_group();
+}
+#endif
