@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import compile_time, decode, isa, record, tables
+from fp8fn.bench import compile_time, decode, generate, isa, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
 from fp8fn.ops import tuning
@@ -93,6 +93,9 @@ TABLES: Final = (
     Table("decoder", "decoder.json", tables.linear),
     Table("decode", "decode.json", decode.table),
     Table("decode-batched", "decode_batched.json", decode.table),
+    Table("decode-mx", "decode_mx.json", decode.table),
+    Table("decode-mx-moe", "decode_mx_moe.json", decode.table),
+    Table("generate", "generate.json", generate.table),
     Table("isa-gfx950", "isa-gfx950.json", isa.table),
     Table("isa-gfx942", "isa-gfx942.json", isa.table),
     Table("host", "host.json", host),
