@@ -25,6 +25,7 @@ from fp8fn.ops.cuda import scaled_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap, pointers
 from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.cuda.scaled_mm import BK, Config, accepts, plan
+from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.layout import Block, empty_data, empty_scale, matrix_strides
 from fp8fn.ops.reference.quantize import quantize, spread
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target, target_of
@@ -254,8 +255,9 @@ def test_resources_are_those_of_the_machine_code() -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("width", [8, 64, 96, 128, 192, 256])
-def test_wgmma_source_names_every_accumulator(width: int) -> None:
-    source = cuda.wgmma_source(width, "e4m3", "e5m2")
+@pytest.mark.parametrize("a_in_registers", [False, True])
+def test_wgmma_source_names_every_accumulator(width: int, a_in_registers: bool) -> None:
+    source = wgmma_source(width, "e4m3", "e5m2", a_in_registers=a_in_registers)
     assert f"wgmma.mma_async.sync.aligned.m64n{width}k32.f32.e4m3.e5m2" in source
     for i in range(width // 2):
         assert f"(d[{i}])" in source

@@ -55,6 +55,21 @@ INLINE void turn(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, uint32_t (&
     turned[3] = __byte_perm(high01, high23, 0x7632);
 }
 
+// The right operand of products: row `group` of every slice, from `at` bytes of it on.
+INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int pitch, int rows, int group, int at) {
+    // Rows past the last, of which anything may lie there, are columns of the product that nobody stores.
+    const char* const first = memory + (ROWS > 8 ? group : min(group, rows - 1)) * pitch + at;
+#pragma unroll
+    for (int s = 0; s < SLICES; s++) {
+        const char* from = first + 8 * s * pitch;
+#pragma unroll
+        for (int i = 0; i < DEPTH / 8; i++) {
+            const uint4 values = reinterpret_cast<const uint4*>(from)[i];
+            b[s][4 * i] = values.x, b[s][4 * i + 1] = values.y, b[s][4 * i + 2] = values.z, b[s][4 * i + 3] = values.w;
+        }
+    }
+}
+
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
@@ -147,7 +162,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     // `at`: where the unit begins in the chunk of x.
     auto multiply = [&](const Unit& unit, int at) {
         uint32_t b[SLICES][DEPTH / 2];
-        load_rows<DEPTH>(b, memory, X_PITCH, rows, group, (at + quarter * DEPTH) * 2);
+        load_rows(b, memory, X_PITCH, rows, group, (at + quarter * DEPTH) * 2);
         uint32_t a[DEPTH / 4][4];
         if constexpr (K_CONTIGUOUS) {
 #pragma unroll

@@ -17,6 +17,7 @@ from fp8fn.ops.cuda.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, TYPES
+from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
@@ -195,7 +196,7 @@ def _launch(
     return CudaLaunch(
         kernel=CudaKernel(
             "gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items()),
-            wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),
+            wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype], a_in_registers=True),
         ),
         grid=(-(-n // config.BN) * config.CLUSTER, tiles, batch),
         threads=config.threads,
@@ -212,22 +213,6 @@ def _launch(
         options=options,
         overlaps=True,
     )  # fmt: skip
-
-
-def wgmma_source(rows: int, left: str, right: str) -> str:
-    """`wgmma(d, a, b, onto)` of 64 x `rows` x 32 with `a` in registers: its text lists every register."""
-    count = rows // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    of_a = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""
-__device__ __forceinline__ void wgmma(float (&d)[{count}], const unsigned (&a)[4], unsigned long long b, int onto) {{
-    asm volatile("{{.reg .pred onto; setp.ne.b32 onto, %{count + 5}, 0;\\n"
-                 "wgmma.mma_async.sync.aligned.m64n{rows}k32.f32.{left}.{right} {{{registers}}}, {{{of_a}}}, "
-                 "%{count + 4}, onto, 1, 1;}}"
-                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto));
-}}
-"""
 
 
 def _prefetched(tiles: int, n: int, k: int, target: Target, config: Config) -> int:

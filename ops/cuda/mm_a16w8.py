@@ -12,6 +12,7 @@ from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, SCALES, as_matrix, call
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.scaled_mm import BK, LARGEST, OUT, TYPES, as_batch, map_fault
+from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
@@ -66,22 +67,6 @@ def is_starved(m: int, n: int, batches: int, cores: int) -> bool:
     return tiles(m, n, batches, _SMALLEST) * 5 < cores
 
 
-def wgmma_source(width: int, kind: str) -> str:
-    """`wgmma(d, a, b, onto)` of 64 x `width` x 16 with `a` in registers: its text lists every register."""
-    count = width // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    left = ", ".join(f"%{count + i}" for i in range(4))
-    return f"""
-__device__ __forceinline__ void wgmma(float (&d)[{count}], const unsigned (&a)[4], unsigned long long b, int onto) {{
-    asm volatile("{{.reg .pred onto; setp.ne.b32 onto, %{count + 5}, 0;\\n"
-                 "wgmma.mma_async.sync.aligned.m64n{width}k16.f32.{kind}.{kind} {{{registers}}}, {{{left}}}, "
-                 "%{count + 4}, onto, 1, 1, 0;}}"
-                 : {outputs} : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(onto));
-}}
-"""
-
-
 def accepts(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
 ) -> str | None:
@@ -118,6 +103,7 @@ def plan(
     (m, n), k = out.shape[-2:], x.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     config = config or choose_config(m, n, batches, w_block, bias is not None, target.cores)
+    kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
         "WIDTH": config.WIDTH, "SLICES": config.SLICES, "STAGES": config.STAGES, "GROUP": config.GROUP,
@@ -126,7 +112,7 @@ def plan(
     return CudaLaunch(
         kernel=CudaKernel(
             "mm_a16w8.cu", "mm_a16w8", tuple(macros.items()),
-            wgmma_source(config.WIDTH, "bf16" if x.dtype == torch.bfloat16 else "f16"),
+            wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
         ),
         grid=(min(tiles(m, n, batches, config), target.cores), 1, 1),
         threads=3 * 128,

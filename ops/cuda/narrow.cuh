@@ -1,5 +1,5 @@
-// What kernels of few rows share: bytes of a weight in registers, rows of the other operand from shared memory, and the
-// sums of warps and of blocks, added in a fixed order.
+// What kernels of few rows share: bytes of a weight in registers, and the sums of warps and of blocks, added in a fixed
+// order.
 //
 // Macros: ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K and CLUSTER, as `gemv_a16w8.cu` explains them.
 #pragma once
@@ -26,22 +26,6 @@ INLINE uint32_t first_bytes(uint32_t word, int count) {
 INLINE uint4 first_bytes(const uint4& piece, int count) {
     return make_uint4(first_bytes(piece.x, count), first_bytes(piece.y, count - 4), first_bytes(piece.z, count - 8),
                       first_bytes(piece.w, count - 12));
-}
-
-// The right operand of products DEPTH deep a thread: row `group` of every slice, from `at` bytes of it on.
-template <int DEPTH>
-INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int pitch, int rows, int group, int at) {
-    // Rows past the last, of which anything may lie there, are columns of the product that nobody stores.
-    const char* const first = memory + (ROWS > 8 ? group : min(group, rows - 1)) * pitch + at;
-#pragma unroll
-    for (int s = 0; s < SLICES; s++) {
-        const char* from = first + 8 * s * pitch;
-#pragma unroll
-        for (int i = 0; i < DEPTH / 8; i++) {
-            const uint4 values = reinterpret_cast<const uint4*>(from)[i];
-            b[s][4 * i] = values.x, b[s][4 * i + 1] = values.y, b[s][4 * i + 2] = values.z, b[s][4 * i + 3] = values.w;
-        }
-    }
 }
 
 // Puts a warp's sums into `sums (WARPS_K, rows, PITCH)`; `column(tile, half)` is that of a thread in the matrix.

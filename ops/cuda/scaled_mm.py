@@ -11,6 +11,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
+from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
@@ -55,21 +56,6 @@ class Config:
         shared = f" cluster{self.CLUSTER}{'B' if self.SHARE_B else 'A'}" if self.CLUSTER > 1 else ""
         parts = f" parts{self.PARTS}" if self.PARTS > 1 else ""
         return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{parts}"
-
-
-def wgmma_source(width: int, a_type: str, b_type: str) -> str:
-    """`wgmma(d, a, b, onto)` of 64 x `width`: one instruction, whose text lists every accumulator."""
-    count = width // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    return f"""
-__device__ __forceinline__ void wgmma(float (&d)[{count}], unsigned long long a, unsigned long long b, int onto) {{
-    asm volatile("{{.reg .pred onto; setp.ne.b32 onto, %{count + 2}, 0;\\n"
-                 "wgmma.mma_async.sync.aligned.m64n{width}k32.f32.{a_type}.{b_type} {{{registers}}}, %{count}, "
-                 "%{count + 1}, onto, 1, 1;}}"
-                 : {outputs} : "l"(a), "l"(b), "r"(onto));
-}}
-"""
 
 
 def scale_kind(line: int, along_k: int) -> str:
