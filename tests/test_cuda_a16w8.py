@@ -336,9 +336,6 @@ def test_the_default_configuration() -> None:
         (1, 2048, 6144): "8x16 warps1x8 unroll2 cluster1 resident2",
         (4, 6144, 2304): "8x64 warps4x2 unroll2 cluster8 resident3",
         (4, 6144, 1536): "8x32 warps2x4 unroll1 cluster8 resident3",
-        (8, 6144, 1536): "8x64 warps2x4 unroll2 cluster8 resident2",
-        (8, 6144, 2304): "8x64 warps4x2 unroll2 cluster8 resident3",
-        (8, 2048, 6144): "8x128 warps4x2 unroll2 cluster4 resident2",
         (16, 6144, 1536): "16x64 warps4x2 unroll2 cluster8 resident2",
         (16, 2048, 6144): "16x128 warps8x1 unroll2 cluster4 resident2",
     }.items():

@@ -107,8 +107,7 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
     """Up to 32 rows of x by a weight whose columns are lines: by what was timed on an H200 at the shapes of decoding.
 
     Every block reads its part of x: one row costs little, so that K is shared by the warps of a block; more rows are
-    read by wide blocks, and K is shared by a cluster; from five on by blocks twice as wide, where enough are left. One
-    wave of blocks is fastest, of three on two multiprocessors.
+    read by wide blocks, and K is shared by a cluster. One wave of blocks is fastest, of three on two multiprocessors.
     """
     wanted = cores * (19 if 1 < m <= 8 else 14) // 10
 
@@ -131,15 +130,12 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
         wide *= 2
         warps_n, warps_k, blocks = divide(wide)
     tiles = 2 if rows > 8 and blocks > 3 * cores and 32 * warps_n <= n else 1
-    twice = -(-n // (32 * warps_n)) * batches
-    if 4 < m <= 8 and batches == 1 and warps_n < _WARPS and twice * most_clusters(warps_k) >= cores * 14 // 10:
-        tiles, blocks, wanted = 2, twice, cores * 14 // 10
     cluster = 1
     while cluster < most_clusters(warps_k) and blocks * cluster < (cores // 2 if batches > 1 else wanted):
         cluster *= 2
     each = -(-units // (warps_k * cluster))
     many = blocks * cluster > 2 * cores
-    unroll = 1 if (tiles == 2 and rows > 8) or blocks * cluster > (3 if m == 1 else 2.25) * cores else 2
+    unroll = 1 if tiles == 2 or blocks * cluster > (3 if m == 1 else 2.25) * cores else 2
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
 
 
