@@ -506,8 +506,8 @@ def test_how_a_tile_leaves() -> None:
 
 
 def test_a_weight_that_is_read_once_leaves_the_l2_first() -> None:
-    def once(m: int, config: Config) -> bool:
-        launch = Problem("forward", (m, 256, 256)).plan(config)
+    def once(m: int, config: Config, **batches: int) -> bool:
+        launch = Problem("forward", (m, 256, 256), **batches).plan(config)
         return bool(dict(launch.kernel.macros)["B_ONCE"])
 
     assert once(128, Config(MATH=1))
@@ -515,6 +515,8 @@ def test_a_weight_that_is_read_once_leaves_the_l2_first() -> None:
     assert not once(129, Config(MATH=1))
     assert not once(257, Config())
     assert not once(128, Config(CLUSTER=2))
+    assert once(128, Config(), a_batch=3, b_batch=3)
+    assert not once(128, Config(), a_batch=3)  # b is read for each matrix of the batch
 
 
 def test_a_padded_output_keeps_its_stride_and_its_padding() -> None:

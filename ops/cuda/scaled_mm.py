@@ -194,8 +194,9 @@ def plan_tiles(
     # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
     whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
     staged = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
-    once = _reads_b_once(m, config) and grouped == "DENSE"
-    # Bulk stores wait for what they overlap with: the next tile, of which few rows have few.
+    # Few rows of tiles run together, each block by its own loads; a b that serves a whole batch is read for each of it.
+    once = m <= 2 * config.BM and config.CLUSTER == 1 and grouped == "DENSE" and (batches == 1 or b.dim() == 3)
+    # A bulk store overlaps with the next tile, and few rows have few tiles.
     out_via = "PAIRS" if not staged else "LINES" if once else "BULK"
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
@@ -239,11 +240,6 @@ def plan_tiles(
         target=target,
         options=options,
     )
-
-
-def _reads_b_once(m: int, config: Config) -> bool:
-    """Whether the blocks that read a column of tiles run together, each by its own loads."""
-    return m <= 2 * config.BM and config.CLUSTER == 1
 
 
 def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
