@@ -83,6 +83,15 @@ class Weights:
 
         return call
 
+    @property
+    def elements(self) -> float:
+        """Of all weights."""
+        return float(self.matrices) * self.N * self.K
+
+    def case(self, peer: str, name: str, size: int, build: Callable[[], Call], operations: float = 0.0) -> Case:
+        """Of a way that reads `size` bytes of each element of the weights."""
+        return Case(peer, name, build, lambda out: {"out": self.snr_db(out)}, operations, size * self.elements)
+
     def snr_db(self, found: Tensor) -> float:
         """Of the last weight's product; of a large one, of some rows and matrices."""
         rows = torch.linspace(0, self.M - 1, min(self.M, _SAMPLES)).long().to(self.device)
@@ -94,16 +103,12 @@ class Weights:
 
 
 def cases(weights: Weights) -> list[Case]:
-    elements = float(weights.matrices) * weights.N * weights.K
-    operations = 2 * weights.M * elements if weights.M * elements >= _LARGE else 0.0
-
-    def case(peer: str, name: str, size: int, build: Callable[[], Call]) -> Case:
-        return Case(peer, name, build, lambda out: {"out": weights.snr_db(out)}, operations, size * elements)
-
+    products = weights.M * weights.elements
+    operations = 2 * products if products >= _LARGE else 0.0
     multiply = torch.bmm if weights.lead else torch.mm
     found = [
-        case("fp8fn", "w in 128x128", 1, lambda: weights.round(fp8fn.gemm, weights.quantized)),
-        case("torch", "bf16", 2, lambda: weights.round(multiply, weights.w)),
+        weights.case("fp8fn", "w in 128x128", 1, lambda: weights.round(fp8fn.gemm, weights.quantized), operations),
+        weights.case("torch", "bf16", 2, lambda: weights.round(multiply, weights.w), operations),
     ]
     if weights.lead:
 
@@ -111,7 +116,7 @@ def cases(weights: Weights) -> list[Case]:
             return torch.bmm(x, fp8fn.dequantize(w, torch.bfloat16))
 
         name = "dequantize, then bf16"
-        found.append(case("torch", name, 1, lambda: weights.round(dequantized, weights.quantized)))
+        found.append(weights.case("torch", name, 1, lambda: weights.round(dequantized, weights.quantized), operations))
     return found
 
 
@@ -131,10 +136,6 @@ def mx_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     weights = Weights(0, shape, COPIES if device.type == "cuda" else 2, device)
     a = cached(lambda: fp8fn.quantize(weights.x, (1, 32), scale="e8m0"))
     b = cached(lambda: [fp8fn.quantize(w, (32, 1), scale="e8m0") for w in weights.w])
-    elements = float(weights.matrices) * weights.N * weights.K
-
-    def case(peer: str, name: str, size: int, build: Callable[[], Call]) -> Case:
-        return Case(peer, name, build, lambda out: {"out": weights.snr_db(out)}, 0.0, size * elements)
 
     def dot_scaled() -> Call:
         from fp8fn.bench.dot_scaled import plan_dense
@@ -150,11 +151,11 @@ def mx_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         return call
 
     found = [
-        case("fp8fn", "MX-FP8", 1, lambda: weights.round(fp8fn.gemm, b(), a())),
-        case("torch", "bf16", 2, lambda: weights.round(torch.mm, weights.w)),
+        weights.case("fp8fn", "MX-FP8", 1, lambda: weights.round(fp8fn.gemm, b(), a())),
+        weights.case("torch", "bf16", 2, lambda: weights.round(torch.mm, weights.w)),
     ]
     if device.type == "cuda":  # Triton has no kernels for a CPU
-        found.append(case("triton", "dot_scaled", 1, dot_scaled))
+        found.append(weights.case("triton", "dot_scaled", 1, dot_scaled))
     return found
 
 

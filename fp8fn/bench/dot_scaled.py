@@ -24,6 +24,24 @@ _STAGES: Final = 3
 
 
 @triton.jit
+def product(
+    a, b, a_scale, b_scale, row, inside_m, offset_n, N, K, a_m, b_n, as_m, bs_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """The tile `(BM, BN)` of rows `row` of a by columns `offset_n` of b."""
+    offset_k, block_k = tl.arange(0, BK), tl.arange(0, BK // 32)
+    inside_n = offset_n[:, None] < N
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        a_tile = tl.load(a + row[:, None] * a_m + k + offset_k[None, :], mask=inside_m, other=0.0)
+        b_tile = tl.load(b + offset_n[:, None] * b_n + k + offset_k[None, :], mask=inside_n, other=0.0)
+        a_stored = tl.load(a_scale + row[:, None] * as_m + k // 32 + block_k[None, :], mask=inside_m, other=0)
+        b_stored = tl.load(b_scale + offset_n[:, None] * bs_n + k // 32 + block_k[None, :], mask=inside_n, other=0)
+        acc = tl.dot_scaled(a_tile, a_stored, "e4m3", tl.trans(b_tile), b_stored, "e4m3", acc)
+    return acc
+
+
+@triton.jit
 def dense(
     a, b, out, a_scale, b_scale, M, N, K, a_m, b_n, as_m, bs_n,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
@@ -31,15 +49,8 @@ def dense(
     """One tile of `out (M, N) = a (M, K) @ b (K, N)`; K and blocks along K are contiguous in all operands."""
     offset_m = tl.program_id(0) * BM + tl.arange(0, BM)
     offset_n = tl.program_id(1) * BN + tl.arange(0, BN)
-    offset_k, block_k = tl.arange(0, BK), tl.arange(0, BK // 32)
-    inside_m, inside_n = offset_m[:, None] < M, offset_n[:, None] < N
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        a_tile = tl.load(a + offset_m[:, None] * a_m + k + offset_k[None, :], mask=inside_m, other=0.0)
-        b_tile = tl.load(b + offset_n[:, None] * b_n + k + offset_k[None, :], mask=inside_n, other=0.0)
-        a_stored = tl.load(a_scale + offset_m[:, None] * as_m + k // 32 + block_k[None, :], mask=inside_m, other=0)
-        b_stored = tl.load(b_scale + offset_n[:, None] * bs_n + k // 32 + block_k[None, :], mask=inside_n, other=0)
-        acc = tl.dot_scaled(a_tile, a_stored, "e4m3", tl.trans(b_tile), b_stored, "e4m3", acc)
+    inside_m = offset_m[:, None] < M
+    acc = product(a, b, a_scale, b_scale, offset_m, inside_m, offset_n, N, K, a_m, b_n, as_m, bs_n, BM=BM, BN=BN, BK=BK)
     pointers = out + offset_m[:, None] * N + offset_n[None, :]
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside_m & (offset_n[None, :] < N))
 
@@ -59,17 +70,10 @@ def routed(
     valid = row < ids
     source = row // a_div
     offset_n = tl.program_id(1) * BN + tl.arange(0, BN)
-    offset_k, block_k = tl.arange(0, BK), tl.arange(0, BK // 32)
-    inside_m, inside_n = valid[:, None], offset_n[:, None] < N
+    inside_m = valid[:, None]
     w += expert * w_e
     w_scale += expert * ws_e
-    acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        a_tile = tl.load(a + source[:, None] * a_m + k + offset_k[None, :], mask=inside_m, other=0.0)
-        w_tile = tl.load(w + offset_n[:, None] * w_n + k + offset_k[None, :], mask=inside_n, other=0.0)
-        a_stored = tl.load(a_scale + source[:, None] * as_m + k // 32 + block_k[None, :], mask=inside_m, other=0)
-        w_stored = tl.load(w_scale + offset_n[:, None] * ws_n + k // 32 + block_k[None, :], mask=inside_n, other=0)
-        acc = tl.dot_scaled(a_tile, a_stored, "e4m3", tl.trans(w_tile), w_stored, "e4m3", acc)
+    acc = product(a, w, a_scale, w_scale, source, inside_m, offset_n, N, K, a_m, w_n, as_m, ws_n, BM=BM, BN=BN, BK=BK)
     acc *= tl.load(token_weights + row, mask=valid, other=0.0)[:, None]
     pointers = out + row[:, None] * N + offset_n[None, :]
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside_m & (offset_n[None, :] < N))

@@ -73,9 +73,8 @@ def configure(problem: Problem) -> Config:
     rows = min(8 * ceil_power_of_two(-(-m // 8)), _MOST_TILE)
     units, others = -(-problem.k // _UNIT), -(-m // rows) * problem.batch
     if -(-n // (4 * 16)) * others >= _MANY * cores:
-        warps_k = min(2, floor_power_of_two(units))
-        return _in_flight(rows, 4, warps_k, 1, units)
-    enough = cores * 14 // 10
+        return _in_flight(rows, 4, min(_WARPS // 4, floor_power_of_two(units)), 1, units)
+    enough = _enough(cores)
     for tiles, warps_n, shared in _DIVISIONS[rows]:
         warps_k = min(shared, floor_power_of_two(units))
         blocks = -(-n // (16 * tiles * warps_n)) * others
@@ -92,6 +91,11 @@ def configure(problem: Problem) -> Config:
     # Two tiles, or 64 rows, leave registers for one unit in flight.
     unroll = 2 if tiles == 1 and rows <= 16 else 1
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
+
+
+def _enough(cores: int) -> int:
+    """Blocks that keep the memory busy: with fewer, clusters share K."""
+    return cores * 14 // 10
 
 
 def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) -> Config:
@@ -141,10 +145,8 @@ def configure_moe(problem: MoeProblem) -> Config:
     warps_n = min(4, ceil_power_of_two(-(-problem.n // 16)))
     warps_k = min(_WARPS // 4, floor_power_of_two(units))
     blocks = min(problem.tiles, problem.ids) * -(-problem.n // (16 * warps_n))
-    cluster = 1
-    while (
-        cluster < _MOST_CLUSTER and units >= 2 * warps_k * cluster and 10 * blocks * cluster < 14 * problem.target.cores
-    ):
+    enough, cluster = _enough(problem.target.cores), 1
+    while cluster < _MOST_CLUSTER and units >= 2 * warps_k * cluster and blocks * cluster <= enough:
         cluster *= 2
     return _in_flight(rows, warps_n, warps_k, cluster, units)
 
