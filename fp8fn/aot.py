@@ -98,10 +98,7 @@ def kernels_of(
     found: dict[CudaKernel, None] = {}
     for m, n, k in shapes:
         for launch in (*_products(m, n, k, recipe, dtype, target, chip), *_quantizers(m, n, k, recipe, dtype, target)):
-            phase: CudaLaunch | None = launch
-            while phase is not None:
-                found[phase.kernel] = None
-                phase = phase.then
+            found[launch.kernel] = None
     return tuple(found)
 
 

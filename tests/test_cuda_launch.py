@@ -30,8 +30,9 @@ from fp8fn.ops.code_cache import cache_dir, read_whole
 from fp8fn.ops.cuda import driver, launch, nvrtc, prepared
 from fp8fn.ops.cuda import scaled_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch, Prepared, TensorMap, pointers
-from fp8fn.ops.cuda.nvrtc import CompilationError, Compiled, CudaKernel, compile_kernel
+from fp8fn.ops.cuda.nvrtc import CompilationError, Compiled, compile_kernel
 from fp8fn.ops.cuda.prepared import Call, geometry, kind
+from fp8fn.ops.cuda.produce import plan_row_rstd
 from fp8fn.ops.cuda.scaled_mm import Config
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import SM90, Target, target_of
@@ -44,7 +45,8 @@ WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 planner: Callable[..., CudaLaunch] = cuda.plan
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
-SUM = CudaKernel("sum_parts.cu", "sum_parts", (("OUT", "BF16"), ("BIAS", 0)))
+# A small one.
+ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
 
 
 @pytest.fixture
@@ -69,18 +71,18 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 def test_the_second_time_a_kernel_comes_from_the_cache(cache: Path, compiled: list[Any]) -> None:
-    first = compile_kernel(SUM)
+    first = compile_kernel(ROWS)
     assert first == Compiled(b"cubin 1", "log")
-    assert compile_kernel(SUM) == Compiled(b"cubin 1", "")
+    assert compile_kernel(ROWS) == Compiled(b"cubin 1", "")
     assert len(compiled) == 1
     (file,) = (cache / "cubin").iterdir()
-    assert file.name.startswith("sum_parts-")
+    assert file.name.startswith("row_rstd-")
     assert file.suffix == ".cubin"
 
 
 def test_verbose_compiles_anew_and_keeps_nothing(cache: Path, compiled: list[Any]) -> None:
-    assert compile_kernel(SUM, verbose=True).log == "log"
-    assert compile_kernel(SUM, verbose=True).cubin == b"cubin 2"
+    assert compile_kernel(ROWS, verbose=True).log == "log"
+    assert compile_kernel(ROWS, verbose=True).cubin == b"cubin 2"
     assert "--ptxas-options=-v" in compiled[0][-1]
     assert not cache.exists()
 
@@ -88,58 +90,58 @@ def test_verbose_compiles_anew_and_keeps_nothing(cache: Path, compiled: list[Any
 def test_whatever_changes_the_code_changes_the_key(
     cache: Path, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compile_kernel(SUM)
+    compile_kernel(ROWS)
     for other in (
-        replace(SUM, macros=(("OUT", "FP16"), ("BIAS", 0))),
-        replace(SUM, macros=(("BIAS", 0), ("OUT", "BF16"))),
-        replace(SUM, generated="// before"),
-        replace(SUM, entry="sum"),
+        replace(ROWS, macros=(*ROWS.macros, ("OUT", "FP16"))),
+        replace(ROWS, macros=ROWS.macros[::-1]),
+        replace(ROWS, generated="// before"),
+        replace(ROWS, entry="sum"),
     ):
         compile_kernel(other)
-    compile_kernel(SUM, "sm_100a")
+    compile_kernel(ROWS, "sm_100a")
     text = nvrtc._text
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "_text", lambda name: text(name) + ("//" if name.endswith(".cu") else ""))
-        compile_kernel(SUM)
+        compile_kernel(ROWS)
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "_headers", lambda: {"hopper.cuh": "", "convert.cuh": "//"})
-        compile_kernel(SUM)
+        compile_kernel(ROWS)
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "_OPTIONS", ("--std=c++20",))
-        compile_kernel(SUM)
+        compile_kernel(ROWS)
     with monkeypatch.context() as patch:
         patch.setattr(nvrtc, "version", lambda: (12, 8))
-        compile_kernel(SUM)
+        compile_kernel(ROWS)
     assert len(compiled) == len(list((cache / "cubin").iterdir())) == 10
-    compile_kernel(SUM)
+    compile_kernel(ROWS)
     assert len(compiled) == 10
 
 
 def test_macros_and_architecture_are_options(cache: Path, compiled: list[Any]) -> None:
-    compile_kernel(replace(SUM, generated="struct Before {};\n"))
+    compile_kernel(replace(ROWS, generated="struct Before {};\n"))
     source, name, headers, options = compiled[0]
-    assert source.startswith('struct Before {};\n#line 1 "sum_parts.cu"\n')
-    assert name == "sum_parts.cu"
-    assert {"hopper.cuh", "convert.cuh"} <= set(headers)
-    assert {"--gpu-architecture=sm_90a", "-DOUT=BF16", "-DBIAS=0"} <= set(options)
+    assert source.startswith('struct Before {};\n#line 1 "row_rstd.cu"\n')
+    assert name == "row_rstd.cu"
+    assert {"row_sum.cuh", "values.cuh"} <= set(headers)
+    assert {"--gpu-architecture=sm_90a", "-DINPUT=Input::BF16", "-DROWS=1"} <= set(options)
 
 
 @pytest.mark.parametrize("damage", [b"", b"cubin 1", b"\x7fELF" + b"\0" * 100])
 def test_a_damaged_file_is_compiled_again(damage: bytes, cache: Path, compiled: list[Any]) -> None:
-    compile_kernel(SUM)
+    compile_kernel(ROWS)
     (file,) = (cache / "cubin").iterdir()
     file.write_bytes(damage)
-    assert compile_kernel(SUM) == Compiled(b"cubin 2", "log")
-    assert compile_kernel(SUM) == Compiled(b"cubin 2", "")
+    assert compile_kernel(ROWS) == Compiled(b"cubin 2", "log")
+    assert compile_kernel(ROWS) == Compiled(b"cubin 2", "")
 
 
 def test_a_file_with_a_flipped_or_missing_byte_is_compiled_again(cache: Path, compiled: list[Any]) -> None:
-    compile_kernel(SUM)
+    compile_kernel(ROWS)
     (file,) = (cache / "cubin").iterdir()
     whole = file.read_bytes()
     for i, damaged in enumerate((whole[:-1], b"d" + whole[1:], whole[1:], whole + b"\0")):
         file.write_bytes(damaged)
-        assert compile_kernel(SUM).cubin == b"cubin %d" % (i + 2)
+        assert compile_kernel(ROWS).cubin == b"cubin %d" % (i + 2)
 
 
 def test_a_cache_that_cannot_be_written_or_read_does_no_harm(
@@ -148,14 +150,14 @@ def test_a_cache_that_cannot_be_written_or_read_does_no_harm(
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("FP8FN_CACHE_DIR", str(file))  # mkdir and read both fail
-    assert compile_kernel(SUM).cubin == b"cubin 1"
+    assert compile_kernel(ROWS).cubin == b"cubin 1"
     folder = tmp_path / "folder"
     monkeypatch.setenv("FP8FN_CACHE_DIR", str(folder))
-    compile_kernel(SUM)
+    compile_kernel(ROWS)
     (kept,) = (folder / "cubin").iterdir()
     kept.unlink()
     kept.mkdir()  # a folder where the file should be
-    assert compile_kernel(SUM).cubin == b"cubin 3"
+    assert compile_kernel(ROWS).cubin == b"cubin 3"
     assert file.read_bytes() == b""
 
 
@@ -163,8 +165,8 @@ def test_a_cache_that_cannot_be_written_or_read_does_no_harm(
 def test_a_read_only_cache_does_no_harm(cache: Path, compiled: list[Any]) -> None:
     (cache / "cubin").mkdir(parents=True)
     (cache / "cubin").chmod(stat.S_IRUSR | stat.S_IXUSR)
-    assert compile_kernel(SUM).cubin == b"cubin 1"
-    assert compile_kernel(SUM).cubin == b"cubin 2"
+    assert compile_kernel(ROWS).cubin == b"cubin 1"
+    assert compile_kernel(ROWS).cubin == b"cubin 2"
 
 
 def test_a_failing_write_leaves_the_result(cache: Path, compiled: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def test_a_failing_write_leaves_the_result(cache: Path, compiled: list[Any], mon
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    assert compile_kernel(SUM).cubin == b"cubin 1"
+    assert compile_kernel(ROWS).cubin == b"cubin 1"
     assert not list(cache.rglob("*.cubin"))
 
 
@@ -211,19 +213,19 @@ def test_the_cache_is_where_the_variable_says(monkeypatch: pytest.MonkeyPatch, t
 
 @needs_nvrtc
 def test_what_the_cache_keeps_is_the_machine_code(cache: Path) -> None:
-    first = compile_kernel(SUM)
+    first = compile_kernel(ROWS)
     assert first.cubin[:4] == b"\x7fELF"
-    assert compile_kernel(SUM) == Compiled(first.cubin, "")
+    assert compile_kernel(ROWS) == Compiled(first.cubin, "")
 
 
 @needs_nvrtc
 def test_an_error_of_the_source_is_nvrtcs_log_and_is_not_kept(cache: Path) -> None:
-    broken = replace(SUM, generated="int broken() { return missing; }\n")
+    broken = replace(ROWS, generated="int broken() { return missing; }\n")
     for _ in range(2):
         with pytest.raises(CompilationError) as error:
             compile_kernel(broken)
         assert 'identifier "missing" is undefined' in str(error.value)
-        assert "sum_parts.cu" in str(error.value)
+        assert "row_rstd.cu" in str(error.value)
         assert "--gpu-architecture=sm_90a" in str(error.value)
     assert not cache.exists()
 
@@ -231,9 +233,9 @@ def test_an_error_of_the_source_is_nvrtcs_log_and_is_not_kept(cache: Path) -> No
 @needs_nvrtc
 def test_an_error_in_the_file_is_at_the_files_own_line(cache: Path) -> None:
     generated = "// one\n// two\n"
-    with pytest.raises(CompilationError, match=r"sum_parts\.cu\(\d+\): error") as error:
-        compile_kernel(CudaKernel("sum_parts.cu", "sum_parts", (("OUT", "BF16"), ("BIAS", "(")), generated))
-    assert f"does not compile sum_parts.cu with {('--std=c++17',)!r}"[:-2] in str(error.value)
+    with pytest.raises(CompilationError, match=r"row_rstd\.cu\(\d+\): error") as error:
+        compile_kernel(replace(ROWS, macros=(*ROWS.macros, ("rstd", "(")), generated=generated))
+    assert f"does not compile row_rstd.cu with {('--std=c++17',)!r}"[:-2] in str(error.value)
 
 
 @pytest.fixture
@@ -484,7 +486,7 @@ def test_scalars_and_the_problem_are_in_place(stub: StubDriver) -> None:
     plan.prepare().launch(pointers(plan.args))
     at = dict(zip(plan.args, stub.launched[0].parameters, strict=True))
     words = dict(zip(plan.args, stub.launched[0].words, strict=True))
-    assert int32s(at["problem"], 5) == [70, 131, 300, 3, 1]
+    assert int32s(at["problem"], 4) == [70, 131, 300, 3]
     assert [int32s(at[name], 1) for name in ("a_batched", "b_batched", "out_m")] == [[1], [1], [131]]
     assert int32s(at["as_batch"], 1) == [operands.a_scale.stride(0)]
     assert [int32s(at[name], 1)[0] for name in ("bs_batch", "bs_n", "bs_k")] == [
@@ -497,7 +499,7 @@ def test_scalars_and_the_problem_are_in_place(stub: StubDriver) -> None:
 def test_a_float_is_packed_as_float32_and_none_as_a_null_pointer(stub: StubDriver) -> None:
     x = torch.empty(4)
     args: dict[str, launch.Argument] = {"x": x, "none": None, "half": 0.5, "negative": -3}
-    plan = CudaLaunch(SUM, (1, 2, 3), 256, 0, args, SM90)
+    plan = CudaLaunch(ROWS, (1, 2, 3), 256, 0, args, SM90)
     assert pointers(plan.args) == [x.data_ptr(), 0]
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
@@ -517,7 +519,7 @@ def test_shape_shared_memory_and_stream_reach_the_driver(stub: StubDriver) -> No
 
 
 def test_a_launch_that_overlaps_reaches_the_driver_with_the_attribute(stub: StubDriver) -> None:
-    plan = CudaLaunch(SUM, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, SM90, overlaps=True)
+    plan = CudaLaunch(ROWS, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, SM90, overlaps=True)
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
     assert (seen.grid, seen.block, seen.shared) == ((4, 5, 6), (256, 1, 1), 512)
@@ -653,25 +655,10 @@ def test_a_kernel_is_loaded_once_for_all_launches_of_it(stub: StubDriver) -> Non
     assert stub.calls.count("cuModuleLoadData") == 2
 
 
-def test_run_launches_both_phases_in_order(stub: StubDriver) -> None:
-    operands = Operands(bias=BF16)
-    plan = operands.plan(Config(PARTS=3))
-    plan.run()
-    product, add = stub.launched
-    assert plan.then is not None
-    assert product.function != add.function
-    assert (product.block, add.block) == ((384, 1, 1), (256, 1, 1))
-    workspace = plan.args["parts"]
-    assert isinstance(workspace, Tensor)
-    assert workspace.data_ptr() in product.words
-    assert add.words[:3] == [workspace.data_ptr(), operands.bias.data_ptr(), operands.out.data_ptr()]  # type: ignore[union-attr]
-
-
 def test_description_is_one_line_with_what_was_chosen_and_why() -> None:
-    plan = CudaLaunch(SUM, (4, 1, 1), 256, 0, {}, SM90, {"BM": 64}, reason="by the model")
-    assert plan.describe() == "sum_parts[BM=64] grid=4x1x1 sm90 (by the model)"
-    assert replace(plan, then=plan, reason="").describe() == "sum_parts[BM=64] grid=4x1x1 sm90, then sum_parts"
-    assert (plan.name, "\n" in plan.describe()) == ("sum_parts", False)
+    plan = CudaLaunch(ROWS, (4, 1, 1), 256, 0, {}, SM90, {"BM": 64}, reason="by the model")
+    assert plan.describe() == "row_rstd[BM=64] grid=4x1x1 sm90 (by the model)"
+    assert (plan.name, "\n" in plan.describe()) == ("row_rstd", False)
 
 
 @pytest.fixture
@@ -752,39 +739,30 @@ def names_of_pointers(plan: CudaLaunch) -> list[str]:
 
 @pytest.mark.parametrize("batch", [None, 2])
 @pytest.mark.parametrize("bias", [None, FP16], ids=str)
-@pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("blocks", [FORWARD, WGRAD, ((1, -1), (-1, 1))], ids=str)
 def test_a_call_puts_each_tensor_in_its_place(
-    blocks: tuple[Block, Block], parts: int, bias: torch.dtype | None, batch: int | None, stub: StubDriver
+    blocks: tuple[Block, Block], bias: torch.dtype | None, batch: int | None, stub: StubDriver
 ) -> None:
     planned, other = (Operands(blocks=blocks, bias=bias, batch=batch) for _ in range(2))
-    plan = planned.plan(Config(PARTS=parts))
+    plan = planned.plan(Config())
     call = cuda.call(plan, planned.out, bias is not None)
     assert call.made[0] == geometry(planned.out)
-    assert len(call.made) == (2 if parts > 1 else 1)
+    assert len(call.made) == 1
     outs = call(*other.inputs)
     assert len(outs) == 1
     assert geometry(outs[0]) == geometry(planned.out)
     tensors = dict(zip(("a", "a_scale", "b", "b_scale", "bias"), other.inputs, strict=False))
     seen = {name: tensor.data_ptr() for name, tensor in tensors.items()}
     seen["out"] = outs[0].data_ptr()
-    phases = [phase for phase in (plan, plan.then) if phase is not None]
-    assert len(stub.launched) == len(phases) == len(call.steps)
-    workspaces = set()
-    for phase, launched in zip(phases, stub.launched, strict=True):
-        words = dict(zip(phase.args, launched.words, strict=True))
-        for name in names_of_pointers(phase):
-            if name == "parts":
-                workspaces.add(words[name])
-            else:
-                assert words[name] == (0 if phase.args[name] is None else seen[name]), name
-    assert len(workspaces) == (1 if parts > 1 else 0)
-    assert not workspaces & {planned.out.data_ptr(), *seen.values()}
+    assert len(stub.launched) == len(call.steps) == 1
+    words = dict(zip(plan.args, stub.launched[0].words, strict=True))
+    for name in names_of_pointers(plan):
+        assert words[name] == (0 if plan.args[name] is None else seen[name]), name
 
 
 def test_a_call_allocates_anew_each_time(stub: StubDriver) -> None:
     operands = Operands()
-    call = cuda.call(operands.plan(Config(PARTS=2)), operands.out, False)
+    call = cuda.call(operands.plan(Config()), operands.out, False)
     first, second = call(*operands.inputs)[0], call(*operands.inputs)[0]
     assert first.data_ptr() != second.data_ptr()
     assert first.data_ptr() != operands.out.data_ptr()
@@ -835,7 +813,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, kept: OrderedDict[Any, Any], hopper:
 
 CONFIGS = {
     "192x128": Config(MATH=3, DEPTH=1), "128x256": Config(BN=256, SLICES_N=2, DEPTH=1), "128x128": Config(),
-    "parts": Config(PARTS=4),
+    "split": Config(SPLIT=4),
 }  # fmt: skip
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -1136,6 +1114,6 @@ def test_an_error_of_the_real_driver_has_its_text(hopper: Target) -> None:
         driver.load_function(b"\x7fELF no cubin" + b"\0" * 200, "nothing", 0, torch.cuda.current_device())
     product = Product()
     unaligned = TensorMap(product.a.as_strided((1, 200, 520), (200 * 521, 521, 1)), (1, 128, 128), 128)
-    launch_ = CudaLaunch(SUM, (1, 1, 1), 256, 0, {"a": unaligned}, hopper)
+    launch_ = CudaLaunch(ROWS, (1, 1, 1), 256, 0, {"a": unaligned}, hopper)
     with pytest.raises(driver.DriverError, match=r"TMA descriptor of shape \(520, 200, 1\), strides \(521, .* \(1\)"):
         Prepared(launch_)

@@ -135,6 +135,25 @@ INLINE float2 load_shared_pair(uint32_t from) {
     return value;
 }
 
+INLINE float4 load_shared_quad(uint32_t from) {
+    float4 value;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "r"(from));
+    return value;
+}
+
+// Four values to an address of shared memory in block `rank` of the cluster, whose `barrier` counts the bytes.
+INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, const float* values) {
+    asm volatile(
+        "{.reg .b32 remote, counter;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 counter, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];}" ::"r"(to),
+        "r"(barrier), "r"(rank), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+        : "memory");
+}
+
 // ---- blocks, clusters, warpgroups ---------------------------------------------------------------------------------------
 
 INLINE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
@@ -144,6 +163,10 @@ INLINE uint32_t cluster_rank() {
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return rank;
 }
+
+// The two halves of a `cluster_sync` that orders no memory: after it all blocks of the cluster have begun.
+INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
+INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 INLINE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

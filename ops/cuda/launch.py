@@ -53,8 +53,6 @@ class CudaLaunch:
     target: Target
     options: Mapping[str, Any] = field(default_factory=dict)
     reason: str = field(default="")
-    then: CudaLaunch | None = None
-    """The second phase, on what this launch wrote to a workspace."""
     overlaps: bool = False
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
 
@@ -67,16 +65,13 @@ class CudaLaunch:
         shown = ",".join(f"{key}={value}" for key, value in self.options.items())
         grid = "x".join(str(size) for size in self.grid)
         because = f" ({self.reason})" if self.reason else ""
-        following = f", then {self.then.name}" if self.then is not None else ""
-        return f"{self.name}[{shown}] grid={grid} {self.target.name}{following}{because}"
+        return f"{self.name}[{shown}] grid={grid} {self.target.name}{because}"
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device; compiles where no cubin is cached."""
         prepared = self.prepare()
         with torch.cuda.device(prepared.device):
             prepared.launch(pointers(self.args))
-        if self.then is not None:
-            self.then.run()
 
     def prepare(self) -> Prepared:
         """All but the addresses, done ahead: to launch again on other tensors of the same shapes and strides."""

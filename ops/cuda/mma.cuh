@@ -44,10 +44,6 @@ INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
         : "memory");
 }
 
-// The two halves of a `cluster_sync` that orders no memory: after it all blocks of the cluster have begun.
-INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
-INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
 // The launch after this one may begin, where it was made to: it waits by itself for what this one writes.
 INLINE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 // Until the launches before this one have ended and what they wrote is seen.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from fp8fn.ops.cuda import scaled_mm
 from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.scaled_mm import KINDS, Config, operands_fault, plan_tiles, scale_kind
+from fp8fn.ops.cuda.scaled_mm import KINDS, Config, operands_fault, scale_kind
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 
@@ -38,4 +39,4 @@ def plan(
     Or, of a matrix `b`, of `out (E, M, N)[g] = a (M, P) @ b (P, N)` over the spread tokens of each group. K contiguous
     in both operands; see `accepts`.
     """
-    return plan_tiles(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config, offsets)
+    return scaled_mm.plan(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config, offsets)

@@ -9,7 +9,10 @@
 // loads of B (SHARE_B), or two side by side those of A. With few rows B is read once (B_ONCE): its lines leave the L2
 // first, before written ones, which would have to go to memory to make room.
 //
-// Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, GROUP;
+// With few tiles SPLIT blocks share K of one, as a cluster: each owns some of its rows, gets the others' sums of these,
+// adds them in the order of K and stores them.
+//
+// Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, SPLIT, GROUP;
 // A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
 // of B only, BLOCK (one for 128 columns and a k-block); B_ONCE; PROMOTE (k-blocks a promotion, where no scale changes);
 // OUT (BF16, FP16, FP32), OUT_VIA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`).
@@ -36,6 +39,7 @@ constexpr int WIDTH = BN / SLICES_N;   // columns of one product
 constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
 constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
+static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED), "a cluster shares loads or K");
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
 
 // Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
@@ -57,10 +61,17 @@ constexpr int OUT_BUFFERS = OUT_VIA == PAIRS ? 0 : OUT_CHUNKS;
 
 constexpr int AT_B = STAGES * A_BYTES;
 constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
-constexpr int AT_A_SCALE = AT_OUT + MATH * OUT_BUFFERS * OUT_BUFFER;
+// Sums that arrive from the other blocks that share K: of each 16 rows as the lanes of a warp hold them, 16 bytes of 8
+// columns after 16.
+constexpr int OWN_ROWS = BM / SPLIT;
+constexpr int SUMS_BYTES = (SPLIT - 1) * OWN_ROWS * BN * 4;
+static_assert(OWN_ROWS % 16 == 0, "rows of a warp have one owner");
+constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);  // a warp's lines leave from its sums
+constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
 constexpr int AT_FULL = AT_B_SCALE + STAGES * B_SCALE_PITCH;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
+constexpr int AT_ARRIVED = AT_EMPTY + STAGES * 8;
 
 #if A_SCALE == VECTOR
 using AScale = TensorMap;
@@ -93,8 +104,8 @@ constexpr const int* offsets = nullptr;
 #include "tiles.cuh"
 
 extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
+#if CLUSTER * SPLIT > 1
+__cluster_dims__(CLUSTER * SPLIT, 1, 1)
 #endif
 __launch_bounds__((MATH + 1) * WARPGROUP, 1)
 scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
@@ -117,14 +128,17 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             barrier_init(full(stage), 1 + (B_SCALE == BLOCK ? CHUNKS : 0));
             barrier_init(empty(stage), MATH * 4 * CLUSTER);
         }
+        if constexpr (SPLIT > 1) barrier_init(base + AT_ARRIVED, 1);
         barrier_init_fence();
+        if constexpr (SPLIT > 1) barrier_expect(base + AT_ARRIVED, SUMS_BYTES);
     }
+    if constexpr (SPLIT > 1) cluster_arrive();
     if constexpr (CLUSTER > 1)
         cluster_sync();
     else
         __syncthreads();
 
-    const int first = blockIdx.x / CLUSTER, step = gridDim.x / CLUSTER;
+    const int first = blockIdx.x / (CLUSTER * SPLIT), step = gridDim.x / (CLUSTER * SPLIT);
 
     if (warpgroup == MATH) {
         // The copying warpgroup: one thread starts the bulk copies, one warp those of B's single scales.
@@ -342,6 +356,40 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 }
             }
 
+#if SPLIT > 1
+            const int first_row = warpgroup * ROWS + warp * 16, owner = first_row / OWN_ROWS, rank = cluster_rank();
+            // Of this warp's sums `i` to `i + 4` of product `p` that come from block `from`, at their owner.
+            auto place_of = [&](int from, int p, int i) {
+                const int part = from < owner ? from : from - 1, strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;
+                return base + AT_SUMS + ((strip * PRODUCTS + p) * (WIDTH / 8) + i / 4) * 512 + lane * 16;
+            };
+            cluster_wait();  // all blocks have begun
+            if (rank != owner) {
+#pragma unroll
+                for (int p = 0; p < PRODUCTS; p++) {
+#pragma unroll
+                    for (int i = 0; i < WIDTH / 2; i += 4)
+                        send_to_block(place_of(rank, p, i), base + AT_ARRIVED, owner, acc[p] + i);
+                }
+                break;
+            }
+            barrier_wait(base + AT_ARRIVED, 0);
+#pragma unroll
+            for (int p = 0; p < PRODUCTS; p++) {
+#pragma unroll
+                for (int i = 0; i < WIDTH / 2; i += 4) {
+                    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    const float4 own = make_float4(acc[p][i], acc[p][i + 1], acc[p][i + 2], acc[p][i + 3]);
+#pragma unroll
+                    for (int part = 0; part < SPLIT; part++) {
+                        const float4 more = part == rank ? own : load_shared_quad(place_of(part, p, i));
+                        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+                    }
+                    acc[p][i] = sum.x, acc[p][i + 1] = sum.y, acc[p][i + 2] = sum.z, acc[p][i + 3] = sum.w;
+                }
+            }
+#endif
+
             // Epilogue: the scales that hold for all of K, the bias, the cast, the store. Tokens in no group are zeros,
             // whatever their scales, and there is no bias for them.
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
@@ -365,7 +413,11 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     [[maybe_unused]] uint32_t at_buffer = 0;
 #if OUT_VIA != PAIRS
                     if (staged) {
+#if SPLIT > 1
+                        at_buffer = place_of(owner ? 0 : 1, 0, 0) - lane * 16 - warp * 16 * 128;
+#else
                         at_buffer = base + AT_OUT + (warpgroup * OUT_BUFFERS + buffer) * OUT_BUFFER;
+#endif
                         buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
 #if OUT_VIA == BULK
                         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<OUT_BUFFERS - 1>();
@@ -412,8 +464,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
 #if OUT_VIA == PAIRS || GROUPED == JAGGED_M
                         if (!staged) {
-                            const int64_t layer = int64_t(tile.layer()) * problem.parts + tile.part;
-                            OutType* to = OUT_ROWS + (layer * problem.M + row0) * int64_t(out_m) + n;
+                            OutType* to = OUT_ROWS + (int64_t(tile.layer()) * problem.M + row0) * int64_t(out_m) + n;
                             store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? problem.N - n : 0);
                             store_pair(to + 8 * int64_t(out_m), v10, v11, row1 < tile.row_stop(problem) ? problem.N - n : 0);
                         }
@@ -449,4 +500,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     }
     // A block of a cluster must not end while the other may still arrive at its barriers or write to its stages.
     if constexpr (CLUSTER > 1) cluster_sync();
+    if constexpr (SPLIT > 1) {
+        if (warpgroup == MATH) cluster_wait();
+    }
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -19,7 +19,6 @@ BK: Final = 128
 _SHARED_LIMIT: Final = 227 << 10
 TMA_ALIGNMENT: Final = 16
 LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
-_SUM_THREADS: Final = 256  # THREADS of sum_parts.cu
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Of a and of b, as `scale_kind` names them: the pairs that are tuned.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
@@ -31,8 +30,9 @@ class Config:
     """The tile of a block and how it is computed; `scaled_mm.cu` says what each does.
 
     `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries, `STAGES`
-    k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks that share B (or A), `GROUP` rows of tiles walked
-    together, `PARTS` of K computed apart and added after, `PROMOTE` k-blocks a promotion where scales hold for all K.
+    k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks that share B (or A), or `SPLIT` blocks that share K
+    of a tile (2, 4 or 8), `GROUP` rows of tiles walked together, `PROMOTE` k-blocks a promotion where scales hold for
+    all K.
     """
 
     MATH: int = 2
@@ -43,8 +43,8 @@ class Config:
     STAGES: int = 0
     CLUSTER: int = 1
     SHARE_B: bool = True
+    SPLIT: int = 1
     GROUP: int = 8
-    PARTS: int = 1
     PROMOTE: int = 4
 
     @property
@@ -54,8 +54,8 @@ class Config:
     def __str__(self) -> str:
         slices = f"/{self.SLICES_M}x{self.SLICES_N}" if self.SLICES_M * self.SLICES_N > 1 else ""
         shared = f" cluster{self.CLUSTER}{'B' if self.SHARE_B else 'A'}" if self.CLUSTER > 1 else ""
-        parts = f" parts{self.PARTS}" if self.PARTS > 1 else ""
-        return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{parts}"
+        split = f" split{self.SPLIT}" if self.SPLIT > 1 else ""
+        return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{split}"
 
 
 def scale_kind(line: int, along_k: int) -> str:
@@ -119,72 +119,14 @@ def map_fault(x: Tensor) -> str | None:
 def plan(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config, offsets: Tensor | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
 
-    With `config.PARTS` above 1, a workspace takes one float32 sum for each part of K, and a second launch adds them up.
+    With `offsets (E,)` it walks over the tiles of all groups.
     """
-    if config.PARTS > 1:
-        return _plan_parts(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
-    return plan_tiles(a, a_scale, a_block, b, b_scale, b_block, bias, out, target, config)
-
-
-def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
-    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, then `offsets` and `bias`.
-
-    Each of the last two where the launch has it.
-    """
-    more = [*(["offsets"] if "offsets" in launch.args else []), *(["bias"] if has_bias else [])]
-    places = {name: i for i, name in enumerate(["a", "a_scale", "b", "b_scale", *more, "out", "parts"])}
-    places["out_rows"] = places["out"]
-    steps, made = [], [geometry(out)]
-    phase: CudaLaunch | None = launch
-    while phase is not None:
-        names = [name for name, arg in phase.args.items() if not isinstance(arg, (int, float, tuple))]
-        pointers = tuple(None if phase.args[name] is None else places[name] for name in names)
-        steps.append(Step(phase.prepare(), pointers))
-        if isinstance(workspace := phase.args.get("parts"), Tensor) and len(made) == 1:
-            made.append(geometry(workspace))
-        phase = phase.then
-    return Call(tuple(steps), tuple(made), 1)
-
-
-def _plan_parts(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config,
-) -> CudaLaunch:  # fmt: skip
-    batch, (m, n) = out.shape[:-2], out.shape[-2:]
-    parts = torch.empty((*batch, config.PARTS, m, n), dtype=torch.float32, device=out.device)
-    product = plan_tiles(a, a_scale, a_block, b, b_scale, b_block, None, parts, target, config)
-    batches = batch[0] if batch else 1
-    macros = (("OUT", OUT[out.dtype]), ("BIAS", 0 if bias is None else OUT[bias.dtype]))
-    blocks = min(-(-(n + 1) // 2 * m * batches // _SUM_THREADS), 8 * target.cores)
-    add = CudaLaunch(
-        kernel=CudaKernel("sum_parts.cu", "sum_parts", macros),
-        grid=(blocks, 1, 1),
-        threads=_SUM_THREADS,
-        shared=0,
-        args={
-            "parts": parts, "bias": bias, "out": out, "M": m, "N": n, "count": config.PARTS, "batches": batches,
-            "out_batch": out.stride(0) if batch else 0, "out_m": out.stride(-2),
-        },
-        target=target,
-    )  # fmt: skip
-    args = {("parts" if name == "out" else name): arg for name, arg in product.args.items()}
-    return replace(product, args=args, then=add)
-
-
-def plan_tiles(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config, offsets: Tensor | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch that walks over the output's tiles, of all parts of K, or with `offsets (E,)` of all groups."""
     (m, k), n = a.shape[-2:], b.shape[-1]
-    parts = config.PARTS
-    batches = out.shape[0] if out.dim() == (4 if parts > 1 else 3) else 1
+    batches = out.shape[0] if out.dim() == 3 else 1
     grouped = "DENSE"
     if offsets is not None:
         batches, grouped = offsets.shape[0], "JAGGED_M" if b.dim() == 3 else "JAGGED_K"
@@ -193,11 +135,11 @@ def plan_tiles(
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
     # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
     whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
-    staged = parts == 1 and out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
+    staged = out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
     # Few rows of tiles run together, each block by its own loads; a b that serves a whole batch is read for each of it.
     once = m <= 2 * config.BM and config.CLUSTER == 1 and grouped == "DENSE" and (batches == 1 or b.dim() == 3)
     # A bulk store overlaps with the next tile, and few rows have few tiles.
-    out_via = "PAIRS" if not staged else "LINES" if once else "BULK"
+    out_via = "PAIRS" if not staged else "LINES" if once or config.SPLIT > 1 else "BULK"
     width = config.BN // config.SLICES_N
     out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
     stages, shared = _stages(config, kinds, out_chunks if staged else 0, scales_of_a)
@@ -205,7 +147,7 @@ def plan_tiles(
     macros: dict[str, int | str] = {
         "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
         "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
-        "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
+        "SPLIT": config.SPLIT, "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
         "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_VIA": out_via, "OUT_CHUNKS": out_chunks,
         "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
@@ -218,13 +160,14 @@ def plan_tiles(
         "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128),
         "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
-        "problem": (m, n, k, batches, parts),
+        "problem": (m, n, k, batches),
         "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
         "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
         "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
     }  # fmt: skip
     options: dict[str, Any] = {
-        "BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "PARTS": parts,
+        "BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "SPLIT": config.SPLIT,
+       
     }  # fmt: skip
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
@@ -242,13 +185,28 @@ def plan_tiles(
     )
 
 
+def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
+    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, then `offsets` and `bias`.
+
+    Each of the last two where the launch has it.
+    """
+    more = [*(["offsets"] if "offsets" in launch.args else []), *(["bias"] if has_bias else [])]
+    places = {name: i for i, name in enumerate(["a", "a_scale", "b", "b_scale", *more, "out"])}
+    places["out_rows"] = places["out"]
+    names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
+    pointers = tuple(None if launch.args[name] is None else places[name] for name in names)
+    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+
+
 def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
     pair_m = config.CLUSTER if config.SHARE_B else 1
     pair_n = config.CLUSTER if not config.SHARE_B else 1
     rows = -(-m // (config.BM * pair_m)) * batches
     if grouped == "JAGGED_M":  # each group may end in a tile of its own, and so may the tokens in none
         rows = m // config.BM + batches + 1
-    tiles = rows * -(-n // (config.BN * pair_n)) * config.PARTS
+    tiles = rows * -(-n // (config.BN * pair_n))
+    if config.SPLIT > 1:  # a cluster computes one tile
+        return tiles * config.SPLIT
     return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
 
 
@@ -258,6 +216,8 @@ def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a
     b_scale = {"VECTOR": 4 * config.BN, "BLOCK": 128}.get(kinds[1], 0)
     stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
     fixed = config.MATH * out_chunks * 64 * 128
+    if config.SPLIT > 1:  # sums of the other blocks, and their barrier
+        fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16
     stages = config.STAGES or min((_SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
 

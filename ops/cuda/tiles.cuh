@@ -11,16 +11,16 @@ static_assert(GROUPED == DENSE || CLUSTER == 1, "neighbours of a cluster may lie
 
 // Of JAGGED_M, `batches` is the number of groups; of JAGGED_K too, and K the extent of the spread tokens.
 struct Problem {
-    int M, N, K, batches, parts;
+    int M, N, K, batches;
 
     INLINE int tiles_m() const { return (M + BM * PAIR_M - 1) / (BM * PAIR_M); }
     INLINE int tiles_n() const { return (N + BN * PAIR_N - 1) / (BN * PAIR_N); }
-    INLINE int tiles() const { return tiles_m() * tiles_n() * batches * parts; }
+    INLINE int tiles() const { return tiles_m() * tiles_n() * batches; }
 };
 
 // An output tile and the k-blocks that a block of threads works on.
 struct Tile {
-    int m, n, batch, part, k_start, k_stop;
+    int m, n, batch, k_start, k_stop;
 #if GROUPED == JAGGED_M
     int stop;  // of the group's rows
     INLINE int row_stop(const Problem&) const { return stop; }
@@ -74,7 +74,6 @@ struct Walk {
         tile.m += group.start;
         tile.stop = group.stop;
         tile.batch = group.group;
-        tile.part = 0;
         tile.k_start = 0;
         tile.k_stop = group.group < problem.batches ? (problem.K + BK - 1) / BK : 0;
         return tile;
@@ -92,10 +91,8 @@ struct Walk {
     INLINE Tile at(int index) const {
         Tile tile;
         const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
-        const int layer = index / (tiles_m * tiles_n);
-        tile.batch = layer / problem.parts;
-        tile.part = layer % problem.parts;
-        tile.place(index - layer * (tiles_m * tiles_n), tiles_m, tiles_n);
+        tile.batch = index / (tiles_m * tiles_n);
+        tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
         const int blocks = (problem.K + BK - 1) / BK;
 #if GROUPED == JAGGED_K
         const int start = tile.batch ? Group::end_of(offsets[tile.batch - 1], 0, problem.K) : 0;
@@ -103,8 +100,9 @@ struct Walk {
         tile.k_start = first_spread_block(start, tile.batch);
         tile.k_stop = min(tile.k_start + (stop - start + BK - 1) / BK, blocks);
 #else
-        tile.k_start = int(int64_t(blocks) * tile.part / problem.parts);
-        tile.k_stop = int(int64_t(blocks) * (tile.part + 1) / problem.parts);
+        const int part = SPLIT > 1 ? cluster_rank() : 0;
+        tile.k_start = blocks * part / SPLIT;
+        tile.k_stop = blocks * (part + 1) / SPLIT;
 #endif
         return tile;
     }

@@ -29,8 +29,11 @@ _BY_KIND: Final[dict[tuple[str, str], tuple[Config, ...]]] = {
     ("VECTOR", "VECTOR"): (Config(DEPTH=1), Config(BN=192, DEPTH=1)),
 }
 _UNSCALED: Final = (Config(), Config(BN=192), Config(MATH=3))
-_FEWEST_BLOCKS: Final = 4  # of K, in a part: under that the pipeline does not fill
-_NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:p(\d+))?")
+_FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
+# Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
+_RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
+_LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
+_NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:s(\d+))?")
 
 
 def tiles(problem: Problem) -> tuple[Config, ...]:
@@ -39,31 +42,36 @@ def tiles(problem: Problem) -> tuple[Config, ...]:
 
 
 def candidates(problem: Problem, cores: int) -> tuple[Config, ...]:
-    """The tiles, and where one leaves half of the `cores` idle or more, K in parts for it."""
+    """The tiles, and where one leaves half of the `cores` idle or more, K shared by clusters for it."""
     found = []
     for tile in tiles(problem):
         found.append(tile)
-        for parts in _parts(tile_count(problem, tile), -(-problem.k // BK), cores):
-            found.append(replace(tile, PARTS=parts))
+        for split in _splits(tile, tile_count(problem, tile), -(-problem.k // BK), cores):
+            found.append(replace(tile, SPLIT=split))
     return tuple(found)
 
 
 def tile_count(problem: Problem, config: Config) -> int:
-    """Output tiles, of all batches; each counts once for every part of K."""
-    return -(-problem.m // config.BM) * -(-problem.n // config.BN) * problem.batch * config.PARTS
+    """Output tiles, of all batches; each counts once for every block of threads that shares its K."""
+    return -(-problem.m // config.BM) * -(-problem.n // config.BN) * problem.batch * config.SPLIT
 
 
-def _parts(count: int, blocks: int, cores: int) -> list[int]:
-    """Into how many parts K may be cut: as many as keep to one wave, and powers of two below."""
-    most = min(cores // count, blocks // _FEWEST_BLOCKS) if 2 * count < cores else 1
-    return sorted({most, *(2**i for i in range(1, 5) if 2**i < most)} - {0, 1})
+def _splits(tile: Config, count: int, blocks: int, cores: int) -> list[int]:
+    """By how many blocks K of a tile may be shared, all of them resident at once; an owner has 16 rows or more."""
+    if tile.BM * tile.BN > _LARGEST_SPLIT:
+        return []
+    return [
+        split
+        for split, share in _RESIDENT_CLUSTERS.items()
+        if count * split <= share * cores and blocks >= split * _FEWEST_BLOCKS and tile.BM % (16 * split) == 0
+    ]
 
 
 def config_name(config: Config) -> str:
-    """`"192x128d1"`: tile and temporaries, `g` the group where it is not 8, `p` the parts where there are several."""
+    """`"192x128d1"`: tile and temporaries, `g` the group where it is not 8, `s` the blocks that share K."""
     group = "" if config.GROUP == Config.GROUP else f"g{config.GROUP}"
-    parts = "" if config.PARTS == 1 else f"p{config.PARTS}"
-    return f"{config.BM}x{config.BN}d{config.DEPTH}{group}{parts}"
+    split = "" if config.SPLIT == 1 else f"s{config.SPLIT}"
+    return f"{config.BM}x{config.BN}d{config.DEPTH}{group}{split}"
 
 
 @cache
@@ -71,8 +79,8 @@ def config_of(name: str) -> Config:
     """The configuration of a name; ValueError where it is none of these tiles."""
     match = _NAME.fullmatch(name)
     if match is not None:
-        bm, bn, depth, group, parts = (int(text) if text else 0 for text in match.groups())
+        bm, bn, depth, group, split = (int(text) if text else 0 for text in match.groups())
         for tile in (*_EVERYWHERE, *(tile for more in _BY_KIND.values() for tile in more), *_UNSCALED):
             if (bm, bn, depth) == (tile.BM, tile.BN, tile.DEPTH):
-                return replace(tile, GROUP=group or tile.GROUP, PARTS=parts or 1)
+                return replace(tile, GROUP=group or tile.GROUP, SPLIT=split or 1)
     raise ValueError(f"{name!r} names no configuration")

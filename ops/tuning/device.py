@@ -81,16 +81,11 @@ class DeviceBench:
 
 
 def _started(launch: CudaLaunch) -> Call:
-    """A planned launch, with its second phase, as a call with nothing left to prepare."""
-    steps = []
-    phase: CudaLaunch | None = launch
-    while phase is not None:
-        steps.append((phase.prepare(), pointers(phase.args), phase))  # the phase keeps its tensors
-        phase = phase.then
+    """A planned launch as a call with nothing left to prepare."""
+    prepared, addresses = launch.prepare(), pointers(launch.args)
 
-    def call() -> None:
-        for prepared, addresses, _ in steps:
-            start(prepared, addresses)
+    def call(_keeps_tensors: CudaLaunch = launch) -> None:
+        start(prepared, addresses)
 
     return call
 

@@ -2,11 +2,13 @@
 
 A block of threads walks over its tiles one after the other, so that a product takes as long as the block with the
 most tiles: `waves = ceil(tiles / multiprocessors)`. A tile takes its k-blocks, `block_ns` each, and an epilogue that
-nothing hides. A wave's bytes come at `_HBM`. The two overlap: their time is the root of the sum of their squares.
+nothing hides. A wave's bytes come at `_HBM`. The two overlap: their time is the root of the sum of their squares. A
+wave that leaves multiprocessors idle is faster for the others, down to `_ALONE`: they share caches and power.
 
 Constants were fitted by least squares of the logarithms to the medians in `tests/test_tuning.py`, taken on an H200,
-warm and in turn: 6 % rms over 12 µs to 4 ms, and for each of those shapes the configuration ranked first is within 5 %
-of the fastest. Power is not modelled: a clock that sinks does so for every candidate, nearly by the same factor.
+warm and in turn: 9 % rms over 8 µs to 4 ms. The configuration ranked first is within 2 % of the fastest in the mean,
+within 7 % for each shape; small ones repeat to 5 to 10 %. Power is not modelled: a clock that sinks does so for every
+candidate, nearly by the same factor.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from fp8fn.ops.tuning.problem import Problem
 # Nanoseconds of a k-block of 128 where each multiprocessor works on one, by tile and temporaries. The L2's rate is in
 # them: 64x64 asks for 8 TB/s. At 1.7 GHz the tensor core alone needs 452 for 192x128 and 602 for 128x256.
 _FORWARD_NS: Final = {
-    "192x128d1": 612, "128x256d1": 875, "128x192d1": 645, "128x128d2": 452, "128x64d2": 309,
-    "64x256d1": 573, "64x192d1": 466, "64x128d2": 319, "64x64d2": 257,
+    "192x128d1": 612, "128x256d1": 875, "128x192d1": 645, "128x128d2": 452, "128x64d2": 242,
+    "64x256d1": 577, "64x192d1": 470, "64x128d2": 281, "64x64d2": 209,
 }  # fmt: skip
 # A scale for each column of b more to load and to multiply by: 238 ns at 192x128 and 160 at 128x128 were measured, so
 # about 9.6 for 1000 elements of the tile.
@@ -35,18 +37,22 @@ _UNSCALED_NS: Final = {
 }  # fmt: skip
 _MEASURED_DEPTH_1_NS: Final = 470  # 128x128 with one temporary: wgrad's 630 less its column scales
 
-_LAUNCH_US: Final = 4.7  # with 3 µs of the events around it
-_EPILOGUE_US: Final = 0.3 / (128 * 128)  # of an element of a tile
-_HBM: Final = 3.0  # MB a µs of short reads; a copy of 512 MB reaches 4.27
-_L2: Final = 5.5
+_ALONE: Final = 0.65  # the time of a k-block where no other multiprocessor works, to that where all do
+_LAUNCH_US: Final = 5.6  # with 3 µs of the events around it
+_EPILOGUE_US: Final = 0.28 / (128 * 128)  # of an element of a tile
+_HBM: Final = 4.2  # MB a µs
 _L2_BYTES: Final = 30e6  # what stays of an operand while the other streams through
-_PARTS_US: Final = 4.0  # the launch that adds the parts
+_CLUSTER_US: Final = {2: 0.4, 4: 1.0, 8: 2.7}  # its start, and blocks that wait for each other
+_SUMS: Final = 23e3  # bytes that a block gets from its cluster in a µs
 
 # The (M, N, K) that the constants were fitted to, forward and of wgrad.
 FITTED: Final = frozenset({
-    (4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672),
-    (6144, 4096, 8192), (28672, 4096, 8192), (8192, 8192, 16384),
-    (128, 7168, 2048), (64, 24576, 1536), (4096, 2112, 7168), (4096, 2176, 7168),
+    (64, 1536, 24576), (64, 2112, 7168), (64, 7168, 2112), (64, 24576, 1536), (128, 512, 7168), (128, 2048, 7168),
+    (128, 2112, 7168), (128, 4096, 7168), (128, 7168, 512), (128, 7168, 2048), (128, 7168, 2112), (128, 7168, 4096),
+    (256, 4096, 7168), (256, 7168, 4096), (512, 512, 16384), (512, 16384, 512), (1024, 1024, 16384),
+    (1024, 16384, 1024), (4096, 2112, 7168), (4096, 2176, 7168), (4096, 4096, 4096), (6144, 4096, 8192),
+    (8192, 6144, 4096), (8192, 8192, 16384), (8192, 8192, 28672), (8192, 28672, 4096), (16384, 8192, 8192),
+    (28672, 4096, 8192),
 })  # fmt: skip
 
 
@@ -69,17 +75,18 @@ def bytes_read(problem: Problem, config: Config) -> float:
 def microseconds(problem: Problem, config: Config, cores: int) -> float:
     """The time of a product on `cores` multiprocessors, behind an emptied L2, launch included."""
     count = tile_count(problem, config)
-    blocks = ceil(ceil(problem.k / BK) / config.PARTS)
-    compute = blocks * block_ns(problem, config) / 1e3 + _EPILOGUE_US * config.BM * config.BN
+    blocks = ceil(ceil(problem.k / BK) / config.SPLIT)
+    compute, epilogue = blocks * block_ns(problem, config) / 1e3, _EPILOGUE_US * config.BM * config.BN
     written = problem.batch * problem.m * problem.n
-    moved = bytes_read(problem, config) + written * (problem.out_dtype.itemsize if config.PARTS == 1 else 0)
+    moved = bytes_read(problem, config) + written * problem.out_dtype.itemsize
     waves, rest = divmod(count, cores)
     each = moved / count / (_HBM * 1e6)
-    time = _LAUNCH_US + waves * hypot(compute, each * cores)
+    time = _LAUNCH_US + waves * hypot(compute + epilogue, each * cores)
     if rest:
-        time += hypot(compute, each * rest)
-    if config.PARTS > 1:
-        time += _PARTS_US + written * 2 * 4 * config.PARTS / (_L2 * 1e6)
+        compute *= _ALONE + (1 - _ALONE) * rest / cores
+        time += hypot(compute + epilogue, each * rest)
+    if config.SPLIT > 1:
+        time += _CLUSTER_US[config.SPLIT] + (config.SPLIT - 1) / config.SPLIT * config.BM * config.BN * 4 / _SUMS
     return time
 
 
