@@ -13,6 +13,7 @@
 
 #define GROUPED DENSE
 #define CLUSTER 1
+#define SPLIT 1
 #define SHARE_B 1
 
 #define LINE 1
