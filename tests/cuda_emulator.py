@@ -23,7 +23,7 @@ from torch import Tensor
 from fp8fn.ops import targets
 from fp8fn.ops.cuda import launch as cuda_launch
 from fp8fn.ops.cuda import nvrtc, prepared
-from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 
 FOLDER = Path(__file__).parent / "emulator"
@@ -76,13 +76,19 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
     """
     pointers = iter(cuda_launch.pointers(launch.args) if addresses is None else addresses)
     fields: list[tuple[str, Any]] = []
-    values: list[int | float] = []
+    values: list[Any] = []
     spans: list[int] = []
     for i, arg in enumerate(launch.args.values()):
+        if isinstance(arg, TensorMap):
+            fields.append((f"p{i}", ctypes.c_uint64 * 16))
+            tensor_map, span = _described(arg, next(pointers))
+            values.append(tensor_map)
+            spans += span
+            continue
         pointer = arg is None or isinstance(arg, Tensor)
         number = ctypes.c_float if isinstance(arg, float) else ctypes.c_int
         fields.append((f"p{i}", ctypes.c_uint64 if pointer else number))
-        values.append(next(pointers) if pointer else arg)  # type: ignore[arg-type]
+        values.append(next(pointers) if pointer else arg)
         if isinstance(arg, Tensor):
             spans += (int(values[-1]), int(values[-1]) + arg.element_size() * extent(arg.shape, arg.stride()))
     parameters = type("Parameters", (ctypes.Structure,), {"_fields_": fields})(*values)
@@ -92,6 +98,13 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
         covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards
     )
     assert not fault, f"{launch.describe()}: {fault.decode()}"
+
+
+def _described(arg: TensorMap, start: int) -> tuple[Any, tuple[int, int]]:
+    """A `TensorMap` as hopper.cuh of the emulator reads it, and the addresses that it covers."""
+    shape, strides, element = arg.tensor.shape, arg.tensor.stride(), arg.tensor.element_size()
+    words = (start, element, arg.swizzle, *shape[::-1], *arg.box[::-1], *(stride * element for stride in strides[::-1]))
+    return (ctypes.c_uint64 * 16)(*words), (start, start + element * extent(shape, strides))
 
 
 def extent(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import pytest
 import torch
@@ -19,7 +19,18 @@ from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.quantize import Quantized, batched
-from fp8fn.ops.cuda.quantize_columns import _LARGE_GPCS, _TALL, _TILES, Tile, default_tile
+from fp8fn.ops.cuda.quantize_columns import (
+    _LARGE_GPCS,
+    _STREAMS,
+    _STREAMS_OF_FEW,
+    _STREAMS_OF_GROUPS,
+    _TALL,
+    _TILES,
+    Stream,
+    Tile,
+    default_stream,
+    default_tile,
+)
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.quantize import quantize_kernel
@@ -35,6 +46,14 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvr
 SMALL: Final = ((Tile(128, 1, 2), 32), (Tile(64, 4, 2), 16), (Tile(128, 3, 4), None), (Tile(64, 1, 8), 576))
 
 
+# Rings that hold a panel's chunks, and that do not.
+STREAMS: Final = (Stream(1, 2), Stream(2, 3, BOX=128), Stream(3, 2, 16, BASE=128), Stream(4, 8, BOX=16))
+
+_ALL_STREAMS: Final = tuple(dict.fromkeys(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW, *_STREAMS_OF_GROUPS)))
+
+Config: TypeAlias = "tuple[Tile, int | None] | Stream | None"
+
+
 def same(found: Any, wanted: Any) -> bool:
     for got, want in zip(found, wanted, strict=True):
         if got.shape != want.shape or got.stride() != want.stride() or got.dtype != want.dtype:
@@ -44,21 +63,26 @@ def same(found: Any, wanted: Any) -> bool:
     return True
 
 
-def quantized(
-    x: Tensor, dtype: torch.dtype, scale: str, tile: Tile | None = None, kept: int | None = None
-) -> Quantized:
+def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, config: Config) -> CudaLaunch:
+    if config is None:
+        return columns.plan(x, out, scale, SM90, offsets)
+    if isinstance(config, Stream):
+        clusters = None if x.is_cuda else 2  # each with panel after panel
+        return columns.plan_stream(x, out, scale, SM90, offsets, config, clusters)
+    return columns.plan_panels(x, out, scale, SM90, offsets, *config)
+
+
+def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
     out = Quantized(empty_data(x, (-1, 1), dtype), empty_scale(x, (-1, 1), scale))
     out.data.view(torch.uint8).fill_(0x55)
-    run(columns.plan(batched(x), out.batch, scale, SM90, tile=tile, kept=kept))
+    run(planned(batched(x), out.batch, scale, None, config))
     return out
 
 
-def grouped(
-    x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, tile: Tile | None = None, kept: int | None = None
-) -> Quantized:
+def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
     out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
     out.data.view(torch.uint8).fill_(0x55)
-    run(columns.plan(x, out, scale, SM90, offsets, tile, kept))
+    run(planned(x, out, scale, offsets, config))
     return out
 
 
@@ -69,9 +93,9 @@ def run(launch: CudaLaunch) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("tile", "kept"), SMALL, ids=str)
+@pytest.mark.parametrize("config", SMALL, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-def test_matrices_have_the_references_bits(tile: Tile, kept: int | None, backwards: bool) -> None:
+def test_matrices_have_the_references_bits(config: Config, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
         for shape, dtype, scale, fp8 in (
             ((1, 1), BF16, "fp32", E4M3),
@@ -83,19 +107,58 @@ def test_matrices_have_the_references_bits(tile: Tile, kept: int | None, backwar
             x = torch.randn(shape, dtype=dtype)
             assert columns.accepts(x, (-1, 1), fp8, SM90) is None
             wanted = reference.quantize(x, (-1, 1), fp8, scale)
-            assert same(quantized(x, fp8, scale, tile, kept), wanted), (shape, dtype)
+            assert same(quantized(x, fp8, scale, config), wanted), (shape, dtype)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("tile", "kept"), SMALL, ids=str)
-def test_groups_have_the_references_bits(tile: Tile, kept: int | None) -> None:
+@pytest.mark.parametrize("config", SMALL, ids=str)
+def test_groups_have_the_references_bits(config: Config) -> None:
     with hopper_on_cpu():
         for sizes, rest in (([0, 1, 15, 16, 17, 60], 5), ([3] * 9, 0), ([150], 0), ([0, 0, 40, 0], 30), ([0], 20)):
             offsets = torch.tensor(sizes).cumsum(0).int()
             for width, dtype, scale in ((72, BF16, "fp32"), (37, FP32, "pow2"), (8, FP16, "fp32")):
                 x = torch.randn(sum(sizes) + rest, width, dtype=dtype)
                 x[sum(sizes) :] = torch.nan
-                found = grouped(x, offsets, E4M3, scale, tile, kept)
+                found = grouped(x, offsets, E4M3, scale, config)
+                assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", STREAMS, ids=str)
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_streamed_matrices_have_the_references_bits(config: Config, backwards: bool) -> None:
+    with hopper_on_cpu(backwards=backwards):
+        for shape, dtype, scale, fp8 in (
+            ((1, 1), BF16, "fp32", E4M3),
+            ((129, 136), BF16, "pow2", E4M3),
+            ((77, 104), FP16, "fp32", E5M2),
+            ((300, 36), FP32, "e8m0", E4M3),
+            ((2, 3, 257, 72), BF16, "rceil", E4M3),
+            ((1100, 64), BF16, "fp32", E4M3),
+        ):
+            x = torch.randn(*shape[:-1], -(-shape[-1] // 8) * 8, dtype=dtype)[..., : shape[-1]]
+            wanted = reference.quantize(x, (-1, 1), fp8, scale)
+            assert same(quantized(x, fp8, scale, config), wanted), (shape, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", STREAMS, ids=str)
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_streamed_groups_have_the_references_bits(config: Config, backwards: bool) -> None:
+    with hopper_on_cpu(backwards=backwards):
+        for sizes, rest in (
+            ([0, 1, 15, 16, 17, 60, 31, 33], 5),
+            ([3] * 9, 0),
+            ([127, 2, 128, 129, 260, 1], 0),
+            ([0, 0, 40, 0], 130),
+            ([0], 20),
+            ([700, 0, 90], 3),
+        ):
+            offsets = torch.tensor(sizes).cumsum(0).int()
+            for width, dtype, scale in ((72, BF16, "fp32"), (36, FP32, "pow2"), (136, FP16, "fp32")):
+                x = torch.randn(sum(sizes) + rest, width, dtype=dtype)
+                x[sum(sizes) :] = torch.nan
+                found = grouped(x, offsets, E4M3, scale, config)
                 assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
 
 
@@ -107,8 +170,8 @@ def test_hard_values_stay_in_their_columns() -> None:
     x[:, 16:24] *= 1e-39
     x[:, 24:32] *= 1e38
     with hopper_on_cpu():
-        for tile, kept in SMALL:
-            found = quantized(x, E4M3, "fp32", tile, kept)
+        for config in (*SMALL, *STREAMS):
+            found = quantized(x, E4M3, "fp32", config)
             assert same(found, reference.quantize(x, (-1, 1), E4M3, "fp32"))
             assert found.scale.isfinite().sum() == 45
 
@@ -118,20 +181,25 @@ def test_offsets_that_sink_or_pass_the_rows_touch_nothing_outside() -> None:
     x = torch.randn(100, 40, dtype=BF16)
     with hopper_on_cpu():
         for values in ([70, 20, 300], [-5, 10, 2**31 - 1], [100, 0, 0], [1000, 1000, 1000]):
-            grouped(x, torch.tensor(values, dtype=torch.int32), E4M3, "fp32", *SMALL[0])
+            for config in (SMALL[0], *STREAMS[:2]):
+                grouped(x, torch.tensor(values, dtype=torch.int32), E4M3, "fp32", config)
 
 
 @needs_compiler
 def test_the_ops_take_it() -> None:
     """Along the rows of a column-major matrix too, which is the same."""
-    x = torch.randn(200, 72, dtype=BF16)
-    offsets = torch.tensor([50, 170], dtype=torch.int32)
+    x = torch.randn(520, 72, dtype=BF16)
+    offsets = torch.tensor([515], dtype=torch.int32)
     with hopper_on_cpu() as launches:
         assert same(quantize_kernel(x, (-1, 1)), reference.quantize(x, (-1, 1), E4M3, "fp32"))
         assert same(quantize_kernel(x.mT, (1, -1)), reference.quantize(x.mT, (1, -1), E4M3, "fp32"))
         wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
-        assert same(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
-    assert [launch.name for launch in launches] == ["quantize_columns"] * 3
+        with pytest.MonkeyPatch.context() as patch:  # of two blocks for the emulator, not of 16
+            patch.setattr(columns, "_STREAMS_OF_GROUPS", ((10**9, Stream(2, 6)),))
+            assert same(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
+        for rest in (x[:, 1:], x[:1].expand(520, 72), x[:200]):
+            assert same(quantize_kernel(rest, (-1, 1)), reference.quantize(rest, (-1, 1), E4M3, "fp32"))
+    assert [launch.name for launch in launches] == ["stream_columns"] * 3 + ["quantize_columns"] * 3
     meta = torch.empty(200, 72, device="meta", dtype=BF16)
     assert columns.accepts(meta.mT, (-1, 1), E4M3, SM90) is None  # as rows
     assert "no whole column" in str(columns.accepts(meta, (-1, -1), E4M3, SM90))
@@ -155,7 +223,7 @@ def test_the_tile_keeps_the_rows_where_a_cluster_can() -> None:
         assert tile.RESIDENT * (tile.overhead + tile.rows(most) * tile.PANEL + 1024) <= 228 << 10
     x = torch.empty(640, 64, device="meta", dtype=BF16)
     offsets = torch.empty(4, device="meta", dtype=torch.int32)
-    launch = columns.plan(x, Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32")), "fp32", SM90, offsets)
+    launch = columns.plan_panels(x, Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32")), "fp32", SM90, offsets)
     assert launch.args["kept"] == 224  # of 160, an eighth more, and what a group's first sector may hold of another
 
 
@@ -168,12 +236,57 @@ def test_machine_code(tile: Tile) -> None:
         out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
         groups = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
         for launch in (
-            columns.plan(x, out, "fp32", SM90, tile=tile),
-            columns.plan(x, groups, "fp32", SM90, offsets, tile),
+            columns.plan_panels(x, out, "fp32", SM90, tile=tile),
+            columns.plan_panels(x, groups, "fp32", SM90, offsets, tile),
         ):
             used = launch.resources()
             assert used.spills == 0
             assert used.registers * launch.threads * tile.RESIDENT <= 65536
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("tile", _ALL_STREAMS, ids=str)
+def test_machine_code_of_streams(tile: Stream) -> None:
+    for dtype, width in ((BF16, 512), (FP32, 500)):
+        x = torch.empty(1000, width, device="meta", dtype=dtype)
+        offsets = torch.empty(4, device="meta", dtype=torch.int32)
+        out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
+        groups = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
+        for launch in (
+            columns.plan_stream(x, out, "fp32", SM90, tile=tile),
+            columns.plan_stream(x, groups, "fp32", SM90, offsets, tile),
+        ):
+            used = launch.resources()
+            assert used.spills == 0
+            assert used.registers * launch.threads * tile.RESIDENT <= 65536
+            assert (launch.shared + 1024) * tile.RESIDENT <= 228 << 10
+
+
+def test_the_ring_holds_the_rows_and_more() -> None:
+    for rows, panels, grouped in product(
+        (513, 1024, 1100, 2048, 4096, 5120, 7168, 8192, 16640, 23000), (80, 2048), (False, True)
+    ):
+        tile = default_stream(rows, panels, grouped)
+        chunks = -(-(rows + (tile.BASE - 1) * grouped) // (128 * tile.CLUSTER))
+        assert chunks < tile.STAGES, (rows, panels, grouped)
+    assert default_stream(8192, 80, False).RESIDENT == 2
+    assert default_stream(8192, 1280, False) == Stream(16, BOX=128)
+
+
+def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
+    def name(x: Tensor, count: int = 0) -> str:
+        if count == 0:
+            out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
+            return columns.plan(x, out, "fp32", SM90).name
+        offsets = torch.empty(count, device="meta", dtype=torch.int32)
+        out = Quantized(*empty_grouped(x, count, (-1, 1), E4M3, "fp32"))
+        return columns.plan(x, out, "fp32", SM90, offsets).name
+
+    x = torch.empty(16640, 72, device="meta", dtype=BF16)
+    assert [name(x), name(x[:512]), name(x[:513])] == ["stream_columns", "quantize_columns", "stream_columns"]
+    assert [name(x, 1), name(x, 16), name(x, 64)] == ["stream_columns", "stream_columns", "quantize_columns"]
+    assert name(torch.empty(16640, 77, device="meta", dtype=BF16)) == "quantize_columns"  # rows of 154 bytes
+    assert name(x[:1].expand(1000, 72)) == "quantize_columns"  # one row again and again
 
 
 @pytest.mark.gpu
@@ -181,22 +294,19 @@ def test_clusters_have_the_references_bits() -> None:
     target = targets.target_of(torch.device("cuda"))
     if target.name != "sm90" or nvrtc.unavailable() is not None:
         pytest.skip("the kernel is Hopper's, compiled by NVRTC")
-    tiles = [(tile, None) for _, tile in (*_TILES, *_LARGE_GPCS)] + [
-        (_TALL, None),
-        (Tile(128, 4, 2), 32),
-        (Tile(64, 8, 4), 48),
-    ]
-    for tile, kept in tiles:
-        for shape, dtype in (((3000, 136), BF16), ((2, 1000, 99), FP16), ((700, 64), FP32), ((5, 8), BF16)):
+    tiles: list[Config] = [(tile, None) for _, tile in (*_TILES, *_LARGE_GPCS)]
+    tiles += [(_TALL, None), (Tile(128, 4, 2), 32), (Tile(64, 8, 4), 48), *STREAMS, *_ALL_STREAMS, None]
+    for config in tiles:
+        for shape, dtype in (((3000, 136), BF16), ((2, 1000, 104), FP16), ((700, 64), FP32), ((5, 8), BF16)):
             x = torch.randn(shape, device="cuda", dtype=dtype)
             wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")
-            assert same(quantized(x, E4M3, "fp32", tile, kept), wanted), (tile, shape)
+            assert same(quantized(x, E4M3, "fp32", config), wanted), (config, shape)
         for sizes, rest in (([0, 1, 1000, 17, 500], 5), ([3] * 40, 0), ([3000], 0), ([0, 0, 40, 0], 130)):
             offsets = torch.tensor(sizes, device="cuda").cumsum(0).int()
             x = torch.randn(sum(sizes) + rest, 200, device="cuda", dtype=BF16)
             x[sum(sizes) :] = torch.nan
             wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
-            assert same(grouped(x, offsets, E4M3, "fp32", tile, kept), wanted), (tile, sizes)
+            assert same(grouped(x, offsets, E4M3, "fp32", config), wanted), (config, sizes)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ _MAP_TYPES: Final = {
     torch.uint8: 0, torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9,
 }  # fmt: skip
 _SWIZZLES: Final = {0: 0, 32: 1, 64: 2, 128: 3}
-_L2_PROMOTION_256B: Final = 3
+_PROMOTIONS: Final = {0: 0, 64: 1, 128: 2, 256: 3}  # CUtensorMapL2promotion
 _MAX_DYNAMIC_SHARED: Final = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _LARGE_CLUSTERS: Final = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 _STATIC_SHARED_LIMIT: Final = 48 << 10
@@ -23,13 +23,14 @@ INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 MAP_BYTES: Final = 128
 MAP_ALIGNMENT: Final = 64
+_CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAPS: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
 class _Attribute(ctypes.Structure):
-    """A CUlaunchAttribute, whose value is an int here."""
+    """A CUlaunchAttribute, whose value is an int here, or three."""
 
-    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("_rest", ctypes.c_char * 60))
+    _fields_ = (("id", ctypes.c_int), ("_", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_int * 15))
 
 
 class LaunchConfig(ctypes.Structure):
@@ -78,6 +79,21 @@ def load_function(cubin: bytes, entry: str, shared: int, device: int) -> int:
     return function.value or 0
 
 
+def resident_clusters(function: int, cluster: int, threads: int, shared: int) -> int:
+    """Clusters of so many blocks of `threads` threads and `shared` bytes that the current device runs at once."""
+    attribute = _Attribute(id=_CLUSTER_DIMENSION, value=cluster, rest=(1, 1))
+    config = LaunchConfig(
+        (ctypes.c_uint * 3)(cluster, 1, 1), (ctypes.c_uint * 3)(threads, 1, 1), shared, None,
+        ctypes.pointer(attribute), 1,
+    )  # fmt: skip
+    count = ctypes.c_int()
+    status = library().cuOccupancyMaxActiveClusters(
+        ctypes.byref(count), ctypes.c_void_p(function), ctypes.byref(config)
+    )
+    check(status, f"clusters of {cluster} blocks")
+    return max(count.value, 1)
+
+
 def overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> LaunchConfig:
     """Of a launch that may begin while the one before it on the stream ends (programmatic dependent launch)."""
     attribute = _Attribute(id=_OVERLAPS, value=1)
@@ -88,9 +104,9 @@ def overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> Launch
 
 def encode_map(
     address: int, into: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
-    swizzle: int,
+    swizzle: int, promotion: int = 256,
 ) -> None:  # fmt: skip
-    """Writes a CUtensorMap to the 64-byte aligned address `into`.
+    """Writes a CUtensorMap to the 64-byte aligned address `into`; a miss brings `promotion` bytes to the L2.
 
     `shape`, `strides` (elements) and `box` have the contiguous axis first, whose stride is 1 and left out of `strides`.
     Elements outside of `shape` load as zeros, and stores to them are dropped.
@@ -102,7 +118,7 @@ def encode_map(
         (ctypes.c_uint64 * max(rank - 1, 1))(*(stride * dtype.itemsize for stride in strides)),
         (ctypes.c_uint32 * rank)(*box),
         (ctypes.c_uint32 * rank)(*(1,) * rank),
-        0, _SWIZZLES[swizzle], _L2_PROMOTION_256B, 0,
+        0, _SWIZZLES[swizzle], _PROMOTIONS[promotion], 0,
     )  # fmt: skip
     if encoded:
         check(encoded, f"TMA descriptor of shape {tuple(shape)}, strides {tuple(strides)}, box {tuple(box)} ({dtype})")

@@ -71,6 +71,12 @@ INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
         : "memory");
 }
 
+// Brings the box of a load to the L2: before any wait too, for what is written later is written there.
+INLINE void tma_prefetch(const TensorMap& map, int x, int y, int z) {
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z)
+                 : "memory");
+}
+
 INLINE uint64_t first_out_policy() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -143,18 +149,51 @@ INLINE float4 load_shared_quad(uint32_t from) {
     return value;
 }
 
-// Four values to an address of shared memory in block `rank` of the cluster, whose `barrier` counts the bytes.
-INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, const float* values) {
+// A value to an address of shared memory in block `rank` of the cluster, whose `barrier` counts the bytes: without the
+// fence over the GPU that stores and a barrier of the cluster take.
+INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, uint32_t value) {
+    asm volatile(
+        "{.reg .b32 remote, counter;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 counter, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [remote], %3, [counter];}" ::"r"(to),
+        "r"(barrier), "r"(rank), "r"(value)
+        : "memory");
+}
+
+INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, float2 values) {
+    asm volatile(
+        "{.reg .b32 remote, counter;\n"
+        "mapa.shared::cluster.u32 remote, %0, %2;\n"
+        "mapa.shared::cluster.u32 counter, %1, %2;\n"
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [counter];}" ::"r"(to),
+        "r"(barrier), "r"(rank), "f"(values.x), "f"(values.y)
+        : "memory");
+}
+
+INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, float4 values) {
     asm volatile(
         "{.reg .b32 remote, counter;\n"
         "mapa.shared::cluster.u32 remote, %0, %2;\n"
         "mapa.shared::cluster.u32 counter, %1, %2;\n"
         "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];}" ::"r"(to),
-        "r"(barrier), "r"(rank), "f"(values[0]), "f"(values[1]), "f"(values[2]), "f"(values[3])
+        "r"(barrier), "r"(rank), "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
         : "memory");
 }
 
 // ---- blocks, clusters, warpgroups ---------------------------------------------------------------------------------------
+
+// Shared memory of as many bytes as the launch asks for, from a multiple of what a swizzle repeats after.
+INLINE char* swizzled_memory() {
+    extern __shared__ __align__(1024) char swizzled[];
+    return swizzled;
+}
+
+// A barrier of the first `COUNT` threads of a block.
+template <int COUNT>
+INLINE void sync_first() {
+    asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
+}
 
 INLINE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 

@@ -26,12 +26,14 @@ class TensorMap:
     """A TMA descriptor as an argument: a tensor, and the box of it that one copy moves.
 
     `box` is in the order of the tensor's axes; the last axis of `tensor` is contiguous. `swizzle` is the span, in
-    bytes, over which the 16-byte pieces of rows in shared memory are exchanged (0, 32, 64 or 128).
+    bytes, over which the 16-byte pieces of rows in shared memory are exchanged (0, 32, 64 or 128). What a copy misses
+    comes to the L2 by `promotion` bytes (0, 64, 128 or 256).
     """
 
     tensor: Tensor
     box: tuple[int, ...]
     swizzle: int = 0
+    promotion: int = 256
 
 
 Argument: TypeAlias = "TensorMap | Tensor | int | float | tuple[int, ...] | None"
@@ -153,8 +155,9 @@ class Prepared:
             if isinstance(arg, TensorMap):
                 shape, strides = arg.tensor.shape[::-1], arg.tensor.stride()[::-1]
                 driver.encode_map(
-                    arg.tensor.data_ptr(), address, arg.tensor.dtype, shape, strides[1:], arg.box[::-1], arg.swizzle
-                )
+                    arg.tensor.data_ptr(), address, arg.tensor.dtype, shape, strides[1:], arg.box[::-1], arg.swizzle,
+                    arg.promotion,
+                )  # fmt: skip
                 self._maps.append((count, ctypes.c_void_p(address)))
                 count += 1
             elif isinstance(arg, (int, tuple)):

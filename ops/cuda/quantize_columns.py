@@ -1,4 +1,5 @@
-"""Whole columns quantized on Hopper, of matrices and of groups of rows, by the kernel of `quantize_columns.cu`.
+"""Whole columns quantized on Hopper, of matrices and of groups of rows: by `stream_columns.cu`, and by
+`quantize_columns.cu` few rows and what the copy engine does not take.
 
 Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu` takes them.
 """
@@ -6,14 +7,15 @@ Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda import quantize_rows
-from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.nvrtc import CudaKernel
+from fp8fn.ops.cuda import driver, quantize_rows
+from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.quantize import CHUNK, Quantized, accepts_rows, batched, is_aligned, types
 from fp8fn.ops.groups import empty_grouped
@@ -23,6 +25,8 @@ from fp8fn.ops.targets import OCP, Target
 _SECTOR: Final = 32  # rows, of which a block's share is a multiple
 _LARGEST_GRID: Final = 65535
 _SHARED: Final = 227 << 10  # of a block
+_ROW_BYTES: Final = 128  # of a panel of `stream_columns.cu`
+_CHUNK: Final = 128  # rows
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,48 @@ def default_tile(rows: int, cores: int) -> Tile:
     """For a matrix or a group of so many rows, on a chip of so many multiprocessors."""
     tiles = (*_TILES[:-1], *_LARGE_GPCS) if cores >= _CORES_OF_LARGE_GPCS else _TILES
     return next((tile for most, tile in tiles if rows <= most), _TALL)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The macros of `stream_columns.cu`, which says what each is."""
+
+    CLUSTER: int = 1
+    STAGES: int = 13
+    WARPS: int = 8
+    RESIDENT: int = 1
+    BASE: int = 32
+    BOX: int = 32
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: the ring, maxima of warps and of blocks, scales, barriers."""
+        words = _ROW_BYTES * (self.WARPS + 2 * self.CLUSTER) + 2 * _ROW_BYTES
+        return self.STAGES * _CHUNK * _ROW_BYTES + words + 8 * (2 * self.STAGES + 2) + 16
+
+
+# The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
+# of a group. The ring has room for the panel and for what comes meanwhile.
+_STREAMS: Final = (
+    (1024, Stream(2, 6, RESIDENT=2, BOX=128)), (2048, Stream(4, 6, RESIDENT=2, BOX=128)),
+    (5120, Stream(8, 6, RESIDENT=2, BOX=128)), (7168, Stream(8, BOX=128)), (10**9, Stream(16, BOX=128)),
+)  # fmt: skip
+_STREAMS_OF_FEW: Final = (
+    *_STREAMS[:2], (4096, _STREAMS[2][1]), (6144, Stream(16, 4, RESIDENT=3, BOX=128)),
+    (10240, Stream(16, 6, RESIDENT=2, BOX=128)), _STREAMS[-1],
+)  # fmt: skip
+_STREAMS_OF_GROUPS: Final = (
+    (1280, Stream(2, 6, RESIDENT=2)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
+    (7168, Stream(8)), (10**9, Stream(16, WARPS=16)),
+)  # fmt: skip
+_FEW_PANELS: Final = 256
+_SMALL: Final = 512  # rows; up to them the other kernel is as fast or faster
+
+
+def default_stream(rows: int, panels: int, grouped: bool) -> Stream:
+    """For so many panels of a matrix, or of groups, of so many rows."""
+    few = _STREAMS_OF_FEW if panels <= _FEW_PANELS else _STREAMS
+    return next(tile for most, tile in (_STREAMS_OF_GROUPS if grouped else few) if rows <= most)
 
 
 def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:
@@ -115,20 +161,29 @@ def call_quantize_grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale:
     return Call((Step(launch.prepare(), (0, 2, 3, 1)),), tuple(map(geometry, out)), 2)
 
 
-def plan(
+def plan(x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None) -> CudaLaunch:
+    """The launch on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
+    rows = _typical(x.shape[-2], 0 if offsets is None else offsets.shape[0])
+    return (plan_stream if rows > _SMALL and streams(x) else plan_panels)(x, out, scale, target, offsets)
+
+
+def streams(x: Tensor) -> bool:
+    """Whether the copy engine takes a row-major x: by 16 bytes, from rows that do not overlap."""
+    return is_aligned(x) and x.stride(-2) >= x.shape[-1]
+
+
+def plan_panels(
     x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None, tile: Tile | None = None,
     kept: int | None = None,
 ) -> CudaLaunch:  # fmt: skip
-    """The launch on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups.
+    """The launch of `quantize_columns.cu`; arguments as for `plan`.
 
     A block keeps `kept` rows in shared memory, by default its share of a matrix, or of a group an eighth larger than
     the mean.
     """
     *batch, m, n = x.shape
     groups = 0 if offsets is None else offsets.shape[0]
-    rows = m
-    if groups > 1:  # they begin anywhere in a sector
-        rows = min(m, -(-m // groups) * 9 // 8) + _SECTOR - 1
+    rows = _typical(m, groups)
     tile = tile or default_tile(rows, target.cores)
     kept = kept or tile.rows(rows)
     columns = tile.PANEL // x.element_size()
@@ -151,6 +206,65 @@ def plan(
         target=target,
         options={**macros, "KEPT": kept},
     )  # fmt: skip
+
+
+def plan_stream(
+    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None, tile: Stream | None = None,
+    clusters: int | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `stream_columns.cu`, for an x that `streams`, by so many `clusters`, by default all that fit."""
+    *batch, m, n = x.shape
+    groups = 0 if offsets is None else offsets.shape[0]
+    columns = _ROW_BYTES // x.element_size()
+    items = -(-n // columns) * (groups + 1 if groups else batch[0] if batch else 1)
+    tile = tile or default_stream(_typical(m, groups), items, groups > 0)
+    macros: dict[str, int | str] = {
+        **types(x, out, scale),
+        "PANEL": columns,
+        **vars(tile),
+        "GROUPED": int(offsets is not None),
+    }
+    kernel = CudaKernel("stream_columns.cu", "stream_columns", tuple(macros.items()))
+    clusters = clusters or _resident(kernel, tile, x.device, target)
+    return CudaLaunch(
+        kernel=kernel,
+        grid=(min(items, clusters) * tile.CLUSTER, 1, 1),
+        threads=32 * (tile.WARPS + 1),
+        shared=tile.shared,
+        args={
+            # By more a miss would bring of the next panel what another cluster reads at another time: 10 % slower.
+            "x": TensorMap(_as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
+            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "data_n": out.data.stride(-1),
+            "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups, "items": items,
+        },
+        target=target,
+        options=macros,
+    )  # fmt: skip
+
+
+def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Target) -> int:
+    """Clusters that run at once; on a device it depends on how many multiprocessors each GPC has."""
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return _resident_on(kernel, tile, torch.cuda.current_device())
+    return max(1, target.cores // tile.CLUSTER) * tile.RESIDENT
+
+
+@cache
+def _resident_on(kernel: CudaKernel, tile: Stream, device: int) -> int:
+    function = driver.load_function(compile_kernel(kernel).cubin, kernel.entry, tile.shared, device)
+    return driver.resident_clusters(function, tile.CLUSTER, 32 * (tile.WARPS + 1), tile.shared)
+
+
+def _as_batch(x: Tensor) -> Tensor:
+    """`(B, M, N)` with strides that a descriptor takes, also where axes of size 1 have others."""
+    *batch, m, n = x.shape
+    return x.as_strided((batch[0] if batch else 1, m, n), (m * x.stride(-2), x.stride(-2), 1))
+
+
+def _typical(rows: int, groups: int) -> int:
+    """Rows to keep of a matrix, or of a group an eighth larger than the mean, which begins anywhere in a sector."""
+    return rows if groups < 2 else min(rows, -(-rows // groups) * 9 // 8) + _SECTOR - 1
 
 
 def _scale_lead(scale: Tensor, grouped: bool) -> int:

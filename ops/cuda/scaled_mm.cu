@@ -369,7 +369,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (int p = 0; p < PRODUCTS; p++) {
 #pragma unroll
                     for (int i = 0; i < WIDTH / 2; i += 4)
-                        send_to_block(place_of(rank, p, i), base + AT_ARRIVED, owner, acc[p] + i);
+                        send_to_block(place_of(rank, p, i), base + AT_ARRIVED, owner,
+                                      make_float4(acc[p][i], acc[p][i + 1], acc[p][i + 2], acc[p][i + 3]));
                 }
                 break;
             }

@@ -1,6 +1,6 @@
 // The functions of ops/cuda/cluster.cuh for the CPU.
 #pragma once
-#include "cuda.h"
+#include "hopper.cuh"
 
 // A barrier of a cluster in two halves: the round in which each thread has arrived.
 inline unsigned cluster_promised[MOST_THREADS];

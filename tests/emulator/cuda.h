@@ -108,7 +108,7 @@ struct Warp {
     int arrived;
     unsigned round;
 };
-inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 2048, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
+inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 2560, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
 inline Thread threads[MOST_THREADS];  // block after block of the cluster
 inline Warp warps[MOST_THREADS / 32];
 alignas(64) inline char stacks[MOST_THREADS][STACK];
@@ -119,7 +119,7 @@ inline unsigned block_round[MOST_BLOCKS], cluster_round;
 inline unsigned cluster_rank() { return current / thread_count; }
 
 // Shared memory of the size that a launch asks for; static `__shared__` is one for a whole cluster.
-alignas(128) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
+alignas(1024) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
 inline char* block_memory() { return memories[cluster_rank()]; }
 
 inline void wait_for_others() {
@@ -137,6 +137,7 @@ inline void meet(int& arrived, unsigned& round, int count) {
 }
 inline void __syncthreads() { meet(block_arrived[cluster_rank()], block_round[cluster_rank()], thread_count); }
 inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count * block_count); }
+inline void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 
 template <typename T>
