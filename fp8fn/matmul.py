@@ -32,6 +32,7 @@ def gemm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     prequant: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     """`a (..., M, K) @ b (K, N) + bias (N)` → `(..., M, N)` in FP8, summed in float32 and rounded once.
 
@@ -66,16 +67,28 @@ def gemm(
     values the result has 28.5 dB of signal to noise, where it has 31.5 without `prequant`; of blocks of 32 with e8m0
     scales 27.6, where it has 30.7.
 
+    `constant=True`, where `b` is a `ScaledTensor` (or `a`, beside a tensor `b`), promises that nothing writes its bytes
+    or its scales while this product and the work enqueued just before it run: it was loaded and the device synchronized
+    since, or it was written before the CUDA graph began whose part this product is, as weights of inference are. A
+    kernel may then read it before earlier launches of the stream have ended, and with a weight that one of them still
+    writes the result would be wrong. Of few rows on Hopper, in an FP8 weight's or MX-FP8's product, it takes less time,
+    and sums over K may have another order than without it; elsewhere, and with `prequant`, it has no effect.
+
     Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
     """
+    if constant and not (isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor)):
+        raise ValueError(
+            "gemm: constant=True is for a weight in FP8, and a and b are tensors, quantized at each call; pass "
+            "fp8fn.quantize(b, (128, 128)) as b, or leave constant out"
+        )
     if prequant:
         return _weight_only_product(*_prequantized_operands(a, b), bias, out_dtype, prequant=True)
     if isinstance(b, ScaledTensor):
         if isinstance(a, ScaledTensor):
-            return _scaled_product(a, b, bias, out_dtype)
-        return _weight_only_product(a, b, bias, out_dtype)
+            return _scaled_product(a, b, bias, out_dtype, constant)
+        return _weight_only_product(a, b, bias, out_dtype, constant=constant)
     if isinstance(a, ScaledTensor):
-        return _weight_first_product(a, b, bias, out_dtype)
+        return _weight_first_product(a, b, bias, out_dtype, constant)
     key = recipe_key(recipe)
     if a.ndim == 1:
         return torch.ops.fp8fn.gemm(a[None], b, bias, key, out_dtype).squeeze(-2)  # type: ignore[no-any-return]
@@ -90,56 +103,64 @@ def linear(
     recipe: Recipe | str = BLOCKWISE,
     out_dtype: torch.dtype | None = None,
     prequant: bool = False,
+    constant: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.linear` in FP8: `x (..., K) @ weight (N, K)ᵀ + bias (N)` → `(..., N)`; see `gemm`."""
-    return gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant)
+    return gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant, constant=constant)
 
 
-def _scaled_product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _scaled_product(
+    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
+) -> Tensor:
     mx = is_mx(a.scale, a.block, b.scale, b.block)
     op = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
     kernel: Callable[..., Tensor] = mx_mm_kernel if mx else scaled_mm_kernel
     args = (a.data, a.scale, b.data, b.scale) if mx else (*_parts(a), *_parts(b))
+    rest = (bias, out_dtype, True) if mx and constant else (bias, out_dtype)
     if a.ndim <= 3 and b.ndim <= 3:
         # The dispatcher takes 6 µs of the host, a third of the call.
         if not torch.compiler.is_compiling() and a.data.is_cuda and goes_unseen(a.data, a.scale, b.data, b.scale, bias):
-            return kernel(*args, bias, out_dtype)
-        return op(*args, bias, out_dtype)  # type: ignore[no-any-return]
+            return kernel(*args, *rest)
+        return op(*args, *rest)  # type: ignore[no-any-return]
     lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]
-    return op(*flat, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
+    return op(*flat, *rest).unflatten(0, lead)  # type: ignore[no-any-return]
 
 
 def _weight_only_product(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, *, prequant: bool = False
-) -> Tensor:
+    x: Tensor, w: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, *, prequant: bool = False,
+    constant: bool = False,
+) -> Tensor:  # fmt: skip
     """`x (..., K) @ w (..., K, N) + bias (N)`."""
     if x.ndim == 0:
         raise ValueError("gemm: a has shape (); it needs at least one dimension")
     x = _autocast(x)
     if x.ndim == 1:
-        return _weight_only_product(x[None], w, bias, out_dtype, prequant=prequant).squeeze(-2)
+        return _weight_only_product(x[None], w, bias, out_dtype, prequant=prequant, constant=constant).squeeze(-2)
     op: Callable[..., Tensor] = _prequantized_product if prequant else torch.ops.fp8fn.mm_a16w8
     data, scale, block = _parts(w)
+    rest = (bias, out_dtype) if prequant else (bias, out_dtype, constant)
     if w.ndim == 2 and x.ndim > 3:
-        flat = op(x.flatten(0, -3), data, scale, block, bias, out_dtype)
+        flat = op(x.flatten(0, -3), data, scale, block, *rest)
         return flat.unflatten(0, x.shape[:-2])  # type: ignore[no-any-return]
     if x.ndim <= 3 and w.ndim <= 3:
-        return op(x, data, scale, block, bias, out_dtype)
+        return op(x, data, scale, block, *rest)
     lead = broadcast_batch("gemm", x, data)
     x, data, scale = (t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in (x, data, scale))
-    return op(x, data, scale, block, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
+    return op(x, data, scale, block, *rest).unflatten(0, lead)  # type: ignore[no-any-return]
 
 
-def _weight_first_product(w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def _weight_first_product(
+    w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
+) -> Tensor:
     """`w (..., M, K) @ x (..., K, N) + bias (N)`, which is `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
     if x.ndim < 2:
         raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
     x = _autocast(x)
     if bias is None:
-        return _weight_only_product(x.mT, w.mT, None, out_dtype).mT
+        return _weight_only_product(x.mT, w.mT, None, out_dtype, constant=constant).mT
     check_product("gemm", w.data, x, bias, out_dtype)
-    sums = _weight_only_product(x.mT, w.mT, None, torch.float32).mT
+    sums = _weight_only_product(x.mT, w.mT, None, torch.float32, constant=constant).mT
     return (sums + bias.float()).to(out_dtype or x.dtype)
 
 

@@ -197,9 +197,9 @@ def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
 
     def track(
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None, constant: bool = False,
     ) -> Any:  # fmt: skip
-        return single_level.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype)
+        return single_level.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant)
 
     return _leaf("mm_a16w8", track, on_cpu, on_cuda)
 
@@ -213,15 +213,15 @@ class MmA16W8(single_level.SingleLevelFunction):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None,
-        out_dtype: torch.dtype | None,
+        out_dtype: torch.dtype | None, constant: bool,
     ) -> Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
         ctx.save_for_backward(w, w_scale)
         if single_level.has_forward_mode():
             ctx.save_for_forward(w, w_scale)
-        ctx.w_block, ctx.x_ndim, ctx.x_dtype = w_block, x.ndim, x.dtype
+        ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out: Tensor = single_level.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype)
+        out: Tensor = single_level.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype, constant)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
         return out
 
@@ -230,24 +230,24 @@ class MmA16W8(single_level.SingleLevelFunction):
         if any(ctx.needs_input_grad[1:3]):
             raise NotImplementedError(CONSTANT_WEIGHT)
         if grad is None:
-            return (None,) * 6
+            return (None,) * 7
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             w, w_scale = ctx.saved_tensors
             summed = grad.ndim > ctx.x_ndim  # one x beside a batch of weights
             dtype = torch.float32 if summed else ctx.x_dtype
-            grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype)
+            grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype, ctx.constant)
             grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
         if ctx.needs_input_grad[4]:
             shape, bias_dtype = ctx.bias
             rows = tuple(range(grad.ndim - 1)) if len(shape) == 1 else (1,)
             grad_bias = grad.sum(rows, dtype=torch.float32).to(bias_dtype).reshape(shape)
-        return grad_x, None, None, None, grad_bias, None
+        return grad_x, None, None, None, grad_bias, None, None
 
     @staticmethod
     def jvp(
         ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, block: None,
-        bias_tangent: Tensor | None, out_dtype: None,
+        bias_tangent: Tensor | None, out_dtype: None, constant: None,
     ) -> Tensor | None:  # fmt: skip
         if single_level.forward_mode_depth() > 1:
             raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
@@ -255,7 +255,9 @@ class MmA16W8(single_level.SingleLevelFunction):
             raise NotImplementedError(CONSTANT_WEIGHT)
         w, w_scale = ctx.saved_tensors
         if x_tangent is not None:
-            tangent: Tensor = torch.ops.fp8fn.mm_a16w8(x_tangent, w, w_scale, ctx.w_block, bias_tangent, ctx.out_dtype)
+            tangent: Tensor = torch.ops.fp8fn.mm_a16w8(
+                x_tangent, w, w_scale, ctx.w_block, bias_tangent, ctx.out_dtype, ctx.constant
+            )
             return tangent
         if bias_tangent is None:
             return None

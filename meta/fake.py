@@ -105,7 +105,7 @@ def scaled_mm(
 
 def mx_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
     return empty_output(a, b, out_dtype)
@@ -132,7 +132,7 @@ def scaled_grouped_mm(
 
 def mm_a16w8(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     return empty_output(x, w, out_dtype or x.dtype)

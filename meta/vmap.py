@@ -67,12 +67,13 @@ def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
-    *operands, bias, out_dtype = _padded(args, 6)
-    *dims, bias_dim, _ = _padded(in_dims, 6)
+    *operands, bias, out_dtype, constant = _padded(args, 7)
+    *dims, bias_dim, _, _ = _padded(in_dims, 7)
 
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         parts, lead = _matrices(operands, dims, info.batch_size)
-        return torch.ops.fp8fn.mx_mm(*parts, bias, out_dtype).unflatten(0, lead)  # type: ignore[no-any-return]
+        out = torch.ops.fp8fn.mx_mm(*parts, bias, out_dtype, bool(constant))
+        return out.unflatten(0, lead)  # type: ignore[no-any-return]
 
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
@@ -82,8 +83,8 @@ def moe_gemm(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
-    x, w, w_scale, block, bias, out_dtype = _padded(args, 6)
-    x_dim, w_dim, scale_dim, _, bias_dim, _ = _padded(in_dims, 6)
+    x, w, w_scale, block, bias, out_dtype, constant = _padded(args, 7)
+    x_dim, w_dim, scale_dim, _, bias_dim, *_ = _padded(in_dims, 7)
     size = info.batch_size
     rank = 1 + max(x.ndim - (x_dim is not None), w.ndim - (w_dim is not None))
     x = _lift(x, x_dim, size, rank)
@@ -97,7 +98,8 @@ def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
         bias = bias.movedim(bias_dim, 0) if bias_dim is not None else bias.expand(size, *bias.shape)
         bias = bias.flatten(1, -2) if bias.ndim > 2 else bias.unsqueeze(1)
         bias = bias.expand(size, lead[1:].numel(), bias.shape[-1]).flatten(0, 1)
-    return torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype).unflatten(0, lead), 0
+    out = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype, bool(constant))
+    return out.unflatten(0, lead), 0
 
 
 def gemm(info: Any, in_dims: Any, *args: Any) -> Any:

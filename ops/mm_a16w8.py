@@ -21,8 +21,8 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.scaled_mm import check_operand, empty_output
 
 MM_A16W8_SCHEMA: Final = (
-    "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None)"
-    " -> Tensor"
+    "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "bool constant=False) -> Tensor"
 )
 
 _log = logging.getLogger("fp8fn")
@@ -71,18 +71,19 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor) -> None:
 
 def mm_a16w8_reference(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
+    """Whether the weight is `constant` is nothing to PyTorch's own operations, which read it in their turn."""
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     return reference.mm_a16w8(x, w, w_scale, block, bias, out_dtype or x.dtype)
 
 
 def mm_a16w8_kernel(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     operands = (x, w, w_scale) if bias is None else (x, w, w_scale, bias)
-    key = ("mm_a16w8", tuple(w_block), out_dtype, *map(kind, operands))
+    key = ("mm_a16w8", tuple(w_block), out_dtype, constant, *map(kind, operands))
     call = recall(key)
     if call is not None:  # the key holds all that the checks read
         return call(*operands)[0]  # type: ignore[no-any-return]
@@ -97,7 +98,7 @@ def mm_a16w8_kernel(
     if w.dtype not in targets.fp8_dtypes(target):
         _log.debug("mm_a16w8: %s has no kernel on %s; plain PyTorch serves", w.dtype, target.name)
         return reference.mm_a16w8(x, w, w_scale, block, bias, out.dtype)
-    launch = _plan(x, w, w_scale, block, bias, out, target)
+    launch = _plan(x, w, w_scale, block, bias, out, target, constant)
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("mm_a16w8 %s x %s: %s", tuple(x.shape), tuple(w.shape), launch.describe())
     if isinstance(launch, CudaLaunch):
@@ -114,15 +115,19 @@ def _are_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, target: tar
 
 
 def _plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target
-) -> Launch | CudaLaunch:
-    """In CUDA C++, of few rows by `gemv_a16w8` and of many by `mm_a16w8`; what neither takes in Triton."""
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target,
+    constant: bool = False,
+) -> Launch | CudaLaunch:  # fmt: skip
+    """In CUDA C++, of few rows by `gemv_a16w8` and of many by `mm_a16w8`; what neither takes in Triton.
+
+    Only `gemv_a16w8` has a use for a `constant` weight: the others wait for what came before them, then read it.
+    """
     operands = (x, w, w_scale, w_block, bias, out, target)
     missing = nvrtc.unavailable()
     few = missing or gemv_a16w8.accepts(*operands)
     many = missing or cuda.accepts(*operands)
     if few is None and (many is not None or _are_few(x, w, bias, out, target)):
-        return gemv_a16w8.plan(*operands)
+        return gemv_a16w8.plan(*operands, constant=constant)
     if many is None:
         return cuda.plan(*operands)
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8

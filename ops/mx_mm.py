@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import gemv_mx, nvrtc
+from fp8fn.ops.cuda import gemv_mx, mx_tiles, nvrtc
 from fp8fn.ops.cuda.gemv_a16w8 import Config as CudaConfig
 from fp8fn.ops.cuda.launch import CudaLaunch
+from fp8fn.ops.cuda.mx_tiles import Config as TilesConfig
 from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.scaled_mm import map_fault
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
@@ -32,7 +34,8 @@ from fp8fn.ops.triton.views import largest_offset
 from fp8fn.ops.tuning.mx import SHIPPED, Config, Problem, Table, lookup, parse
 
 MX_MM_SCHEMA: Final = (
-    "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+    "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
+    "bool constant=False) -> Tensor"
 )
 
 A_BLOCK: Final[Block] = (1, 32)
@@ -47,7 +50,7 @@ _FAULTS: Final[dict[str, str]] = {}
 
 # Of Triton, HIP and CUDA C++.
 AnyLaunch: TypeAlias = Launch | HipLaunch | CudaLaunch
-AnyConfig: TypeAlias = Config | HipConfig | CudaConfig
+AnyConfig: TypeAlias = Config | HipConfig | CudaConfig | TilesConfig
 
 _log = logging.getLogger("fp8fn")
 
@@ -85,7 +88,7 @@ class Kernel:
 
     `accepts` is None for a problem that the kernel can compute, else the reason why not. `untuned` is None where it
     should do so without a table that names it. `configure` is its own choice, and `plan` the launches, in order, that
-    fill `out (B?, M, N)`.
+    fill `out (B?, M, N)`; those of `cuda` are also told whether b is constant.
     """
 
     name: str
@@ -101,6 +104,10 @@ class Kernel:
     @property
     def triton(self) -> bool:
         return self.name.startswith("triton_")
+
+    @property
+    def cuda(self) -> bool:
+        return self.name.startswith("cuda_")
 
 
 @dataclass(frozen=True)
@@ -150,12 +157,15 @@ def choose(
     return Choice(None, None, "default", tuple(refused))
 
 
-def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor) -> Problem:
-    """The problem of `a (B?, M, K) @ b (B?, K, N)`."""
+def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: bool = False) -> Problem:
+    """The problem of `a (B?, M, K) @ b (B?, K, N)` with `scales` of a and of b."""
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
     batch = a.shape[0] if a.ndim == 3 else b.shape[0] if b.ndim == 3 else 1
     largest = max(*map(span, (a, b, *scales)), 4 * batch * m * n)
-    return Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, has_lines(a) and has_lines(b.mT))
+    k_lines = has_lines(a) and has_lines(b.mT)
+    words = all(mx_tiles.has_words(lines) for lines in (scales[0], scales[1].mT)) if scales else True
+    in_boxes = words and map_fault(a) is None and map_fault(b.mT) is None
+    return Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, constant)
 
 
 def span(x: Tensor) -> int:
@@ -172,29 +182,30 @@ def has_lines(x: Tensor) -> bool:
 
 def plan(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    table: Table | None = None,
+    table: Table | None = None, *, constant: bool = False,
 ) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
     """The launches that fill `out`, in order; None where plain PyTorch has to serve."""
-    problem = problem_of(a, b, target, a_scale, b_scale)
+    problem = problem_of(a, b, target, a_scale, b_scale, constant=constant)
     choice = _default_choice(problem, _missing()) if table is None else choose(problem, table)
-    return _launches(choice, a, a_scale, b, b_scale, bias, out, target)
+    return _launches(choice, a, a_scale, b, b_scale, bias, out, target, constant)
 
 
 def _launches(
     choice: Choice, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
-    target: Target,
+    target: Target, constant: bool,
 ) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("mx_mm %s x %s: %s", tuple(a.shape), tuple(b.shape), choice.describe())
     if choice.kernel is None:
         return None
-    launches = choice.kernel.plan(a, a_scale, b, b_scale, bias, out, target, choice.config)
+    told = {"constant": constant} if choice.kernel.cuda else {}
+    launches = choice.kernel.plan(a, a_scale, b, b_scale, bias, out, target, choice.config, **told)
     return tuple(replace(launch, reason=choice.describe()) for launch in launches)
 
 
 def mx_mm_reference(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
     return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out_dtype or torch.bfloat16)
@@ -202,11 +213,11 @@ def mx_mm_reference(
 
 def mx_mm_kernel(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
-    key = ("mx_mm", out_dtype, *map(kind, operands))
+    key = ("mx_mm", out_dtype, constant, *map(kind, operands))
     call = recall(key)
     if call is not None:  # the key holds all that the checks read
         return call(*operands)[0]  # type: ignore[no-any-return]
@@ -216,24 +227,26 @@ def mx_mm_kernel(
     out = empty_output(a, b, out_dtype)
     if out.numel() == 0:
         return out
-    launches = loadable(a, a_scale, b, b_scale, bias, out, target)
+    launches = loadable(a, a_scale, b, b_scale, bias, out, target, constant)
     if launches is None:
         return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out.dtype)
     if isinstance(launches[0], CudaLaunch):
-        return keep(key, gemv_mx.call(launches[0], out))(*operands)[0]  # type: ignore[no-any-return]
+        call_of = mx_tiles.call if launches[0].name == "mx_tiles" else gemv_mx.call
+        return keep(key, call_of(launches[0], out))(*operands)[0]  # type: ignore[no-any-return]
     for launch in launches:
         launch.run()
     return out
 
 
 def loadable(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target
-) -> tuple[AnyLaunch, ...] | None:
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
+    constant: bool = False,
+) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
     """As of `plan`; where a kernel in HIP can be neither compiled nor loaded here, the next of the list takes over."""
-    problem = problem_of(a, b, target, a_scale, b_scale)
+    problem = problem_of(a, b, target, a_scale, b_scale, constant=constant)
     while True:
         choice = _default_choice(problem, (*_FAULTS.items(), *_missing()))
-        launches = _launches(choice, a, a_scale, b, b_scale, bias, out, target)
+        launches = _launches(choice, a, a_scale, b, b_scale, bias, out, target, constant)
         faults = (launch.fault() for launch in launches or () if isinstance(launch, HipLaunch))
         fault = next((fault for fault in faults if fault is not None), None)
         if fault is None:
@@ -242,9 +255,9 @@ def loadable(
 
 
 def _missing() -> tuple[tuple[str, str], ...]:
-    """The kernel in CUDA C++ and why, where nothing compiles it."""
+    """The kernels in CUDA C++ and why, where nothing compiles them."""
     reason = nvrtc.unavailable()
-    return () if reason is None else (("cuda_gemv", reason),)
+    return () if reason is None else tuple((kernel.name, reason) for kernel in KERNELS if kernel.cuda)
 
 
 @lru_cache(maxsize=4096)
@@ -348,6 +361,7 @@ def _plan_mfma(*args: Any) -> tuple[HipLaunch, ...]:
 KERNELS: Final = (
     Kernel("hip_gemv", envelope.accepts_gemv, envelope.configure_gemv, _plan_gemv, envelope.untuned_gemv),
     Kernel("hip_mfma", envelope.accepts_mfma, envelope.configure_mfma, _plan_mfma, envelope.untuned_mfma),
+    Kernel("cuda_tiles", mx_tiles.accepts, mx_tiles.configure, mx_tiles.plan, mx_tiles.untuned),
     Kernel("cuda_gemv", gemv_mx.accepts, gemv_mx.configure, gemv_mx.plan),
     Kernel("triton_few", _accepts_few, _configure_few, _plan_widened),
     Kernel("triton_scaled", _accepts_scaled, _configure_scaled, _plan_scaled),

@@ -199,6 +199,7 @@ def mx_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("batched", pair(x(2, 24, 80, dtype=FP16), x(2, 80, 32, dtype=FP16)), {"out_dtype": FP16}),
         Sample("batched_left", (*pair(x(3, 24, 96), x(96, 40)), x(40)), {}),
         Sample("strided", (*pair(x(160, 48).mT, x(160, 64)), x(128)[::2]), {}),
+        Sample("constant", (*pair(x(20, 128), x(128, 72)), x(72)), {"constant": True}),
         Sample("empty", (*pair(x(0, 64), x(64, 48)), x(48)), {}),
         Sample("empty_k", (*pair(x(16, 0), x(0, 48)), x(48)), {}),
     ]
@@ -304,6 +305,7 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     return [
         Sample("plain", (x(64, 256), *_operand(x(384, 256).mT, square)), {}),
         Sample("plain_row_major", (x(16, 160), *_operand(x(160, 96), (1, 128), **e5m2)), {"out_dtype": FP32}),
+        Sample("constant", (x(8, 256), *_operand(x(160, 256).mT, square)), {"constant": True}),
         Sample("ragged", (x(33, 190), *_operand(x(65, 190).mT, square), x(65)), {}),
         Sample("ragged_float32", (x(5, 70, dtype=FP32), *_operand(x(70, 33), (1, -1)), x(33, dtype=FP16)), {}),
         Sample("batched", (x(2, 24, 80, dtype=FP16), *_operand(x(2, 80, 32), (-1, 1)), x(2, 32)), {}),

@@ -35,9 +35,9 @@ def test_shapes() -> None:
 @pytest.mark.parametrize(
     ("suite", "shape", "cases", "copies"),
     [
-        ("decode", "3,96,128", 2, 2),
+        ("decode", "3,96,128", 3, 2),
         ("batched", "2,3,96,128", 3, 8),
-        ("mx", "3,96,128", 2, 2),
+        ("mx", "3,96,128", 3, 2),
         ("mx_moe", "5,32,64", 2, 1),
     ],
 )

@@ -140,6 +140,8 @@ def test_the_bytes_of_weights() -> None:
     assert sizes["bf16"] == head + 2 * products
     assert sizes["A16W8"] == head + products + 4 * products // 128**2
     assert sizes["MX"] == head + products + products // 32
+    assert sizes["A16W8, constant"] == sizes["A16W8"]
+    assert sizes["MX, constant"] == sizes["MX"]
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     run = record.read(path)
     assert run["results"]["size"]["layers"] == 1
     rows = {row["way"]: Row(**row) for row in run["results"]["rows"]}
-    assert list(rows) == ["bf16", "A16W8", "MX"]
+    assert list(rows) == ["bf16", "A16W8", "A16W8, constant", "MX", "MX, constant"]
     for row in rows.values():
         assert row.tokens_s == pytest.approx(2e3 / row.ms)
         assert row.ms_q1 <= row.ms <= row.ms_q3
@@ -190,13 +192,16 @@ def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFi
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor's own, which keeps a pool of memory alive
-@pytest.mark.parametrize(("way", "bar"), [("A16W8", 35.0), ("MX", 22.0)])
+@pytest.mark.parametrize(
+    ("way", "bar"), [("A16W8", 35.0), ("A16W8, constant", 35.0), ("MX", 22.0), ("MX, constant", 22.0)]
+)
 def test_cuda_graphs_make_the_tokens_of_eager_pytorch(way: str, bar: float) -> None:
     """One CUDA graph that copies nothing; its tokens are the likeliest to eager PyTorch, but for equal ones."""
     steps = 63
     cuda = torch.device("cuda")
     found = Loop(way, SIZES["tiny"], 4, steps + 1, cuda)
     prompt = prompts(SIZES["tiny"], 4, cuda)
+    torch.cuda.synchronize()
     made = found.generate(prompt, steps).clone()
     assert torch.equal(found.generate(prompt, steps), made)
     assert found.counts == {"compiled": 1}

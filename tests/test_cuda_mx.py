@@ -27,7 +27,7 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops import mx_mm, reference
-from fp8fn.ops.cuda import gemv_mx, nvrtc
+from fp8fn.ops.cuda import gemv_mx, mx_tiles, nvrtc
 from fp8fn.ops.cuda.gemv_a16w8 import Config
 from fp8fn.ops.cuda.gemv_mx import accepts, configure, plan
 from fp8fn.ops.cuda.launch import CudaLaunch
@@ -422,8 +422,13 @@ def test_what_routed_tokens_are_refused() -> None:
 def test_the_choice_and_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     for k, n in DENSE:
         for m in (1, 4, 16, 33, 64):
-            choice = choose(on(SM90, m=m, n=n, k=k))
-            assert (choice.name, choice.source) == ("cuda_gemv", "default")
+            for constant in (False, True):
+                problem = replace(on(SM90, m=m, n=n, k=k), constant=constant)
+                choice = choose(problem)
+                tiles = mx_tiles.accepts(problem) is None and mx_tiles.untuned(problem) is None
+                assert (choice.name, choice.source) == ("cuda_tiles" if tiles else "cuda_gemv", "default")
+                assert tiles == (k % 128 == 0) or m <= 16
+                assert not tiles or constant or m >= 16
     for problem, reason in (
         (on(SM90, m=65), "M=65 is above 64"),
         (on(SM89), "sm89 is not sm90"),
@@ -560,7 +565,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: None) 
         for dtypes in ((E4M3, E4M3), (E5M2, E4M3)):
             a, b = operands(m, n, k, dtypes=dtypes, device="cuda")
             bias = torch.randn(n, device="cuda", dtype=BF16)
-            assert choose(problem_of(a.data, b.data, SM90, a.scale, b.scale)).name == "cuda_gemv"
+            assert choose(problem_of(a.data, b.data, SM90, a.scale, b.scale)).name.startswith("cuda_")
             assert_near_on_a_gpu(product(a, b, bias), a, b, bias)
             assert snr(product(a, b, out_dtype=BF16), exact(a, b)) > 45
 

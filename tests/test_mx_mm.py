@@ -71,11 +71,11 @@ def exact(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None) -> Tenso
 
 
 def assert_near(found: Tensor, a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None) -> None:
-    """As near as float32 sums are, element by element; 50 dB is a relative error of 3e-3, and this is far below."""
+    """As near as float32 sums are, of which Hopper's FP8 products keep 14 bits; 50 dB is a relative error of 3e-3."""
     expected = exact(a, b, bias)
     magnitude = expected.abs() + dequantized(a).abs() @ dequantized(b).abs()
     assert found.shape == expected.shape
-    assert ((found.double() - expected).abs() <= (1e-5 if found.is_cuda else 1e-6) * magnitude).all()
+    assert ((found.double() - expected).abs() <= (2**-12 if found.is_cuda else 1e-6) * magnitude).all()
 
 
 def snr(found: Tensor, expected: Tensor) -> float:
@@ -572,9 +572,10 @@ def test_up_to_16_rows_there_is_one_configuration() -> None:
             choices = [choose(on(target, m=m, n=n, k=k)) for m in range(1, 17)]
             divisions = [(choice.name, getattr(choice.config, "k_splits", 0)) for choice in choices]
             if target == SM90:
-                assert {choice.name for choice in choices} == {"cuda_gemv"}
-                for part in (choices[1:8], choices[8:]):
-                    assert len({choice.config for choice in part}) == 1
+                constant = [choose(replace(on(target, m=m, n=n, k=k), constant=True)) for m in range(1, 17)]
+                for part in (choices[1:8], choices[8:], constant[1:8], constant[8:]):
+                    assert len({(choice.name, choice.config) for choice in part}) == 1
+                    assert part[0].name in ("cuda_gemv", "cuda_tiles")
             elif target != GFX950:
                 assert {(choice.name, choice.config) for choice in choices} == {("triton_few", choices[0].config)}
             else:

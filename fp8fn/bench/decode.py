@@ -2,16 +2,16 @@
 
 Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "batched", a weight for each
 matrix of a batch; "mx", both operands MX-FP8, beside Triton's `tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights
-of their experts. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
-one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. TB/s counts the weights'
-bytes, of a large batch the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against
-float64.
+of their experts. "constant" are products of weights that `gemm` was told are constant. A call goes round several
+weights, so that neither finds its weight in L2, and figures are those of one product, in "mx_moe" of one for all
+tokens: µs of a CUDA graph's replay, else of launches. TB/s counts the weights' bytes, of a large batch the operations
+are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from typing import Any, Final, TypeVar
 
 import torch
@@ -38,9 +38,13 @@ COPIES: Final = 64  # of a weight of at least 1.2 MB: more than the L2
 BATCHES: Final = 8
 _LARGE: Final = 2**36  # of M * N * K over a batch: one copy is more than the L2
 _SAMPLES: Final = 256
+CONSTANT: Final = ", constant"
 T = TypeVar("T")
 # A hundred shapes, of which a call takes some hundred microseconds: shorter turns than those of large products.
 SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2)
+
+
+of_constant: Final = partial(fp8fn.gemm, constant=True)
 
 
 class Weights:
@@ -110,7 +114,12 @@ def cases(weights: Weights) -> list[Case]:
         weights.case("fp8fn", "w in 128x128", 1, lambda: weights.round(fp8fn.gemm, weights.quantized), operations),
         weights.case("torch", "bf16", 2, lambda: weights.round(multiply, weights.w), operations),
     ]
-    if weights.lead:
+    if not weights.lead:
+        told = weights.case(
+            "fp8fn", f"w in 128x128{CONSTANT}", 1, lambda: weights.round(of_constant, weights.quantized)
+        )
+        found.insert(1, told)
+    else:
 
         def dequantized(x: Tensor, w: ScaledTensor) -> Tensor:
             return torch.bmm(x, fp8fn.dequantize(w, torch.bfloat16))
@@ -152,6 +161,7 @@ def mx_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
     found = [
         weights.case("fp8fn", "MX-FP8", 1, lambda: weights.round(fp8fn.gemm, b(), a())),
+        weights.case("fp8fn", f"MX-FP8{CONSTANT}", 1, lambda: weights.round(of_constant, b(), a())),
         weights.case("torch", "bf16", 2, lambda: weights.round(torch.mm, weights.w)),
     ]
     if device.type == "cuda":  # Triton has no kernels for a CPU
@@ -267,6 +277,7 @@ def table(run: dict[str, Any]) -> str:
     labels = list(dict.fromkeys(row.label for row in rows))
     mine = next(label for label in labels if label.startswith("fp8fn "))
     others = [label for label in labels if label in ("torch bf16", "triton dot_scaled")]
+    constant = next((label for label in labels if label.endswith(CONSTANT)), None)
     of_call = run["results"].get("suite") == "mx_moe"
     lines = []
     for shape in dict.fromkeys(row.shape for row in rows):
@@ -278,11 +289,16 @@ def table(run: dict[str, Any]) -> str:
             rate = f"{tables.rate((row.operations or row.bytes) / (row.graph_us or row.us or 1.0) / 1e6)} {row.unit}"
         cells = ["n/a" if (time := times.get(label)) is None else f"{time:.1f}" for label in labels]
         faster = ["" if not ours or (time := times.get(label)) is None else f"{time / ours:.2f}x" for label in others]
+        if constant:
+            told, bf16 = times.get(constant), times.get("torch bf16")
+            faster.append(f"{bf16 / told:.2f}x" if told and bf16 else "")
         least = worst(value for row in found.values() for value in row.snr_db.values())
         lines.append([",".join(map(str, shape)), *cells, rate, *faster, "" if least is None else f"{least:.1f}"])
     from tabulate import tabulate
 
     over = [f"over {label.split(maxsplit=1)[1]}" for label in others]
+    if constant:
+        over.append("constant over bf16")
     headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", *over, "worst SNR, dB")
     aligned = ("left", *["right"] * (len(headers) - 1))
     body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=aligned))

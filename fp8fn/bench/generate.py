@@ -1,12 +1,13 @@
 """Tokens a second of a decoder under `torch.compile(mode="reduce-overhead")`: `python -m fp8fn bench generate`.
 
-Random weights of Llama-3.1-8B's shape, with fewer layers, held in three ways: bf16, A16W8 (FP8 in blocks of 128 x 128
-by rows in bf16) and MX (MX-FP8 by rows that are quantized to it). All linear layers but the head are in FP8. A loop
-feeds a prompt and then its own likeliest tokens, from the same compiled step each time, on a GPU one CUDA graph; the
-ways take turns, and a figure is the median over the loops. SNR is that of the logits against eager bf16's, behind the
-tokens that bf16 made. "as eager" are the tokens of the compiled loop that eager PyTorch finds the likeliest too, behind
-the same ones: rounding decides between near ones, and the gap says how far behind eager's best the logit of any of
-them is, in standard deviations of the logits. It may be four times the noise that the SNR says two logits differ by.
+Random weights of Llama-3.1-8B's shape, with fewer layers, held in three formats: bf16, A16W8 (FP8 in blocks of 128 x
+128 by rows in bf16) and MX (MX-FP8 by rows that are quantized to it); "constant" where `gemm` is told that nothing
+writes the weights. All linear layers but the head are in FP8. A loop feeds a prompt and then its own likeliest tokens,
+from the same compiled step each time, on a GPU one CUDA graph; the ways take turns, and a figure is the median over the
+loops. SNR is that of the logits against eager bf16's, behind the tokens that bf16 made. "as eager" are the tokens of
+the compiled loop that eager PyTorch finds the likeliest too, behind the same ones: rounding decides between near ones,
+and the gap says how far behind eager's best the logit of any of them is, in standard deviations of the logits. It may
+be four times the noise that the SNR says two logits differ by.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from torch import Tensor
 
 from fp8fn.bench import record, tables
 from fp8fn.bench.accuracy import snr_db
-from fp8fn.bench.llama import A16W8, MX, SIZES, Generator, Hold, Plain, Size
+from fp8fn.bench.llama import A16W8, MX, SIZES, ConstantA16W8, ConstantMX, Generator, Hold, Plain, Size
 from fp8fn.bench.timing import Clock, clock_of
 from fp8fn.environment import device_name
 
-WAYS: Final[Mapping[str, Hold]] = {"bf16": Plain, "A16W8": A16W8, "MX": MX}
+WAYS: Final[Mapping[str, Hold]] = {
+    "bf16": Plain, "A16W8": A16W8, "A16W8, constant": ConstantA16W8, "MX": MX, "MX, constant": ConstantMX,
+}  # fmt: skip
 BATCHES: Final = (1, 4, 16)
 PROMPT: Final = 16
 # Of logits behind all layers, where a product's noise adds up: less than of one product.
@@ -134,6 +137,7 @@ def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> li
     torch.compiler.reset()
     loops = {way: Loop(way, size, batch, steps + 1, clock.device) for way in WAYS}
     prompt = prompts(size, batch, clock.device)
+    clock.synchronize()  # weights are written before a product of them begins
     for loop in loops.values():
         loop.generate(prompt, 4)  # compiles, and records a CUDA graph
     seconds = _turns(loops, prompt, steps, rounds, clock)
@@ -229,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             torch.cuda.empty_cache()
         for row in found:
             print(
-                f"{row.batch:3} x {row.way:6} {row.tokens_s:10.1f} tokens/s  {row.ms:8.3f} ms a step"
+                f"{row.batch:3} x {row.way:15} {row.tokens_s:10.1f} tokens/s  {row.ms:8.3f} ms a step"
                 f" ({row.ms_q1:.3f} to {row.ms_q3:.3f})  SNR {row.snr_db:5.1f} dB  as eager {row.as_eager:.1%}"
                 f" (gap {row.gap:.3f})  copied {row.copied}{'  WRONG' if row.wrong else ''}",
                 flush=True,

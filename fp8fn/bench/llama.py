@@ -78,6 +78,13 @@ class A16W8(Quantized):
         return fp8fn.gemm(x, self.weight.mT)
 
 
+class ConstantA16W8(A16W8):
+    """`gemm` is told that nothing writes the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8fn.gemm(x, self.weight.mT, constant=True)
+
+
 class MX(Quantized):
     """`x` is quantized as the weight is."""
 
@@ -85,6 +92,13 @@ class MX(Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         return fp8fn.gemm(fp8fn.quantize(x, self.block, scale=self.format), self.weight.mT)
+
+
+class ConstantMX(MX):
+    """As `ConstantA16W8`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fp8fn.gemm(fp8fn.quantize(x, self.block, scale=self.format), self.weight.mT, constant=True)
 
 
 # From the weight of a linear layer to the module that holds it.

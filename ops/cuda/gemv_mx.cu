@@ -36,9 +36,6 @@ struct Unit {
     uint32_t scale[PIECES];  // as stored
 };
 
-// 2 ** (stored - 127); NaN of 255.
-INLINE float scale_of(uint32_t stored) { return __uint_as_float(max((stored << 23) + (stored + 1 >> 8), 0x400000u)); }
-
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)

@@ -106,11 +106,11 @@ def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) 
 
 def plan(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config,
+    config: Config, *, constant: bool = False,
 ) -> tuple[CudaLaunch]:  # fmt: skip
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
-    `out` and `bias` are contiguous. A 2-D operand serves a whole batch.
+    `out` and `bias` are contiguous. A 2-D operand serves a whole batch. That b is constant has no effect.
     """
     m = out.shape[-2]
     batch = out.shape[0] if out.dim() == 3 else 1

@@ -19,6 +19,28 @@ INLINE uint4 load_ahead(const void* address) {
     return v;
 }
 
+// Not moved over `wait_for_launches` either, as `ld.global.nc` is: for what nothing writes that may still run.
+INLINE uint4 load_constant(const uint8_t* address) {
+    uint4 v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(address)
+                 : "memory");
+    return v;
+}
+
+INLINE uint32_t load_constant(const uint32_t* address) {
+    uint32_t v;
+    asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
+    return v;
+}
+
+INLINE float load_constant(const float* address) {
+    float v;
+    asm volatile("ld.global.f32 %0, [%1];" : "=f"(v) : "l"(address) : "memory");
+    return v;
+}
+
 INLINE uint32_t load_byte_ahead(const void* address) {
     uint32_t v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(address));
@@ -28,6 +50,11 @@ INLINE uint32_t load_byte_ahead(const void* address) {
 // The first `bytes` of 16 to shared memory, and zeros after them; both addresses are multiples of 16.
 INLINE void copy16(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+}
+
+// Four bytes to shared memory.
+INLINE void copy4(void* to, const void* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
 
 // Until the copies that this thread has started before `end_copies` are there.

@@ -1,12 +1,17 @@
 // What kernels of few rows share: bytes of a weight in registers, and the sums of warps and of blocks, added in a fixed
 // order.
 //
-// Macros: ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K and CLUSTER, as `gemv_a16w8.cu` explains them.
+// Macros: ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K and CLUSTER, as `gemv_a16w8.cu` explains them; COPYING, warps
+// of a block beside those that multiply (0 where it is not defined).
 #pragma once
 #include "mma.cuh"
 
+#ifndef COPYING
+#define COPYING 0
+#endif
+
 constexpr int WARPS = WARPS_N * WARPS_K;
-constexpr int THREADS = 32 * WARPS;
+constexpr int THREADS = 32 * (WARPS + COPYING);
 constexpr int COLUMNS = 16 * TILES;  // of a warp
 constexpr int BN = COLUMNS * WARPS_N;
 constexpr int SLICES = ROWS / 8;
@@ -15,6 +20,11 @@ constexpr int PITCH = BN + 4;
 
 INLINE uint32_t word(const uint4& piece, int i) {
     return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
+}
+
+// The value of an e8m0 scale, which the upper half of its bits holds: 2 ** (stored - 127); NaN of 255.
+INLINE float scale_of(uint32_t stored) {
+    return __uint_as_float(max((stored << 23) + ((stored + 1 & 256) << 14), 0x400000u));
 }
 
 // The first `count` bytes of a word, and zeros.
@@ -49,19 +59,25 @@ INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows
     }
 }
 
+// Pairs whose sums a block of the cluster adds up: its own, and those that the others send, as many of each.
+INLINE uint32_t share_of_pairs(int rows) { return (rows * (BN / 2) + CLUSTER - 1) / CLUSTER; }
+
 // Adds the sums `(WARPS_K, rows, PITCH)` in `memory`, and those of the cluster's blocks, which arrive `received` bytes
-// from there; calls `finish` with each pair of columns, counted along the rows of the tile, and its sums.
-template <typename Finish>
-INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish finish) {
+// from there; calls `finish` with each pair of columns, counted along the rows of the tile, and its sums. `send(to, block,
+// sums)` puts them into another block's memory, and after `meet()` those of the others are there.
+template <typename Finish, typename Send, typename Meet>
+INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish finish, Send send, Meet meet) {
     float* const sums = reinterpret_cast<float*>(memory);
     auto pair_at = [&](int part, int i) {
         return reinterpret_cast<float2*>(sums + (part * rows + i / (BN / 2)) * PITCH + i % (BN / 2) * 2);
     };
     const int pairs = rows * (BN / 2);
-    // Pairs whose sums a block of the cluster adds up: its own, and those that the others send, `share` of each.
-    const uint32_t share = (pairs + CLUSTER - 1) / CLUSTER;
+    const uint32_t share = share_of_pairs(rows);
     float2* const arrived = reinterpret_cast<float2*>(memory + received);
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
+    // Whose share a pair is in, and its place there: kept up, for a division takes tens of instructions.
+    uint32_t block = threadIdx.x / share, place = threadIdx.x % share;
+    const uint32_t blocks_on = THREADS / share, places_on = THREADS % share;
     for (int i = threadIdx.x; i < pairs; i += THREADS) {
         float2 total = *pair_at(0, i);
 #pragma unroll
@@ -71,12 +87,14 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
             total.y += sum.y;
         }
         if constexpr (CLUSTER > 1)
-            store_to_block(arrived + rank * share + i % share, i / share, total);
+            send(arrived + rank * share + place, block, total);
         else
             finish(i, total);
+        block += blocks_on, place += places_on;
+        if (place >= share) place -= share, block++;
     }
     if constexpr (CLUSTER > 1) {
-        cluster_sync();
+        meet();
         for (int i = threadIdx.x; i < share && rank * share + i < pairs; i += THREADS) {
             float2 total = arrived[i];
 #pragma unroll
@@ -88,4 +106,10 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
             finish(rank * share + i, total);
         }
     }
+}
+
+template <typename Finish>
+INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish finish) {
+    auto send = [](float2* to, uint32_t block, float2 sums) { store_to_block(to, block, sums); };
+    add_sums(memory, rows, received, rank, finish, send, [] { cluster_sync(); });
 }

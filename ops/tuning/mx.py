@@ -24,7 +24,8 @@ class Problem:
     """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`; `largest` is the most bytes that one tensor spans.
 
     The output counts as float32, in which parts of a sum are kept. `k_lines`: each row of a and each column of b
-    has its K in consecutive bytes from a multiple of 16.
+    has its K in consecutive bytes from a multiple of 16. `in_boxes`: bulk copies can take tiles of both, and
+    words of four the scales. `constant`: as of `fp8fn.gemm`.
     """
 
     m: int
@@ -36,6 +37,8 @@ class Problem:
     b_dtype: torch.dtype = torch.float8_e4m3fn
     largest: int = 0
     k_lines: bool = True
+    in_boxes: bool = True
+    constant: bool = False
 
 
 @dataclass(frozen=True)

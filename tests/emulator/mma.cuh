@@ -4,13 +4,18 @@
 
 inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
 
+inline uint4 load_constant(const uint8_t* address) { return load16<Load::PAST_L1>(address); }
+
+inline uint32_t load_constant(const uint32_t* address) { return __ldg(address); }
+inline float load_constant(const float* address) { return __ldg(address); }
+
 inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
 
 // A thread's copies are made when it waits for them, as late as they may be.
 struct Copy {
     char* to;
     const char* from;
-    int bytes;
+    int bytes, whole;  // the rest of the whole is zeros
 };
 inline constexpr int MOST_COPIES = 512;
 inline Copy copies[MOST_THREADS][MOST_COPIES];
@@ -19,12 +24,17 @@ inline int copy_count[MOST_THREADS];
 inline void copy16(void* to, const void* from, int bytes) {
     if (bytes > 0 && !allowed("copy", from, 16, bytes)) return;
     if (copy_count[current] == MOST_COPIES) __builtin_trap();
-    copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes};
+    copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, 16};
+}
+inline void copy4(void* to, const void* from) {
+    if (!allowed("copy", from, 4, 4)) return;
+    if (copy_count[current] == MOST_COPIES) __builtin_trap();
+    copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), 4, 4};
 }
 inline void wait_for_copies() {
     for (int i = 0; i < copy_count[current]; ++i) {
         const Copy& copy = copies[current][i];
-        memset(copy.to, 0, 16);
+        memset(copy.to, 0, copy.whole);
         memcpy(copy.to, copy.from, copy.bytes);
     }
     copy_count[current] = 0;
@@ -133,5 +143,22 @@ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
         d[i] = static_cast<float>(sum);
     }
     meet_group();
+}
+
+// Of operands that bulk copies have put into shared memory, swizzled.
+inline uint8_t swizzled_byte(uint64_t descriptor, int row, int k) {
+    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + k;
+    return memories[0][address / 128 * 128 + row * 128 + (within ^ row % 8 * 16)];
+}
+template <int COUNT>
+void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
+    const int lane = current % 32;
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = onto ? d[i] : 0.0;
+        for (int k = 0; k < 32; ++k)
+            sum += static_cast<double>(of_fp8<B_FP8>(swizzled_byte(a, row, k))) * of_fp8<A_FP8>(swizzled_byte(b, column, k));
+        d[i] = static_cast<float>(sum);
+    }
 }
 #endif
