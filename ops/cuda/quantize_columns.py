@@ -18,6 +18,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.quantize import CHUNK, Quantized, accepts_rows, batched, is_aligned, types
+from fp8fn.ops.cuda.scaled_mm import as_batch
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, is_column_major, swap
 from fp8fn.ops.targets import OCP, Target
@@ -233,7 +234,7 @@ def plan_stream(
         shared=tile.shared,
         args={
             # By more a miss would bring of the next panel what another cluster reads at another time: 10 % slower.
-            "x": TensorMap(_as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
+            "x": TensorMap(as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
             "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "data_n": out.data.stride(-1),
             "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups, "items": items,
         },
@@ -254,12 +255,6 @@ def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Ta
 def _resident_on(kernel: CudaKernel, tile: Stream, device: int) -> int:
     function = driver.load_function(compile_kernel(kernel).cubin, kernel.entry, tile.shared, device)
     return driver.resident_clusters(function, tile.CLUSTER, 32 * (tile.WARPS + 1), tile.shared)
-
-
-def _as_batch(x: Tensor) -> Tensor:
-    """`(B, M, N)` with strides that a descriptor takes, also where axes of size 1 have others."""
-    *batch, m, n = x.shape
-    return x.as_strided((batch[0] if batch else 1, m, n), (m * x.stride(-2), x.stride(-2), 1))
 
 
 def _typical(rows: int, groups: int) -> int:
