@@ -76,7 +76,7 @@ MIXTURES: Final = {
         batch=16,
         steps=500,
         learning_rate=6e-4,
-        summary="255M parameters; its losses repeat to 2 %",
+        summary="255M parameters; its final loss varies from run to run",
     ),
 }
 MODELS: Final = {"gpt": PRESETS, "moe": MIXTURES}
