@@ -64,7 +64,7 @@ MIXTURES: Final = {
     ),
     "small": Preset(
         # Of 12 layers of 768 two trainings of one format end 2 % apart after as many steps: more than the demo
-        # measures. Of these 4 layers pairs differ by 0.3 %.
+        # measures. Of these 4 layers seven pairs of formats differ by 0.15 %, with a standard deviation of 0.6 %.
         model=GPTConfig(context=1024, dim=512, layers=4, heads=8, hidden=512, experts=8),
         batch=16,
         steps=500,
