@@ -22,6 +22,7 @@ from fp8fn.ops.cuda.gemv_a16w8 import Config as CudaConfig
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.mx_tiles import Config as TilesConfig
 from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.scaled_mm import call as cuda_call
 from fp8fn.ops.cuda.scaled_mm import map_fault
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
@@ -231,8 +232,7 @@ def mx_mm_kernel(
     if launches is None:
         return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out.dtype)
     if isinstance(launches[0], CudaLaunch):
-        call_of = mx_tiles.call if launches[0].name == "mx_tiles" else gemv_mx.call
-        return keep(key, call_of(launches[0], out))(*operands)[0]  # type: ignore[no-any-return]
+        return keep(key, cuda_call(launches[0], out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
     for launch in launches:
         launch.run()
     return out

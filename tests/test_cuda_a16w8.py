@@ -129,7 +129,7 @@ def test_every_division_of_the_work(contiguous: str, config: Config) -> None:
 @by_layout
 def test_x_in_chunks(contiguous: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where x does not fit into shared memory, part of K after part."""
-    monkeypatch.setattr("fp8fn.ops.cuda.gemv_a16w8._SHARED_LIMIT", 12 << 10)
+    monkeypatch.setattr("fp8fn.ops.cuda.gemv_a16w8.SHARED_LIMIT", 12 << 10)
     for m, config in ((7, Config(8, 1, 1, 4, 2, 2, 1)), (16, Config(16, 1, 2, 2, 4, 1, 1))):
         x, w = torch.randn(m, 1500).bfloat16(), operand(1500, 40, (128, 128), contiguous=contiguous)
         if contiguous == "N":

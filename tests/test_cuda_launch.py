@@ -413,9 +413,9 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
-    launch._function.cache_clear()
+    launch.function_of.cache_clear()
     yield found
-    launch._function.cache_clear()
+    launch.function_of.cache_clear()
 
 
 class Operands:

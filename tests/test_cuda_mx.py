@@ -124,7 +124,7 @@ def test_every_division_of_the_work(config: Config) -> None:
 @needs_compiler
 def test_a_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a does not fit into shared memory, part of K after part."""
-    monkeypatch.setattr("fp8fn.ops.cuda.gemv_a16w8._SHARED_LIMIT", 12 << 10)
+    monkeypatch.setattr("fp8fn.ops.cuda.gemv_a16w8.SHARED_LIMIT", 12 << 10)
     for config in (Config(8, 1, 1, 4, 2, 2, 1), Config(16, 1, 2, 2, 4, 1, 1), Config(32, 1, 4, 2, 1, 1, 1)):
         a, b = given(config.ROWS - 1, 40, 1500)
         assert_near(emulated(a, b, config=config), a, b)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -227,39 +228,34 @@ def test_the_tile_keeps_the_rows_where_a_cluster_can() -> None:
     assert launch.args["kept"] == 224  # of 160, an eighth more, and what a group's first sector may hold of another
 
 
-@needs_nvrtc
-@pytest.mark.parametrize("tile", [*(tile for _, tile in (*_TILES, *_LARGE_GPCS)), _TALL], ids=str)
-def test_machine_code(tile: Tile) -> None:
+def launches_of(plan: Callable[..., CudaLaunch], tile: Tile | Stream) -> Iterator[CudaLaunch]:
+    """Of matrices and of groups, in 16 bits and in 32."""
     for dtype, width in ((BF16, 512), (FP32, 500)):
         x = torch.empty(1000, width, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
         out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
         groups = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-        for launch in (
-            columns.plan_panels(x, out, "fp32", SM90, tile=tile),
-            columns.plan_panels(x, groups, "fp32", SM90, offsets, tile),
-        ):
-            used = launch.resources()
-            assert used.spills == 0
-            assert used.registers * launch.threads * tile.RESIDENT <= 65536
+        yield plan(x, out, "fp32", SM90, tile=tile)
+        yield plan(x, groups, "fp32", SM90, offsets, tile)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("tile", [*(tile for _, tile in (*_TILES, *_LARGE_GPCS)), _TALL], ids=str)
+def test_machine_code(tile: Tile) -> None:
+    for launch in launches_of(columns.plan_panels, tile):
+        used = launch.resources()
+        assert used.spills == 0
+        assert used.registers * launch.threads * tile.RESIDENT <= 65536
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("tile", _ALL_STREAMS, ids=str)
 def test_machine_code_of_streams(tile: Stream) -> None:
-    for dtype, width in ((BF16, 512), (FP32, 500)):
-        x = torch.empty(1000, width, device="meta", dtype=dtype)
-        offsets = torch.empty(4, device="meta", dtype=torch.int32)
-        out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
-        groups = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-        for launch in (
-            columns.plan_stream(x, out, "fp32", SM90, tile=tile),
-            columns.plan_stream(x, groups, "fp32", SM90, offsets, tile),
-        ):
-            used = launch.resources()
-            assert used.spills == 0
-            assert used.registers * launch.threads * tile.RESIDENT <= 65536
-            assert (launch.shared + 1024) * tile.RESIDENT <= 228 << 10
+    for launch in launches_of(columns.plan_stream, tile):
+        used = launch.resources()
+        assert used.spills == 0
+        assert used.registers * launch.threads * tile.RESIDENT <= 65536
+        assert (launch.shared + 1024) * tile.RESIDENT <= 228 << 10
 
 
 def test_the_ring_holds_the_rows_and_more() -> None:

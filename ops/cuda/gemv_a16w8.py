@@ -11,7 +11,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
-from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, TYPES, map_fault, round_up
+from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, SHARED_LIMIT, TYPES, map_fault, round_up
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
@@ -20,8 +20,7 @@ SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHO
 # Rows of x: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 128
 _MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
-_SHARED_LIMIT: Final = 227 << 10
-_RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
+RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
 _WARPS: Final = 8
 _LARGEST_CLUSTER: Final = 8
 _UNIT: Final = 64  # of K, where its lines lie along K
@@ -211,7 +210,7 @@ def _has_room(config: Config, rows: int, k: int, w_block: Block) -> bool:
     chunk, _, shared = _chunk_that_fits(rows, k, True, config)
     whole = chunk * config.CLUSTER >= k and config.UNROLL + config.HELD <= _HELD_SCALES
     shared = round_up(shared, 16) + _held_bytes(config, config.HELD, w_block)
-    return whole and (shared + _RESERVED) * config.RESIDENT <= _SHARED_LIMIT
+    return whole and (shared + RESERVED) * config.RESIDENT <= SHARED_LIMIT
 
 
 def floor_power_of_two(count: int) -> int:
@@ -332,7 +331,7 @@ def divide_memory(rows: int, part: int, padding: int, k: int, unit: int, config:
     sums = config.WARPS_K * rows * (config.BN + 4) * 4
     # A share of the pairs of sums from each block.
     arriving = 0 if config.CLUSTER == 1 else -(-rows * config.BN // 2 // config.CLUSTER) * config.CLUSTER * 8
-    limit = _SHARED_LIMIT // config.RESIDENT - _RESERVED - arriving
+    limit = SHARED_LIMIT // config.RESIDENT - RESERVED - arriving
     most = max(1, (limit - padding) // part)
     units = -(-k // unit)
     parts = min(-(-(-(-units // config.CLUSTER) * unit) // 128), most)

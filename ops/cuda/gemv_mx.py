@@ -15,7 +15,6 @@ from fp8fn.ops.cuda.gemv_a16w8 import (
 )
 from fp8fn.ops.cuda.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.scaled_mm import LARGEST, OUT, TYPES
 from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.targets import Target
@@ -36,7 +35,7 @@ _DIVISIONS: Final = {
     32: ((1, 8, 1), (1, 4, 2)),
     64: ((1, 8, 1), (1, 4, 2)),
 }
-_PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
+PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
 _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
 _MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
 
@@ -219,11 +218,4 @@ def _launch(
 
 def _prefetched(tiles: int, n: int, k: int, target: Target, config: Config) -> int:
     blocks = min(tiles * -(-n // config.BN) * config.CLUSTER, target.cores * config.RESIDENT)
-    return min(_PREFETCHED // (blocks * config.BN), k)
-
-
-def call(launch: CudaLaunch, out: Tensor) -> Call:
-    """A planned product as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)` and its `bias`."""
-    has_bias = launch.args["bias"] is not None
-    pointers = (0, 1, 2, 3, 4 if has_bias else None, 5 if has_bias else 4, None, None, None, None)
-    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+    return min(PREFETCHED // (blocks * config.BN), k)

@@ -113,7 +113,7 @@ def pointers(args: Mapping[str, Argument]) -> list[int]:
 
 
 @cache
-def _function(kernel: CudaKernel, shared: int, device: int) -> int:
+def function_of(kernel: CudaKernel, shared: int, device: int) -> int:
     """The loaded kernel; modules live as long as the process, as Triton's and PyTorch's do."""
     return driver.load_function(compile_kernel(kernel).cubin, kernel.entry, shared, device)
 
@@ -135,7 +135,7 @@ class Prepared:
         self.device = next(t.device for t in tensors if isinstance(t, Tensor))
         with torch.cuda.device(self.device):
             index = torch.cuda.current_device()
-            self._function = ctypes.c_void_p(_function(launch.kernel, launch.shared, index))
+            self._function = ctypes.c_void_p(function_of(launch.kernel, launch.shared, index))
             driver.make_context_current(index)  # for descriptors; this thread may not have called CUDA before
         self._index = index
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan

@@ -8,11 +8,10 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda import gemv_mx
-from fp8fn.ops.cuda.gemv_a16w8 import batch_step, ceil_power_of_two
+from fp8fn.ops.cuda.gemv_a16w8 import RESERVED, batch_step, ceil_power_of_two
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.prepared import Call, Step, geometry
-from fp8fn.ops.cuda.scaled_mm import OUT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
 from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import Problem
@@ -21,9 +20,6 @@ STEP: Final = 128  # of K in a stage
 _MOST_CLUSTER: Final = 8
 _FEW_BLOCKS: Final = 3  # of a cluster
 _MOST_STEPS: Final = 64  # of a block, for whose scales there is room
-_SHARED_LIMIT: Final = 227 << 10
-_RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
-_PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
 
 
 @dataclass(frozen=True)
@@ -131,7 +127,7 @@ def _with_stages(config: Config, k: int) -> Config:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
     each = -(-(k // STEP) // config.CLUSTER)
     for resident in range(config.RESIDENT, 0, -1):
-        room = _SHARED_LIMIT // resident - _RESERVED - replace(config, STAGES=0).shared(k)
+        room = SHARED_LIMIT // resident - RESERVED - replace(config, STAGES=0).shared(k)
         stages = min(room // ((config.ROWS + config.BN) * STEP + 16), max(each, config.least_stages))
         if stages >= config.least_stages or resident == 1:
             break
@@ -189,7 +185,7 @@ def plan(
                 "a": TensorMap(as_batch(a), (1, config.ROWS, STEP), 128),
                 "b": TensorMap(as_batch(b.mT), (1, config.BN, STEP), 128),
                 "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-                "prefetched": _PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": gemv_mx.PREFETCHED // (resident * config.BN * STEP),
                 "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3),
                 "as_batch": batch_step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
                 "bs_batch": batch_step(b_scale), "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
@@ -199,10 +195,3 @@ def plan(
             overlaps=True,
         ),
     )  # fmt: skip
-
-
-def call(launch: CudaLaunch, out: Tensor) -> Call:
-    """A planned product as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)` and its `bias`."""
-    has_bias = launch.args["bias"] is not None
-    pointers = (0, 2, 1, 3, 4 if has_bias else None, 5 if has_bias else 4)
-    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)

@@ -14,18 +14,17 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda import driver, quantize_rows
-from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
-from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
+from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap, function_of
+from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.quantize import CHUNK, Quantized, accepts_rows, batched, is_aligned, types
-from fp8fn.ops.cuda.scaled_mm import as_batch
+from fp8fn.ops.cuda.scaled_mm import SHARED_LIMIT, as_batch
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, is_column_major, swap
 from fp8fn.ops.targets import OCP, Target
 
 _SECTOR: Final = 32  # rows, of which a block's share is a multiple
 _LARGEST_GRID: Final = 65535
-_SHARED: Final = 227 << 10  # of a block
 _ROW_BYTES: Final = 128  # of a panel of `stream_columns.cu`
 _CHUNK: Final = 128  # rows
 
@@ -48,7 +47,7 @@ class Tile:
     @property
     def most_rows(self) -> int:
         """That a cluster can keep."""
-        return self.CLUSTER * ((_SHARED - self.overhead) // self.PANEL // _SECTOR * _SECTOR)
+        return self.CLUSTER * ((SHARED_LIMIT - self.overhead) // self.PANEL // _SECTOR * _SECTOR)
 
     def rows(self, rows: int) -> int:
         """That a block keeps of a matrix or group of so many."""
@@ -253,7 +252,8 @@ def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Ta
 
 @cache
 def _resident_on(kernel: CudaKernel, tile: Stream, device: int) -> int:
-    function = driver.load_function(compile_kernel(kernel).cubin, kernel.entry, tile.shared, device)
+    driver.make_context_current(device)  # this thread may not have called CUDA before
+    function = function_of(kernel, tile.shared, device)
     return driver.resident_clusters(function, tile.CLUSTER, 32 * (tile.WARPS + 1), tile.shared)
 
 

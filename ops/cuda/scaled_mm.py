@@ -16,7 +16,7 @@ from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
-_SHARED_LIMIT: Final = 227 << 10
+SHARED_LIMIT: Final = 227 << 10  # of a block
 TMA_ALIGNMENT: Final = 16
 LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
@@ -219,7 +219,7 @@ def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a
     fixed = config.MATH * out_chunks * 64 * 128
     if config.SPLIT > 1:  # sums of the other blocks, and their barrier
         fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16
-    stages = config.STAGES or min((_SHARED_LIMIT - fixed) // stage, 12)
+    stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
 
 
