@@ -43,6 +43,14 @@ INLINE void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
         "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(rank) : "memory");
 }
 
+// The address of a barrier, known once what a thread has loaded from shared memory is there, `loaded` being bits of it;
+// `positive` is one that the compiler does not know to be. An arrival orders loads before what other threads write, but
+// not before the copy engine's writes: one that is still under way when the stage is free may get what fills it next
+// (seen in a product whose threads each loaded 32 pairs of bytes and arrived).
+INLINE uint32_t once_loaded(uint32_t barrier, uint32_t loaded, int positive) {
+    return barrier + (loaded & uint32_t(positive >> 31));
+}
+
 // Arrives once the cp.async copies that this thread has started are there; the barrier's count includes this arrival.
 INLINE void barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
@@ -127,6 +135,23 @@ INLINE void store_matrices(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, u
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1), "r"(m2),
                  "r"(m3)
                  : "memory");
+}
+
+INLINE void store_shared(uint32_t to, uint32_t value) {
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
+}
+
+INLINE void store_shared(uint32_t to, uint2 values) {
+    asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(values.x), "r"(values.y) : "memory");
+}
+
+INLINE uint4 load_shared_words(uint32_t from) {
+    uint4 values;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(values.x), "=r"(values.y), "=r"(values.z), "=r"(values.w)
+                 : "r"(from)
+                 : "memory");
+    return values;
 }
 
 INLINE float load_shared(uint32_t from) {

@@ -244,13 +244,17 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 wgmma_commit();
                 fence_registers(d);
             };
-            auto release = [&](int stage) {
+            // `loaded`: bits of what this thread has just loaded from the stage, see `once_loaded`; scales of a product that has
+            // run meanwhile are there.
+            auto release = [&](int stage, uint32_t loaded = 0) {
+                const uint32_t barrier = once_loaded(empty(stage), loaded, problem.M);
                 if constexpr (CLUSTER > 1) {
-                    if (lane < CLUSTER) barrier_arrive_at(empty(stage), lane);
+                    if (lane < CLUSTER) barrier_arrive_at(barrier, lane);
                 } else {
-                    if (lane == 0) barrier_arrive(empty(stage));
+                    if (lane == 0) barrier_arrive(barrier);
                 }
             };
+            // Returns bits that all it has loaded went into.
             auto promote = [&](const float(&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
                 float(&sum)[WIDTH / 2] = acc[product];
                 [[maybe_unused]] const int slice_n = product % SLICES_N;
@@ -270,6 +274,12 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     sum[4 * j + 2] += s10 * d[4 * j + 2];
                     sum[4 * j + 3] += s11 * d[4 * j + 3];
                 }
+                uint32_t bits = 0;
+                if constexpr (B_SCALE == VECTOR) {
+#pragma unroll
+                    for (int j = 0; j < WIDTH / 8; j++) bits |= __float_as_uint(sum[4 * j]);
+                }
+                return bits;
             };
 
             if constexpr (!SCALED && DEPTH == 2) {
@@ -311,8 +321,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         wgmma_wait<0>();
                         fence_registers(d);
                         if (B_SCALE != VECTOR && p == PRODUCTS - 1) release(s);
-                        promote(d, scales, s, p);
-                        if (B_SCALE == VECTOR && p == PRODUCTS - 1) release(s);
+                        const uint32_t bits = promote(d, scales, s, p);
+                        if (B_SCALE == VECTOR && p == PRODUCTS - 1) release(s, bits);
                     }
                 }
             } else {
@@ -322,8 +332,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 auto finish = [&](float(&d)[WIDTH / 2], const Scales& scales, int stage) {
                     fence_registers(d);
                     if (B_SCALE != VECTOR) release(stage);
-                    promote(d, scales, stage, 0);
-                    if (B_SCALE == VECTOR) release(stage);
+                    const uint32_t bits = promote(d, scales, stage, 0);
+                    if (B_SCALE == VECTOR) release(stage, bits);
                 };
                 auto next = [&](float(&d)[WIDTH / 2], Scales& scales) {
                     const int s = ring.stage;

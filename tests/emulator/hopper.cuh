@@ -21,8 +21,7 @@ inline char* in_block(uint32_t address, uint32_t rank) {
 }
 
 struct Barrier {
-    uint8_t arrivals, left;
-    uint16_t phase;
+    uint32_t arrivals : 11, left : 11, phase : 10;
     int32_t bytes;
 };
 inline Barrier& barrier_at(uint32_t address) { return *reinterpret_cast<Barrier*>(memories[0] + address); }
@@ -34,13 +33,15 @@ inline void count_bytes(void* barrier, int bytes) {
     end_phase(*static_cast<Barrier*>(barrier));
 }
 inline void barrier_init(uint32_t barrier, int arrivals) {
-    barrier_at(barrier) = {static_cast<uint8_t>(arrivals), static_cast<uint8_t>(arrivals), 0, 0};
+    const auto count = static_cast<uint32_t>(arrivals);
+    barrier_at(barrier) = {count, count, 0, 0};
 }
 inline void barrier_init_fence() {}
 inline void barrier_arrive(uint32_t barrier) {
     if (barrier_at(barrier).left-- == 0) __builtin_trap();
     end_phase(barrier_at(barrier));
 }
+inline uint32_t once_loaded(uint32_t barrier, uint32_t, int) { return barrier; }
 inline void barrier_expect(uint32_t barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     barrier_arrive(barrier);
@@ -95,6 +96,11 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 inline void tma_prefetch(const TensorMap&, int, int, int) {}
 
+template <typename Value>
+void store_shared(uint32_t to, Value value) {
+    memcpy(memories[0] + to, &value, sizeof value);
+}
+inline uint4 load_shared_words(uint32_t from) { return *reinterpret_cast<uint4*>(memories[0] + from); }
 template <typename Value>
 void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
     memcpy(in_block(to, rank), &value, sizeof value);
