@@ -27,10 +27,13 @@ from fp8fn.ops.cuda.quantize_columns import (
     _STREAMS_OF_GROUPS,
     _TALL,
     _TILES,
+    _WALKS,
     Stream,
     Tile,
+    Walk,
     default_stream,
     default_tile,
+    default_walk,
 )
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import empty_data, empty_scale
@@ -50,9 +53,14 @@ SMALL: Final = ((Tile(128, 1, 2), 32), (Tile(64, 4, 2), 16), (Tile(128, 3, 4), N
 # Rings that hold a panel's chunks, and that do not.
 STREAMS: Final = (Stream(1, 2), Stream(2, 3, BOX=128), Stream(3, 2, 16, BASE=128), Stream(4, 8, BOX=16))
 
+# Rings that hold most of the groups below, and that hold hardly one.
+WALKS: Final = (Walk(13), Walk(3, 16, BOX=128), Walk(2, BOX=16))
+
 _ALL_STREAMS: Final = tuple(dict.fromkeys(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW, *_STREAMS_OF_GROUPS)))
 
-Config: TypeAlias = "tuple[Tile, int | None] | Stream | None"
+_ALL_WALKS: Final = tuple(tile for _, tile in _WALKS)
+
+Config: TypeAlias = "tuple[Tile, int | None] | Stream | Walk | None"
 
 
 def same(found: Any, wanted: Any) -> bool:
@@ -70,6 +78,9 @@ def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, confi
     if isinstance(config, Stream):
         clusters = None if x.is_cuda else 2  # each with panel after panel
         return columns.plan_stream(x, out, scale, SM90, offsets, config, clusters)
+    if isinstance(config, Walk):
+        assert offsets is not None
+        return columns.plan_walk(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3)
     return columns.plan_panels(x, out, scale, SM90, offsets, *config)
 
 
@@ -83,6 +94,7 @@ def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) 
 def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
     out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
     out.data.view(torch.uint8).fill_(0x55)
+    out.scale.view(torch.uint8).fill_(0x55)
     run(planned(x, out, scale, offsets, config))
     return out
 
@@ -164,6 +176,61 @@ def test_streamed_groups_have_the_references_bits(config: Config, backwards: boo
 
 
 @needs_compiler
+@pytest.mark.parametrize("config", WALKS, ids=str)
+@pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
+def test_walked_groups_have_the_references_bits(config: Config, backwards: bool) -> None:
+    with hopper_on_cpu(backwards=backwards):
+        for sizes, rest in (
+            ([0, 1, 15, 16, 17, 60, 31, 33], 5),
+            ([1] * 70 + [3] * 40, 0),
+            ([127, 2, 128, 129, 260, 1], 0),
+            ([260] * 6, 0),
+            ([7, 900, 20, 0, 700, 300, 1], 0),  # one that is surveyed begins where another ends
+            ([100, 120, 1900, 30], 90),
+            ([300, 133, 40, 43, 97, 76, 73, 162, 1302, 20], 0),  # rows wait for a scale while one is surveyed
+            ([0, 0, 40, 0], 300),
+            ([0, 128, 128, 0, 0], 0),
+            ([0], 20),
+        ):
+            offsets = torch.tensor(sizes).cumsum(0).int()
+            for width, dtype, scale in (
+                (72, BF16, "fp32"),
+                (36, FP32, "pow2"),
+                (136, FP16, "e8m0"),
+                (203, BF16, "rceil"),
+            ):
+                x = torch.randn(sum(sizes) + rest, -(-width // 8) * 8, dtype=dtype)[:, :width]
+                x[sum(sizes) :] = torch.nan
+                found = grouped(x, offsets, E4M3, scale, config)
+                assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
+
+
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 2, 7, 50])
+def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
+    sizes = [40, 0, 130, 129, 1, 16, 0, 15, 300, 128, 9, 0]
+    offsets = torch.tensor(sizes).cumsum(0).int()
+    x = torch.randn(sum(sizes) + 33, 136, dtype=BF16)
+    out = Quantized(*empty_grouped(x, len(sizes), (-1, 1), E5M2, "fp32"))
+    out.data.view(torch.uint8).fill_(0x55)
+    out.scale.fill_(-1)
+    with hopper_on_cpu():
+        run(columns.plan_walk(x, out, "fp32", SM90, offsets, Walk(4), blocks))
+    assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
+
+
+@needs_compiler
+def test_a_walk_begins_at_the_right_one_of_many_groups() -> None:
+    sizes = torch.randint(0, 5, (700,))
+    offsets = sizes.cumsum(0).int()
+    x = torch.randn(int(offsets[-1]), 64, dtype=BF16)
+    with hopper_on_cpu():
+        assert same(
+            grouped(x, offsets, E4M3, "fp32", Walk(5)), reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
+        )
+
+
+@needs_compiler
 def test_hard_values_stay_in_their_columns() -> None:
     x = torch.randn(90, 48, dtype=BF16)
     x[3, 5], x[89, 6], x[40, 7] = torch.nan, torch.inf, -torch.inf
@@ -175,6 +242,11 @@ def test_hard_values_stay_in_their_columns() -> None:
             found = quantized(x, E4M3, "fp32", config)
             assert same(found, reference.quantize(x, (-1, 1), E4M3, "fp32"))
             assert found.scale.isfinite().sum() == 45
+        for values in ([3, 41, 90], [89, 90]):  # of rows of a group beside those of another in the same 16 bytes
+            offsets = torch.tensor(values, dtype=torch.int32)
+            found = grouped(x, offsets, E4M3, "fp32", WALKS[0])
+            assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+            assert found.scale.isfinite().sum() == 48 * len(values) - 3
 
 
 @needs_compiler
@@ -182,7 +254,7 @@ def test_offsets_that_sink_or_pass_the_rows_touch_nothing_outside() -> None:
     x = torch.randn(100, 40, dtype=BF16)
     with hopper_on_cpu():
         for values in ([70, 20, 300], [-5, 10, 2**31 - 1], [100, 0, 0], [1000, 1000, 1000]):
-            for config in (SMALL[0], *STREAMS[:2]):
+            for config in (SMALL[0], *STREAMS[:2], *WALKS):
                 grouped(x, torch.tensor(values, dtype=torch.int32), E4M3, "fp32", config)
 
 
@@ -258,6 +330,20 @@ def test_machine_code_of_streams(tile: Stream) -> None:
         assert (launch.shared + 1024) * tile.RESIDENT <= 228 << 10
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("tile", _ALL_WALKS, ids=str)
+def test_machine_code_of_walks(tile: Walk) -> None:
+    for dtype, width in ((BF16, 512), (FP16, 512), (FP32, 500)):
+        x = torch.empty(1000, width, device="meta", dtype=dtype)
+        offsets = torch.empty(4, device="meta", dtype=torch.int32)
+        out = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
+        launch = columns.plan_walk(x, out, "fp32", SM90, offsets, tile)
+        used = launch.resources()
+        assert used.spills == 0
+        assert used.registers * launch.threads * tile.RESIDENT <= 65536
+        assert (launch.shared + 1024) * tile.RESIDENT <= 228 << 10
+
+
 def test_the_ring_holds_the_rows_and_more() -> None:
     for rows, panels, grouped in product(
         (513, 1024, 1100, 2048, 4096, 5120, 7168, 8192, 16640, 23000), (80, 2048), (False, True)
@@ -281,8 +367,23 @@ def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
     x = torch.empty(16640, 72, device="meta", dtype=BF16)
     assert [name(x), name(x[:512]), name(x[:513])] == ["stream_columns", "quantize_columns", "stream_columns"]
     assert [name(x, 1), name(x, 16), name(x, 64)] == ["stream_columns", "stream_columns", "quantize_columns"]
+    wide = torch.empty(16640, 4096, device="meta", dtype=BF16)
+    names = [name(wide, groups) for groups in (1, 16, 32, 64, 256, 1000)]
+    assert names == ["stream_columns"] * 2 + ["walk_columns"] * 3 + ["quantize_columns"]
     assert name(torch.empty(16640, 77, device="meta", dtype=BF16)) == "quantize_columns"  # rows of 154 bytes
     assert name(x[:1].expand(1000, 72)) == "quantize_columns"  # one row again and again
+
+
+def test_blocks_walk_over_equal_parts_of_panels() -> None:
+    x = torch.empty(16640, 8192, device="meta", dtype=BF16)
+    assert default_walk(x, 64, 132) == Walk(6, RESIDENT=2)
+    assert default_walk(x, 32, 132) == Walk(13, RESIDENT=1)
+    assert default_walk(x[:, :1024], 64, 132) is None
+    offsets = torch.empty(64, device="meta", dtype=torch.int32)
+    for width, blocks in ((8192, 256), (5120, 240), (7168, 264), (16384 + 8192, 264), (2048, 256)):
+        x = torch.empty(16640, width, device="meta", dtype=BF16)
+        out = Quantized(*empty_grouped(x, 64, (-1, 1), E4M3, "fp32"))
+        assert columns.plan_walk(x, out, "fp32", SM90, offsets).grid == (blocks, 1, 1)
 
 
 @pytest.mark.gpu
@@ -292,8 +393,10 @@ def test_clusters_have_the_references_bits() -> None:
         pytest.skip("the kernel is Hopper's, compiled by NVRTC")
     tiles: list[Config] = [(tile, None) for _, tile in (*_TILES, *_LARGE_GPCS)]
     tiles += [(_TALL, None), (Tile(128, 4, 2), 32), (Tile(64, 8, 4), 48), *STREAMS, *_ALL_STREAMS, None]
-    for config in tiles:
+    for config in (*tiles, *WALKS, *_ALL_WALKS):
         for shape, dtype in (((3000, 136), BF16), ((2, 1000, 104), FP16), ((700, 64), FP32), ((5, 8), BF16)):
+            if isinstance(config, Walk):
+                break  # of groups alone
             x = torch.randn(shape, device="cuda", dtype=dtype)
             wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")
             assert same(quantized(x, E4M3, "fp32", config), wanted), (config, shape)

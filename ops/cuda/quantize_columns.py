@@ -1,5 +1,5 @@
-"""Whole columns quantized on Hopper, of matrices and of groups of rows: by `stream_columns.cu`, and by
-`quantize_columns.cu` few rows and what the copy engine does not take.
+"""Whole columns quantized on Hopper, of matrices and of groups of rows: by `stream_columns.cu`, of
+many small groups by `walk_columns.cu`, and by `quantize_columns.cu` few rows and what the copy engine does not take.
 
 Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu` takes them.
 """
@@ -89,6 +89,25 @@ class Stream:
         return self.STAGES * _CHUNK * _ROW_BYTES + words + 8 * (2 * self.STAGES + 2) + 16
 
 
+@dataclass(frozen=True)
+class Walk:
+    """The macros of `walk_columns.cu`, which says what each is."""
+
+    STAGES: int = 6
+    WARPS: int = 8
+    RESIDENT: int = 2
+    BOX: int = 32
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory: the ring, inverse scales of 16 groups, barriers."""
+        return self.STAGES * _CHUNK * _ROW_BYTES + 16 * 2 * _ROW_BYTES + 8 * (2 * self.STAGES + 32)
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.WARPS + 5)
+
+
 # The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
 # of a group. The ring has room for the panel and for what comes meanwhile.
 _STREAMS: Final = (
@@ -104,6 +123,10 @@ _STREAMS_OF_GROUPS: Final = (
     (7168, Stream(8)), (10**9, Stream(16, WARPS=16)),
 )  # fmt: skip
 _FEW_PANELS: Final = 256
+# As timed on an H200, by the mean rows of a group; with fewer or more rows the other kernels are as fast or faster.
+_LEAST_WALKED: Final = 64
+_WALKS: Final = ((384, Walk()), (640, Walk(13, RESIDENT=1)))
+_LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
 _SMALL: Final = 512  # rows; up to them the other kernel is as fast or faster
 
 
@@ -111,6 +134,15 @@ def default_stream(rows: int, panels: int, grouped: bool) -> Stream:
     """For so many panels of a matrix, or of groups, of so many rows."""
     few = _STREAMS_OF_FEW if panels <= _FEW_PANELS else _STREAMS
     return next(tile for most, tile in (_STREAMS_OF_GROUPS if grouped else few) if rows <= most)
+
+
+def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
+    """For so many groups of an x `(M, N)`, where they are small and many enough to be walked over."""
+    rows, columns = x.shape
+    panels = -(-columns * x.element_size() // _ROW_BYTES)
+    if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
+        return None
+    return next((tile for most, tile in _WALKS if rows <= groups * most), None)
 
 
 def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:
@@ -164,6 +196,8 @@ def call_quantize_grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale:
 def plan(x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None) -> CudaLaunch:
     """The launch on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
     rows = _typical(x.shape[-2], 0 if offsets is None else offsets.shape[0])
+    if offsets is not None and (walk := default_walk(x, offsets.shape[0], target.cores)) is not None and streams(x):
+        return plan_walk(x, out, scale, target, offsets, walk)
     return (plan_stream if rows > _SMALL and streams(x) else plan_panels)(x, out, scale, target, offsets)
 
 
@@ -240,6 +274,40 @@ def plan_stream(
         target=target,
         options=macros,
     )  # fmt: skip
+
+
+def plan_walk(
+    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor, tile: Walk | None = None,
+    blocks: int | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `walk_columns.cu`, for groups of an x `(M, N)` that `streams`, by so many `blocks`."""
+    m, n = x.shape
+    tile = tile or Walk()
+    most = target.cores * tile.RESIDENT
+    columns = _ROW_BYTES // x.element_size()
+    macros: dict[str, int | str] = {**types(x, out, scale), "PANEL": columns, "CLUSTER": 1, **vars(tile)}
+    return CudaLaunch(
+        kernel=CudaKernel("walk_columns.cu", "walk_columns", tuple(macros.items())),
+        grid=(blocks or _shares(-(-n // columns), most), 1, 1),
+        threads=tile.threads,
+        shared=tile.shared,
+        args={
+            "x": TensorMap(as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
+            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "data_n": out.data.stride(-1),
+            "scale_lead": out.scale.stride(0), "groups": offsets.shape[0],
+        },
+        target=target,
+        options=macros,
+    )  # fmt: skip
+
+
+def _shares(panels: int, most: int) -> int:
+    """Blocks that walk over so many panels: as many for each of them, where that keeps nine of ten of `most` busy.
+
+    Then all panels are cut at the same groups, and where these differ in size, the blocks' shares differ less.
+    """
+    even = most // panels * panels
+    return even if 10 * even >= 9 * most else most
 
 
 def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Target) -> int:

@@ -8,14 +8,11 @@
 //
 // Macros: those of panel.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a multiple of so many
 // rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor.
+#include "chunk.cuh"
 #include "groups.cuh"
-#include "panel.cuh"
 #include "ring.cuh"
 
-constexpr int ROW_BYTES = 128;
-constexpr int CHUNK = 128;  // rows
-constexpr int STAGE_BYTES = CHUNK * ROW_BYTES;
-static_assert(PANEL * ELEMENT_BYTES == ROW_BYTES && WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
+static_assert(WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
 
 struct alignas(16) Stream {
     unsigned warp_amax[WARPS][WORDS];
@@ -64,62 +61,6 @@ __forceinline__ void take_chunk(unsigned (&amax)[4], const char* stage, int low,
         for (int row = max(low, 0) / STEP * STEP; row < min(high, CHUNK); row += STEP) {
             if (low <= first + row && first + row < high) {
                 take_larger(amax, *reinterpret_cast<const uint4*>(at + row * ROW_BYTES));
-            }
-        }
-    }
-}
-
-// What a lane writes of a chunk: 16 rows of one word.
-struct Lane {
-    int group, column;  // of the 16 rows; of the panel
-    unsigned at, turn;  // of its first word in a chunk; how its rows are turned around
-    float inverse[IN_WORD];
-
-    __forceinline__ Lane(int group, int word) : group(group), column(IN_WORD * word) {
-        at = group * ROWS * ROW_BYTES + (group * (ROW_BYTES + 16) ^ word / 4 * 16) + word % 4 * 4;
-        turn = 0x3210 ^ group * 0x1111;
-    }
-
-    // Lanes whose rows are 16 apart read them in orders of their own, of which no two meet in a bank: at step i the row
-    // i ^ group.
-    __forceinline__ void load(unsigned (&words)[ROWS], const char* stage) const {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const char* from = stage + (at ^ i * (ROW_BYTES + 16));
-            words[i] = *reinterpret_cast<const unsigned*>(from);
-            words[i + 8] = *reinterpret_cast<const unsigned*>(from + 8 * ROW_BYTES);
-        }
-    }
-
-    __forceinline__ uint4 quantized(const unsigned (&words)[ROWS], int place) const {
-        const auto value = [&](int i) { return element(words[i], place) * inverse[place]; };
-        unsigned packed[4];
-#pragma unroll
-        for (int w = 0; w < 4; ++w) packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
-        return make_uint4(__byte_perm(packed[0], packed[1], turn), __byte_perm(packed[0], packed[1], turn ^ 0x4444),
-                          __byte_perm(packed[2], packed[3], turn), __byte_perm(packed[2], packed[3], turn ^ 0x4444));
-    }
-};
-
-// Stores the rows `low` to `high` of 16: words that are whole, then what is left of the first and the last, row by row.
-__forceinline__ void store_some(unsigned char* to, uint4 out, int low, int high) {
-    if (low <= 0 && high >= ROWS) {
-        store16<Store::NORMAL>(to, out);
-    } else if (low < ROWS && high > 0) {
-        low = max(low, 0);
-        high = min(high, ROWS);
-        const unsigned words[4] = {out.x, out.y, out.z, out.w};
-#pragma unroll
-        for (int w = 0; w < 4; ++w) {
-            if (low <= 4 * w && 4 * w + 4 <= high) *reinterpret_cast<unsigned*>(to + 4 * w) = words[w];
-        }
-        if ((low | high) % 4 != 0) {
-#pragma unroll 1
-            for (int row = low; row < high; ++row) {
-                const int of_word = row / 4 * 4;
-                if (low <= of_word && of_word + 4 <= high) continue;
-                const unsigned word = row < 8 ? (row < 4 ? out.x : out.y) : (row < 12 ? out.z : out.w);
-                to[row] = static_cast<unsigned char>(word >> 8 * (row % 4));
             }
         }
     }
@@ -176,9 +117,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
     } else {
         Lane mine(lane / 4, 4 * (warp % PIECES) + lane % 4);
-        const auto release = [&](int stage) {
+        const auto release = [&](int stage, unsigned loaded) {
+            const uint32_t barrier = once_loaded(empty + stage * BARRIER, loaded, M);
             __syncwarp();
-            if (lane == 0) barrier_arrive(empty + stage * BARRIER);
+            if (lane == 0) barrier_arrive(barrier);
         };
         for (int item = blockIdx.x / CLUSTER; item < items; item += clusters, ++turn) {
             const int panel = item % panels * PANEL, which = item / panels;
@@ -204,7 +146,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const int top = share.top + chunk * CHUNK;
                 barrier_wait(full + ring.stage * BARRIER, ring.parity);
                 take_chunk(amax, stages + ring.stage * STAGE_BYTES, rows.start - top, rows.stop - top);
-                if (chunk < again) release(ring.stage);
+                if (chunk < again) release(ring.stage, amax[0] | amax[1] | amax[2] | amax[3]);
                 ring.advance();
                 if (chunk < again) from = ring;
             }
@@ -254,13 +196,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 if (i % (WARPS / PIECES) == warp / PIECES) {
                     unsigned words[ROWS];
                     mine.load(words, stages + from.stage * STAGE_BYTES);
-                    release(from.stage);
-                    if (inside) store_some(to + top, mine.quantized(words, 0), rows.start - row, rows.stop - row);
-                    if (second) {
-                        store_some(to + top + data_n, mine.quantized(words, IN_WORD - 1), rows.start - row, rows.stop - row);
-                    }
+                    release(from.stage, any_of(words));
+                    const auto quantized = [&](int place) {
+                        return mine.quantized(words, place, [&](int) { return mine.inverse[place]; });
+                    };
+                    if (inside) store_some(to + top, quantized(0), rows.start - row, rows.stop - row);
+                    if (second) store_some(to + top + data_n, quantized(IN_WORD - 1), rows.start - row, rows.stop - row);
                 } else {
-                    release(from.stage);
+                    release(from.stage, 0);
                 }
                 from.advance();
             }

@@ -158,6 +158,12 @@ template <typename T>
 T __shfl_sync(unsigned, T value, int lane) {
     return exchanged(value, lane % 32);
 }
+inline unsigned __ballot_sync(unsigned, bool value) {
+    unsigned votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(__shfl_sync(~0u, value, lane)) << lane;
+    return votes;
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
     return value;
