@@ -1,13 +1,19 @@
 // Many rows by an FP8 weight on Hopper: out (B, M, N) = x (B, M, K) · (w (B, K, N) * w_scale) + bias, x of 16 bits.
 //
 // Computed transposed, outᵀ = wᵀ xᵀ: the left operand of wgmma may come from registers, where wᵀ has just been widened from
-// FP8. A block has two warpgroups that multiply, of 64 columns of w each, and one that copies; persistent: each walks over
-// output tiles. The copying warpgroup keeps STAGES k-blocks of 128 in flight by TMA. A multiplying warpgroup widens a
-// k-block of its columns, 32 registers a thread, and multiplies it by SLICES parts of WIDTH rows of x; where the scale
-// changes along K, each into a temporary that is scaled and added, while the other warpgroup has the tensor cores.
+// FP8. MATH warpgroups of a block multiply, 64 columns of w each; K_PARTS of them have the same columns, and every other
+// k-block of 128. A warpgroup widens a k-block of its columns, 32 registers a thread, and multiplies it by SLICES parts of
+// WIDTH rows of x; where the scale changes along K, each into one of DEPTH temporaries that is scaled and added. With TURNS
+// two warpgroups multiply by turns: while one does, the other widens. ONCE: K is at most 128, and so has one scale.
+//
+// Both operands come by TMA, w into W_STAGES and slices of x into X_STAGES: those of w are free again once they are widened.
+// Of large tiles a block is PERSISTENT: a warpgroup that copies keeps the stages full and leaves its registers to the others.
+// Small ones have a block each, and RESIDENT of them on a multiprocessor hide one another's latency; with IN_FLIGHT there
+// is room for all of K. The launch begins while the one before it ends, and until then has the weight brought to the L2.
 //
 // Macros: INPUT (BF16, FP16; and in the generated wgmma), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK as in
-// gemv_a16w8.cu), WIDTH, SLICES, STAGES, GROUP, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
+// gemv_a16w8.cu), MATH, K_PARTS (1 or 2), WIDTH, SLICES, W_STAGES, X_STAGES, DEPTH (1 or 2), TURNS, ONCE, PERSISTENT,
+// IN_FLIGHT, RESIDENT, GROUP, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
 #include "groups.cuh"
 #include "mma.cuh"
 
@@ -20,23 +26,28 @@
 #define VECTOR 2
 #define BLOCK 3
 
-constexpr int MATH = 2;
 constexpr int WARPGROUP = 128;
+constexpr int THREADS = (MATH + PERSISTENT) * WARPGROUP;
 constexpr int BK = 128;
-constexpr int BM = WIDTH * SLICES;  // rows of x
-constexpr int BN = 64 * MATH;       // columns of w
+constexpr int BM = WIDTH * SLICES;       // rows of x
+constexpr int BN = 64 * MATH / K_PARTS;  // columns of w
 constexpr int W_BYTES = BN * BK;
-constexpr int X_HALF = BM * 64 * 2;  // 64 of K, rows of 128 bytes
-constexpr int X_BYTES = 2 * X_HALF;
+constexpr int X_HALF = WIDTH * 64 * 2;  // 64 of K, rows of 128 bytes
+constexpr int X_BYTES = 2 * X_HALF;     // of a slice
 constexpr int OUT_ROWS = 32;
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of 64 columns
+constexpr bool HOLDS = SCALE == LINE || ONCE;  // a scale, for all of K
+constexpr int PREFETCHED = 8;                  // k-blocks
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
-static_assert(BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
+static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
+static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a k-block takes the place of a k-block");
+static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
+static_assert(!TURNS || (PERSISTENT && MATH == 2), "one of two warpgroups");
 
-constexpr int AT_X = STAGES * W_BYTES;
-constexpr int AT_OUT = AT_X + STAGES * X_BYTES;
-constexpr int AT_FULL = AT_OUT + 2 * MATH * OUT_BYTES;
-constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
+constexpr int AT_X = W_STAGES * W_BYTES;
+constexpr int AT_OUT = AT_X + X_STAGES * X_BYTES;
+constexpr int AT_BARRIERS = AT_OUT + 2 * BN / 64 * OUT_BYTES;
+static_assert(K_PARTS == 1 || AT_OUT >= BM * 64 * 4, "sums take the place of the stages");
 
 #if INPUT == BF16
 using XType = Bf16;
@@ -44,8 +55,21 @@ using XType = Bf16;
 using XType = Fp16;
 #endif
 
-#include "ring.cuh"
 #include "tiles.cuh"
+
+// Position in a ring of stages; `parity` of the current pass over it.
+template <int STAGES>
+struct Ring {
+    int stage = 0;
+    uint32_t parity = 0;
+
+    INLINE void advance() {
+        if (++stage == STAGES) {
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+};
 
 INLINE uint32_t load_shared_pair_of_bytes(uint32_t from) {
     uint16_t value;
@@ -59,84 +83,151 @@ INLINE void store_matrices_turned(uint32_t to, uint32_t m0, uint32_t m1, uint32_
                  : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__((MATH + 1) * WARPGROUP, 1)
+// Of two warpgroups, each of which passes one barrier when the other has arrived there.
+INLINE void take_turn(int warpgroup) { asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory"); }
+INLINE void pass_turn(int warpgroup) { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); }
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
          const BiasType* bias, const __grid_constant__ TensorMap out, const Problem problem, int x_batched, int w_batched, int s_batch,
          int s_k, int s_n, int bias_batch, int bias_n) {
     extern __shared__ __align__(1024) char memory_[];
     const uint32_t base = shared_address(memory_);
     let_next_begin();
-    auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
-    auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
+    auto full_w = [&](int stage) { return base + AT_BARRIERS + stage * 16; };
+    auto empty_w = [&](int stage) { return base + AT_BARRIERS + stage * 16 + 8; };
+    auto full_x = [&](int stage) { return base + AT_BARRIERS + (W_STAGES + stage) * 16; };
+    auto empty_x = [&](int stage) { return base + AT_BARRIERS + (W_STAGES + stage) * 16 + 8; };
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = lane_index();
 
-    if (threadIdx.x == 0) {
-        prefetch_map(x);
+    if (threadIdx.x == (PERSISTENT ? MATH * WARPGROUP : 0)) {
         prefetch_map(w);
+        prefetch_map(x);
         prefetch_map(out);
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), 1);
-            barrier_init(empty(stage), MATH * 4);
+        for (int stage = 0; stage < W_STAGES; stage++) {
+            barrier_init(full_w(stage), 1);
+            barrier_init(empty_w(stage), MATH / K_PARTS * 4);
+        }
+        for (int stage = 0; stage < X_STAGES; stage++) {
+            barrier_init(full_x(stage), 1);
+            barrier_init(empty_x(stage), MATH / K_PARTS * 4);
         }
         barrier_init_fence();
     }
     __syncthreads();
-    wait_for_launches();
 
     const Walk walk(problem, nullptr);
-    Ring ring;
+    const int begin = blockIdx.x, step = PERSISTENT ? gridDim.x : problem.tiles();
+    auto load_w = [&](const Tile& tile, int stage, int k) {
+        barrier_expect(full_w(stage), W_BYTES);
+        tma_load(base + stage * W_BYTES, w, full_w(stage), k * BK, tile.n, tile.batch * w_batched);
+    };
+    auto load_x = [&](const Tile& tile, int stage, int k, int slice) {
+        const uint32_t to = base + AT_X + stage * X_BYTES, barrier = full_x(stage);
+        const int m = tile.m + slice * WIDTH, batch = tile.batch * x_batched;
+        barrier_expect(barrier, X_BYTES);
+        tma_load(to, x, barrier, k * BK, m, batch);
+        tma_load(to + X_HALF, x, barrier, k * BK + 64, m, batch);
+    };
+    auto prefetch_w = [&](const Tile& tile) {
+        for (int k = 0; k < min(PREFETCHED, tile.k_stop); k++) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
+    };
+    Ring<W_STAGES> ring_w;
+    Ring<X_STAGES> ring_x;
     if (warpgroup == MATH) {
-        give_registers<40>();
+        if constexpr (MATH > 1) give_registers<MATH == 2 ? 24 : 32>();
         if (warp == 0 && elect()) {
-            for (int index = blockIdx.x; index < problem.tiles(); index += gridDim.x) {
+            prefetch_w(walk.at(begin));
+            wait_for_launches();
+            for (int index = begin; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
-                const int x_batch = tile.batch * x_batched, w_batch = tile.batch * w_batched;
 #pragma unroll 1  // this warpgroup has few registers
-                for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
-                    const int s = ring.stage;
-                    const uint32_t to_x = base + AT_X + s * X_BYTES;
-                    barrier_wait(empty(s), ring.parity ^ 1);
-                    barrier_expect(full(s), W_BYTES + X_BYTES);
-                    tma_load(base + s * W_BYTES, w, full(s), k * BK, tile.n, w_batch);
-                    tma_load(to_x, x, full(s), k * BK, tile.m, x_batch);
-                    tma_load(to_x + X_HALF, x, full(s), k * BK + 64, tile.m, x_batch);
+                for (int k = tile.k_start; k < tile.k_stop; k++, ring_w.advance()) {
+                    barrier_wait(empty_w(ring_w.stage), ring_w.parity ^ 1);
+                    load_w(tile, ring_w.stage, k);
+                    for (int slice = 0; slice < SLICES; slice++, ring_x.advance()) {
+                        barrier_wait(empty_x(ring_x.stage), ring_x.parity ^ 1);
+                        load_x(tile, ring_x.stage, k, slice);
+                    }
                 }
             }
         }
     } else {
-        take_registers<232>();
-        const int line = warpgroup * 64 + warp * 16 + lane / 4;  // column of w in the tile; also line + 8
-        for (int index = blockIdx.x; index < problem.tiles(); index += gridDim.x) {
-            const Tile tile = walk.at(index);
-            const int n0 = tile.n + line, n1 = n0 + 8;
-            const float* scales = w_scale + int64_t(tile.batch * w_batched) * s_batch;
-            float acc[SLICES][WIDTH / 2] = {};
-
-            // Of a k-block: read while the one before is multiplied.
-            float next0 = 1.0f, next1 = 1.0f;
-            auto read_scales = [&](int k) {
-                if constexpr (SCALE == BLOCK) {
-                    next0 = next1 = k < tile.k_stop ? __ldg(scales + int64_t(tile.n / 128) * s_n + int64_t(k) * s_k) : 0.0f;
-                } else if constexpr (SCALE == VECTOR) {
-                    next0 = k < tile.k_stop && n0 < problem.N ? __ldg(scales + int64_t(n0) * s_n + int64_t(k) * s_k) : 0.0f;
-                    next1 = k < tile.k_stop && n1 < problem.N ? __ldg(scales + int64_t(n1) * s_n + int64_t(k) * s_k) : 0.0f;
+        if constexpr (PERSISTENT && MATH > 1) take_registers<MATH == 2 ? 240 : 160>();
+        if constexpr (!PERSISTENT) {
+            if (threadIdx.x < 32 && elect()) {
+                const Tile tile = walk.at(begin);
+                prefetch_w(tile);
+                wait_for_launches();
+                for (int k = 0; k < min(W_STAGES, tile.k_stop); k++) {
+                    load_w(tile, k, k);
+                    for (int slice = 0; slice < SLICES; slice++) load_x(tile, k * SLICES + slice, k, slice);
                 }
-            };
-            read_scales(tile.k_start);
-            for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
-                const int s = ring.stage;
-                const float scale0 = next0, scale1 = next1;
-                barrier_wait(full(s), ring.parity);
-                read_scales(k + 1);
-                // A thread has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, which are one piece of a line; pieces
-                // of a line are exchanged by the swizzle.
+            }
+            __syncwarp();
+        }
+        // The warpgroup's columns and its part of K.
+        const int column = K_PARTS > 1 ? 0 : warpgroup * 64, part = K_PARTS > 1 ? warpgroup : 0;
+        if (K_PARTS > 1 && part == 1) ring_w.advance();
+        for (int slice = 0; slice < part * SLICES; slice++) ring_x.advance();
+        const int line = column + warp * 16 + lane / 4;  // column of w in the tile; also line + 8
+
+        struct Pair {
+            float upper, lower;
+        };
+        // Of a k-block; of all where they hold for it.
+        auto scales_of = [&](const Tile& tile, int k) {
+            const float* const scales = w_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k;
+            const int n = tile.n + line, chunk = tile.n + column;
+            Pair pair = {0.0f, 0.0f};
+            if constexpr (SCALE == BLOCK) {
+                if (k < tile.k_stop && chunk < problem.N)
+                    pair.upper = pair.lower = load_constant(scales + int64_t(chunk / 128) * s_n);
+            } else {
+                if (k < tile.k_stop && n < problem.N) pair.upper = load_constant(scales + int64_t(n) * s_n);
+                if (k < tile.k_stop && n + 8 < problem.N) pair.lower = load_constant(scales + int64_t(n + 8) * s_n);
+            }
+            return pair;
+        };
+        auto bias_of = [&]([[maybe_unused]] const Tile& tile) {
+            Pair pair = {0.0f, 0.0f};
+#if BIAS
+            const int n = tile.n + line;
+            const BiasType* biases = bias + int64_t(tile.batch) * bias_batch;
+            if (n < problem.N) pair.upper = float(biases[int64_t(n) * bias_n]);
+            if (n + 8 < problem.N) pair.lower = float(biases[int64_t(n + 8) * bias_n]);
+#endif
+            return pair;
+        };
+
+        // Large tiles have registers for what a tile ends with only where it ends.
+        constexpr bool EARLY = !PERSISTENT;
+        wait_for_launches();
+        if (TURNS && warpgroup == 1) pass_turn(1);  // the first is the other's
+        for (int index = begin; walk.reaches(index); index += step) {
+            const Tile tile = walk.at(index);
+            float acc[SLICES][WIDTH / 2] = {};
+            Pair next = {1.0f, 1.0f}, last = {1.0f, 1.0f}, added = {0.0f, 0.0f};
+            if constexpr (!HOLDS || EARLY) next = scales_of(tile, HOLDS ? 0 : part);
+            if constexpr (HOLDS) last = next;
+            if constexpr (EARLY) added = bias_of(tile);
+
+            // A thread has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, which are one piece of a line; pieces
+            // of a line are exchanged by the swizzle.
+            for (int k = tile.k_start + part; k < tile.k_stop; k += K_PARTS) {
+                const int stage_w = ring_w.stage;
+                [[maybe_unused]] const uint32_t parity = ring_w.parity;
+                [[maybe_unused]] const Pair scale = next;
+                barrier_wait(full_w(stage_w), parity);
+                for (int i = 0; i < K_PARTS; i++) ring_w.advance();
+                if constexpr (!HOLDS) next = scales_of(tile, k + K_PARTS);
                 uint32_t a[BK / 16][4];
 #pragma unroll
                 for (int piece = 0; piece < BK / 16; piece++) {
-                    const uint32_t at = base + s * W_BYTES + line * 128 + ((piece ^ (line % 8)) * 16) + lane % 4 * 2;
+                    const uint32_t at = base + stage_w * W_BYTES + line * 128 + ((piece ^ (line % 8)) * 16) + lane % 4 * 2;
                     widen<XType, FP8>(load_shared_pair_of_bytes(at) | load_shared_pair_of_bytes(at + 8) << 16, a[piece][0],
                                       a[piece][2]);
                     widen<XType, FP8>(load_shared_pair_of_bytes(at + 1024) | load_shared_pair_of_bytes(at + 1032) << 16,
@@ -147,9 +238,13 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 #pragma unroll
                     for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
                 }
-                auto start = [&](float(&d)[WIDTH / 2], int slice, bool onto) {
-                    const uint32_t from = base + AT_X + s * X_BYTES + slice * WIDTH * 128;
+                [[maybe_unused]] const Ring<X_STAGES> first_x = ring_x;
+                auto start = [&](float(&d)[WIDTH / 2], bool onto) {
+                    const int stage = ring_x.stage;
+                    barrier_wait(full_x(stage), ring_x.parity);
+                    const uint32_t from = base + AT_X + stage * X_BYTES;
                     const uint64_t low = matrix_descriptor(from), high = matrix_descriptor(from + X_HALF);
+                    ring_x.advance();
                     fence_registers(d);
                     wgmma_fence();
 #pragma unroll
@@ -157,43 +252,94 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         wgmma(d, a[step], (step < 4 ? low : high) + step % 4 * 2, onto || step > 0);
                     wgmma_commit();
                     fence_registers(d);
+                    return stage;
                 };
-                if constexpr (SCALE == LINE) {
-#pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) start(acc[slice], slice, k > tile.k_start);
-                    wgmma_wait<0>();
-#pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) fence_registers(acc[slice]);
-                    if (lane == 0) barrier_arrive(empty(s));
-                } else {
+                auto release = [&](int stage) {
+                    if (!IN_FLIGHT && lane == 0) barrier_arrive(empty_x(stage));
+                };
+                // Not before a product has begun, for which all of w must be there: an arrival does not wait for loads, and
+                // the copy engine might fill the stage while some are under way.
+                auto release_w = [&] {
+                    if (!IN_FLIGHT && lane == 0) barrier_arrive(empty_w(stage_w));
+                };
+                int used[SLICES];  // stages of x
+                if constexpr (TURNS) take_turn(warpgroup);
+                if constexpr (HOLDS) {
 #pragma unroll
                     for (int slice = 0; slice < SLICES; slice++) {
-                        float d[WIDTH / 2];
-                        start(d, slice, false);
-                        wgmma_wait<0>();
-                        fence_registers(d);
-                        if (slice == SLICES - 1 && lane == 0) barrier_arrive(empty(s));
+                        used[slice] = start(acc[slice], k > tile.k_start + part);
+                        if (slice == 0) release_w();
+                    }
+                    if constexpr (TURNS) pass_turn(warpgroup);
+                    wgmma_wait<0>();
+#pragma unroll
+                    for (int slice = 0; slice < SLICES; slice++) {
+                        fence_registers(acc[slice]);
+                        release(used[slice]);
+                    }
+                } else {
+                    float d[DEPTH][WIDTH / 2];
+                    used[0] = start(d[0], false);
+                    release_w();
+                    if (TURNS && SLICES == 1) pass_turn(warpgroup);
+#pragma unroll
+                    for (int slice = 0; slice < SLICES; slice++) {
+                        if (DEPTH > 1 && slice + 1 < SLICES) {
+                            used[slice + 1] = start(d[(slice + 1) % DEPTH], false);
+                            if (TURNS && slice + 2 == SLICES) pass_turn(warpgroup);
+                            wgmma_wait<1>();
+                        } else {
+                            wgmma_wait<0>();
+                        }
+                        float(&done)[WIDTH / 2] = d[slice % DEPTH];
+                        fence_registers(done);
+                        release(used[slice]);
 #pragma unroll
                         for (int j = 0; j < WIDTH / 8; j++) {
-                            acc[slice][4 * j + 0] += scale0 * d[4 * j + 0];
-                            acc[slice][4 * j + 1] += scale0 * d[4 * j + 1];
-                            acc[slice][4 * j + 2] += scale1 * d[4 * j + 2];
-                            acc[slice][4 * j + 3] += scale1 * d[4 * j + 3];
+                            acc[slice][4 * j + 0] += scale.upper * done[4 * j + 0];
+                            acc[slice][4 * j + 1] += scale.upper * done[4 * j + 1];
+                            acc[slice][4 * j + 2] += scale.lower * done[4 * j + 2];
+                            acc[slice][4 * j + 3] += scale.lower * done[4 * j + 3];
                         }
+                        if (DEPTH == 1 && slice + 1 < SLICES) used[slice + 1] = start(d[0], false);
+                        if (TURNS && DEPTH == 1 && slice + 2 == SLICES) pass_turn(warpgroup);
+                    }
+                }
+                for (int i = 0; i < (K_PARTS - 1) * SLICES; i++) ring_x.advance();
+                if constexpr (!PERSISTENT && !IN_FLIGHT) {  // what comes next, in the place of this and the other part
+                    if (k + W_STAGES < tile.k_stop) {
+                        if (threadIdx.x < 32 && elect()) {
+                            Ring<W_STAGES> to_w = {stage_w, parity};
+                            Ring<X_STAGES> to_x = first_x;
+                            for (int next = k + W_STAGES; next < min(k + W_STAGES + K_PARTS, tile.k_stop); next++) {
+                                barrier_wait(empty_w(to_w.stage), to_w.parity);
+                                load_w(tile, to_w.stage, next);
+                                to_w.advance();
+                                for (int slice = 0; slice < SLICES; slice++, to_x.advance()) {
+                                    barrier_wait(empty_x(to_x.stage), to_x.parity);
+                                    load_x(tile, to_x.stage, next, slice);
+                                }
+                            }
+                        }
+                        __syncwarp();
                     }
                 }
             }
 
-            float last0 = 1.0f, last1 = 1.0f, bias0 = 0.0f, bias1 = 0.0f;
-            if constexpr (SCALE == LINE) {
-                last0 = n0 < problem.N ? __ldg(scales + int64_t(n0) * s_n) : 0.0f;
-                last1 = n1 < problem.N ? __ldg(scales + int64_t(n1) * s_n) : 0.0f;
+            if constexpr (K_PARTS > 1) {
+                float* const sums = reinterpret_cast<float*>(memory_) + threadIdx.x % WARPGROUP;
+                __syncthreads();  // both have read their stages
+                if (part == 1) {
+#pragma unroll
+                    for (int i = 0; i < BM / 2; i++) sums[i * WARPGROUP] = acc[i / (WIDTH / 2)][i % (WIDTH / 2)];
+                }
+                __syncthreads();
+                if (part == 1) break;
+#pragma unroll
+                for (int i = 0; i < BM / 2; i++) acc[i / (WIDTH / 2)][i % (WIDTH / 2)] += sums[i * WARPGROUP];
             }
-#if BIAS
-            const BiasType* biases = bias + int64_t(tile.batch) * bias_batch;
-            bias0 = n0 < problem.N ? float(biases[int64_t(n0) * bias_n]) : 0.0f;
-            bias1 = n1 < problem.N ? float(biases[int64_t(n1) * bias_n]) : 0.0f;
-#endif
+            if constexpr (HOLDS && !EARLY) last = scales_of(tile, 0);
+            if constexpr (!EARLY) added = bias_of(tile);
             // Parts of OUT_ROWS rows leave through two buffers in turn: rows of 64 columns, turned around on the way.
 #pragma unroll
             for (int part = 0; part < BM / OUT_ROWS; part++) {
@@ -207,8 +353,8 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         const float* v = sum + (part * OUT_ROWS % WIDTH / 8 + j + i) * 4;
-                        packed[2 * i] = pack<OutType>(v[0] * last0 + bias0, v[1] * last0 + bias0);
-                        packed[2 * i + 1] = pack<OutType>(v[2] * last1 + bias1, v[3] * last1 + bias1);
+                        packed[2 * i] = pack<OutType>(v[0] * last.upper + added.upper, v[1] * last.upper + added.upper);
+                        packed[2 * i + 1] = pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);
                     }
                     const int matrix = lane / 8, row = 8 * (j + matrix / 2) + lane % 8;
                     const int piece = (warp * 2 + matrix % 2) ^ (row % 8);
@@ -222,6 +368,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 }
             }
         }
+        if (TURNS && warpgroup == 0) take_turn(0);  // so that each has met the other as often
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
     }
 }

@@ -16,55 +16,113 @@ from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
-__all__ = ["BN", "Config", "accepts", "call", "plan"]
+__all__ = ["Config", "accepts", "call", "plan"]
 
-BN: Final = 128  # columns of w in a tile
 _OUT_ROWS: Final = 32
 _STAGE_BARRIERS: Final = 16
-_OUT_BYTES: Final = 4 * _OUT_ROWS * 128
 
 
 @dataclass(frozen=True)
 class Config:
-    """Tiles of `WIDTH * SLICES` rows of x, `STAGES` k-blocks in flight, `GROUP` rows of tiles walked together."""
+    """How `MATH` warpgroups compute tiles of `WIDTH * SLICES` rows of x and `64 * MATH / K_PARTS` columns of w.
+
+    `mm_a16w8.cu` says what each does: `STAGES` k-blocks of w in flight, and as much of x, or `X_STAGES` slices; `DEPTH`
+    temporaries; `RESIDENT` blocks on a multiprocessor (0: a persistent one); `GROUP` rows of tiles walked together.
+    """
 
     WIDTH: int = 128
     SLICES: int = 2
     STAGES: int = 2
     GROUP: int = 8
+    MATH: int = 2
+    DEPTH: int = 1
+    RESIDENT: int = 0
+    K_PARTS: int = 1
+    TURNS: bool = False
+    X_STAGES: int = 0
 
     @property
     def BM(self) -> int:
         return self.WIDTH * self.SLICES
 
     @property
+    def BN(self) -> int:
+        return 64 * self.MATH // self.K_PARTS
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.MATH + (self.RESIDENT == 0))
+
+    @property
+    def slices_in_flight(self) -> int:
+        return self.X_STAGES or self.STAGES * self.SLICES
+
+    @property
     def shared(self) -> int:
-        return self.STAGES * (BK * BN + 2 * BK * self.BM + _STAGE_BARRIERS) + _OUT_BYTES
+        w, x = BK * self.BN + _STAGE_BARRIERS, 2 * BK * self.WIDTH + _STAGE_BARRIERS
+        return self.STAGES * w + self.slices_in_flight * x + self.BN // 32 * _OUT_ROWS * 128
+
+    def blocks(self, tiles: int, cores: int) -> int:
+        """Of a launch."""
+        return tiles if self.RESIDENT else min(tiles, cores)
+
+    def __str__(self) -> str:
+        marks = " turns" * self.TURNS + f" parts{self.K_PARTS}" * (self.K_PARTS > 1)
+        return (
+            f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES}+{self.slices_in_flight} depth{self.DEPTH} "
+            f"resident{self.RESIDENT} group{self.GROUP}{marks}"
+        )
 
 
-_LARGEST: Final = Config()
-# Slower than two slices of 128 rows, which have no registers left for a scale a column, or for scales and a bias.
-_NARROW: Final = Config(64, 4, 2)
-_SMALLEST: Final = Config(64, 1, 6)
+_LARGEST: Final = Config(TURNS=True)
+_SQUARE: Final = Config(128, 1, 4, TURNS=True)
+_SMALLEST: Final = Config(64, 1, 6, TURNS=True)
+_SHORT: Final = 4  # k-blocks: as many as all are in flight
 
 
 def tiles(m: int, n: int, batches: int, config: Config) -> int:
-    return -(-m // config.BM) * -(-n // BN) * batches
+    return -(-m // config.BM) * -(-n // config.BN) * batches
 
 
-def choose_config(m: int, n: int, batches: int, w_block: Block, has_bias: bool, cores: int) -> Config:
-    """The largest tile that leaves at most a third of the multiprocessors without one, as was timed on an H200."""
-    kind = SCALES[w_block]
-    largest = _NARROW if kind == "VECTOR" or (kind == "BLOCK" and has_bias) else _LARGEST
-    for config in (largest, Config(128, 1, 4)):
+def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
+    """As was timed on an H200: the largest tile that leaves at most a third of the multiprocessors without one.
+
+    Where those are fewer, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
+    128 rows where K is short.
+    """
+    if m <= 128 and k <= BK:
+        return _choose_once(m, n, batches, cores)
+    if m <= 128 and k <= BK * _SHORT:
+        return _choose_short(m, n, -(-k // BK), batches, cores)
+    for config in (_LARGEST, _SQUARE):
         if tiles(m, n, batches, config) * 3 >= 2 * cores and m > config.BM // 2:
             return config
-    return _SMALLEST
+    parts = Config(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
+    if tiles(m, n, batches, parts) <= cores:
+        return parts
+    return _SQUARE if m > 64 else _SMALLEST
 
 
-def is_starved(m: int, n: int, batches: int, cores: int) -> bool:
-    """Whether there are so few tiles, none of which shares K, that four of five multiprocessors have none."""
-    return tiles(m, n, batches, _SMALLEST) * 5 < cores
+def _choose_once(m: int, n: int, batches: int, cores: int) -> Config:
+    """Of one k-block: four blocks a multiprocessor, of 64 rows where those of 128 would be one or two for each."""
+    wide = Config(128, 1, 1, MATH=1, RESIDENT=4)
+    if m <= 64 or cores < tiles(m, n, batches, wide) <= 2 * cores:
+        return Config(64, 1, 1, MATH=1, RESIDENT=4)
+    return wide
+
+
+def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
+    """Of a few k-blocks: two warpgroups share them, of the smallest tiles that are one wave of blocks."""
+    for width, most in ((32, cores // 2), (64, cores), (128, cores if m > 64 else 0)):
+        config = Config(width, 1, blocks, K_PARTS=2, RESIDENT=1 if width > 32 else 2)
+        if tiles(m, n, batches, config) <= most:
+            return config
+    return _SQUARE if m > 64 else Config(64, 1, blocks, K_PARTS=2, RESIDENT=2)
+
+
+def is_starved(m: int, n: int, k: int, batches: int, cores: int) -> bool:
+    """Whether there are so few tiles, none of which shares a long K, that four of five multiprocessors have none."""
+    return k > BK * _SHORT and tiles(m, n, batches, _SMALLEST) * 5 < cores
 
 
 def accepts(
@@ -102,31 +160,38 @@ def plan(
     x, out = as_matrix(x, w, bias, out)
     (m, n), k = out.shape[-2:], x.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
-    config = config or choose_config(m, n, batches, w_block, bias is not None, target.cores)
+    config = config or choose_config(m, n, k, batches, target.cores)
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
-        "WIDTH": config.WIDTH, "SLICES": config.SLICES, "STAGES": config.STAGES, "GROUP": config.GROUP,
         "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    options = {
+        "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
+        "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight, "DEPTH": config.DEPTH,
+        "TURNS": int(config.TURNS), "ONCE": int(k <= BK), "PERSISTENT": int(config.RESIDENT == 0),
+        "IN_FLIGHT": int(config.RESIDENT > 0 and k <= BK * config.STAGES), "RESIDENT": max(config.RESIDENT, 1),
+        "GROUP": config.GROUP,
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel(
-            "mm_a16w8.cu", "mm_a16w8", tuple(macros.items()),
+            "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
             wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
         ),
-        grid=(min(tiles(m, n, batches, config), target.cores), 1, 1),
-        threads=3 * 128,
+        grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
+        threads=config.threads,
         shared=config.shared,
         args={
-            "x": TensorMap(as_batch(x), (1, config.BM, 64), 128), "w": TensorMap(as_batch(w.mT), (1, BN, BK), 128),
+            "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
+            "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
             "w_scale": w_scale, "bias": bias, "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
-            "problem": (m, n, k, batches, 1), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+            "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
             "s_batch": w_scale.stride(0) if w_scale.dim() == 3 else 0, "s_k": w_scale.stride(-2),
             "s_n": 0 if w_block == (WHOLE, WHOLE) else w_scale.stride(-1),
             "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
             "bias_n": 0 if bias is None else bias.stride(-1),
         },
         target=target,
-        options={"BM": config.BM, "BN": BN, "SLICES": config.SLICES, "STAGES": config.STAGES},
+        options=options,
         overlaps=True,
     )  # fmt: skip
