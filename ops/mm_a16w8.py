@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import gemv_a16w8, nvrtc
+from fp8fn.ops.cuda import a16w8_tiles, gemv_a16w8, nvrtc
 from fp8fn.ops.cuda import mm_a16w8 as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
@@ -108,26 +108,29 @@ def mm_a16w8_kernel(
 
 
 def _are_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, target: targets.Target) -> bool:
-    """Whether the kernel of few rows is the faster of the two: past 32 only where the other's tiles are too few."""
+    """Whether the kernel of few rows is the faster one: past 32 only where the other has few tiles, of a long K."""
     x, out = gemv_a16w8.as_matrix(x, w, bias, out)
     (m, n), batches = out.shape[-2:], out.shape[0] if out.dim() == 3 else 1
-    return m <= 32 or cuda.is_starved(m, n, batches, target.cores)
+    return m <= 32 or cuda.is_starved(m, n, x.shape[-1], batches, target.cores)
 
 
 def _plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target,
     constant: bool = False,
 ) -> Launch | CudaLaunch:  # fmt: skip
-    """In CUDA C++, of few rows by `gemv_a16w8` and of many by `mm_a16w8`; what neither takes in Triton.
+    """In CUDA C++, of up to 16 rows by `a16w8_tiles`, of others that are few by `gemv_a16w8` and of many by `mm_a16w8`;
+    what none takes in Triton.
 
-    Only `gemv_a16w8` has a use for a `constant` weight: the others wait for what came before them, then read it.
+    Only `a16w8_tiles` has a use for a `constant` weight: the others wait for what came before them, then read it.
     """
     operands = (x, w, w_scale, w_block, bias, out, target)
     missing = nvrtc.unavailable()
+    if missing is None and (a16w8_tiles.accepts(*operands) or a16w8_tiles.untuned(x, w, constant)) is None:
+        return a16w8_tiles.plan(*operands, constant=constant)
     few = missing or gemv_a16w8.accepts(*operands)
     many = missing or cuda.accepts(*operands)
     if few is None and (many is not None or _are_few(x, w, bias, out, target)):
-        return gemv_a16w8.plan(*operands, constant=constant)
+        return gemv_a16w8.plan(*operands)
     if many is None:
         return cuda.plan(*operands)
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8

@@ -345,15 +345,37 @@ def test_the_default_configuration() -> None:
 
 
 def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
-    def choose(m: int, n: int, batches: int = 1, block: Block = (128, 128), has_bias: bool = False) -> tuple[int, int]:
-        config = many.choose_config(m, n, batches, block, has_bias, 132)
-        return config.WIDTH, config.SLICES
+    def choose(m: int, n: int, batches: int = 1) -> tuple[int, int, int]:
+        config = many.choose_config(m, n, 4096, batches, 132)
+        assert config.TURNS is not (config.RESIDENT > 0)
+        return config.BM, config.BN, config.K_PARTS
 
-    assert choose(4096, 4096) == choose(256, 4096, 16) == (128, 2)
-    assert choose(4096, 4096, has_bias=True) == choose(4096, 4096, block=(128, 1)) == (64, 4)
-    assert choose(4096, 4096, block=(-1, 1), has_bias=True) == (128, 2)
-    assert choose(128, 28672) == choose(256, 6144) == choose(128, 512, 128) == (128, 1)
-    assert choose(64, 28672) == choose(128, 6144) == choose(256, 1536) == (64, 1)
+    assert choose(4096, 4096) == choose(256, 4096, 16) == (256, 128, 1)
+    assert choose(128, 28672) == choose(256, 6144) == choose(128, 512, 128) == choose(512, 2304) == (128, 128, 1)
+    assert choose(64, 28672) == (64, 128, 1)
+    assert choose(128, 6144) == choose(300, 2048) == (128, 64, 2)
+    assert choose(64, 6144) == choose(33, 4096) == (64, 64, 2)
+
+
+def test_a_short_k_is_in_flight_as_a_whole() -> None:
+    """Of one k-block, or shared by two warpgroups: the tiles that were the fastest on an H200."""
+
+    def choose(batches: int, m: int, n: int, k: int) -> tuple[int, int, int]:
+        config = many.choose_config(m, n, k, batches, 132)
+        return config.BM, config.BN, config.K_PARTS
+
+    assert choose(16, 128, 512, 128) == choose(64, 128, 512, 128) == choose(128, 128, 512, 128) == (128, 64, 1)
+    assert choose(32, 128, 512, 128) == choose(32, 64, 512, 128) == (64, 64, 1)
+    assert choose(16, 128, 128, 512) == choose(32, 128, 128, 512) == choose(64, 48, 128, 512) == (64, 64, 2)
+    assert choose(16, 64, 128, 512) == (32, 64, 2)
+    assert choose(64, 128, 128, 512) == (128, 64, 2)
+    assert choose(128, 128, 128, 512) == (128, 128, 1)
+    assert choose(128, 64, 128, 512) == (64, 64, 2)
+    for k, in_flight in ((100, 1), (129, 1), (512, 1), (513, 0)):
+        launch = many.plan(*operands(64, 512, k, batch=(4,)))
+        assert (launch.options["ONCE"], launch.options["IN_FLIGHT"]) == (int(k <= 128), in_flight)
+        assert launch.options["X_STAGES"] == launch.options["W_STAGES"] * launch.options["SLICES"]
+        assert launch.options["PERSISTENT"] == 0 or launch.grid[0] <= 132
 
 
 @needs_nvrtc
@@ -362,8 +384,9 @@ def test_the_kernel_of_few_rows_serves_more_where_the_other_has_few_tiles() -> N
         x, w, scale, block, bias, out, target = operands(m, n, k)
         return op._plan(x, w, scale, block, bias, out, target).name
 
-    assert [entry(m, 1536, 6144) for m in (1, 32, 64, 256)] == ["gemv_a16w8"] * 3 + ["mm_a16w8"]
+    assert [entry(m, 1536, 6144) for m in (32, 64, 256)] == ["gemv_a16w8"] * 2 + ["mm_a16w8"]
     assert [entry(m, 6144, 2048) for m in (32, 33, 64, 128)] == ["gemv_a16w8"] + ["mm_a16w8"] * 3
+    assert [entry(m, 256, 512) for m in (32, 33)] == ["gemv_a16w8", "mm_a16w8"]
 
 
 @needs_nvrtc
@@ -373,10 +396,21 @@ def test_many_rows_take_the_weight_from_registers_and_spill_none(block: Block, t
         launch = many.plan(*operands(4096, 4096, 4096, block, x=x, fp8=fp8, batch=(16,), bias=bias))
         assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
         sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
-        slices = launch.options["SLICES"]
-        products = [text for text in sass if f"HGMMA.64x{launch.options['BM'] // slices}x16.F32" in text]
+        width, slices = launch.options["WIDTH"], launch.options["SLICES"]
+        products = [text for text in sass if f"HGMMA.64x{width}x16.F32" in text]
         assert len(products) == 8 * slices
         assert all(re.search(r"HGMMA\S* R\d+, R\d+, gdesc", text) for text in products)
+
+
+@needs_nvrtc
+@by_block
+def test_no_default_of_many_rows_spills(block: Block) -> None:
+    for batches, m, n, k in (
+        (16, 128, 512, 128), (16, 64, 512, 128), (16, 64, 128, 512), (16, 128, 128, 512), (64, 128, 128, 512),
+        (128, 128, 128, 512), (128, 64, 128, 512), (1, 128, 6144, 2048), (1, 64, 6144, 2048), (1, 256, 4096, 1024),
+    ):  # fmt: skip
+        launch = many.plan(*operands(m, n, k, block, batch=(batches,), bias=FP32))
+        assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
 def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
@@ -398,9 +432,9 @@ def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
         assert re.search(message, refusal(change, **kwargs) or ""), message
     launch = many.plan(*operands(300, 200, 136, batch=(3,)))
     boxes = {name: arg.box for name, arg in launch.args.items() if isinstance(arg, TensorMap)}
-    assert boxes == {"x": (1, 64, 64), "w": (1, 128, 128), "out": (1, 32, 64)}
-    assert launch.args["problem"] == (300, 200, 136, 3, 1)
-    assert launch.grid == (5 * 2 * 3, 1, 1)
+    assert boxes == {"x": (1, 128, 64), "w": (1, 64, 128), "out": (1, 32, 64)}
+    assert launch.args["problem"] == (300, 200, 136, 3)
+    assert launch.grid == (3 * 4 * 3, 1, 1)
 
 
 @pytest.fixture
@@ -491,12 +525,26 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
         assert snr(out, exact(x, w)) > 50
 
 
+# Persistent; a block a tile, with all of K in flight or not; of two parts of K.
+MANY = [
+    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 3, DEPTH=2, X_STAGES=10),
+    many.Config(128, 2, 3, X_STAGES=5, TURNS=True), many.Config(64, 4, 2, DEPTH=2, TURNS=True),
+    many.Config(64, 1, 4, TURNS=True), many.Config(64, 2, 3, MATH=3), many.Config(32, 2, 2, MATH=1),
+    many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
+    many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, DEPTH=2, RESIDENT=1),
+    many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
+    many.Config(128, 1, 4, K_PARTS=2, RESIDENT=1), many.Config(64, 1, 3, K_PARTS=2, RESIDENT=1),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
 @by_block
-def test_values_of_many_rows(block: Block, hopper: None) -> None:
+@pytest.mark.parametrize("config", [None, *MANY], ids=str)
+def test_values_of_many_rows(config: many.Config | None, block: Block, hopper: None) -> None:
     """Edges of tiles, more tiles than multiprocessors, K of part of a block; rounded to 16 bits, hence the bar."""
     for m, n, k, batch in (
-        (129, 8, 16, ()), (193, 136, 144, ()), (384, 256, 1024, (3,)), (1000, 2056, 400, ()), (3000, 4096, 512, (2,))
+        (129, 8, 16, ()), (193, 136, 144, ()), (384, 256, 1024, (3,)), (1000, 2056, 400, ()), (3000, 4096, 512, (2,)),
+        (33, 200, 128, (5,)), (100, 72, 1168, (7,)),
     ):  # fmt: skip
         for x, fp8 in ((BF16, E4M3), (FP16, E5M2)):
             given, w = on_gpu(m, n, k, block, x=x, fp8=fp8, batch=batch)
@@ -505,12 +553,10 @@ def test_values_of_many_rows(block: Block, hopper: None) -> None:
             out = memory[512:-512].view(*batch, m, n).fill_(torch.nan)
             arguments = (given, w.data, w.scale, w.block, bias, out, target_of(given.device))
             assert many.accepts(*arguments) is None
-            for config in (many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3)):
-                out.fill_(torch.nan)
-                many.plan(*arguments, config).run()
-                assert snr(out, exact(given, w, bias)) > (45 if x == BF16 else 60), (m, n, k, config)
-                assert (memory[:512] == 7.0).all()
-                assert (memory[-512:] == 7.0).all()
+            many.plan(*arguments, config).run()
+            assert snr(out, exact(given, w, bias)) > (45 if x == BF16 else 60), (m, n, k)
+            assert (memory[:512] == 7.0).all()
+            assert (memory[-512:] == 7.0).all()
 
 
 @pytest.mark.gpu

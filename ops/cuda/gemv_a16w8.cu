@@ -5,9 +5,7 @@
 // widened in registers; rows of x are the columns of the right one, which comes from shared memory. The order of K within
 // a product is free as long as both operands have the same: so a thread takes consecutive bytes as they lie in memory.
 //
-// The launch begins while the one before it ends, and until then has the weight brought to the L2. With W_CONSTANT nothing
-// that may still run writes the weight or its scales: then a warp asks for all its units before it waits, all of which are
-// whole, for UNROLL in registers and for HELD more in shared memory, where there is all of x too.
+// The launch begins while the one before it ends, and until then has the weight brought to the L2.
 //
 // A warp goes through units of K. With K contiguous a unit is 64 deep and 16 columns wide in each of TILES tiles: a thread
 // holds 16 bytes of two columns of each. With N contiguous it is 32 deep and 128 columns wide: a thread holds 16 columns
@@ -15,13 +13,12 @@
 //
 // WARPS_N warps lie side by side, WARPS_K share K, and so do CLUSTER blocks; their sums meet in shared memory and are added
 // in a fixed order, those of blocks in the block that stores them. CHUNK is how much of K of x lies in shared memory at a
-// time, a multiple of 128; `received` where sums of other blocks arrive there, and `held` where units lie, in bytes.
+// time, a multiple of 128, and `received` where sums of other blocks arrive there, in bytes.
 //
 // Macros: INPUT (BF16, FP16), FP8 of the enum Fp8, K_CONTIGUOUS, EVEN_K (K is a multiple of 16), X_PIECES (x loads by 16
 // bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, CHUNK, RESIDENT (blocks of a multiprocessor),
-// OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32), W_CONSTANT and with it HELD, WIDENED (units in registers are widened
-// before the wait) and X_ROWS (1, or up to ROWS). SCALE is one of LINE (a scale a column, or one for all), VECTOR (one a
-// column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
+// OUT (BF16, FP16, FP32) and BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR
+// (one a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
 #include "narrow.cuh"
 
 #define LINE 1
@@ -42,21 +39,10 @@ constexpr int SCALES = SCALE == VECTOR ? 2 * TILES : 1;
 constexpr int X_PITCH = CHUNK * 2 + (K_CONTIGUOUS ? 16 : 64);  // bytes
 static_assert(128 % COLUMNS == 0, "columns of a warp have one scale of a block");
 static_assert(K_CONTIGUOUS || TILES == 8, "16 bytes of 8 threads");
-static_assert(!W_CONSTANT || K_CONTIGUOUS);
 
 struct Unit {
     uint4 piece[PIECES];
     float scale[SCALES];
-};
-
-// A thread's own value, which the compiler would else compute again where it is used, after a wait.
-template <typename T>
-INLINE T settled(T value) {
-    return T(__shfl_sync(~0u, (unsigned long long)(value), threadIdx.x % 32));
-}
-
-struct Wide {
-    uint32_t a[TILES][DEPTH / 4][4];
 };
 
 struct Units {
@@ -94,7 +80,7 @@ __cluster_dims__(CLUSTER, 1, 1)
 #endif
 __launch_bounds__(THREADS, RESIDENT)
 gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M, int N,
-           int K, int received, int held, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
+           int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
            int s_n, int bias_batch, int bias_n) {
     let_next_begin();
     if constexpr (CLUSTER > 1) cluster_arrive();
@@ -254,133 +240,23 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         }
     };
 
-    Unit flight[UNROLL > 0 ? UNROLL : 1];
-    if constexpr (W_CONSTANT) {
-        const Units units = share(block_start);
-        const int count = units.stop - units.start;
-        float block_scales = 0.0f;  // of unit `lane`
-        // What a thread has of unit u, from UNROLL on, lies where only this thread reads it.
-        auto held_piece = [&](int u, int i) {
-            return memory + held + (((u - UNROLL) * PIECES + i) * THREADS + int(threadIdx.x)) * 16;
-        };
-        auto held_scale = [&](int u, int i) {
-            return memory + held + HELD * PIECES * THREADS * 16 +
-                   (((u - UNROLL) * SCALES + i) * THREADS + int(threadIdx.x)) * 4;
-        };
-        auto load_all = [&] {
-            const uint8_t* from[PIECES];
+    Unit flight[UNROLL];
+    prefetch_w();
+    wait_for_launches();
+    for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
+        if (first > block_start) __syncthreads();  // the chunk before was read
+        const Units units = share(first);
+        // x is asked for first, or it would come after all of the weight.
+        const int pieces = copy_x(first);
 #pragma unroll
-            for (int i = 0; i < PIECES; i++) {  // columns past the last are those of the last: nobody stores them
-                const int n = min(column(i / 2, i % 2), N - 1);
-                from[i] = matrix + int64_t(n) * w_line + units.start * UNIT + quarter * DEPTH;
-            }
-            auto scale_at = [&](int u, int i) {
-                const float* const along_k = w_scale + int64_t(uint32_t(units.start + u) * UNIT / 128) * s_k;
-                return along_k + int64_t(min(column(i / 2, i % 2), N - 1)) * s_n;
-            };
-            if constexpr (SCALE == BLOCK) {
-                const int64_t k = uint32_t(units.start + lane) * UNIT / 128;
-                if (lane < count && first_n < N) block_scales = load_constant(block_scale + k * s_k);
-            }
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) {
-                if (u < count) {
-#pragma unroll
-                    for (int i = 0; i < PIECES; i++) flight[u].piece[i] = load_constant(from[i] + u * UNIT);
-                    if constexpr (SCALE == VECTOR) {
-#pragma unroll
-                        for (int i = 0; i < SCALES; i++) flight[u].scale[i] = load_constant(scale_at(u, i));
-                    }
-                }
-            }
-#pragma unroll 2
-            for (int u = UNROLL; HELD > 0 && u < count; u++) {
-#pragma unroll
-                for (int i = 0; i < PIECES; i++) copy16(held_piece(u, i), from[i] + u * UNIT, 16);
-                if constexpr (SCALE == VECTOR) {
-#pragma unroll
-                    for (int i = 0; i < SCALES; i++) copy4(held_scale(u, i), scale_at(u, i));
-                }
-            }
-        };
-        load_all();
-        // Where a thread's pieces of x lie is known before they may be read; X_WIDE threads copy those of a row.
-        constexpr int X_WIDE = X_ROWS == 1 ? THREADS : 32;
-        constexpr int X_HIGH = THREADS / X_WIDE, X_ALONG = (CHUNK / 8 + X_WIDE - 1) / X_WIDE;
-        constexpr int X_DOWN = (X_ROWS + X_HIGH - 1) / X_HIGH, X_COPIES = X_PIECES ? X_ALONG * X_DOWN : 0;
-        const int x_line = (block_stop - block_start) * (UNIT / 8);
-        const int x_row = settled(int(threadIdx.x / X_WIDE)), x_at = settled(int(threadIdx.x % X_WIDE));
-        char* const x_to = memory + settled(x_row * X_PITCH + 16 * x_at);
-        const uint16_t* x_from[X_DOWN];
-#pragma unroll
-        for (int i = 0; i < X_DOWN; i++)
-            x_from[i] = settled(x + int64_t(x_row + i * X_HIGH) * x_m + block_start * UNIT + 8 * x_at);
-        Wide wide[WIDENED && UNROLL > 0 ? UNROLL : 1];
-        if constexpr (WIDENED) {
-#pragma unroll
-            for (int u = 0; u < UNROLL; u++) {
-                if (u < count) {
-#pragma unroll
-                    for (int tile = 0; tile < TILES; tile++) widen_tile(flight[u], tile, wide[u].a[tile]);
-                }
-            }
-        }
-        wait_for_launches();
-#pragma unroll
-        for (int i = 0; i < X_COPIES; i++) {
-            const int down = i / X_ALONG * X_HIGH, along = i % X_ALONG * X_WIDE;
-            if (x_row + down < rows && x_at + along < x_line)
-                copy16(x_to + (down * X_PITCH + 16 * along), x_from[i / X_ALONG] + 8 * along, 16);
-        }
-        if constexpr (!X_PIECES) copy_x(block_start);
-        else end_copies();
-        wait_for_copies();
+        for (int i = 0; i < UNROLL; i++) load(flight[i], units.start + i, units.stop);
+        if (pieces > 0) wait_for_copies();  // always: without the branch the loads above are moved below it
         __syncthreads();
+        for (int index = units.start; index < units.stop; index += UNROLL) {
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) {
-            if (u < count) {
-                if constexpr (SCALE == BLOCK) flight[u].scale[0] = __shfl_sync(~0u, block_scales, u);
-                const int at = (units.start - block_start + u) * UNIT;
-                if constexpr (WIDENED) {
-                    uint32_t b[SLICES][DEPTH / 2];
-                    load_rows(b, memory, X_PITCH, rows, group, (at + quarter * DEPTH) * 2);
-#pragma unroll
-                    for (int tile = 0; tile < TILES; tile++) accumulate(tile, flight[u].scale, wide[u].a[tile], b);
-                } else {
-                    multiply(flight[u], at);
-                }
-            }
-        }
-#pragma unroll 2
-        for (int u = UNROLL; HELD > 0 && u < count; u++) {
-            Unit unit;
-#pragma unroll
-            for (int i = 0; i < PIECES; i++) unit.piece[i] = *reinterpret_cast<const uint4*>(held_piece(u, i));
-            if constexpr (SCALE == VECTOR) {
-#pragma unroll
-                for (int i = 0; i < SCALES; i++) unit.scale[i] = *reinterpret_cast<const float*>(held_scale(u, i));
-            }
-            if constexpr (SCALE == BLOCK) unit.scale[0] = __shfl_sync(~0u, block_scales, u);
-            multiply(unit, (units.start - block_start + u) * UNIT);
-        }
-    } else {
-        prefetch_w();
-        wait_for_launches();
-        for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
-            if (first > block_start) __syncthreads();  // the chunk before was read
-            const Units units = share(first);
-            // x is asked for first, or it would come after all of the weight.
-            const int pieces = copy_x(first);
-#pragma unroll
-            for (int i = 0; i < UNROLL; i++) load(flight[i], units.start + i, units.stop);
-            if (pieces > 0) wait_for_copies();  // always: without the branch the loads above are moved below it
-            __syncthreads();
-            for (int index = units.start; index < units.stop; index += UNROLL) {
-#pragma unroll
-                for (int i = 0; i < UNROLL; i++) {
-                    if (index + i < units.stop) multiply(flight[i], (index + i - first) * UNIT);
-                    load(flight[i], index + i + UNROLL, units.stop);
-                }
+            for (int i = 0; i < UNROLL; i++) {
+                if (index + i < units.stop) multiply(flight[i], (index + i - first) * UNIT);
+                load(flight[i], index + i + UNROLL, units.stop);
             }
         }
     }

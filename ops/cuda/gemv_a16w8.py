@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -23,15 +23,6 @@ _MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
 RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
 _WARPS: Final = 8
 _LARGEST_CLUSTER: Final = 8
-_UNIT: Final = 64  # of K, where its lines lie along K
-_HELD_SCALES: Final = 32  # units of a warp whose scales its lanes have
-# Divisions of a weight that is constant, by the rows of x: tiles of a warp, warps side by side and along K, units of a
-# warp in registers, blocks on a multiprocessor, most blocks on ten of them. Two launches are resident at once.
-_CONSTANT: Final = {
-    1: ((2, 2, 4, 2, 2, 10), (2, 4, 2, 2, 2, 10), (1, 6, 1, 4, 3, 15)),
-    8: ((2, 6, 1, 3, 2, 10), (2, 4, 2, 2, 2, 10), (1, 6, 1, 4, 3, 15)),
-    16: ((2, 6, 1, 3, 2, 10), (2, 3, 2, 3, 2, 10), (1, 8, 1, 4, 2, 11)),
-}
 
 
 @dataclass(frozen=True)
@@ -39,8 +30,7 @@ class Config:
     """How blocks divide a product; `gemv_a16w8.cu` says what each does.
 
     `ROWS` of x and `16 * TILES` columns of w a warp, `WARPS_N` x `WARPS_K` warps a block, `CLUSTER` blocks along K,
-    `UNROLL` units in flight, `RESIDENT` blocks on a multiprocessor at once. A warp may have `HELD` units more in shared
-    memory, and if a weight is constant its units in flight `WIDENED` before x is there.
+    `UNROLL` units in flight, `RESIDENT` blocks on a multiprocessor at once.
     """
 
     ROWS: int = 8
@@ -50,8 +40,6 @@ class Config:
     UNROLL: int = 4
     CLUSTER: int = 1
     RESIDENT: int = 3
-    HELD: int = 0
-    WIDENED: bool = False
 
     @property
     def BN(self) -> int:
@@ -95,6 +83,12 @@ def accepts(
 def is_k_contiguous(w: Tensor) -> bool:
     """Whether the columns of `w (B?, K, N)` are lines in memory, as `nn.Linear` keeps them; or single elements."""
     return w.shape[-2] == 1 or (w.stride(-2) == 1 and (w.stride(-1) != 1 or w.shape[-1] == 1))
+
+
+def has_pieces(x: Tensor) -> bool:
+    """Whether the rows of `x` load by 16 bytes."""
+    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
 
 
 def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
@@ -155,62 +149,9 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
 
 
-def choose_constant(m: int, n: int, k: int, batches: int, w_block: Block, cores: int) -> Config | None:
-    """Of a weight that is constant: all of a block's part is asked for before x is there. None where that is too much.
-
-    By what was timed on an H200 in chains of products: widened before x is there, about one block on a multiprocessor,
-    so that those of the next launch are there too. A small weight is divided as one that is not constant; of one that
-    is more than two launches can hold, narrow blocks hold what fits.
-    """
-    if k % _UNIT != 0 or m > 16 or batches > 1:
-        return None
-    kind = 1 if m == 1 else 8 if m <= 8 else 16
-    rows, units = max(kind, 8), k // _UNIT
-
-    def divide(config: Config) -> Config | None:
-        """With all of a warp's units, where there is room for them."""
-        each = _units_of_a_warp(units, config)
-        config = replace(config, UNROLL=min(config.UNROLL, each), HELD=max(each - config.UNROLL, 0))
-        return config if _has_room(config, kind, k, w_block) else None
-
-    if _is_large(n, units, cores):
-        if m == 1:
-            found = divide(Config(rows, 1, 1, 8, 8, 1, 2))
-            return found if found is not None and found.HELD == 0 else None
-        blocks = 2 * -(-n // 32)
-        return divide(Config(rows, 1, 2, 4, 4, 2, 2, WIDENED=True)) if blocks <= 2 * cores else None
-    for tiles, warps_n, warps_k, unroll, resident, most in _CONSTANT[kind]:
-        for cluster in (8, 6, 4, 3, 2, 1):
-            blocks = -(-n // (16 * tiles * warps_n)) * cluster
-            if 7 * cores <= 10 * blocks <= most * cores:
-                found = divide(Config(rows, tiles, warps_n, warps_k, unroll, cluster, resident, WIDENED=True))
-                if found is not None and found.HELD > 0:
-                    return found
-    return divide(choose_few(m, n, units, 1, rows, cores))
-
-
-def _units_of_a_warp(units: int, config: Config) -> int:
-    """The most of them."""
-    share = -(-units // config.CLUSTER)
-    return -(-share // config.WARPS_K)
-
-
 def _is_large(n: int, units: int, cores: int) -> bool:
     """Whether a weight of lines along K is more than two launches can hold on all multiprocessors at once."""
     return -(-n // 16) * units > 120 * cores
-
-
-def _held_bytes(config: Config, units: int, w_block: Block) -> int:
-    """Of `units` of each warp in shared memory: two pieces of each tile, and their scales where columns have some."""
-    return units * config.TILES * (32 + (8 if SCALES[w_block] == "VECTOR" else 0)) * config.threads
-
-
-def _has_room(config: Config, rows: int, k: int, w_block: Block) -> bool:
-    """Whether as many blocks as are to be resident have room for all of x and what they hold of the weight."""
-    chunk, _, shared = _chunk_that_fits(rows, k, True, config)
-    whole = chunk * config.CLUSTER >= k and config.UNROLL + config.HELD <= _HELD_SCALES
-    shared = round_up(shared, 16) + _held_bytes(config, config.HELD, w_block)
-    return whole and (shared + RESERVED) * config.RESIDENT <= SHARED_LIMIT
 
 
 def floor_power_of_two(count: int) -> int:
@@ -249,7 +190,7 @@ def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguo
 
 def plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None, *, constant: bool = False,
+    config: Config | None = None,
 ) -> CudaLaunch:  # fmt: skip
     """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
 
@@ -259,29 +200,16 @@ def plan(
     (m, n), k = out.shape[-2:], x.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     k_contiguous = is_k_contiguous(w)
-    if config is None and constant and k_contiguous:
-        config = choose_constant(m, n, k, batches, w_block, target.cores)
-    constant = constant and config is not None
     config = config or choose_config(m, n, k, batches, k_contiguous, target.cores)
-    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    aligned = aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
-    each = _units_of_a_warp(k // _UNIT, config)
-    constant = constant and k_contiguous and k % _UNIT == 0 and chunk * config.CLUSTER >= k
-    constant = constant and each <= min(config.UNROLL + config.HELD, _HELD_SCALES)
-    held_units = max(each - config.UNROLL, 0) if constant else 0
-    held = round_up(shared, 16)
-    shared = held + _held_bytes(config, held_units, w_block) if held_units else shared
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "K_CONTIGUOUS": int(k_contiguous),
-        "EVEN_K": int(k % 16 == 0), "X_PIECES": int(aligned), "SCALE": SCALES[w_block],
+        "EVEN_K": int(k % 16 == 0), "X_PIECES": int(has_pieces(x)), "SCALE": SCALES[w_block],
         "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
-        "W_CONSTANT": int(constant), "HELD": held_units,
-        "WIDENED": int(constant and config.WIDENED), "X_ROWS": config.ROWS if constant and m > 1 else 1,
     }  # fmt: skip
     of_columns = WHOLE not in w_block or w_block[1] == 1
     return CudaLaunch(
@@ -291,7 +219,7 @@ def plan(
         shared=shared,
         args={
             "x": x, "w": w, "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-            "received": received, "held": held,
+            "received": received,
             "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
             "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
             "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,

@@ -19,16 +19,7 @@ INLINE uint4 load_ahead(const void* address) {
     return v;
 }
 
-// Not moved over `wait_for_launches` either, as `ld.global.nc` is: for what nothing writes that may still run.
-INLINE uint4 load_constant(const uint8_t* address) {
-    uint4 v;
-    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(address)
-                 : "memory");
-    return v;
-}
-
+// Not moved over `wait_for_launches`, as `ld.global.nc` is: before it, of what nothing writes that may still run.
 INLINE uint32_t load_constant(const uint32_t* address) {
     uint32_t v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -52,9 +43,9 @@ INLINE void copy16(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
-// Four bytes to shared memory.
-INLINE void copy4(void* to, const void* from) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+// Sixteen bytes to an address of shared memory.
+INLINE void copy16(uint32_t to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // Until the copies that this thread has started before `end_copies` are there.
@@ -100,6 +91,38 @@ INLINE void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
     }
 }
 
+template <typename T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<Bf16> = true;
+
+// Two pairs of float16 as four values of e4m3, the lowest first.
+INLINE uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
+    uint32_t bytes;
+    asm("{.reg .b16 low, high;\n"
+        " cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+        " cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+        " mov.b32 %0, {low, high};}"
+        : "=r"(bytes)
+        : "r"(low), "r"(high));
+    return bytes;
+}
+
+// (a - b) * 32 of pairs of float16.
+INLINE uint32_t difference_times_32(uint32_t a, uint32_t b) {
+    asm("sub.rn.f16x2 %0, %0, %1;\n mul.rn.f16x2 %0, %0, %2;" : "+r"(a) : "r"(b), "r"(0x50005000));
+    return a;
+}
+
+template <typename T>
+INLINE uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    if constexpr (IS_BF16<T>)
+        asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    else
+        asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(a) : "r"(b));
+    return a;
+}
+
 // A pair of float16 as a pair of bfloat16, rounded; values of FP8 are not.
 INLINE uint32_t halves_to_bf16(uint32_t pair) {
     uint32_t result;
@@ -113,11 +136,6 @@ INLINE uint32_t halves_to_bf16(uint32_t pair) {
         : "r"(pair));
     return result;
 }
-
-template <typename T>
-constexpr bool IS_BF16 = false;
-template <>
-constexpr bool IS_BF16<Bf16> = true;
 
 // Four values of FP8 as two pairs of T, the lowest byte first.
 template <typename T, Fp8 TYPE>

@@ -18,6 +18,12 @@ constexpr int SLICES = ROWS / 8;
 // Sums of a row lie so that threads with neighbouring rows write to other banks.
 constexpr int PITCH = BN + 4;
 
+// A thread's own value, which the compiler would else compute again where it is used, after a wait.
+template <typename T>
+INLINE T settled(T value) {
+    return T(__shfl_sync(~0u, (unsigned long long)(value), threadIdx.x % 32));
+}
+
 INLINE uint32_t word(const uint4& piece, int i) {
     return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
 }

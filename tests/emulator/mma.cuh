@@ -4,8 +4,6 @@
 
 inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
 
-inline uint4 load_constant(const uint8_t* address) { return load16<Load::PAST_L1>(address); }
-
 inline uint32_t load_constant(const uint32_t* address) { return __ldg(address); }
 inline float load_constant(const float* address) { return __ldg(address); }
 
@@ -26,11 +24,7 @@ inline void copy16(void* to, const void* from, int bytes) {
     if (copy_count[current] == MOST_COPIES) __builtin_trap();
     copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, 16};
 }
-inline void copy4(void* to, const void* from) {
-    if (!allowed("copy", from, 4, 4)) return;
-    if (copy_count[current] == MOST_COPIES) __builtin_trap();
-    copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), 4, 4};
-}
+inline void copy16(uint32_t to, const void* from) { copy16(memories[0] + to, from, 16); }
 inline void wait_for_copies() {
     for (int i = 0; i < copy_count[current]; ++i) {
         const Copy& copy = copies[current][i];
@@ -70,6 +64,31 @@ void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     for (int i = 0; i < 4; ++i) value[i] = of_fp8<TYPE>(bytes >> 8 * i);
     low = pack<T>(value[0], value[1]);
     high = pack<T>(value[2], value[3]);
+}
+
+template <typename T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<Bf16> = true;
+
+template <typename T>
+float of_pair(uint32_t pair, int upper) {
+    return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)});
+}
+template <Fp8 TYPE>
+void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    widen<Fp16, TYPE>(bytes, low, high);
+}
+inline uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
+    return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0), of_pair<Fp16>(high, 1));
+}
+inline uint32_t difference_times_32(uint32_t a, uint32_t b) {
+    auto of = [&](int i) { return (of_pair<Fp16>(a, i) - of_pair<Fp16>(b, i)) * 32.0f; };
+    return pack<Fp16>(of(0), of(1));
+}
+template <typename T>
+uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    return pack<T>(of_pair<T>(a, 0) * of_pair<T>(b, 0), of_pair<T>(a, 1) * of_pair<T>(b, 1));
 }
 
 // The fragments of a warp's lanes, where all of them can read.

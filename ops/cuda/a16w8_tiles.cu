@@ -1,0 +1,284 @@
+// Few rows by an FP8 weight, by TMA and wgmma of FP8: out (M, N) = x (M, K) · (w (K, N) * w_scale) + bias, x of 16 bits.
+//
+// The weight goes from memory through shared memory into the tensor cores as it is, and nothing is widened. What is made
+// to fit is x, of which there is little: the eight bits of a bfloat16 are those of two values of e4m3, the eleven of a
+// float16 those of three, x = scale * (p0 + p1 / 32 + p2 / 1024), with a power of two for each row and 128 of K. That is
+// exact but for elements 2 ** 14 times smaller than the largest of their 128, which are rounded to 2 ** -22 of it.
+// Products of the parts are columns of one wgmma, whose accumulators, of about 14 bits, hold 128 of K; those are scaled
+// and added in float32. An infinite x is one whose scale is: of several in one row and 128 of K, the sum of their
+// products decides.
+//
+// Columns of w are the rows of wgmma's left operand, 64 for each warpgroup. One warp keeps STAGES of 128 of K of the weight
+// full by bulk copies; x lies in shared memory for all of K that a block has. Warps and blocks of a cluster that share K
+// are added as in `mx_tiles.cu`.
+//
+// The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
+// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages.
+//
+// Macros: INPUT (BF16, FP16), B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`,
+// which is of as many ROWS as there are parts), SCALE
+// (LINE, VECTOR, BLOCK as in gemv_a16w8.cu), ROWS (8 or 16), TILES (1), WARPS_N (4 are a warpgroup), WARPS_K (1 or 2, that
+// share each stage), X_ROWS (the next power of two to M, up to ROWS), AHEAD (of rows and stages of x that a thread asks for at once), STAGES, CLUSTER, RESIDENT, W_CONSTANT, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+#include "narrow.cuh"
+#include "ring.cuh"
+#include "split.cuh"
+
+#if INPUT == BF16
+using XType = Bf16;
+#else
+using XType = Fp16;
+#endif
+
+#define LINE 1
+#define VECTOR 2
+#define BLOCK 3
+
+constexpr int STEP = 128;  // of K in a stage
+constexpr int DEEP = 4 / WARPS_K;  // instructions of a warpgroup for a stage
+static_assert(TILES == 1 && WARPS_N % 4 == 0 && WARPS_K <= 2 && 128 % BN == 0);
+
+constexpr int W_BYTES = BN * STEP;  // of a stage
+constexpr int PARTS = INPUT == BF16 ? 2 : 3;  // of an element of x
+constexpr int SUMS = PARTS * ROWS / 2;  // of a thread
+constexpr int X_BYTES = PARTS * ROWS * STEP;  // of a stage: the first parts of the rows, then the second ones
+constexpr int AT_ARRIVED = STAGES * W_BYTES;
+constexpr int AT_FULL = AT_ARRIVED + (CLUSTER > 1 ? ROWS * BN * 4 + CLUSTER * 8 : 0);
+constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
+constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
+constexpr int AT_X = (AT_SENT + 8 + 1023) / 1024 * 1024;
+static_assert(AT_ARRIVED >= WARPS_K * ROWS * PITCH * 4, "sums take the place of the stages");
+
+constexpr int LANES = STEP / 16;  // that have a row's part of a stage
+constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
+static_assert(X_ROWS <= ITEMS || (X_ROWS == 2 * ITEMS && AHEAD % 2 == 0));
+
+extern "C" __global__ void
+#if CLUSTER > 1
+__cluster_dims__(CLUSTER, 1, 1)
+#endif
+__launch_bounds__(THREADS + 32, RESIDENT)
+a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias, OutType* out,
+            int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
+    let_next_begin();
+    char* const stages = swizzled_memory();
+    const uint32_t base = shared_address(stages);
+    auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
+    auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
+    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
+    const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
+    const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
+    const int rows = min(M - first_m, ROWS);
+    const uint32_t steps = K / STEP;
+    const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
+    const uint32_t x_scales_at = base + AT_X + count * X_BYTES;
+    float* const x_scales = reinterpret_cast<float*>(stages + AT_X + count * X_BYTES);  // (count, ROWS)
+    float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count) of BLOCK, (BN) of LINE
+
+    if (threadIdx.x == THREADS) {
+        for (int stage = 0; stage < STAGES; stage++) {
+            barrier_init(full(stage), 1);
+            barrier_init(empty(stage), WARPS);
+        }
+        if constexpr (CLUSTER > 1) {  // of the sums that all blocks of the cluster send to this one
+            const int share = share_of_pairs(rows), own = min(max(rows * (BN / 2) - int(rank) * share, 0), share);
+            barrier_init(base + AT_SENT, 1);
+            barrier_expect(base + AT_SENT, own * CLUSTER * 8);
+        }
+        barrier_init_fence();
+    }
+    if constexpr (CLUSTER > 1) cluster_arrive();
+    __syncthreads();
+
+    if (warp == WARPS) {
+        if (elect()) {
+            auto load = [&](int stage, int step) {
+                barrier_expect(full(stage), W_BYTES);
+                tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, 0);
+            };
+            if constexpr (!W_CONSTANT) {
+                for (int step = 0; step < min(prefetched, count); step++) tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+                wait_for_launches();
+            }
+            const int ahead = min(STAGES, count);
+            for (int step = 0; step < ahead; step++) load(step, step);
+            if constexpr (W_CONSTANT)
+                for (int step = ahead; step < min(prefetched, count); step++)
+                    tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+            Ring ring;
+            for (int step = ahead; step < count; step++, ring.advance()) {
+                barrier_wait(empty(ring.stage), ring.parity);
+                load(ring.stage, step);
+            }
+        }
+        return;
+    }
+
+    float acc[1][SLICES][4] = {};
+    auto read_scales = [&] {
+        const int scales = SCALE == VECTOR ? count * BN : SCALE == BLOCK ? count : BN;
+        for (int i = threadIdx.x; i < scales; i += THREADS) {
+            const int step = SCALE == VECTOR ? i / BN : SCALE == BLOCK ? i : 0;
+            const int n = SCALE == BLOCK ? tile_n / 128 : min(tile_n + i % BN, N - 1);
+            w_scales[i] = load_constant(w_scale + int64_t(SCALE == LINE ? 0 : start + step) * s_k + int64_t(n) * s_n);
+        }
+    };
+    if constexpr (W_CONSTANT) read_scales();
+
+    // Lanes of an item have one row's part of a stage; X_ROWS items in turn have the rows of a stage. Where the first
+    // item's values lie is known before they may be read, and from it to the next.
+    const int item = threadIdx.x / LANES, along = threadIdx.x % LANES;
+    const uint16_t* x_from = settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * STEP + 8 * along);
+    uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * STEP);
+    auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
+    uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
+    // Where the next item's lie: as many stages on, or the other rows of the stage.
+    constexpr bool OF_ROWS = X_ROWS > ITEMS;
+    constexpr int STEPS_ON = OF_ROWS ? 1 : ITEMS / X_ROWS;
+    auto other_rows = [](int p) { return OF_ROWS && p % 2 ? ITEMS : 0; };
+    auto steps_on = [](int p) { return (OF_ROWS ? p / 2 : p) * STEPS_ON; };
+    wait_for_launches();
+    if constexpr (!W_CONSTANT) read_scales();
+    for (int first = 0; first < count; first += steps_on(AHEAD)) {
+        // A row's values are put where its first parts will be: loads to registers would be asked for one after another.
+        auto place = [&](int p) { return to + steps_on(p) * X_BYTES + other_rows(p) * STEP; };
+        bool inside[AHEAD];
+#pragma unroll
+        for (int p = 0; p < AHEAD; p++) {
+            inside[p] = first + item / X_ROWS + steps_on(p) < count && item % X_ROWS + other_rows(p) < rows;
+            if (inside[p]) {
+                const uint16_t* const from = x_from + int64_t(other_rows(p)) * x_m + steps_on(p) * STEP;
+                copy16(place(p) + 16 * along, from);
+                copy16(place(p) + ROWS * STEP + 16 * along, from + STEP / 2);
+            }
+        }
+        end_copies();
+        wait_for_copies();
+        uint4 taken[AHEAD][2];
+#pragma unroll
+        for (int p = 0; p < AHEAD; p++) {
+            taken[p][0] = taken[p][1] = make_uint4(0, 0, 0, 0);
+            if (inside[p]) {
+                taken[p][0] = load_shared_words(place(p) + 16 * along);
+                taken[p][1] = load_shared_words(place(p) + ROWS * STEP + 16 * along);
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int p = 0; p < AHEAD; p++) {
+            uint32_t most = 0;
+#pragma unroll
+            for (int i = 0; i < 8; i++) most = __vmaxu2(most, word(taken[p][i / 4], i % 4) & 0x7fff7fff);
+#pragma unroll
+            for (int mask = LANES / 2; mask > 0; mask /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, mask));
+            const int largest = max(most & 0xffff, most >> 16);
+            const PartsScale scale = scale_of_parts<XType>(largest);
+            uint32_t parts[PARTS][4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint4& half = taken[p][i / 2];
+                uint32_t of_four[PARTS];
+                split<XType, PARTS>(word(half, i % 2 * 2), word(half, i % 2 * 2 + 1), scale, of_four);
+#pragma unroll
+                for (int part = 0; part < PARTS; part++) parts[part][i] = of_four[part];
+            }
+            if (inside[p]) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t at = place(p) + piece(4 * i + along / 2) + along % 2 * 8;
+#pragma unroll
+                    for (int part = 0; part < PARTS; part++)
+                        store_shared(at + part * ROWS * STEP, make_uint2(parts[part][2 * i], parts[part][2 * i + 1]));
+                }
+            }
+            if (inside[p] && along == 0)
+                store_shared(scale_to + (steps_on(p) * ROWS + other_rows(p)) * 4, scale.bits);
+        }
+        x_from += steps_on(AHEAD) * STEP, to += steps_on(AHEAD) * X_BYTES, scale_to += steps_on(AHEAD) * ROWS * 4;
+    }
+    fence_async();
+    sync_first<THREADS>();
+
+    const int column = warp_n * 16 + group;
+    const uint32_t from_w = base + warp_n / 4 * 64 * STEP, from_x = base + AT_X;
+    Ring ring;
+    auto multiply = [&](float(&d)[SUMS], int step) {
+        const int stage = ring.stage;
+        barrier_wait(full(stage), ring.parity);
+        const uint64_t left = matrix_descriptor(from_w + stage * W_BYTES) + 2 * DEEP * warp_k;
+        const uint64_t right = matrix_descriptor(from_x + step * X_BYTES) + 2 * DEEP * warp_k;
+        fence_registers(d);
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < DEEP; i++) wgmma(d, left + 2 * i, right + 2 * i, i > 0);
+        wgmma_commit();
+        fence_registers(d);
+        ring.advance();
+        return stage;
+    };
+    auto add = [&](float(&d)[SUMS], int stage, int step) {
+        fence_registers(d);
+        float left = 1.0f, right = 1.0f;
+        if constexpr (SCALE == BLOCK) left = right = w_scales[step];
+        if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
+#pragma unroll
+        for (int s = 0; s < SLICES; s++) {
+            const float2 scales = *reinterpret_cast<const float2*>(x_scales + step * ROWS + 8 * s + 2 * quarter);
+            float(&sum)[4] = acc[0][s];
+            auto all = [&](int i) {
+                float total = d[4 * (s + (PARTS - 1) * SLICES) + i];
+#pragma unroll
+                for (int part = PARTS - 2; part >= 0; part--) total = __fmaf_rn(total, 1.0f / 32, d[4 * (s + part * SLICES) + i]);
+                return total;
+            };
+            sum[0] = __fmaf_rn(all(0), scales.x * left, sum[0]);
+            sum[1] = __fmaf_rn(all(1), scales.y * left, sum[1]);
+            sum[2] = __fmaf_rn(all(2), scales.x * right, sum[2]);
+            sum[3] = __fmaf_rn(all(3), scales.y * right, sum[3]);
+        }
+        // Not before, or ptxas would have each product wait for the one before.
+        if (lane == 0) barrier_arrive(empty(stage));
+    };
+    // Two stages in flight.
+    float d0[SUMS], d1[SUMS];
+    int step = 0, stage0 = multiply(d0, 0), stage1;
+    for (; step + 2 < count; step += 2) {
+        stage1 = multiply(d1, step + 1);
+        wgmma_wait<1>();
+        add(d0, stage0, step);
+        stage0 = multiply(d0, step + 2);
+        wgmma_wait<1>();
+        add(d1, stage1, step + 1);
+    }
+    if (step + 1 < count) {
+        stage1 = multiply(d1, step + 1);
+        wgmma_wait<1>();
+        add(d0, stage0, step);
+        wgmma_wait<0>();
+        add(d1, stage1, step + 1);
+    } else {
+        wgmma_wait<0>();
+        add(d0, stage0, step);
+    }
+
+    // Sums (WARPS_K, rows, PITCH) in the place of the stages.
+    sync_first<THREADS>();
+    auto column_of = [&](int, int half) { return warp_n * 16 + 8 * half + group; };
+    put_sums(reinterpret_cast<float*>(stages), acc, rows, warp_k, quarter, 0, column_of);
+    sync_first<THREADS>();
+    auto finish = [&](int pair, float2 total) {
+        const int row = pair / (BN / 2), column = pair % (BN / 2) * 2, n = tile_n + column;
+        if (n >= N) return;
+        if constexpr (SCALE == LINE) total.x *= w_scales[column], total.y *= w_scales[column + 1];
+#if BIAS
+        total.x += float(bias[int64_t(n) * bias_n]);
+        if (n + 1 < N) total.y += float(bias[int64_t(n + 1) * bias_n]);
+#endif
+        store_pair(out + (int64_t(first_m) + row) * N + n, total.x, total.y, N - n);
+    };
+    auto send = [&](float2* to, uint32_t block, float2 sums) {
+        send_to_block(shared_address(to), base + AT_SENT, block, sums);
+    };
+    add_sums(stages, rows, AT_ARRIVED, rank, finish, send, [&] { barrier_wait(base + AT_SENT, 0); });
+}

@@ -1,0 +1,195 @@
+"""Few rows by an FP8 weight by TMA and wgmma: what it accepts, its configuration, its launch (`a16w8_tiles.cu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda import gemv_a16w8
+from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, ceil_power_of_two
+from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.nvrtc import CudaKernel
+from fp8fn.ops.cuda.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.wgmma import wgmma_source
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import Target
+
+STEP: Final = 128  # of K in a stage
+MOST_ROWS: Final = 16
+PREFETCHED: Final = 16 << 20  # bytes of a weight that come to the L2 before it is read
+PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
+_LANES: Final = 8  # that split a row's part of a stage
+_MOST_AHEAD: Final = 6
+
+
+@dataclass(frozen=True)
+class Config:
+    """How blocks divide a product; `a16w8_tiles.cu` says what each does.
+
+    `ROWS` of x by `16 * WARPS_N` columns of w, `WARPS_K` warps for each along K, `STAGES` of K in flight, `CLUSTER`
+    blocks along K, `RESIDENT` blocks on a multiprocessor at once.
+    """
+
+    ROWS: int
+    WARPS_N: int = 4
+    WARPS_K: int = 1
+    STAGES: int = 0
+    CLUSTER: int = 1
+    RESIDENT: int = 4
+
+    @property
+    def BN(self) -> int:
+        return 16 * self.WARPS_N
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.WARPS_N * self.WARPS_K + 1)
+
+    @property
+    def least_stages(self) -> int:
+        """As many as make a ring, and have room for the sums after."""
+        sums = self.WARPS_K * self.ROWS * (self.BN + 4) * 4
+        return max(2, -(-sums // (self.BN * STEP)))
+
+    def steps(self, k: int) -> int:
+        """The most that a block has."""
+        return -(-(k // STEP) // self.CLUSTER)
+
+    def shared(self, k: int, w_block: Block, parts: int) -> int:
+        """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
+        arriving = self.ROWS * self.BN * 4 + self.CLUSTER * 8 if self.CLUSTER > 1 else 0
+        steps, kind = self.steps(k), SCALES[w_block]
+        scales = steps * self.BN if kind == "VECTOR" else steps if kind == "BLOCK" else self.BN
+        before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
+        return before + steps * self.ROWS * (parts * STEP + 4) + scales * 4
+
+    def __str__(self) -> str:
+        warps = f"{self.WARPS_N}x{self.WARPS_K}"
+        return f"{self.ROWS}x{self.BN} warps{warps} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}"
+
+
+def accepts(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
+) -> str | None:
+    """None where `plan` takes these operands, else the reason why not."""
+    if (reason := gemv_a16w8.accepts(x, w, w_scale, w_block, bias, out, target)) is not None:
+        return reason
+    if out.dtype == torch.float32:
+        return "out of float32 shows what the tensor core's accumulators drop"
+    x, out = as_matrix(x, w, bias, out)
+    if out.dim() == 3:
+        return f"a batch of {out.shape[0]}"
+    if out.shape[0] > MOST_ROWS:
+        return f"x has {out.shape[0]} rows, more than {MOST_ROWS}"
+    if x.shape[-1] % STEP:
+        return f"K={x.shape[-1]} is no multiple of {STEP}"
+    if not gemv_a16w8.is_k_contiguous(w):
+        return "columns of w are not contiguous"
+    if not gemv_a16w8.has_pieces(x):
+        return "rows of x do not begin at multiples of 16 bytes"
+    config = configure(out.shape[0], out.shape[1], x.shape[-1], w_block, PARTS[x.dtype], target.cores)
+    if config.least_stages > config.STAGES:
+        return f"x of K={x.shape[-1]} does not fit into shared memory"
+    return None
+
+
+def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
+    """None where it was the faster one on an H200, else why not."""
+    k, n = w.shape[-2:]
+    if x.numel() == k <= 2048 and 4096 <= n <= 6144 and not constant:
+        return "one row by short columns of a weight that may not be read early is faster in registers"
+    return None
+
+
+def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *, constant: bool = False) -> Config:
+    """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
+
+    Of a constant weight a block has four stages at best, so that all of its part is on the way before x is; 128 columns
+    wide, for each tile reads x anew, where that makes enough blocks. Else a part takes more time than x does, and
+    fewer blocks along K have longer ones.
+    """
+    rows, steps = 8 if m <= 8 else 16, k // STEP
+    wide, narrow = -(-n // 128), -(-n // 64)
+    most = max(1, min(8, steps // 2))
+
+    def largest(tiles: int, blocks: int, most: int) -> int:
+        """Of the blocks along K that have equally much each, as many as come to so many blocks in all."""
+        return max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and tiles * c <= blocks))
+
+    if rows == 8 and not constant and narrow <= 2 * cores:
+        cluster = most if narrow * most < cores else largest(narrow, cores * 17 // 10, min(most, 6))
+        if steps <= 16 * cluster:
+            resident = 4 if cluster >= 6 else 3 if steps <= 8 * cluster else 2
+            return _with_stages(Config(rows, 4, 1, 0, cluster, resident), k, w_block, parts)
+    if wide * most < (cores if rows == 8 else cores * 7 // 10):
+        return _with_stages(Config(rows, 4, 1, 0, most, 3 if rows == 8 else 2), k, w_block, parts)
+    if wide >= cores:
+        cluster = min(4, most)
+    elif rows == 16 and not constant and steps <= 64:
+        cluster = largest(wide, cores, most)
+    else:
+        cluster = min(most, 8 if constant else 6, -(-steps // 4))
+    # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
+    crowded = cluster == 8 and 30 < wide <= 45
+    if crowded and steps > 48:
+        cluster, crowded = 6, False
+    return _with_stages(Config(rows, 8, 1, 0, cluster, 3 if crowded else 2), k, w_block, parts)
+
+
+def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
+    """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
+    wanted = min(config.steps(k), 3)
+    for resident in range(config.RESIDENT, 0, -1):
+        config = replace(config, STAGES=0, RESIDENT=resident)
+        room = (SHARED_LIMIT // resident - RESERVED - config.shared(k, w_block, parts)) // 1024 * 1024
+        stages = min(room // (config.BN * STEP + 16), max(config.steps(k), config.least_stages))
+        if stages >= wanted:
+            break
+    return replace(config, STAGES=max(stages, 0))
+
+
+def plan(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config | None = None, *, constant: bool = False,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (M, N) = x (M, K) @ (w (K, N) * w_scale) + bias (N)`, nothing empty; see `accepts`."""
+    x, out = as_matrix(x, w, bias, out)
+    (m, n), k = out.shape, x.shape[-1]
+    config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
+    rows = min(ceil_power_of_two(m), config.ROWS)
+    ahead = -(-rows * config.steps(k) * _LANES // (config.threads - 32))
+    macros: dict[str, int | str] = {
+        "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
+        "SCALE": SCALES[w_block],
+        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    options = {
+        "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
+        "STAGES": config.STAGES, "X_ROWS": rows, "AHEAD": min(ahead, _MOST_AHEAD), "CLUSTER": config.CLUSTER,
+        "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant),
+    }  # fmt: skip
+    grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
+    resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
+    of_columns = WHOLE not in w_block or w_block[1] == 1
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
+            wgmma_source(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3"),
+        ),
+        grid=grid,
+        threads=config.threads,
+        shared=config.shared(k, w_block, PARTS[x.dtype]),
+        args={
+            "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale,
+            "bias": bias, "out": out,
+            "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+            "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,
+            "bias_n": 0 if bias is None else bias.stride(-1),
+        },
+        target=target,
+        options=options,
+        overlaps=True,
+    )  # fmt: skip
