@@ -53,6 +53,12 @@ def gemm(
     the tensor and in `bias`, to any order in reverse mode; the `ScaledTensor` is a constant. The other way around,
     `a` quantized, is the transposed product, and column-major.
 
+    On Hopper up to 16 rows of 16 bits, where K is a multiple of 128, go to the FP8 matrix unit as sums of two e4m3
+    values, or of three, with a power of two for each row and 128 of K: exactly, but for elements 2**14 times smaller
+    than the largest of their 128. 128 products are summed in 14 bits, so that the result is off by 1e-4 of the terms'
+    size before it is rounded; `out_dtype=torch.float32` takes another kernel. Inf makes its row Inf, with the sign of
+    the sum of its products where there are several in 128 of K.
+
     Row `i` of a product with a `ScaledTensor` has the same bits whatever the other rows hold, and whatever `M` is as
     long as one kernel and one configuration of it serve. Of MX-FP8 that is up to 16 rows (on gfx950 up to 7, and from 8
     to 16), of a tensor by a `ScaledTensor`, and on Hopper of MX-FP8 too, 1, 2 to 8, 9 to 16, 17 to 32 and 33 to 64 (on
@@ -71,8 +77,9 @@ def gemm(
     or its scales while this product and the work enqueued just before it run: it was loaded and the device synchronized
     since, or it was written before the CUDA graph began whose part this product is, as weights of inference are. A
     kernel may then read it before earlier launches of the stream have ended, and with a weight that one of them still
-    writes the result would be wrong. Of few rows on Hopper, in an FP8 weight's or MX-FP8's product, it takes less time,
-    and sums over K may have another order than without it; elsewhere, and with `prequant`, it has no effect.
+    writes the result would be wrong. Of few rows on Hopper, in MX-FP8's product and where the FP8 matrix unit serves
+    another FP8 weight, it takes less time, and sums over K may have another order than without it; elsewhere, and with
+    `prequant`, it has no effect.
 
     Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
     """
