@@ -50,7 +50,7 @@ static_assert(AT_ARRIVED >= WARPS_K * ROWS * PITCH * 4, "sums take the place of 
 
 constexpr int LANES = STEP / 16;  // that have a row's part of a stage
 constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
-static_assert(X_ROWS <= ITEMS || (X_ROWS == 2 * ITEMS && AHEAD % 2 == 0));
+static_assert(ITEMS % X_ROWS == 0);
 
 extern "C" __global__ void
 #if CLUSTER > 1
@@ -76,18 +76,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     float* const x_scales = reinterpret_cast<float*>(stages + AT_X + count * X_BYTES);  // (count, ROWS)
     float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count) of BLOCK, (BN) of LINE
 
-    if (threadIdx.x == THREADS) {
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), 1);
-            barrier_init(empty(stage), WARPS);
-        }
-        if constexpr (CLUSTER > 1) {  // of the sums that all blocks of the cluster send to this one
-            const int share = share_of_pairs(rows), own = min(max(rows * (BN / 2) - int(rank) * share, 0), share);
-            barrier_init(base + AT_SENT, 1);
-            barrier_expect(base + AT_SENT, own * CLUSTER * 8);
-        }
-        barrier_init_fence();
-    }
+    if (threadIdx.x == THREADS) init_barriers(base + AT_FULL, STAGES, rows, rank);
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
@@ -127,28 +116,24 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     if constexpr (W_CONSTANT) read_scales();
 
     // Lanes of an item have one row's part of a stage; X_ROWS items in turn have the rows of a stage. Where the first
-    // item's values lie is known before they may be read, and from it to the next.
+    // item's values lie is known before they may be read.
     const int item = threadIdx.x / LANES, along = threadIdx.x % LANES;
     const uint16_t* x_from = settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * STEP + 8 * along);
     uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * STEP);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
-    // Where the next item's lie: as many stages on, or the other rows of the stage.
-    constexpr bool OF_ROWS = X_ROWS > ITEMS;
-    constexpr int STEPS_ON = OF_ROWS ? 1 : ITEMS / X_ROWS;
-    auto other_rows = [](int p) { return OF_ROWS && p % 2 ? ITEMS : 0; };
-    auto steps_on = [](int p) { return (OF_ROWS ? p / 2 : p) * STEPS_ON; };
+    constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
     wait_for_launches();
     if constexpr (!W_CONSTANT) read_scales();
-    for (int first = 0; first < count; first += steps_on(AHEAD)) {
+    for (int first = 0; first < count; first += AHEAD * STEPS_ON) {
         // A row's values are put where its first parts will be: loads to registers would be asked for one after another.
-        auto place = [&](int p) { return to + steps_on(p) * X_BYTES + other_rows(p) * STEP; };
+        auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
         bool inside[AHEAD];
 #pragma unroll
         for (int p = 0; p < AHEAD; p++) {
-            inside[p] = first + item / X_ROWS + steps_on(p) < count && item % X_ROWS + other_rows(p) < rows;
+            inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
             if (inside[p]) {
-                const uint16_t* const from = x_from + int64_t(other_rows(p)) * x_m + steps_on(p) * STEP;
+                const uint16_t* const from = x_from + p * STEPS_ON * STEP;
                 copy16(place(p) + 16 * along, from);
                 copy16(place(p) + ROWS * STEP + 16 * along, from + STEP / 2);
             }
@@ -192,10 +177,9 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
                         store_shared(at + part * ROWS * STEP, make_uint2(parts[part][2 * i], parts[part][2 * i + 1]));
                 }
             }
-            if (inside[p] && along == 0)
-                store_shared(scale_to + (steps_on(p) * ROWS + other_rows(p)) * 4, scale.bits);
+            if (inside[p] && along == 0) store_shared(scale_to + p * STEPS_ON * ROWS * 4, scale.bits);
         }
-        x_from += steps_on(AHEAD) * STEP, to += steps_on(AHEAD) * X_BYTES, scale_to += steps_on(AHEAD) * ROWS * 4;
+        x_from += AHEAD * STEPS_ON * STEP, to += AHEAD * STEPS_ON * X_BYTES, scale_to += AHEAD * STEPS_ON * ROWS * 4;
     }
     fence_async();
     sync_first<THREADS>();

@@ -55,21 +55,8 @@ using XType = Bf16;
 using XType = Fp16;
 #endif
 
+#include "ring.cuh"
 #include "tiles.cuh"
-
-// Position in a ring of stages; `parity` of the current pass over it.
-template <int STAGES>
-struct Ring {
-    int stage = 0;
-    uint32_t parity = 0;
-
-    INLINE void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
-};
 
 INLINE uint32_t load_shared_pair_of_bytes(uint32_t from) {
     uint16_t value;
@@ -135,8 +122,8 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
     auto prefetch_w = [&](const Tile& tile) {
         for (int k = 0; k < min(PREFETCHED, tile.k_stop); k++) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
     };
-    Ring<W_STAGES> ring_w;
-    Ring<X_STAGES> ring_x;
+    RingOf<W_STAGES> ring_w;
+    RingOf<X_STAGES> ring_x;
     if (warpgroup == MATH) {
         if constexpr (MATH > 1) give_registers<MATH == 2 ? 24 : 32>();
         if (warp == 0 && elect()) {
@@ -238,7 +225,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 #pragma unroll
                     for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
                 }
-                [[maybe_unused]] const Ring<X_STAGES> first_x = ring_x;
+                [[maybe_unused]] const RingOf<X_STAGES> first_x = ring_x;
                 auto start = [&](float(&d)[WIDTH / 2], bool onto) {
                     const int stage = ring_x.stage;
                     barrier_wait(full_x(stage), ring_x.parity);
@@ -309,8 +296,8 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 if constexpr (!PERSISTENT && !IN_FLIGHT) {  // what comes next, in the place of this and the other part
                     if (k + W_STAGES < tile.k_stop) {
                         if (threadIdx.x < 32 && elect()) {
-                            Ring<W_STAGES> to_w = {stage_w, parity};
-                            Ring<X_STAGES> to_x = first_x;
+                            RingOf<W_STAGES> to_w = {stage_w, parity};
+                            RingOf<X_STAGES> to_x = first_x;
                             for (int next = k + W_STAGES; next < min(k + W_STAGES + K_PARTS, tile.k_stop); next++) {
                                 barrier_wait(empty_w(to_w.stage), to_w.parity);
                                 load_w(tile, to_w.stage, next);

@@ -93,18 +93,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
     float* const a_scales = reinterpret_cast<float*>(stages + AT_SCALES);
     uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_STEP);  // of the columns, for each step
 
-    if (threadIdx.x == MULTIPLYING) {
-        for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), 1);
-            barrier_init(empty(stage), WARPS);
-        }
-        if constexpr (CLUSTER > 1) {  // of the sums that all blocks of the cluster send to this one
-            const int share = share_of_pairs(rows), own = min(max(rows * (BN / 2) - int(rank) * share, 0), share);
-            barrier_init(base + AT_SENT, 1);
-            barrier_expect(base + AT_SENT, own * CLUSTER * 8);
-        }
-        barrier_init_fence();
-    }
+    if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, rows, rank);
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 

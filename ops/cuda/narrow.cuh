@@ -68,6 +68,21 @@ INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows
 // Pairs whose sums a block of the cluster adds up: its own, and those that the others send, as many of each.
 INLINE uint32_t share_of_pairs(int rows) { return (rows * (BN / 2) + CLUSTER - 1) / CLUSTER; }
 
+// Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back, and then that of the
+// sums which the cluster's blocks send to this one.
+INLINE void init_barriers(uint32_t at, int stages, int rows, uint32_t rank) {
+    for (int stage = 0; stage < stages; stage++) {
+        barrier_init(at + stage * 8, 1);
+        barrier_init(at + (stages + stage) * 8, WARPS);
+    }
+    if constexpr (CLUSTER > 1) {
+        const int share = share_of_pairs(rows), own = min(max(rows * (BN / 2) - int(rank) * share, 0), share);
+        barrier_init(at + 2 * stages * 8, 1);
+        barrier_expect(at + 2 * stages * 8, own * CLUSTER * 8);
+    }
+    barrier_init_fence();
+}
+
 // Adds the sums `(WARPS_K, rows, PITCH)` in `memory`, and those of the cluster's blocks, which arrive `received` bytes
 // from there; calls `finish` with each pair of columns, counted along the rows of the tile, and its sums. `send(to, block,
 // sums)` puts them into another block's memory, and after `meet()` those of the others are there.

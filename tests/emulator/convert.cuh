@@ -2,9 +2,8 @@
 #pragma once
 #include <stdint.h>
 
+#include "hopper.cuh"
 #include "instructions.cuh"
-
-#define INLINE inline
 
 struct Bf16 {
     uint16_t bits;
