@@ -527,11 +527,10 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
 
 # Persistent; a block a tile, with all of K in flight or not; of two parts of K.
 MANY = [
-    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 3, DEPTH=2, X_STAGES=10),
-    many.Config(128, 2, 3, X_STAGES=5, TURNS=True), many.Config(64, 4, 2, DEPTH=2, TURNS=True),
-    many.Config(64, 1, 4, TURNS=True), many.Config(64, 2, 3, MATH=3), many.Config(32, 2, 2, MATH=1),
-    many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
-    many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, DEPTH=2, RESIDENT=1),
+    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 2),
+    many.Config(128, 2, 2, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
+    many.Config(32, 2, 2, MATH=1), many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
+    many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, RESIDENT=1),
     many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
     many.Config(128, 1, 4, K_PARTS=2, RESIDENT=1), many.Config(64, 1, 3, K_PARTS=2, RESIDENT=1),
 ]  # fmt: skip

@@ -15,10 +15,11 @@
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
 // constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages.
 //
-// Macros: INPUT (BF16, FP16), B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`,
-// which is of as many ROWS as there are parts), SCALE
-// (LINE, VECTOR, BLOCK as in gemv_a16w8.cu), ROWS (8 or 16), TILES (1), WARPS_N (4 are a warpgroup), WARPS_K (1 or 2, that
-// share each stage), X_ROWS (the next power of two to M, up to ROWS), AHEAD (of rows and stages of x that a thread asks for at once), STAGES, CLUSTER, RESIDENT, W_CONSTANT, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
+// is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
+// warpgroup); WARPS_K (1 or 2, that share each stage); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and
+// stages of x that a thread asks for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT; OUT (BF16, FP16, FP32); BIAS (0, BF16,
+// FP16, FP32).
 #include "narrow.cuh"
 #include "ring.cuh"
 #include "split.cuh"

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda import gemv_a16w8
-from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, ceil_power_of_two
+from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, ceil_power_of_two, scale_step
+from fp8fn.ops.cuda.gemv_mx import PREFETCHED
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
 from fp8fn.ops.cuda.wgmma import wgmma_source
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 
 STEP: Final = 128  # of K in a stage
 MOST_ROWS: Final = 16
-PREFETCHED: Final = 16 << 20  # bytes of a weight that come to the L2 before it is read
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _LANES: Final = 8  # that split a row's part of a stage
 _MOST_AHEAD: Final = 6
@@ -163,8 +163,7 @@ def plan(
     ahead = -(-rows * config.steps(k) * _LANES // (config.threads - 32))
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
-        "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "SCALE": SCALES[w_block], "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
@@ -173,7 +172,6 @@ def plan(
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
-    of_columns = WHOLE not in w_block or w_block[1] == 1
     return CudaLaunch(
         kernel=CudaKernel(
             "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
@@ -183,10 +181,9 @@ def plan(
         threads=config.threads,
         shared=config.shared(k, w_block, PARTS[x.dtype]),
         args={
-            "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale,
-            "bias": bias, "out": out,
-            "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
-            "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,
+            "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
+            "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+            "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
             "bias_n": 0 if bias is None else bias.stride(-1),
         },
         target=target,

@@ -13,12 +13,12 @@
 //
 // WARPS_N warps lie side by side, WARPS_K share K, and so do CLUSTER blocks; their sums meet in shared memory and are added
 // in a fixed order, those of blocks in the block that stores them. CHUNK is how much of K of x lies in shared memory at a
-// time, a multiple of 128, and `received` where sums of other blocks arrive there, in bytes.
+// time, a multiple of 128; `received` where sums of other blocks arrive there, in bytes.
 //
 // Macros: INPUT (BF16, FP16), FP8 of the enum Fp8, K_CONTIGUOUS, EVEN_K (K is a multiple of 16), X_PIECES (x loads by 16
 // bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, CHUNK, RESIDENT (blocks of a multiprocessor),
-// OUT (BF16, FP16, FP32) and BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR
-// (one a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
+// OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR (one
+// a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
 #include "narrow.cuh"
 
 #define LINE 1
@@ -43,10 +43,6 @@ static_assert(K_CONTIGUOUS || TILES == 8, "16 bytes of 8 threads");
 struct Unit {
     uint4 piece[PIECES];
     float scale[SCALES];
-};
-
-struct Units {
-    int start, stop;
 };
 
 // Bytes c of four words become word c.
@@ -108,6 +104,17 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     const uint32_t units = (K + UNIT - 1) / UNIT;
     const int block_start = units * rank / CLUSTER, block_stop = units * (rank + 1) / CLUSTER;
 
+    if constexpr (K_CONTIGUOUS) {  // a line is a column of the block
+        const int k = block_start * UNIT, bytes = (min(block_stop * UNIT, K) - k) & ~15;
+        for (int n = threadIdx.x; n < min(BN, N - tile_n) && bytes > 0; n += THREADS)
+            prefetch(matrix + int64_t(tile_n + n) * w_line + k, bytes);
+    } else {
+        const int bytes = min(BN, N - tile_n) & ~15;
+        for (int k = block_start * UNIT + threadIdx.x; k < min(block_stop * UNIT, K) && bytes > 0; k += THREADS)
+            prefetch(matrix + int64_t(k) * w_line + tile_n, bytes);
+    }
+    wait_for_launches();
+
     auto load = [&](Unit& unit, int index, int stop) {
         const int k = index * UNIT + quarter * DEPTH, room = min(stop * UNIT, K) - k;
         const uint8_t* from = w + int64_t(index) * (K_CONTIGUOUS ? UNIT : UNIT * int64_t(w_line));
@@ -130,7 +137,8 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     };
 
     float acc[TILES][SLICES][4] = {};
-    auto accumulate = [&](int tile, const float (&scale)[SCALES], const uint32_t (&a)[DEPTH / 4][4],
+
+    auto accumulate = [&](int tile, const Unit& unit, const uint32_t (&a)[DEPTH / 4][4],
                           const uint32_t (&b)[SLICES][DEPTH / 2]) {
 #pragma unroll
         for (int s = 0; s < SLICES; s++) {
@@ -142,21 +150,13 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
                 float d[4] = {};
 #pragma unroll
                 for (int j = 0; j < DEPTH / 4; j++) mma<XType>(d, a[j], b[s][2 * j], b[s][2 * j + 1]);
-                const float upper = scale[SCALE == VECTOR ? 2 * tile : 0];
-                const float lower = scale[SCALE == VECTOR ? 2 * tile + 1 : 0];
+                const float upper = unit.scale[SCALE == VECTOR ? 2 * tile : 0];
+                const float lower = unit.scale[SCALE == VECTOR ? 2 * tile + 1 : 0];
                 sum[0] += upper * d[0];
                 sum[1] += upper * d[1];
                 sum[2] += lower * d[2];
                 sum[3] += lower * d[3];
             }
-        }
-    };
-    // The left operands of a tile.
-    auto widen_tile = [](const Unit& unit, int tile, uint32_t (&a)[DEPTH / 4][4]) {
-#pragma unroll
-        for (int j = 0; j < DEPTH / 4; j++) {
-            widen<XType, FP8>(word(unit.piece[2 * tile % PIECES], j), a[j][0], a[j][2]);
-            widen<XType, FP8>(word(unit.piece[(2 * tile + 1) % PIECES], j), a[j][1], a[j][3]);
         }
     };
     // `at`: where the unit begins in the chunk of x.
@@ -167,8 +167,12 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         if constexpr (K_CONTIGUOUS) {
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
-                widen_tile(unit, tile, a);
-                accumulate(tile, unit.scale, a, b);
+#pragma unroll
+                for (int j = 0; j < DEPTH / 4; j++) {
+                    widen<XType, FP8>(word(unit.piece[2 * tile % PIECES], j), a[j][0], a[j][2]);
+                    widen<XType, FP8>(word(unit.piece[(2 * tile + 1) % PIECES], j), a[j][1], a[j][3]);
+                }
+                accumulate(tile, unit, a, b);
             }
         } else {
 #pragma unroll
@@ -189,20 +193,19 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
                         widen<XType, FP8>(turned[0][j][c], a[j][0], a[j][2]);
                         widen<XType, FP8>(turned[1][j][c], a[j][1], a[j][3]);
                     }
-                    accumulate((4 * quad + c) % TILES, unit.scale, a, b);
+                    accumulate((4 * quad + c) % TILES, unit, a, b);
                 }
             }
         }
     };
 
-    // The warp's units, of the chunk of x that begins with unit `first`.
-    auto share = [&](int first) {
+    for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
         const int count = min(CHUNK / UNIT, block_stop - first);
-        return Units{first + count * warp_k / WARPS_K, first + count * (warp_k + 1) / WARPS_K};
-    };
-    // The chunk of x that begins with unit `first`, with zeros past K to the end of the last unit.
-    auto copy_x = [&](int first) {
-        const int first_k = first * UNIT, pieces = min(CHUNK / UNIT, block_stop - first) * UNIT / 8;
+        if (first > block_start) __syncthreads();  // the chunk before was read
+        Unit flight[UNROLL];
+        const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;
+        // x, with zeros past K to the end of the last unit; asked for first, or it would come after all of the weight.
+        const int first_k = first * UNIT, pieces = count * UNIT / 8;
 #pragma unroll 1
         for (int piece = threadIdx.x; piece < pieces; piece += THREADS) {
             const int k = first_k + 8 * piece;
@@ -226,37 +229,15 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             }
         }
         end_copies();
-        return pieces;
-    };
-    auto prefetch_w = [&] {
-        if constexpr (K_CONTIGUOUS) {  // a line is a column of the block
-            const int k = block_start * UNIT, bytes = (min(block_stop * UNIT, K) - k) & ~15;
-            for (int n = threadIdx.x; n < min(BN, N - tile_n) && bytes > 0; n += THREADS)
-                prefetch(matrix + int64_t(tile_n + n) * w_line + k, bytes);
-        } else {
-            const int bytes = min(BN, N - tile_n) & ~15;
-            for (int k = block_start * UNIT + threadIdx.x; k < min(block_stop * UNIT, K) && bytes > 0; k += THREADS)
-                prefetch(matrix + int64_t(k) * w_line + tile_n, bytes);
-        }
-    };
-
-    Unit flight[UNROLL];
-    prefetch_w();
-    wait_for_launches();
-    for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
-        if (first > block_start) __syncthreads();  // the chunk before was read
-        const Units units = share(first);
-        // x is asked for first, or it would come after all of the weight.
-        const int pieces = copy_x(first);
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) load(flight[i], units.start + i, units.stop);
+        for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
         if (pieces > 0) wait_for_copies();  // always: without the branch the loads above are moved below it
         __syncthreads();
-        for (int index = units.start; index < units.stop; index += UNROLL) {
+        for (int index = start; index < stop; index += UNROLL) {
 #pragma unroll
             for (int i = 0; i < UNROLL; i++) {
-                if (index + i < units.stop) multiply(flight[i], (index + i - first) * UNIT);
-                load(flight[i], index + i + UNROLL, units.stop);
+                if (index + i < stop) multiply(flight[i], (index + i - first) * UNIT);
+                load(flight[i], index + i + UNROLL, stop);
             }
         }
     }

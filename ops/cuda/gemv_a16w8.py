@@ -211,7 +211,6 @@ def plan(
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
     }  # fmt: skip
-    of_columns = WHOLE not in w_block or w_block[1] == 1
     return CudaLaunch(
         kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),
         grid=(-(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches),
@@ -222,7 +221,7 @@ def plan(
             "received": received,
             "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
             "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
-            "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": w_scale.stride(-1) if of_columns else 0,
+            "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
             "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
             "bias_n": 0 if bias is None else bias.stride(-1),
         },
@@ -242,6 +241,11 @@ def call(launch: CudaLaunch, out: Tensor) -> Call:
 def batch_step(x: Tensor) -> int:
     """From a matrix to the next; 0 where one serves the whole batch."""
     return x.stride(0) if x.dim() == 3 else 0
+
+
+def scale_step(w_scale: Tensor, w_block: Block) -> int:
+    """From the scale of a column, or a block of them, to the next; 0 where one serves all."""
+    return 0 if w_block == (WHOLE, WHOLE) else w_scale.stride(-1)
 
 
 def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:

@@ -3,7 +3,7 @@
 // Computed transposed, outᵀ = wᵀ xᵀ: the left operand of wgmma may come from registers, where wᵀ has just been widened from
 // FP8. MATH warpgroups of a block multiply, 64 columns of w each; K_PARTS of them have the same columns, and every other
 // k-block of 128. A warpgroup widens a k-block of its columns, 32 registers a thread, and multiplies it by SLICES parts of
-// WIDTH rows of x; where the scale changes along K, each into one of DEPTH temporaries that is scaled and added. With TURNS
+// WIDTH rows of x; where the scale changes along K, each into a temporary that is scaled and added. With TURNS
 // two warpgroups multiply by turns: while one does, the other widens. ONCE: K is at most 128, and so has one scale.
 //
 // Both operands come by TMA, w into W_STAGES and slices of x into X_STAGES: those of w are free again once they are widened.
@@ -12,7 +12,7 @@
 // is room for all of K. The launch begins while the one before it ends, and until then has the weight brought to the L2.
 //
 // Macros: INPUT (BF16, FP16; and in the generated wgmma), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK as in
-// gemv_a16w8.cu), MATH, K_PARTS (1 or 2), WIDTH, SLICES, W_STAGES, X_STAGES, DEPTH (1 or 2), TURNS, ONCE, PERSISTENT,
+// gemv_a16w8.cu), MATH (1 or 2), K_PARTS (1 or 2), WIDTH, SLICES, W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT,
 // IN_FLIGHT, RESIDENT, GROUP, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
 #include "groups.cuh"
 #include "mma.cuh"
@@ -124,8 +124,8 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
     };
     RingOf<W_STAGES> ring_w;
     RingOf<X_STAGES> ring_x;
-    if (warpgroup == MATH) {
-        if constexpr (MATH > 1) give_registers<MATH == 2 ? 24 : 32>();
+    if (PERSISTENT && warpgroup == MATH) {
+        if constexpr (MATH == 2) give_registers<24>();
         if (warp == 0 && elect()) {
             prefetch_w(walk.at(begin));
             wait_for_launches();
@@ -143,7 +143,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             }
         }
     } else {
-        if constexpr (PERSISTENT && MATH > 1) take_registers<MATH == 2 ? 240 : 160>();
+        if constexpr (PERSISTENT && MATH == 2) take_registers<240>();
         if constexpr (!PERSISTENT) {
             if (threadIdx.x < 32 && elect()) {
                 const Tile tile = walk.at(begin);
@@ -265,31 +265,22 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         release(used[slice]);
                     }
                 } else {
-                    float d[DEPTH][WIDTH / 2];
-                    used[0] = start(d[0], false);
-                    release_w();
-                    if (TURNS && SLICES == 1) pass_turn(warpgroup);
+                    float d[WIDTH / 2];
 #pragma unroll
                     for (int slice = 0; slice < SLICES; slice++) {
-                        if (DEPTH > 1 && slice + 1 < SLICES) {
-                            used[slice + 1] = start(d[(slice + 1) % DEPTH], false);
-                            if (TURNS && slice + 2 == SLICES) pass_turn(warpgroup);
-                            wgmma_wait<1>();
-                        } else {
-                            wgmma_wait<0>();
-                        }
-                        float(&done)[WIDTH / 2] = d[slice % DEPTH];
-                        fence_registers(done);
+                        used[slice] = start(d, false);
+                        if (slice == 0) release_w();
+                        if (TURNS && slice + 1 == SLICES) pass_turn(warpgroup);
+                        wgmma_wait<0>();
+                        fence_registers(d);
                         release(used[slice]);
 #pragma unroll
                         for (int j = 0; j < WIDTH / 8; j++) {
-                            acc[slice][4 * j + 0] += scale.upper * done[4 * j + 0];
-                            acc[slice][4 * j + 1] += scale.upper * done[4 * j + 1];
-                            acc[slice][4 * j + 2] += scale.lower * done[4 * j + 2];
-                            acc[slice][4 * j + 3] += scale.lower * done[4 * j + 3];
+                            acc[slice][4 * j + 0] += scale.upper * d[4 * j + 0];
+                            acc[slice][4 * j + 1] += scale.upper * d[4 * j + 1];
+                            acc[slice][4 * j + 2] += scale.lower * d[4 * j + 2];
+                            acc[slice][4 * j + 3] += scale.lower * d[4 * j + 3];
                         }
-                        if (DEPTH == 1 && slice + 1 < SLICES) used[slice + 1] = start(d[0], false);
-                        if (TURNS && DEPTH == 1 && slice + 2 == SLICES) pass_turn(warpgroup);
                     }
                 }
                 for (int i = 0; i < (K_PARTS - 1) * SLICES; i++) ring_x.advance();

@@ -8,12 +8,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, SCALES, as_matrix, call
+from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, SCALES, as_matrix, call, scale_step
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.scaled_mm import BK, LARGEST, OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.wgmma import wgmma_source
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import OCP, Target
 
 __all__ = ["Config", "accepts", "call", "plan"]
@@ -26,8 +26,8 @@ _STAGE_BARRIERS: Final = 16
 class Config:
     """How `MATH` warpgroups compute tiles of `WIDTH * SLICES` rows of x and `64 * MATH / K_PARTS` columns of w.
 
-    `mm_a16w8.cu` says what each does: `STAGES` k-blocks of w in flight, and as much of x, or `X_STAGES` slices; `DEPTH`
-    temporaries; `RESIDENT` blocks on a multiprocessor (0: a persistent one); `GROUP` rows of tiles walked together.
+    `mm_a16w8.cu` says what each does: `STAGES` k-blocks in flight; `RESIDENT` blocks on a multiprocessor (0: a
+    persistent one); `GROUP` rows of tiles walked together.
     """
 
     WIDTH: int = 128
@@ -35,11 +35,9 @@ class Config:
     STAGES: int = 2
     GROUP: int = 8
     MATH: int = 2
-    DEPTH: int = 1
     RESIDENT: int = 0
     K_PARTS: int = 1
     TURNS: bool = False
-    X_STAGES: int = 0
 
     @property
     def BM(self) -> int:
@@ -55,7 +53,7 @@ class Config:
 
     @property
     def slices_in_flight(self) -> int:
-        return self.X_STAGES or self.STAGES * self.SLICES
+        return self.STAGES * self.SLICES
 
     @property
     def shared(self) -> int:
@@ -68,10 +66,7 @@ class Config:
 
     def __str__(self) -> str:
         marks = " turns" * self.TURNS + f" parts{self.K_PARTS}" * (self.K_PARTS > 1)
-        return (
-            f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES}+{self.slices_in_flight} depth{self.DEPTH} "
-            f"resident{self.RESIDENT} group{self.GROUP}{marks}"
-        )
+        return f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES} resident{self.RESIDENT} group{self.GROUP}{marks}"
 
 
 _LARGEST: Final = Config(TURNS=True)
@@ -168,7 +163,7 @@ def plan(
     }  # fmt: skip
     options = {
         "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
-        "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight, "DEPTH": config.DEPTH,
+        "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
         "TURNS": int(config.TURNS), "ONCE": int(k <= BK), "PERSISTENT": int(config.RESIDENT == 0),
         "IN_FLIGHT": int(config.RESIDENT > 0 and k <= BK * config.STAGES), "RESIDENT": max(config.RESIDENT, 1),
         "GROUP": config.GROUP,
@@ -187,7 +182,7 @@ def plan(
             "w_scale": w_scale, "bias": bias, "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
             "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
             "s_batch": w_scale.stride(0) if w_scale.dim() == 3 else 0, "s_k": w_scale.stride(-2),
-            "s_n": 0 if w_block == (WHOLE, WHOLE) else w_scale.stride(-1),
+            "s_n": scale_step(w_scale, w_block),
             "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
             "bias_n": 0 if bias is None else bias.stride(-1),
         },
