@@ -636,10 +636,32 @@ def test_a_winner_beats_the_models_choice_by_more_than_the_spread() -> None:
     assert decide({"128x256d1": close, "64x64d2": clear}, "192x128d1").config == "64x64d2"
 
 
+def test_a_turn_is_the_median_of_its_runs() -> None:
+    """Runs of a short call differ by more than the calls do."""
+    runs = {"64x64d2": [10.0, 9.6, 11.9], "64x128d2": [9.7, 9.5, 9.9]}
+
+    class Runs:
+        def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+            return runs[call()]
+
+    found = measure({name: (lambda name=name: name) for name in runs}, Runs(), Turns(5, 3), stays="64x64d2")
+    assert found == {"64x64d2": [10.0] * 5, "64x128d2": [9.7] * 5}
+    assert decide(found, "64x64d2").config == "64x128d2"
+
+
 def test_the_spread_is_the_interquartile_range_or_half_a_percent() -> None:
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
     assert spread([100.0, 100.0, 100.0]) == 0.5
     assert spread([200.0]) == 1.0
+
+
+def test_the_spread_of_a_gain_is_that_of_the_differences_in_each_round() -> None:
+    """A clock that sinks moves both; one that has left has its first round alone."""
+    mine, others = [10.0, 10.4, 10.8, 11.2], [10.5, 10.9, 11.4, 11.7]
+    assert spread(mine) == pytest.approx(0.6)
+    assert spread(mine, others) == pytest.approx(0.005 * 10.6)
+    assert decide({"64x128d2": mine, "128x64d2": others}, "128x64d2").config == "64x128d2"
+    assert spread(mine, others[:1]) == pytest.approx(0.005 * 10.6)
 
 
 class FakeBench:
@@ -682,7 +704,7 @@ def test_calls_take_turns_and_what_is_far_behind_leaves() -> None:
     bench, times = FakeBench(), {"64x64d2": 10.0, "64x128d2": 10.5, "128x64d2": 12.0}
     calls = {name: bench._call(name, time) for name, time in times.items()}
     found = measure(calls, bench, Turns(20, 3), stays="64x64d2")
-    assert {name: len(samples) for name, samples in found.items()} == {"64x64d2": 60, "64x128d2": 60, "128x64d2": 3}
+    assert {name: len(samples) for name, samples in found.items()} == {"64x64d2": 20, "64x128d2": 20, "128x64d2": 1}
     turns = bench.runs[::3]
     assert {*turns[:3]} == times.keys()
     rounds = [tuple(turns[i : i + 2]) for i in range(3, len(turns), 2)]

@@ -1,7 +1,8 @@
 """Which configuration is fastest for a problem: the candidates take turns on the device, the winner has to be clear.
 
-A GPU's clock sinks as it warms, so the order of the turns is shuffled anew in each round, and a time is the median of
-all rounds. What is far behind after the first round leaves.
+A GPU's clock sinks as it warms, so the order of the turns is shuffled anew in each round. A turn's time is the median
+of its runs, which for a short call differ by more than calls do, and a call's that of its turns; two calls are compared
+round by round. What is far behind after the first round leaves.
 """
 
 from __future__ import annotations
@@ -85,14 +86,14 @@ def tune(problem: Problem, bench: Bench) -> Entry:
 
 
 def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> dict[str, list[float]]:
-    """The times of every call; those far behind the best after one round have that round's alone, but for `stays`."""
+    """The times of each call's turns; one far behind the best after a round has that turn alone, but for `stays`."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     order, shuffle = list(calls), random.Random(0).shuffle
     for turn in range(turns.rounds):
         shuffle(order)
         for name in order:
             # 20 µs are what the host takes for a launch, the flush and two events.
-            samples[name] += clock.samples(calls[name], turns.repeats, 20.0 * (turns.repeats + 1))
+            samples[name].append(median(clock.samples(calls[name], turns.repeats, 20.0 * (turns.repeats + 1))))
         if turn == 0:
             least = min(median(times) for times in samples.values())
             order = [name for name in order if name == stays or median(samples[name]) <= _BEHIND * least]
@@ -100,19 +101,24 @@ def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -
 
 
 def decide(samples: Mapping[str, Sequence[float]], models: str) -> Entry:
-    """The entry: the fastest, if it beats the model's choice by more than the spread of the two; else that choice."""
+    """The entry: the fastest, if it beats the model's choice by more than the spread of that gain; else that choice."""
     times = {name: median(found) for name, found in samples.items()}
     peer_us = times.pop(PEER, None)
     best = min(times, key=lambda name: (times[name], name))
-    if models in times and times[models] - times[best] <= max(spread(samples[models]), spread(samples[best])):
+    if models in times and times[models] - times[best] <= spread(samples[best], samples[models]):
         best = models
-    width = max(spread(samples[best]), spread(samples[PEER]) if PEER in samples else 0.0)
+    width = spread(samples[best], samples.get(PEER))
     return Entry(best, times, width, peer_us)
 
 
-def spread(samples: Sequence[float]) -> float:
-    """What two medians have to differ by: the samples' interquartile range, or half a percent where that is more."""
+def spread(samples: Sequence[float], others: Sequence[float] | None = None) -> float:
+    """What medians have to differ by: the interquartile range of turns, or half a percent where that is more.
+
+    Between two calls it is that of their difference in each round, for both follow the clock of the chip.
+    """
     least = _LEAST_SPREAD * median(samples)
+    if others is not None:
+        samples = [other - mine for mine, other in zip(samples, others, strict=False)]  # one may have left early
     if len(samples) == 1:
         return least
     first, _, third = quantiles(samples, n=4, method="inclusive")
