@@ -27,7 +27,6 @@ from fp8fn.ops.cuda.quantize_columns import (
     _STREAMS_OF_GROUPS,
     _TALL,
     _TILES,
-    _WALKS,
     Stream,
     Tile,
     Walk,
@@ -50,15 +49,18 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvr
 SMALL: Final = ((Tile(128, 1, 2), 32), (Tile(64, 4, 2), 16), (Tile(128, 3, 4), None), (Tile(64, 1, 8), 576))
 
 
-# Rings that hold a panel's chunks, and that do not.
-STREAMS: Final = (Stream(1, 2), Stream(2, 3, BOX=128), Stream(3, 2, 16, BASE=128), Stream(4, 8, BOX=16))
+# Rings that hold a panel's chunks, and that do not; of one warp a piece, and of two.
+STREAMS: Final = (
+    Stream(1, 2), Stream(2, 3, BOX=128), Stream(3, 2, 16, BASE=128), Stream(4, 8, BOX=16), Stream(1, 3, 16),
+    Stream(2, 5, 16, BOX=64),
+)  # fmt: skip
 
 # Rings that hold most of the groups below, and that hold hardly one.
-WALKS: Final = (Walk(13), Walk(3, 16, BOX=128), Walk(2, BOX=16))
+WALKS: Final = (Walk(13), Walk(3, BOX=128), Walk(2, BOX=16))
 
 _ALL_STREAMS: Final = tuple(dict.fromkeys(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW, *_STREAMS_OF_GROUPS)))
 
-_ALL_WALKS: Final = tuple(tile for _, tile in _WALKS)
+_ALL_WALKS: Final = (Walk(),)
 
 Config: TypeAlias = "tuple[Tile, int | None] | Stream | Walk | None"
 
@@ -148,6 +150,7 @@ def test_streamed_matrices_have_the_references_bits(config: Config, backwards: b
             ((300, 36), FP32, "e8m0", E4M3),
             ((2, 3, 257, 72), BF16, "rceil", E4M3),
             ((1100, 64), BF16, "fp32", E4M3),
+            ((400, 640), BF16, "pow2", E4M3),  # panel after panel
         ):
             x = torch.randn(*shape[:-1], -(-shape[-1] // 8) * 8, dtype=dtype)[..., : shape[-1]]
             wanted = reference.quantize(x, (-1, 1), fp8, scale)
@@ -206,17 +209,20 @@ def test_walked_groups_have_the_references_bits(config: Config, backwards: bool)
 
 
 @needs_compiler
-@pytest.mark.parametrize("blocks", [1, 2, 7, 50])
+@pytest.mark.parametrize("blocks", [1, 2, 7, 9, 50])
 def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
-    sizes = [40, 0, 130, 129, 1, 16, 0, 15, 300, 128, 9, 0]
-    offsets = torch.tensor(sizes).cumsum(0).int()
-    x = torch.randn(sum(sizes) + 33, 136, dtype=BF16)
-    out = Quantized(*empty_grouped(x, len(sizes), (-1, 1), E5M2, "fp32"))
-    out.data.view(torch.uint8).fill_(0x55)
-    out.scale.fill_(-1)
-    with hopper_on_cpu():
-        run(columns.plan_walk(x, out, "fp32", SM90, offsets, Walk(4), blocks))
-    assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
+    for sizes, rest in (
+        ([40, 0, 130, 129, 1, 16, 0, 15, 300, 128, 9, 0], 33),
+        ([16, 128, 36, 0], 0),  # a share of the last group alone, and of the next panel
+    ):
+        offsets = torch.tensor(sizes).cumsum(0).int()
+        x = torch.randn(sum(sizes) + rest, 136, dtype=BF16)
+        out = Quantized(*empty_grouped(x, len(sizes), (-1, 1), E5M2, "fp32"))
+        out.data.view(torch.uint8).fill_(0x55)
+        out.scale.fill_(-1)
+        with hopper_on_cpu():
+            run(columns.plan_walk(x, out, "fp32", SM90, offsets, Walk(4), blocks))
+        assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
 
 
 @needs_compiler
@@ -376,8 +382,8 @@ def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
 
 def test_blocks_walk_over_equal_parts_of_panels() -> None:
     x = torch.empty(16640, 8192, device="meta", dtype=BF16)
-    assert default_walk(x, 64, 132) == Walk(6, RESIDENT=2)
-    assert default_walk(x, 32, 132) == Walk(13, RESIDENT=1)
+    assert default_walk(x, 64, 132) == default_walk(x, 32, 132) == Walk(7, RESIDENT=2)
+    assert default_walk(x, 16, 132) is None
     assert default_walk(x[:, :1024], 64, 132) is None
     offsets = torch.empty(64, device="meta", dtype=torch.int32)
     for width, blocks in ((8192, 256), (5120, 240), (7168, 264), (16384 + 8192, 264), (2048, 256)):

@@ -137,12 +137,45 @@ INLINE void store_matrices(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, u
                  : "memory");
 }
 
+// Four matrices of 8 x 8 elements of 16 bits, of which lanes 8 * i to 8 * i + 7 give the addresses of the rows of matrix i, 16 bytes each. A lane gets
+// of each the elements 2 * (lane % 4) and the one after it of row lane / 4; where TURNED, of column lane / 4.
+template <bool TURNED>
+INLINE uint4 load_matrices(uint32_t row) {
+    uint4 m;
+    if constexpr (TURNED) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+                     : "r"(row));
+    } else {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(m.x), "=r"(m.y), "=r"(m.z), "=r"(m.w)
+                     : "r"(row));
+    }
+    return m;
+}
+
 INLINE void store_shared(uint32_t to, uint32_t value) {
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(value) : "memory");
 }
 
 INLINE void store_shared(uint32_t to, uint2 values) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(values.x), "r"(values.y) : "memory");
+}
+
+INLINE void store_shared(uint32_t to, float2 values) {
+    asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(values.x), "f"(values.y) : "memory");
+}
+
+INLINE void store_shared(uint32_t to, float4 values) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(values.x), "f"(values.y), "f"(values.z),
+                 "f"(values.w)
+                 : "memory");
+}
+
+INLINE uint32_t load_shared_word(uint32_t from) {
+    uint32_t value;
+    asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(from) : "memory");
+    return value;
 }
 
 INLINE uint4 load_shared_words(uint32_t from) {

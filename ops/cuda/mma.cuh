@@ -32,6 +32,23 @@ INLINE float load_constant(const float* address) {
     return v;
 }
 
+// 16 bytes that a launch before may have written, past the L1, which may hold older ones; zeros where not `inside`.
+INLINE uint4 load_written(const void* address, bool inside) {
+    uint4 v;
+    asm volatile(
+        "{.reg .pred inside;\n"
+        "setp.ne.u32 inside, %5, 0;\n"
+        "mov.b32 %0, 0;\n"
+        "mov.b32 %1, 0;\n"
+        "mov.b32 %2, 0;\n"
+        "mov.b32 %3, 0;\n"
+        "@inside ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
+        : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w)
+        : "l"(address), "r"(uint32_t(inside))
+        : "memory");
+    return v;
+}
+
 INLINE uint32_t load_byte_ahead(const void* address) {
     uint32_t v;
     asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(address));

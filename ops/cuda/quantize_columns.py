@@ -84,28 +84,29 @@ class Stream:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: the ring, maxima of warps and of blocks, scales, barriers."""
-        words = _ROW_BYTES * (self.WARPS + 2 * self.CLUSTER) + 2 * _ROW_BYTES
-        return self.STAGES * _CHUNK * _ROW_BYTES + words + 8 * (2 * self.STAGES + 2) + 16
+        """Bytes of shared memory: the ring, the maxima that its warps are told for two panels, barriers."""
+        pieces = _ROW_BYTES // 16
+        told = 2 * _ROW_BYTES * self.CLUSTER * (self.WARPS // pieces)
+        return self.STAGES * _CHUNK * _ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * pieces)
 
 
 @dataclass(frozen=True)
 class Walk:
     """The macros of `walk_columns.cu`, which says what each is."""
 
-    STAGES: int = 6
+    STAGES: int = 7
     WARPS: int = 8
     RESIDENT: int = 2
     BOX: int = 32
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: the ring, inverse scales of 16 groups, barriers."""
-        return self.STAGES * _CHUNK * _ROW_BYTES + 16 * 2 * _ROW_BYTES + 8 * (2 * self.STAGES + 32)
+        """Bytes of shared memory: the ring and its barriers."""
+        return self.STAGES * (_CHUNK * _ROW_BYTES + 2 * 8)
 
     @property
     def threads(self) -> int:
-        return 32 * (self.WARPS + 5)
+        return 32 * (self.WARPS + 1)
 
 
 # The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
@@ -115,8 +116,7 @@ _STREAMS: Final = (
     (5120, Stream(8, 6, RESIDENT=2, BOX=128)), (7168, Stream(8, BOX=128)), (10**9, Stream(16, BOX=128)),
 )  # fmt: skip
 _STREAMS_OF_FEW: Final = (
-    *_STREAMS[:2], (4096, _STREAMS[2][1]), (6144, Stream(16, 4, RESIDENT=3, BOX=128)),
-    (10240, Stream(16, 6, RESIDENT=2, BOX=128)), _STREAMS[-1],
+    *_STREAMS[:2], (4096, _STREAMS[2][1]), (10240, Stream(16, 6, RESIDENT=2, BOX=128)), _STREAMS[-1],
 )  # fmt: skip
 _STREAMS_OF_GROUPS: Final = (
     (1280, Stream(2, 6, RESIDENT=2)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
@@ -125,7 +125,7 @@ _STREAMS_OF_GROUPS: Final = (
 _FEW_PANELS: Final = 256
 # As timed on an H200, by the mean rows of a group; with fewer or more rows the other kernels are as fast or faster.
 _LEAST_WALKED: Final = 64
-_WALKS: Final = ((384, Walk()), (640, Walk(13, RESIDENT=1)))
+_MOST_WALKED: Final = 640
 _LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
 _SMALL: Final = 512  # rows; up to them the other kernel is as fast or faster
 
@@ -142,7 +142,7 @@ def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
     panels = -(-columns * x.element_size() // _ROW_BYTES)
     if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
         return None
-    return next((tile for most, tile in _WALKS if rows <= groups * most), None)
+    return Walk() if rows <= groups * _MOST_WALKED else None
 
 
 def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:

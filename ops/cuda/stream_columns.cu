@@ -2,9 +2,10 @@
 // panels while those of this one are quantized.
 //
 // A cluster of CLUSTER blocks takes one panel of PANEL columns after the other, of a matrix or group, and each block of it
-// some of the panel's chunks of 128 rows. They come through a ring of STAGES chunks in shared memory. WARPS warps find the
-// largest magnitudes of a chunk when it is there, and quantize the chunks once the blocks have told each other theirs;
-// one more warp asks for the chunks. What the ring cannot hold of a panel comes a second time.
+// some of the panel's chunks of 128 rows. They come through a ring of STAGES chunks in shared memory, for which one more
+// warp asks. Each of the WARPS warps is on its own: it finds the largest magnitudes of one piece, 16 bytes of every row, of
+// the chunks in its stages, tells them the warps of this piece in all blocks, and quantizes its piece of the chunks when it
+// knows theirs. What the ring cannot hold of a panel comes a second time.
 //
 // Macros: those of panel.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a multiple of so many
 // rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor.
@@ -13,13 +14,15 @@
 #include "ring.cuh"
 
 static_assert(WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
+constexpr int TEAMS = WARPS / PIECES;  // of a warp for each piece, which take the stages in turn
+constexpr int SENDERS = CLUSTER * TEAMS;
+static_assert(STAGES >= TEAMS);
 
-struct alignas(16) Stream {
-    unsigned warp_amax[WARPS][WORDS];
-    unsigned of_blocks[2][CLUSTER][WORDS];  // of one panel are read while those of the next come in
-    float inverse[PANEL];
-    uint64_t full[STAGES], empty[STAGES], told[2];
-};
+// Where in shared memory lies what follows the ring: barriers, those of `TOLD` for a piece of each of two panels; and for
+// these the largest magnitudes (PIECES, SENDERS, 4), of which those of one are read while the next come in.
+constexpr int BARRIER = sizeof(uint64_t);
+constexpr int FULL = STAGES * STAGE_BYTES, EMPTY = FULL + STAGES * BARRIER, TOLD = EMPTY + STAGES * BARRIER;
+constexpr int OF_WARPS = TOLD + 2 * PIECES * BARRIER;
 
 struct Rows {
     int start, stop;
@@ -48,42 +51,88 @@ struct Share {
     __forceinline__ int kept() const { return min(count, STAGES); }
 };
 
-// Takes what rows `low` to `high` of a chunk hold into the largest magnitudes of this thread's piece. A piece of 16 bytes
-// lies where the copy engine's swizzle puts it.
-__forceinline__ void take_chunk(unsigned (&amax)[4], const char* stage, int low, int high) {
-    const int piece = threadIdx.x % PIECES, first = threadIdx.x / PIECES;
-    const char* at = stage + first * ROW_BYTES + (piece ^ first % 8) * 16;
-    if (low <= 0 && high >= CHUNK) {
-#pragma unroll
-        for (int row = 0; row < CHUNK; row += STEP) take_larger(amax, *reinterpret_cast<const uint4*>(at + row * ROW_BYTES));
-    } else {
+// Takes what rows `low` to `high` of a chunk hold into the largest magnitudes of the piece whose first of this lane's rows,
+// 32 apart, is at `from`.
+__forceinline__ void take_some(unsigned (&amax)[4], uint32_t from, int low, int high) {
+    const int lane = threadIdx.x % 32;
 #pragma unroll 1
-        for (int row = max(low, 0) / STEP * STEP; row < min(high, CHUNK); row += STEP) {
-            if (low <= first + row && first + row < high) {
-                take_larger(amax, *reinterpret_cast<const uint4*>(at + row * ROW_BYTES));
-            }
-        }
+    for (int row = lane; row < CHUNK; row += 32) {
+        if (low <= row && row < high) take_larger(amax, load_shared_words(from + (row - lane) * ROW_BYTES));
     }
 }
+
+// `larger` of two that are magnitudes.
+__forceinline__ unsigned larger_of(unsigned a, unsigned b) { return INPUT == Input::FP32 ? max(a, b) : __vmaxu2(a, b); }
+
+// The largest magnitudes of all lanes' pieces: each lane gets those of the word `lane % 4`.
+__forceinline__ unsigned largest_of_lanes(const unsigned (&amax)[4]) {
+    const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
+    const unsigned first = larger_of(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 2));
+    const unsigned second = larger_of(upper ? amax[3] : amax[1], __shfl_xor_sync(~0u, upper ? amax[1] : amax[3], 2));
+    return larger_of(odd ? second : first, __shfl_xor_sync(~0u, odd ? first : second, 1));
+}
+
+// The largest of lanes that have the same word.
+__forceinline__ unsigned largest_of_word(unsigned largest) {
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) largest = larger_of(largest, __shfl_xor_sync(~0u, largest, mask));
+    return largest;
+}
+
+// The same value, of which the compiler knows that all lanes have it, and no more: it keeps what it would find anew.
+__forceinline__ int uniform(unsigned value) {
+    forget(value);
+    return __shfl_sync(~0u, value, 0);
+}
+
+// The position in the ring so many stages on.
+__forceinline__ Ring after(const Ring& ring, int stages) {
+    const unsigned stage = ring.stage + stages;
+    return {static_cast<int>(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
+}
+
+// What a team takes of the chunks that lie in the ring from a position on: `index` counts these from 0.
+struct Cursor {
+    int team, stage, index = 0;
+    uint32_t parity;
+
+    __forceinline__ Cursor(const Ring& from, int team) : team(team), stage(from.stage), parity(from.parity) {
+        if constexpr (TEAMS > 1) go_to(stage + (team + TEAMS - stage % TEAMS) % TEAMS);
+    }
+    __forceinline__ void advance() { go_to(stage + TEAMS); }
+
+    __forceinline__ void go_to(int next) {
+        index += next - stage;
+        stage = next;
+        if (TEAMS == 1 ? stage == STAGES : stage >= STAGES) {
+            if (TEAMS > 1) index += STAGES + team - stage;
+            stage = team;
+            parity ^= 1;
+        }
+    }
+};
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + 32, RESIDENT)
     stream_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
                    int data_n, int scale_lead, int groups, int items) {
-    char* const stages = swizzled_memory();
-    Stream& shared = *reinterpret_cast<Stream*>(stages + STAGES * STAGE_BYTES);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
     const int panels = (N + PANEL - 1) / PANEL;
-    const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
-    const uint32_t told = shared_address(shared.told);
-    constexpr int BARRIER = sizeof(uint64_t);
+    const uint32_t stages = uniform(shared_address(swizzled_memory()));
+    const uint32_t full = stages + FULL, empty = stages + EMPTY;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full + stage * BARRIER, 1);
-            barrier_init(empty + stage * BARRIER, WARPS);
+            barrier_init(empty + stage * BARRIER, PIECES);
         }
-        for (int turn = 0; turn < 2; ++turn) barrier_init(told + turn * BARRIER, 1);
+        if constexpr (SENDERS > 1) {
+            for (int i = 0; i < 2 * PIECES; ++i) {
+                const uint32_t barrier = stages + TOLD + i * BARRIER;
+                barrier_init(barrier, 1);
+                barrier_expect(barrier, SENDERS * 16);
+            }
+        }
         barrier_init_fence();
     }
     __syncthreads();
@@ -107,8 +156,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
                     barrier_expect(barrier, (high - low + BOX - 1) / BOX * BOX * ROW_BYTES);
                     for (int row = low; row < high; row += BOX) {
-                        tma_load(shared_address(stages) + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel,
-                                 top + row, GROUPED ? 0 : which);
+                        tma_load(stages + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row,
+                                 GROUPED ? 0 : which);
                     }
                     ring.advance();
                 }
@@ -116,98 +165,143 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
         __syncwarp();
     } else {
-        Lane mine(lane / 4, 4 * (warp % PIECES) + lane % 4);
+        const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
+        Lane mine(lane / 4, 4 * piece + lane % 4);
+        const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale this lane finds
+        // Where in a chunk are the first of the rows that this lane surveys, and 8 of those that it quantizes, in the order
+        // of `Lane::load`. The compiler would find them anew for each chunk.
+        unsigned surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
+        forget(surveyed);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) forget(at_row[i] = mine.at ^ i * (ROW_BYTES + 16));
+        forget(mine.turn);
+        const bool stores_scales = uniform(rank == 0 && team == 0);
         const auto release = [&](int stage, unsigned loaded) {
             const uint32_t barrier = once_loaded(empty + stage * BARRIER, loaded, M);
             __syncwarp();
             if (lane == 0) barrier_arrive(barrier);
         };
-        for (int item = blockIdx.x / CLUSTER; item < items; item += clusters, ++turn) {
-            const int panel = item % panels * PANEL, which = item / panels;
+        const int width = panels * PANEL;
+        int panel = blockIdx.x / CLUSTER * PANEL, which = 0;
+        const auto rows_of_all = [&] {
             const Rows rows = rows_of(which, offsets, groups, M);
+            return GROUPED ? Rows{uniform(rows.start), uniform(rows.stop), which == groups} : rows;
+        };
+        Rows rows = rows_of_all();
+        for (int item = blockIdx.x / CLUSTER; item < items; item += clusters, panel += clusters * PANEL, ++turn) {
+            if (panel >= width) {
+                for (; panel >= width; panel -= width) ++which;
+                rows = rows_of_all();
+            }
             const Share share(rows, (rank + turn) % CLUSTER);
-            const bool inside = panel + mine.column < N, second = IN_WORD == 2 && panel + mine.column + 1 < N;
-            unsigned char* const to = data + mine.group * ROWS +
+            unsigned char* const to = data + share.top + mine.group * ROWS +
                                       (static_cast<long long>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
+            // Of this lane's 16 rows of a chunk those that are the item's, of columns that there are.
+            const auto store_inside = [&](int chunk, int place, uint4 out) {
+                const int row = share.top + chunk * CHUNK + mine.group * ROWS;
+                if (panel + mine.column + place >= N) return;
+                store_some(to + place * data_n + chunk * CHUNK, out, rows.start - row, rows.stop - row);
+            };
             if (rows.none) {
-                for (int chunk = warp / PIECES; chunk < share.count; chunk += WARPS / PIECES) {
-                    const int top = share.top + chunk * CHUNK, row = top + mine.group * ROWS;
-                    const uint4 zeros = make_uint4(0, 0, 0, 0);
-                    if (inside) store_some(to + top, zeros, rows.start - row, rows.stop - row);
-                    if (second) store_some(to + top + data_n, zeros, rows.start - row, rows.stop - row);
+#pragma unroll 1
+                for (int chunk = team; chunk < share.count; chunk += TEAMS) {
+                    for (int place = 0; place < IN_WORD; ++place) store_inside(chunk, place, make_uint4(0, 0, 0, 0));
                 }
                 continue;
             }
 
-            const int kept = share.kept(), again = share.count - kept;
-            unsigned amax[4] = {0, 0, 0, 0};
-            Ring from = ring;
-            for (int chunk = 0; chunk < share.count; ++chunk) {
-                const int top = share.top + chunk * CHUNK;
-                barrier_wait(full + ring.stage * BARRIER, ring.parity);
-                take_chunk(amax, stages + ring.stage * STAGE_BYTES, rows.start - top, rows.stop - top);
-                if (chunk < again) release(ring.stage, amax[0] | amax[1] | amax[2] | amax[3]);
-                ring.advance();
-                if (chunk < again) from = ring;
-            }
-#pragma unroll
-            for (int mask = PIECES; mask < 32; mask *= 2) {
-#pragma unroll
-                for (int w = 0; w < 4; ++w) amax[w] = larger(amax[w], __shfl_xor_sync(~0u, amax[w], mask));
-            }
-            if (lane < PIECES) {
-                *reinterpret_cast<uint4*>(&shared.warp_amax[warp][4 * lane]) = make_uint4(amax[0], amax[1], amax[2], amax[3]);
-            }
-            sync_first<THREADS>();
-            if (warp == 0) {
-                unsigned largest = 0;
-#pragma unroll
-                for (int w = 0; w < WARPS; ++w) largest = larger(largest, shared.warp_amax[w][lane]);
-                if constexpr (CLUSTER > 1) {
-                    const uint32_t barrier = told + turn % 2 * BARRIER;
-                    if (lane == 0) barrier_expect(barrier, CLUSTER * WORDS * 4);
-                    unsigned(&of_blocks)[CLUSTER][WORDS] = shared.of_blocks[turn % 2];
-#pragma unroll
-                    for (int block = 0; block < CLUSTER; ++block) {
-                        send_to_block(shared_address(&of_blocks[rank][lane]), barrier, block, largest);
-                    }
-                    barrier_wait(barrier, turn / 2 % 2);
-#pragma unroll
-                    for (int block = 0; block < CLUSTER; ++block) largest = larger(largest, of_blocks[block][lane]);
-                }
-#pragma unroll
-                for (int place = 0; place < IN_WORD; ++place) {
-                    const int column = IN_WORD * lane + place;
-                    const Scale found = block_scale<FP8, FORMAT>(__float_as_uint(element(largest, place)));
-                    shared.inverse[column] = found.inverse;
-                    if (rank == 0 && panel + column < N) {
-                        scale[static_cast<long long>(which) * scale_lead + panel + column] = found.stored;
-                    }
-                }
-            }
-            sync_first<THREADS>();
-#pragma unroll
-            for (int place = 0; place < IN_WORD; ++place) mine.inverse[place] = shared.inverse[mine.column + place];
+            // From which chunk on, how many have no row of another item; how many do not stay in the ring.
+            const int first_whole = share.top < rows.start;
+            const unsigned whole = max(share.count - first_whole - (share.top + share.count * CHUNK > rows.stop), 0);
+            const int again = share.count - share.kept();
+            const bool comes_again = uniform(again > 0);
 
-            for (int i = 0; i < share.count; ++i) {
-                const int chunk = i < kept ? again + i : i - kept, top = share.top + chunk * CHUNK;
-                const int row = top + mine.group * ROWS;
-                if (i >= kept) barrier_wait(full + from.stage * BARRIER, from.parity);
-                if (i % (WARPS / PIECES) == warp / PIECES) {
-                    unsigned words[ROWS];
-                    mine.load(words, stages + from.stage * STAGE_BYTES);
-                    release(from.stage, any_of(words));
-                    const auto quantized = [&](int place) {
-                        return mine.quantized(words, place, [&](int) { return mine.inverse[place]; });
-                    };
-                    if (inside) store_some(to + top, quantized(0), rows.start - row, rows.stop - row);
-                    if (second) store_some(to + top + data_n, quantized(IN_WORD - 1), rows.start - row, rows.stop - row);
+            unsigned amax[4] = {0, 0, 0, 0};
+#pragma unroll 1
+            for (Cursor at(ring, team); at.index < share.count; at.advance()) {
+                barrier_wait(full + at.stage * BARRIER, at.parity);
+                const uint32_t row = stages + at.stage * STAGE_BYTES + surveyed;
+                if (static_cast<unsigned>(at.index - first_whole) < whole) {
+#pragma unroll
+                    for (int i = 0; i < CHUNK; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
                 } else {
-                    release(from.stage, 0);
+                    const int top = share.top + at.index * CHUNK;
+                    take_some(amax, row, rows.start - top, rows.stop - top);
                 }
-                from.advance();
+                if (at.index < again) release(at.stage, amax[0] | amax[1] | amax[2] | amax[3]);
             }
-            ring = from;
+            if (comes_again) ring = after(ring, again);
+
+            unsigned largest = largest_of_word(largest_of_lanes(amax));
+            if constexpr (SENDERS > 1) {
+                // A warp that sends for turn t has received what all of its piece sent for t - 1; each of these had by then
+                // read what came for t - 2, and the one of team 0 armed that barrier anew. So what is sent for t overwrites
+                // nothing that is still to be read, and counts for t.
+                const uint32_t barrier = stages + TOLD + (turn % 2 * PIECES + piece) * BARRIER;
+                const uint32_t of_warps = stages + OF_WARPS + (turn % 2 * PIECES + piece) * SENDERS * 16;
+                const auto word = [&](int w) { return __uint_as_float(__shfl_sync(~0u, largest, w)); };
+                const float4 words = make_float4(word(0), word(1), word(2), word(3));
+                if (lane < CLUSTER) send_to_block(of_warps + (rank * TEAMS + team) * 16, barrier, lane, words);
+                barrier_wait(barrier, turn / 2 % 2);
+                if (team == 0 && lane == 0) barrier_expect(barrier, SENDERS * 16);
+#pragma unroll
+                for (int word = lane; word < 4 * SENDERS; word += 32) {
+                    largest = larger_of(largest, load_shared_word(of_warps + word * 4));
+                }
+                largest = largest_of_word(largest);
+            }
+            const Scale found = block_scale<FP8, FORMAT>(__float_as_uint(element(largest, scaled)));
+            const int column = panel + mine.column + scaled;
+            if (stores_scales && lane < 4 * IN_WORD && column < N) {
+                scale[static_cast<long long>(which) * scale_lead + column] = found.stored;
+            }
+            if constexpr (IN_WORD == 2) {
+                const float other = __shfl_xor_sync(~0u, found.inverse, 4);
+                mine.inverse[0] = scaled == 0 ? found.inverse : other;
+                mine.inverse[1] = scaled == 0 ? other : found.inverse;
+            } else {
+                mine.inverse[0] = found.inverse;
+            }
+
+            const unsigned stored_whole = panel + PANEL <= N ? whole : 0;
+            Cursor at(ring, team);
+            unsigned char* next = to + at.index * CHUNK;
+#pragma unroll 1
+            while (at.index < share.count) {
+                int chunk = at.index;
+                unsigned char* first = next;
+                if (comes_again) {
+                    chunk += again;
+                    if (chunk >= share.count) {
+                        chunk -= share.count;
+                        barrier_wait(full + at.stage * BARRIER, after(ring, at.index).parity);
+                    }
+                    first = to + chunk * CHUNK;
+                }
+                unsigned words[ROWS];
+#pragma unroll
+                for (int i = 0; i < 8; ++i) {
+                    const uint32_t row = stages + at.stage * STAGE_BYTES + at_row[i];
+                    words[i] = load_shared_word(row);
+                    words[i + 8] = load_shared_word(row + 8 * ROW_BYTES);
+                }
+                const auto quantized = [&](int place) {
+                    return mine.quantized(words, place, [&](int) { return mine.inverse[place]; });
+                };
+                const uint4 out = quantized(0), out_second = quantized(IN_WORD - 1);
+                release(at.stage, out.x | out.y | out.z | out.w);  // of all words
+                if (static_cast<unsigned>(chunk - first_whole) < stored_whole) {
+                    store16<Store::NORMAL>(first, out);
+                    if (IN_WORD == 2) store16<Store::NORMAL>(first + data_n, out_second);
+                } else {
+                    store_inside(chunk, 0, out);
+                    if (IN_WORD == 2) store_inside(chunk, 1, out_second);
+                }
+                const int passed = at.index;
+                at.advance();
+                next += (at.index - passed) * CHUNK;
+            }
+            ring = after(ring, share.count);
         }
     }
     cluster_arrive<CLUSTER>(false);

@@ -2,33 +2,26 @@
 // a panel of PANEL columns from group to group, and stores whole lines, also where groups meet in them.
 //
 // The rows come in chunks of 128 through a ring of STAGES chunks in shared memory; chunks begin at multiples of 128 rows,
-// wherever groups do. Four warps find the largest magnitudes of group after group, each of its own columns; WARPS warps
-// quantize a chunk once the scales of all groups in it are known; one more warp asks for the chunks. A group that the ring
-// cannot hold is surveyed for its scales first, and comes a second time to be quantized.
+// wherever groups do. Each of eight warps has a piece of 16 bytes of every row, and is on its own: it finds the largest
+// magnitudes of a group, and then quantizes its chunks up to the one in which the next group begins, which waits for the
+// scales of that. One more warp asks for the chunks. A group that the ring cannot hold is surveyed for its scales first,
+// and comes a second time to be quantized. Where three groups meet in a chunk, rows are stored group by group.
 //
 // The blocks share the panels' rows evenly; where a share would end inside a group, the block takes the whole group.
 //
-// Macros: those of panel.cuh, CLUSTER 1; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a
+// Macros: those of panel.cuh, CLUSTER 1 and WARPS 8; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a
 // multiprocessor.
 #include "chunk.cuh"
 #include "groups.cuh"
 #include "ring.cuh"
 
-constexpr int FINDERS = 4;  // warps, each of two pieces of every row
-constexpr int TURNS = WARPS / PIECES;  // of the warps that quantize, every PIECES take one load in so many
-constexpr int SLOTS = 16;  // groups whose scales are kept
-static_assert(PIECES == 2 * FINDERS && WARPS % PIECES == 0 && CLUSTER == 1 && CHUNK % BOX == 0);
+static_assert(WARPS == PIECES && PIECES == 8 && CLUSTER == 1 && CHUNK % BOX == 0 && STAGES >= 2);
 
-struct alignas(16) Walk {
-    float inverse[SLOTS][PANEL];
-    uint64_t full[STAGES], empty[STAGES], found[SLOTS], used[SLOTS];
-};
+constexpr int BARRIER = sizeof(uint64_t);  // after the ring one for each stage that is full, and that is empty
 
 // Groups `first` to `last` of a panel, which hold rows `begin` to `end`; group `groups` is that of the rows in none.
 struct Run {
     int first, last, begin, end;
-
-    __forceinline__ int top() const { return begin < end ? begin / CHUNK * CHUNK : end; }  // of its first chunk
 };
 
 __forceinline__ int start_of(int group, const int* offsets, int M) {
@@ -68,139 +61,241 @@ __forceinline__ void for_each_run(const int* offsets, int groups, int M, int N, 
     }
 }
 
-// One group of a run after the other.
+// One group of a run after the other; the end of the next one is asked for ahead of need.
 struct Cursor {
-    int group, start, stop;
+    const int* offsets;
+    int group, last, end, start, stop, ahead;
 
-    __forceinline__ Cursor(const Run& run, const int* offsets, int groups) : group(run.first - 1), stop(run.begin) {
-        advance(run, offsets, groups);
+    __forceinline__ Cursor(const Run& run, const int* offsets, int groups)
+        : offsets(offsets), group(run.first - 1), last(min(run.last, groups)), end(run.end), stop(run.begin) {
+        ahead = offset_of(run.first);
+        advance();
     }
-    __forceinline__ void advance(const Run& run, const int* offsets, int groups) {
+    __forceinline__ int offset_of(int group) const { return group < last ? __ldg(offsets + group) : 0; }
+    __forceinline__ void advance() {
         ++group;
         start = stop;
-        stop = group < groups ? Group::end_of(__ldg(offsets + group), start, run.end) : run.end;
+        stop = Group::end_of(ahead, start, end);
+        ahead = offset_of(group + 1);
     }
-    // On to one that has rows, or past the last row of the run.
-    __forceinline__ void advance_to_rows(const Run& run, const int* offsets, int groups) {
-        do advance(run, offsets, groups);
-        while (start == stop && stop < run.end);
-    }
-    __forceinline__ bool begins_before(const Run& run, int row) const { return group < run.last && start < row; }
-    __forceinline__ bool is_surveyed() const {
-        return static_cast<unsigned>(stop - 1) / CHUNK - static_cast<unsigned>(start) / CHUNK >= STAGES;
-    }
+    __forceinline__ int top() const { return start & -CHUNK; }  // of its first chunk
+    __forceinline__ bool is_surveyed() const { return stop - top() > STAGES * CHUNK; }
 };
 
-// Where the scales of the groups lie that have any, one after the other.
-struct Slots {
-    unsigned count = 0;
+// The same address, in registers: the compiler would else add it up again where it is used.
+template <typename T>
+__forceinline__ T* kept(T* address) {
+    unsigned low = static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
+    unsigned high = static_cast<unsigned>(reinterpret_cast<unsigned long long>(address) >> 32);
+    forget(low), forget(high);
+    return reinterpret_cast<T*>(low | static_cast<unsigned long long>(high) << 32);
+}
 
-    __forceinline__ int slot() const { return count % SLOTS; }
-    __forceinline__ uint32_t parity() const { return count / SLOTS % 2; }
-};
+// What a lane has of its warp's piece of a chunk: one column, of which it stores SETS times 16 rows. Matrices of 8 rows
+// come turned around where an element has 16 bits, so that a word holds two rows of the lane's column.
+struct Mine {
+    static constexpr bool WIDE = ELEMENT_BYTES == 4;
+    static constexpr int SETS = WIDE ? 1 : 2, SET_STEP = 64;
+    static constexpr int PART = WIDE ? 2 : 4;  // rows of a lane where a set is shared by all of them
 
-// One of the warps that find scales: the lanes of a half take 16 rows of a piece of 16 bytes.
-struct Finder {
-    int row, piece;  // of the first 16 rows of a chunk; of a row
-    uint4 loaded[CHUNK / 16];
+    int column, place;  // of the panel; among the lanes of the same column
+    uint32_t piece;
+    uint32_t survey_at, at, part_at;  // where the rows lie in a chunk whose addresses the lane gives: see `take` and `load`
+    unsigned turn, turn_next;  // how a lane's rows are turned around, for the first and the second of two words
 
-    __forceinline__ Finder(int warp, int lane) : row(lane % 16), piece(2 * warp + lane / 16) {}
-
-    __forceinline__ void load(const char* stage) {
-        const char* from = stage + row * ROW_BYTES + (piece ^ row % 8) * 16;
-#pragma unroll
-        for (int i = 0; i < CHUNK / 16; ++i) loaded[i] = *reinterpret_cast<const uint4*>(from + i * 16 * ROW_BYTES);
+    __forceinline__ Mine(int warp, int lane) : piece(warp) {
+        place = WIDE ? lane / 4 : lane % 4;
+        column = IN_PIECE * warp + (WIDE ? lane % 4 : lane / 4);
+        turn = 0x3210 ^ place * (WIDE ? 0x1111 : 0x2222), turn_next = turn ^ 0x4444;
+        survey_at = address_of(lane);
+        // Lanes whose rows are 16 apart get them in orders of their own, so that no two rows of a matrix meet in a bank.
+        const int matrix = lane / 8, row = lane % 8;
+        at = address_of(WIDE ? ROWS * row + (matrix ^ row) : ROWS * (row / 2) + 2 * (matrix ^ row / 2) + row % 2);
+        part_at = address_of(WIDE ? 2 * row + matrix % 2 : 4 * (row / 2) + 2 * (matrix % 2) + row % 2);
+        // The compiler would else compute them again where they are used.
+        forget(piece), forget(survey_at), forget(at), forget(part_at), forget(turn), forget(turn_next);
     }
+    __forceinline__ uint32_t address_of(unsigned row) const { return row * ROW_BYTES + (piece ^ row % 8) * 16; }
+    __forceinline__ int row_of(int set) const { return SET_STEP * set + ROWS * place; }
 
-    __forceinline__ unsigned any() const {
-        unsigned any = 0;
-#pragma unroll
-        for (int i = 0; i < CHUNK / 16; ++i) any |= loaded[i].x;  // with which the rest of 16 bytes comes
-        return any;
-    }
-
-    // Takes what rows `low` to `high` of the chunk hold.
-    __forceinline__ void take(unsigned (&amax)[4], int low, int high) const {
-        if (low <= 0 && high >= CHUNK) {
-#pragma unroll
-            for (int i = 0; i < CHUNK / 16; ++i) take_larger(amax, loaded[i]);
+    // Of values of 16 bits the largest as signed integers are kept, which are positive, and as unsigned ones, which are
+    // negative where there are any: without a mask for each of them.
+    static __forceinline__ void take_two(unsigned (&amax)[4], uint4 a, uint4 b) {
+        if constexpr (WIDE) {
+            take_larger(amax, a);
+            take_larger(amax, b);
         } else {
+            amax[0] = __vmaxs2(__vmaxs2(__vmaxs2(__vmaxs2(amax[0], a.x), a.y), b.x), b.y);
+            amax[1] = __vmaxu2(__vmaxu2(__vmaxu2(__vmaxu2(amax[1], a.x), a.y), b.x), b.y);
+            amax[2] = __vmaxs2(__vmaxs2(__vmaxs2(__vmaxs2(amax[2], a.z), a.w), b.z), b.w);
+            amax[3] = __vmaxu2(__vmaxu2(__vmaxu2(__vmaxu2(amax[3], a.z), a.w), b.z), b.w);
+        }
+    }
+
+    // Takes all rows of a chunk, or those from `low` to `high`, the last of them more than once; `amax[0]` depends on each
+    // load. `row` is the lane.
+    __forceinline__ void take(unsigned (&amax)[4], uint32_t stage) const {
+        uint4 loaded[CHUNK / 32];
 #pragma unroll
-            for (int i = 0; i < CHUNK / 16; ++i) {
-                if (low >= 16 * i + 16 || high <= 16 * i) continue;
-                const unsigned mask = low <= 16 * i + row && 16 * i + row < high ? ~0u : 0u;
-                const uint4 v = loaded[i];
-                take_larger(amax, make_uint4(v.x & mask, v.y & mask, v.z & mask, v.w & mask));
+        for (int i = 0; i < CHUNK / 32; ++i) loaded[i] = load_matrices<!WIDE>(stage + survey_at + i * 32 * ROW_BYTES);
+        take_two(amax, loaded[0], loaded[1]);
+        take_two(amax, loaded[2], loaded[3]);
+    }
+    __forceinline__ void take(unsigned (&amax)[4], uint32_t stage, int row, int low, int high) const {
+#pragma unroll 1
+        for (row += low; low < high; low += 64, row += 64) {
+            const uint4 loaded = load_matrices<!WIDE>(stage + address_of(min(row, high - 1)));
+            take_two(amax, loaded, load_matrices<!WIDE>(stage + address_of(min(row + 32, high - 1))));
+        }
+    }
+
+    // The scale of the lane's column.
+    __forceinline__ Scale scale_of(const unsigned (&amax)[4]) const {
+        unsigned largest;
+        if constexpr (WIDE) {
+            largest = max(max(amax[0], amax[1]), max(amax[2], amax[3]));
+        } else {
+            largest = larger(__vmaxs2(amax[0], amax[2]), __vmaxu2(amax[1], amax[3]));
+            largest = max(largest & 0xffffu, largest >> 16);
+        }
+#pragma unroll
+        for (int mask = WIDE ? 4 : 1; mask < (WIDE ? 32 : 4); mask *= 2) {
+            largest = max(largest, __shfl_xor_sync(~0u, largest, mask));
+        }
+        return block_scale<FP8, FORMAT>(__float_as_uint(element(largest, 0)));
+    }
+
+    __forceinline__ void load(uint4 (&words)[4], uint32_t stage) const {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const uint32_t from = WIDE ? (stage + at ^ i % 2 * 4 * (ROW_BYTES + 16)) + i / 2 * 8 * ROW_BYTES
+                                       : stage + at + (i / 2 * SET_STEP + i % 2 * 8) * ROW_BYTES;
+            words[i] = load_matrices<!WIDE>(from);
+        }
+    }
+
+    static __forceinline__ unsigned quantized(unsigned first, unsigned second, float by) {
+        return pack<FP8>(element(first, 0) * by, element(first, 1) * by, element(second, 0) * by, element(second, 1) * by);
+    }
+    static __forceinline__ unsigned quantized(uint4 v, float by) {
+        return pack<FP8>(element(v.x, 0) * by, element(v.y, 0) * by, element(v.z, 0) * by, element(v.w, 0) * by);
+    }
+
+    // 16 rows.
+    __forceinline__ uint4 quantized(const uint4 (&words)[4], int set, float by) const {
+        unsigned packed[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if constexpr (WIDE) {
+                packed[i] = quantized(words[i], by);
+            } else {
+                const uint4 v = words[2 * set + i / 2];
+                packed[i] = i % 2 ? quantized(v.z, v.w, by) : quantized(v.x, v.y, by);
             }
         }
-    }
-
-    // The scale of one column to each of some lanes; the inverse goes to `inverse` where there is one.
-    __forceinline__ void find(unsigned (&amax)[4], float* inverse, Stored* scale, int columns) const {
-        const bool upper = row & 8, odd = row & 4;
-        const unsigned first = larger(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 8));
-        const unsigned second = larger(upper ? amax[3] : amax[1], __shfl_xor_sync(~0u, upper ? amax[1] : amax[3], 8));
-        unsigned largest = larger(odd ? second : first, __shfl_xor_sync(~0u, odd ? first : second, 4));
-        largest = larger(largest, __shfl_xor_sync(~0u, largest, 2));
-        largest = larger(largest, __shfl_xor_sync(~0u, largest, 1));
-        const int place = row % 4, column = (4 * piece + row / 4) * IN_WORD + place;
-        if (place < IN_WORD) {
-            const Scale found = block_scale<FP8, FORMAT>(__float_as_uint(element(largest, place)));
-            if (inverse != nullptr) inverse[column] = found.inverse;
-            if (column < columns) scale[column] = found.stored;
-        }
-#pragma unroll
-        for (int w = 0; w < 4; ++w) amax[w] = 0;
+        return make_uint4(__byte_perm(packed[0], packed[1], turn), __byte_perm(packed[0], packed[1], turn_next),
+                          __byte_perm(packed[2], packed[3], turn), __byte_perm(packed[2], packed[3], turn_next));
     }
 };
 
-// All bits of the bytes of a word that stand for rows `low` to `high` of 16, of which the word has those from `first` on.
-__forceinline__ unsigned mask_of_rows(int low, int high, int first) {
-    const int from = min(max(low - first, 0), 4), to = min(max(high - first, 0), 4);
-    const unsigned long long below = (1ull << 8 * to) - 1, before = (1ull << 8 * from) - 1;
-    return static_cast<unsigned>(below & ~before);
+__forceinline__ unsigned any_of(const uint4 (&words)[4]) { return words[0].x | words[1].x | words[2].x | words[3].x; }
+
+// PART rows of a set of 16, of which row i is scaled by `by(i)`.
+template <typename By>
+__forceinline__ unsigned quantized_part(uint4 v, By&& by) {
+    float values[4] = {};
+#pragma unroll
+    for (int i = 0; i < Mine::PART; ++i) {
+        values[i] = (Mine::WIDE ? element(i ? v.y : v.x, 0) : element(i < 2 ? v.x : v.y, i % 2)) * by(i);
+    }
+    return pack<FP8>(values[0], values[1], values[2], values[3]);
 }
 
-// Of the 16 rows of a lane the first so many, as bits in the order in which the lane reads its rows.
-__forceinline__ unsigned first_rows(int count, int group) {
-    unsigned rows = (1u << min(max(count, 0), ROWS)) - 1;
-    if (group & 1) rows = (rows & 0x5555) << 1 | (rows >> 1 & 0x5555);
-    if (group & 2) rows = (rows & 0x3333) << 2 | (rows >> 2 & 0x3333);
-    if (group & 4) rows = (rows & 0x0f0f) << 4 | (rows >> 4 & 0x0f0f);
-    return rows;
+__forceinline__ void store_part(unsigned char* to, unsigned part) {
+    if constexpr (Mine::WIDE) {
+        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(part);
+    } else {
+        *reinterpret_cast<unsigned*>(to) = part;
+    }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + 32 * (FINDERS + 1), RESIDENT)
+// Stores rows `low` to `high` of a chunk, of which row 0 goes to row `top` of a column. `loaded` is told bits of all that
+// was loaded, when it is there.
+template <typename Loaded>
+__forceinline__ void store_strip(const Mine& mine, unsigned char* column, unsigned top, bool inside, uint32_t stage,
+                                 int low, int high, float by, Loaded&& loaded) {
+    uint4 words[4];
+    mine.load(words, stage);
+    unsigned any = any_of(words);
+#pragma unroll
+    for (int set = 0; set < Mine::SETS; ++set) {
+        const int row = mine.row_of(set);
+        const uint4 out = mine.quantized(words, set, by);
+        if (inside && low <= row && row + ROWS <= high) store16<Store::NORMAL>(column + (top + row), out);
+    }
+#pragma unroll 1
+    for (int edge = low;; edge = high) {
+        if (edge % ROWS != 0) {
+            const int set = edge / ROWS, row = set * ROWS + Mine::PART * mine.place;
+            const uint4 v = load_matrices<!Mine::WIDE>(stage + mine.part_at + set * ROWS * ROW_BYTES);
+            any |= v.x;
+            const unsigned part = quantized_part(v, [&](int) { return by; });
+            unsigned char* const to = column + (top + row);
+            if (inside && low <= row && row + Mine::PART <= high) {
+                store_part(to, part);
+            } else if (inside) {
+#pragma unroll
+                for (int i = 0; i < Mine::PART; ++i) {
+                    if (low <= row + i && row + i < high) to[i] = static_cast<unsigned char>(part >> 8 * i);
+                }
+            }
+        }
+        if (edge == high) break;
+    }
+    loaded(any);
+}
+
+// Stores a whole chunk, of which the rows before `split` are scaled by `before`.
+template <typename Loaded>
+__forceinline__ void store_meeting(const Mine& mine, unsigned char* column, unsigned top, bool inside, uint32_t stage,
+                                   unsigned split, float before, float after, Loaded&& loaded) {
+    uint4 words[4];
+    mine.load(words, stage);
+    const unsigned first = split / ROWS * ROWS;  // of the set that is not all scaled by the same
+    const uint4 v = load_matrices<!Mine::WIDE>(stage + mine.part_at + first * ROW_BYTES);
+    loaded(any_of(words) | v.x);
+#pragma unroll
+    for (int set = 0; set < Mine::SETS; ++set) {
+        const unsigned row = mine.row_of(set);
+        const uint4 out = mine.quantized(words, set, row < split ? before : after);
+        if (inside && row != first) store16<Store::NORMAL>(column + (top + ROWS * mine.place) + Mine::SET_STEP * set, out);
+    }
+    const unsigned offset = Mine::PART * mine.place;
+    const int left = static_cast<int>(split - first - offset);
+    const unsigned part = quantized_part(v, [&](int i) { return i < left ? before : after; });
+    if (inside) store_part(column + (top + first + offset), part);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
     walk_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
                  int data_n, int scale_lead, int groups) {
-    char* const stages = swizzled_memory();
-    Walk& shared = *reinterpret_cast<Walk*>(stages + STAGES * STAGE_BYTES);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const uint32_t full = shared_address(shared.full), empty = shared_address(shared.empty);
-    const uint32_t found = shared_address(shared.found), used = shared_address(shared.used);
-    constexpr int BARRIER = sizeof(uint64_t);
+    uint32_t stages_at = shared_address(swizzled_memory());
+    forget(stages_at);  // the compiler would else ask for it again where it is used
+    const uint32_t full = stages_at + STAGES * STAGE_BYTES, empty = full + STAGES * BARRIER;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full + stage * BARRIER, 1);
-            barrier_init(empty + stage * BARRIER, WARPS + FINDERS);
-        }
-        for (int slot = 0; slot < SLOTS; ++slot) {
-            barrier_init(found + slot * BARRIER, 32 * FINDERS);
-            barrier_init(used + slot * BARRIER, 32 * WARPS);
+            barrier_init(empty + stage * BARRIER, WARPS);
         }
         barrier_init_fence();
     }
     __syncthreads();
 
-    Ring ring;
-    const auto leave = [&](unsigned loaded, int times = 1) {  // the stage, from which a thread has loaded these bits
-        const uint32_t barrier = once_loaded(empty + ring.stage * BARRIER, loaded, M);
-        __syncwarp();
-        if (lane < times) barrier_arrive(barrier);
-    };
-    if (warp == WARPS + FINDERS) {
+    if (warp == WARPS) {
         if (lane == 0) prefetch_map(x);
+        Ring ring;
         for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
             const auto load = [&](int top, int low, int high) {  // of rows `low` to `high` what lies in a chunk
                 low = max(low - top, 0) / BOX * BOX;
@@ -211,171 +306,113 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32 * (FINDERS + 1), RESID
                 barrier_expect(barrier, boxes * BOX * ROW_BYTES);
                 for (int box = 0; box < boxes; ++box) {
                     const int row = low + box * BOX;
-                    tma_load(shared_address(stages) + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel,
-                             top + row, 0);
+                    tma_load(stages_at + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row, 0);
                 }
                 ring.advance();
             };
             if (lane == 0) {
-                const int loaded = run.last > groups ? Group::end_of(__ldg(offsets + groups - 1), run.begin, run.end) : run.end;
+                const bool is_last = run.last > groups;
+                const int filled = is_last ? Group::end_of(__ldg(offsets + groups - 1), run.begin, run.end) : run.end;
                 Cursor at(run, offsets, groups);
-                for (int top = run.top(); top < run.end; top += CHUNK) {
-                    load(top, run.begin, loaded);
-                    for (; at.begins_before(run, top + CHUNK); at.advance(run, offsets, groups)) {
-                        if (at.group == groups || at.stop <= top + CHUNK || !at.is_surveyed()) continue;
-                        for (int row = top + CHUNK; row < at.stop; row += CHUNK) load(row, at.start, at.stop);
+                for (int next = at.top(); at.group < at.last; at.advance()) {
+                    if (at.start == at.stop) continue;
+                    for (int again = at.is_surveyed(); again >= 0; --again) {
+                        for (; next < at.stop; next += CHUNK) load(next, run.begin, filled);
+                        if (again) next = at.top();
                     }
                 }
             }
             __syncwarp();
         });
-    } else if (warp >= WARPS) {
-        Finder mine(warp - WARPS, lane);
-        Slots slots;
+    } else {
+        const Mine mine(warp, lane);
+        Ring ring;
+        const auto wait = [&](const Ring& at) { barrier_wait(full + at.stage * BARRIER, at.parity); };
+        const auto release = [&](const Ring& at, unsigned loaded) {  // from which a thread has loaded these bits
+            const uint32_t barrier = once_loaded(empty + at.stage * BARRIER, loaded, M);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(barrier);
+        };
         for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
-            unsigned amax[4] = {0, 0, 0, 0};
+            const bool inside = mine.column < N - panel;
+            unsigned char* const column = kept(data + static_cast<long long>(panel + mine.column) * data_n);
+            Stored* to_scale = scale + static_cast<long long>(run.first) * scale_lead + panel + mine.column;
+            int top = run.begin & -CHUNK;  // of the chunk that is next to be quantized
+            int written = run.begin;       // its rows up to this one are
+            float before = 0;              // by which its other rows up to the group are scaled
+            const auto release_it = [&](unsigned any) { release(ring, any); };
+            const auto stage_of = [&](const Ring& at) { return stages_at + at.stage * STAGE_BYTES; };
+            const auto store_waiting = [&](int stop, auto&& loaded) {  // the rows up to this one
+                wait(ring);
+                store_strip(mine, column, top, inside, stage_of(ring), max(written - top, 0), stop - top, before, loaded);
+                written = stop;
+            };
             Cursor at(run, offsets, groups);
-            const auto load = [&](int arrivals) {
-                barrier_wait(full + ring.stage * BARRIER, ring.parity);
-                mine.load(stages + ring.stage * STAGE_BYTES);
-                leave(mine.any(), arrivals);
-                ring.advance();
-            };
-            const auto publish_scale = [&] {
-                Stored* const to = scale + static_cast<long long>(at.group) * scale_lead + panel;
+            for (; at.group < at.last; at.advance(), to_scale += scale_lead) {
+                const bool stores_scale = inside && mine.place == 0;
                 if (at.start == at.stop) {
-                    mine.find(amax, nullptr, to, N - panel);
-                } else {
-                    const int slot = slots.slot();
-                    barrier_wait(used + slot * BARRIER, slots.parity() ^ 1);
-                    mine.find(amax, shared.inverse[slot], to, N - panel);
-                    barrier_arrive(found + slot * BARRIER);
-                    ++slots.count;
-                }
-            };
-            int over = run.end;  // chunks from here on are surveyed, up to the end of the group
-            for (int top = run.top(); top < run.end;) {
-                const bool surveys = over < at.stop;
-                const int first = surveys ? over : top;
-                load(surveys ? 1 + WARPS / FINDERS : 1);  // for the others, too
-                if (surveys) {
-                    mine.take(amax, at.start - first, at.stop - first);
-                    over += CHUNK;
-                    if (over < at.stop) continue;
-                    publish_scale();
-                    over = run.end;
-                    top += CHUNK;
+                    if (stores_scale) *to_scale = block_scale<FP8, FORMAT>(0).stored;
                     continue;
                 }
-                for (; at.begins_before(run, top + CHUNK); at.advance(run, offsets, groups)) {
-                    if (at.group == groups) break;
-                    const bool begins = at.start >= top, ends = at.stop <= top + CHUNK;
-                    const bool surveyed = !(begins && ends) && at.is_surveyed();
-                    if (begins || !surveyed) mine.take(amax, at.start - top, at.stop - top);
-                    if (surveyed && begins) over = top + CHUNK;
-                    if (!ends) break;
-                    if (!surveyed) publish_scale();
+                const bool surveyed = at.is_surveyed();
+                if (max(written, top) < at.start && (surveyed || written > top || at.stop - top < CHUNK)) {
+                    store_waiting(at.start, [](unsigned) {});
                 }
-                if (over == run.end) top += CHUNK;
-            }
-            for (; at.group < min(groups, run.last); at.advance(run, offsets, groups)) publish_scale();
-        });
-    } else {
-        Lane mine(lane / 4, 4 * (warp % PIECES) + lane % 4);
-        Slots slots;
-        int turn = 0;
-        for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
-            // The group that holds the next row, and the one after it.
-            Cursor at(run, offsets, groups);
-            if (at.start == at.stop && at.stop < run.end) at.advance_to_rows(run, offsets, groups);
-            Cursor next = at;
-            next.advance_to_rows(run, offsets, groups);
-            const auto pass = [&] {
-                at.group = next.group;
-                at.start = at.stop;  // what lies between has no rows
-                at.stop = next.stop;
-                next.advance_to_rows(run, offsets, groups);
-            };
-            const auto inverse_of = [&](float (&inverse)[IN_WORD], const Slots& of) {
-                barrier_wait(found + of.slot() * BARRIER, of.parity());
-#pragma unroll
-                for (int place = 0; place < IN_WORD; ++place) inverse[place] = shared.inverse[of.slot()][mine.column + place];
-            };
-            const auto release = [&] {
-                barrier_arrive(used + slots.slot() * BARRIER);
-                ++slots.count;
-            };
-            for (int top = run.top(); top < run.end; top += CHUNK) {
-                const bool takes = turn == warp / PIECES;
-                const int row = top + mine.group * ROWS, limit = min(top + CHUNK, run.end);
-                unsigned words[ROWS];
-                const auto store = [&](int place, uint4 out) {
-                    if (place < N - panel - mine.column) {
-                        store_some(data + static_cast<long long>(panel + mine.column + place) * data_n + row, out,
-                                   run.begin - row, run.end - row);
+                Ring reading = ring;
+                unsigned amax[4] = {0, 0, 0, 0};
+                int row = at.start;
+                do {
+                    const int low = row & CHUNK - 1, high = min(at.stop - row + low, CHUNK);
+                    wait(reading);
+                    if (high - low == CHUNK) {
+                        mine.take(amax, stage_of(reading));
+                    } else {
+                        mine.take(amax, stage_of(reading), lane, low, high);
                     }
-                };
-                barrier_wait(full + ring.stage * BARRIER, ring.parity);
-                if (takes) mine.load(words, stages + ring.stage * STAGE_BYTES);
-                leave(takes ? any_of(words) : 0);
-                turn = turn + 1 == TURNS ? 0 : turn + 1;
-                ring.advance();
+                    if (surveyed) release(reading, amax[0]);
+                    reading.advance();
+                    row += CHUNK - low;
+                } while (row < at.stop);
+                const Scale found = mine.scale_of(amax);
+                if (stores_scale) *to_scale = found.stored;
 
-                if (at.stop >= limit && at.group < groups) {
-                    inverse_of(mine.inverse, slots);
-                    if (takes) {
+                if (surveyed) ring = reading;
+                for (; at.stop - top >= CHUNK; top += CHUNK) {
+                    const uint32_t stage = stage_of(ring);
+                    if (surveyed) wait(ring);
+                    if (written > top) {
+                        store_strip(mine, column, top, inside, stage, written - top, CHUNK, found.inverse, release_it);
+                    } else if (at.start > top) {
+                        const int split = at.start - top;
+                        store_meeting(mine, column, top, inside, stage, split, before, found.inverse, release_it);
+                    } else {
+                        uint4 words[4];
+                        mine.load(words, stage);
+                        release_it(any_of(words));
+                        if (inside) {
+                            unsigned char* const to = column + static_cast<unsigned>(top + mine.row_of(0));
 #pragma unroll
-                        for (int place = 0; place < IN_WORD; ++place) {
-                            store(place, mine.quantized(words, place, [&](int) { return mine.inverse[place]; }));
-                        }
-                    }
-                } else if (next.stop >= limit && next.group < groups) {
-                    const Slots after{slots.count + 1};
-                    barrier_wait(found + slots.slot() * BARRIER, slots.parity());
-                    barrier_wait(found + after.slot() * BARRIER, after.parity());
-                    if (takes) {
-                        const unsigned of_first = first_rows(at.stop - row, mine.group);
-#pragma unroll
-                        for (int place = 0; place < IN_WORD; ++place) {
-                            const float first = shared.inverse[slots.slot()][mine.column + place];
-                            const float second = shared.inverse[after.slot()][mine.column + place];
-                            store(place, mine.quantized(words, place, [&](int i) {
-                                return of_first >> i & 1 ? first : second;
-                            }));
-                        }
-                    }
-                    release();
-                    pass();
-                } else {
-                    uint4 out[IN_WORD] = {};
-#pragma unroll 1
-                    for (; at.start < limit && at.group < groups; pass()) {
-                        inverse_of(mine.inverse, slots);
-                        const int low = at.start - row, high = at.stop - row;
-                        if (takes && low < ROWS && high > 0) {
-#pragma unroll
-                            for (int place = 0; place < IN_WORD; ++place) {
-                                const uint4 part = mine.quantized(words, place, [&](int) { return mine.inverse[place]; });
-                                out[place].x |= part.x & mask_of_rows(low, high, 0);
-                                out[place].y |= part.y & mask_of_rows(low, high, 4);
-                                out[place].z |= part.z & mask_of_rows(low, high, 8);
-                                out[place].w |= part.w & mask_of_rows(low, high, 12);
+                            for (int set = 0; set < Mine::SETS; ++set) {
+                                const uint4 out = mine.quantized(words, set, found.inverse);
+                                store16<Store::NORMAL>(to + Mine::SET_STEP * set, out);
                             }
                         }
-                        if (at.stop >= limit) break;
-                        release();
                     }
-                    if (takes) {
+                    ring.advance();
+                }
+                before = found.inverse;
+            }
+            if (max(written, top) < at.start) {
+                store_waiting(at.start, release_it);
+                ring.advance();
+            }
+            if (run.last > groups && inside) {  // rows in no group
+                for (top = at.start & -CHUNK; top < run.end; top += CHUNK) {
 #pragma unroll
-                        for (int place = 0; place < IN_WORD; ++place) store(place, out[place]);
+                    for (int set = 0; set < Mine::SETS; ++set) {
+                        const int row = top + mine.row_of(set);
+                        store_some(column + row, make_uint4(0, 0, 0, 0), at.start - row, run.end - row);
                     }
-                }
-                if (at.start >= top && at.stop > top + CHUNK && at.group < groups && at.is_surveyed()) {
-                    for (int over = top + CHUNK; over < at.stop; over += CHUNK) ring.advance();
-                }
-                if (at.stop == limit && at.group < groups) {
-                    release();
-                    pass();
                 }
             }
         });

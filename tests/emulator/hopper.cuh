@@ -100,11 +100,32 @@ template <typename Value>
 void store_shared(uint32_t to, Value value) {
     memcpy(memories[0] + to, &value, sizeof value);
 }
+inline uint32_t load_shared_word(uint32_t from) { return *reinterpret_cast<uint32_t*>(memories[0] + from); }
 inline uint4 load_shared_words(uint32_t from) { return *reinterpret_cast<uint4*>(memories[0] + from); }
 template <typename Value>
 void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
     memcpy(in_block(to, rank), &value, sizeof value);
     count_bytes(in_block(barrier, rank), sizeof value);
+}
+
+template <bool TURNED>
+uint4 load_matrices(uint32_t row) {
+    const int lane = current % 32;
+    const Warp& warp = warps[current / 32];
+    unsigned words[4];
+    uint32_t rows[32];
+    exchanged(row, 0);
+    for (int from = 0; from < 32; ++from) rows[from] = static_cast<uint32_t>(warp.slot[from]);
+    for (int i = 0; i < 4; ++i) {
+        uint16_t pair[2];
+        for (int j = 0; j < 2; ++j) {
+            const int other = 2 * (lane % 4) + j, of_row = TURNED ? other : lane / 4, column = TURNED ? lane / 4 : other;
+            memcpy(&pair[j], memories[0] + rows[8 * i + of_row] + 2 * column, 2);
+        }
+        memcpy(&words[i], pair, 4);
+    }
+    __syncwarp();
+    return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 inline char* swizzled_memory() { return block_memory(); }

@@ -7,6 +7,10 @@ inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(addr
 inline uint32_t load_constant(const uint32_t* address) { return __ldg(address); }
 inline float load_constant(const float* address) { return __ldg(address); }
 
+inline uint4 load_written(const void* address, bool inside) {
+    return inside ? *static_cast<const uint4*>(address) : make_uint4(0, 0, 0, 0);
+}
+
 inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
 
 // A thread's copies are made when it waits for them, as late as they may be.
