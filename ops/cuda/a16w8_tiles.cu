@@ -9,18 +9,18 @@
 // products decides.
 //
 // Columns of w are the rows of wgmma's left operand, 64 for each warpgroup. One warp keeps STAGES of 128 of K of the weight
-// full by bulk copies; x lies in shared memory for all of K that a block has. Warps and blocks of a cluster that share K
-// are added as in `mx_tiles.cu`.
+// full by bulk copies; x lies in shared memory for all of K that a block has. Sums of warps and of a cluster's blocks that
+// share K meet by `exchange.cuh`.
 //
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
-// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages.
+// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
+// at once, or where what it fills would keep this one's x waiting (LATE), when the launch before this one has ended.
 //
 // Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
 // is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
-// warpgroup); WARPS_K (1 or 2, that share each stage); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and
-// stages of x that a thread asks for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT; OUT (BF16, FP16, FP32); BIAS (0, BF16,
-// FP16, FP32).
-#include "narrow.cuh"
+// warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks
+// for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
+#include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
 
@@ -35,19 +35,18 @@ using XType = Fp16;
 #define BLOCK 3
 
 constexpr int STEP = 128;  // of K in a stage
-constexpr int DEEP = 4 / WARPS_K;  // instructions of a warpgroup for a stage
-static_assert(TILES == 1 && WARPS_N % 4 == 0 && WARPS_K <= 2 && 128 % BN == 0);
+constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
+static_assert(WARPS_N % 4 == 0 && WARPS_K == 1);
 
 constexpr int W_BYTES = BN * STEP;  // of a stage
 constexpr int PARTS = INPUT == BF16 ? 2 : 3;  // of an element of x
 constexpr int SUMS = PARTS * ROWS / 2;  // of a thread
 constexpr int X_BYTES = PARTS * ROWS * STEP;  // of a stage: the first parts of the rows, then the second ones
 constexpr int AT_ARRIVED = STAGES * W_BYTES;
-constexpr int AT_FULL = AT_ARRIVED + (CLUSTER > 1 ? ROWS * BN * 4 + CLUSTER * 8 : 0);
+constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
 constexpr int AT_X = (AT_SENT + 8 + 1023) / 1024 * 1024;
-static_assert(AT_ARRIVED >= WARPS_K * ROWS * PITCH * 4, "sums take the place of the stages");
 
 constexpr int LANES = STEP / 16;  // that have a row's part of a stage
 constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
@@ -60,14 +59,13 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(THREADS + 32, RESIDENT)
 a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias, OutType* out,
             int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
-    let_next_begin();
+    if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
-    const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
     const int rows = min(M - first_m, ROWS);
@@ -75,9 +73,9 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
     const uint32_t x_scales_at = base + AT_X + count * X_BYTES;
     float* const x_scales = reinterpret_cast<float*>(stages + AT_X + count * X_BYTES);  // (count, ROWS)
-    float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count) of BLOCK, (BN) of LINE
+    float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count, GROUPS) of BLOCK, (BN) of LINE
 
-    if (threadIdx.x == THREADS) init_barriers(base + AT_FULL, STAGES, rows, rank);
+    if (threadIdx.x == THREADS) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
@@ -105,12 +103,12 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         return;
     }
 
-    float acc[1][SLICES][4] = {};
+    float acc[SLICES][4] = {};
     auto read_scales = [&] {
-        const int scales = SCALE == VECTOR ? count * BN : SCALE == BLOCK ? count : BN;
-        for (int i = threadIdx.x; i < scales; i += THREADS) {
-            const int step = SCALE == VECTOR ? i / BN : SCALE == BLOCK ? i : 0;
-            const int n = SCALE == BLOCK ? tile_n / 128 : min(tile_n + i % BN, N - 1);
+        constexpr int ALONG = SCALE == BLOCK ? GROUPS : BN;
+        for (int i = threadIdx.x; i < (SCALE == LINE ? BN : count * ALONG); i += THREADS) {
+            const int step = i / ALONG, column = min(tile_n + i % ALONG * (BN / ALONG), N - 1);
+            const int n = SCALE == BLOCK ? column / 128 : column;
             w_scales[i] = load_constant(w_scale + int64_t(SCALE == LINE ? 0 : start + step) * s_k + int64_t(n) * s_n);
         }
     };
@@ -125,32 +123,19 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
     constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
     wait_for_launches();
+    if constexpr (LATE) let_next_begin();
     if constexpr (!W_CONSTANT) read_scales();
     for (int first = 0; first < count; first += AHEAD * STEPS_ON) {
-        // A row's values are put where its first parts will be: loads to registers would be asked for one after another.
         auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
         bool inside[AHEAD];
-#pragma unroll
-        for (int p = 0; p < AHEAD; p++) {
-            inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
-            if (inside[p]) {
-                const uint16_t* const from = x_from + p * STEPS_ON * STEP;
-                copy16(place(p) + 16 * along, from);
-                copy16(place(p) + ROWS * STEP + 16 * along, from + STEP / 2);
-            }
-        }
-        end_copies();
-        wait_for_copies();
         uint4 taken[AHEAD][2];
 #pragma unroll
         for (int p = 0; p < AHEAD; p++) {
-            taken[p][0] = taken[p][1] = make_uint4(0, 0, 0, 0);
-            if (inside[p]) {
-                taken[p][0] = load_shared_words(place(p) + 16 * along);
-                taken[p][1] = load_shared_words(place(p) + ROWS * STEP + 16 * along);
-            }
+            inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
+            const uint16_t* const from = x_from + p * STEPS_ON * STEP;
+            taken[p][0] = load_written(from, inside[p]);
+            taken[p][1] = load_written(from + STEP / 2, inside[p]);
         }
-        __syncwarp();
 #pragma unroll
         for (int p = 0; p < AHEAD; p++) {
             uint32_t most = 0;
@@ -185,18 +170,18 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     fence_async();
     sync_first<THREADS>();
 
-    const int column = warp_n * 16 + group;
-    const uint32_t from_w = base + warp_n / 4 * 64 * STEP, from_x = base + AT_X;
+    const int column = warp * 16 + group;
+    const uint32_t from_w = base + warp / 4 * 64 * STEP, from_x = base + AT_X;
     Ring ring;
     auto multiply = [&](float(&d)[SUMS], int step) {
         const int stage = ring.stage;
         barrier_wait(full(stage), ring.parity);
-        const uint64_t left = matrix_descriptor(from_w + stage * W_BYTES) + 2 * DEEP * warp_k;
-        const uint64_t right = matrix_descriptor(from_x + step * X_BYTES) + 2 * DEEP * warp_k;
+        const uint64_t left = matrix_descriptor(from_w + stage * W_BYTES);
+        const uint64_t right = matrix_descriptor(from_x + step * X_BYTES);
         fence_registers(d);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < DEEP; i++) wgmma(d, left + 2 * i, right + 2 * i, i > 0);
+        for (int i = 0; i < STEP / 32; i++) wgmma(d, left + 2 * i, right + 2 * i, i > 0);
         wgmma_commit();
         fence_registers(d);
         ring.advance();
@@ -205,12 +190,12 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     auto add = [&](float(&d)[SUMS], int stage, int step) {
         fence_registers(d);
         float left = 1.0f, right = 1.0f;
-        if constexpr (SCALE == BLOCK) left = right = w_scales[step];
+        if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
         if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
 #pragma unroll
         for (int s = 0; s < SLICES; s++) {
             const float2 scales = *reinterpret_cast<const float2*>(x_scales + step * ROWS + 8 * s + 2 * quarter);
-            float(&sum)[4] = acc[0][s];
+            float(&sum)[4] = acc[s];
             auto all = [&](int i) {
                 float total = d[4 * (s + (PARTS - 1) * SLICES) + i];
 #pragma unroll
@@ -247,13 +232,10 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         add(d0, stage0, step);
     }
 
-    // Sums (WARPS_K, rows, PITCH) in the place of the stages.
-    sync_first<THREADS>();
-    auto column_of = [&](int, int half) { return warp_n * 16 + 8 * half + group; };
-    put_sums(reinterpret_cast<float*>(stages), acc, rows, warp_k, quarter, 0, column_of);
-    sync_first<THREADS>();
-    auto finish = [&](int pair, float2 total) {
-        const int row = pair / (BN / 2), column = pair % (BN / 2) * 2, n = tile_n + column;
+    if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
+    send_sums(base + AT_ARRIVED, base + AT_SENT, acc, rows, rank, warp);
+    add_sums<THREADS>(stages + AT_ARRIVED, base + AT_SENT, rows, rank, [&](int row, int column, float2 total) {
+        const int n = tile_n + column;
         if (n >= N) return;
         if constexpr (SCALE == LINE) total.x *= w_scales[column], total.y *= w_scales[column + 1];
 #if BIAS
@@ -261,9 +243,5 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         if (n + 1 < N) total.y += float(bias[int64_t(n + 1) * bias_n]);
 #endif
         store_pair(out + (int64_t(first_m) + row) * N + n, total.x, total.y, N - n);
-    };
-    auto send = [&](float2* to, uint32_t block, float2 sums) {
-        send_to_block(shared_address(to), base + AT_SENT, block, sums);
-    };
-    add_sums(stages, rows, AT_ARRIVED, rank, finish, send, [&] { barrier_wait(base + AT_SENT, 0); });
+    });
 }

@@ -20,25 +20,27 @@ from fp8fn.ops.targets import Target
 
 STEP: Final = 128  # of K in a stage
 MOST_ROWS: Final = 16
+LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _LANES: Final = 8  # that split a row's part of a stage
 _MOST_AHEAD: Final = 6
+_CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of 16 blocks may have no place
 
 
 @dataclass(frozen=True)
 class Config:
     """How blocks divide a product; `a16w8_tiles.cu` says what each does.
 
-    `ROWS` of x by `16 * WARPS_N` columns of w, `WARPS_K` warps for each along K, `STAGES` of K in flight, `CLUSTER`
-    blocks along K, `RESIDENT` blocks on a multiprocessor at once.
+    `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
+    a multiprocessor at once; `LATE`, when the next launch may begin.
     """
 
     ROWS: int
     WARPS_N: int = 4
-    WARPS_K: int = 1
     STAGES: int = 0
     CLUSTER: int = 1
     RESIDENT: int = 4
+    LATE: bool = False
 
     @property
     def BN(self) -> int:
@@ -46,13 +48,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.WARPS_N * self.WARPS_K + 1)
-
-    @property
-    def least_stages(self) -> int:
-        """As many as make a ring, and have room for the sums after."""
-        sums = self.WARPS_K * self.ROWS * (self.BN + 4) * 4
-        return max(2, -(-sums // (self.BN * STEP)))
+        return 32 * (self.WARPS_N + 1)
 
     def steps(self, k: int) -> int:
         """The most that a block has."""
@@ -60,15 +56,15 @@ class Config:
 
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
-        arriving = self.ROWS * self.BN * 4 + self.CLUSTER * 8 if self.CLUSTER > 1 else 0
+        arriving = self.CLUSTER * -(-self.WARPS_N // self.CLUSTER) * 16 * self.ROWS * 4
         steps, kind = self.steps(k), SCALES[w_block]
-        scales = steps * self.BN if kind == "VECTOR" else steps if kind == "BLOCK" else self.BN
+        scales = steps * self.BN if kind == "VECTOR" else steps * self.BN // 64 if kind == "BLOCK" else self.BN
         before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
         return before + steps * self.ROWS * (parts * STEP + 4) + scales * 4
 
     def __str__(self) -> str:
-        warps = f"{self.WARPS_N}x{self.WARPS_K}"
-        return f"{self.ROWS}x{self.BN} warps{warps} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}"
+        late = " late" * self.LATE
+        return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
 
 
 def accepts(
@@ -91,7 +87,7 @@ def accepts(
     if not gemv_a16w8.has_pieces(x):
         return "rows of x do not begin at multiples of 16 bytes"
     config = configure(out.shape[0], out.shape[1], x.shape[-1], w_block, PARTS[x.dtype], target.cores)
-    if config.least_stages > config.STAGES:
+    if config.STAGES < LEAST_STAGES:
         return f"x of K={x.shape[-1]} does not fit into shared memory"
     return None
 
@@ -108,24 +104,33 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block has four stages at best, so that all of its part is on the way before x is; 128 columns
-    wide, for each tile reads x anew, where that makes enough blocks. Else a part takes more time than x does, and
-    fewer blocks along K have longer ones.
+    wide, for each tile reads x anew, where that makes enough blocks, 192 where that makes as many as multiprocessors.
+    Else a part takes more time than x does, and fewer blocks along K have longer ones.
     """
     rows, steps = 8 if m <= 8 else 16, k // STEP
     wide, narrow = -(-n // 128), -(-n // 64)
     most = max(1, min(8, steps // 2))
+    late = constant and rows == 16 and steps >= 16  # what the next launch fills would keep that much of x waiting
 
     def largest(tiles: int, blocks: int, most: int) -> int:
         """Of the blocks along K that have equally much each, as many as come to so many blocks in all."""
         return max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and tiles * c <= blocks))
 
+    def fitted(warps: int, cluster: int, resident: int) -> Config:
+        return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
+
+    if constant:
+        cluster, longest = (16, 48) if rows == 16 and cores >= _CORES_OF_LARGE_GPCS else (4, 16)
+        if cores * 9 // 10 <= -(-n // 192) * cluster <= cores and longest * 3 // 4 < steps <= longest:
+            return fitted(12, cluster, 2)
+        if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
+            return fitted(4, 8, 3)
     if rows == 8 and not constant and narrow <= 2 * cores:
         cluster = most if narrow * most < cores else largest(narrow, cores * 17 // 10, min(most, 6))
         if steps <= 16 * cluster:
-            resident = 4 if cluster >= 6 else 3 if steps <= 8 * cluster else 2
-            return _with_stages(Config(rows, 4, 1, 0, cluster, resident), k, w_block, parts)
+            return fitted(4, cluster, 4 if cluster >= 6 else 3 if steps <= 8 * cluster else 2)
     if wide * most < (cores if rows == 8 else cores * 7 // 10):
-        return _with_stages(Config(rows, 4, 1, 0, most, 3 if rows == 8 else 2), k, w_block, parts)
+        return fitted(4, most, 3 if rows == 8 else 2)
     if wide >= cores:
         cluster = min(4, most)
     elif rows == 16 and not constant and steps <= 64:
@@ -136,7 +141,7 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     crowded = cluster == 8 and 30 < wide <= 45
     if crowded and steps > 48:
         cluster, crowded = 6, False
-    return _with_stages(Config(rows, 8, 1, 0, cluster, 3 if crowded else 2), k, w_block, parts)
+    return fitted(8, cluster, 3 if crowded else 2)
 
 
 def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
@@ -145,7 +150,7 @@ def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
     for resident in range(config.RESIDENT, 0, -1):
         config = replace(config, STAGES=0, RESIDENT=resident)
         room = (SHARED_LIMIT // resident - RESERVED - config.shared(k, w_block, parts)) // 1024 * 1024
-        stages = min(room // (config.BN * STEP + 16), max(config.steps(k), config.least_stages))
+        stages = min(room // (config.BN * STEP + 16), max(config.steps(k), LEAST_STAGES))
         if stages >= wanted:
             break
     return replace(config, STAGES=max(stages, 0))
@@ -166,9 +171,9 @@ def plan(
         "SCALE": SCALES[w_block], "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     options = {
-        "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
+        "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
         "STAGES": config.STAGES, "X_ROWS": rows, "AHEAD": min(ahead, _MOST_AHEAD), "CLUSTER": config.CLUSTER,
-        "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant),
+        "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)

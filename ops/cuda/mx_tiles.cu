@@ -93,7 +93,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
     float* const a_scales = reinterpret_cast<float*>(stages + AT_SCALES);
     uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_STEP);  // of the columns, for each step
 
-    if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, rows, rank);
+    if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 

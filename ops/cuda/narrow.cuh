@@ -68,18 +68,21 @@ INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows
 // Pairs whose sums a block of the cluster adds up: its own, and those that the others send, as many of each.
 INLINE uint32_t share_of_pairs(int rows) { return (rows * (BN / 2) + CLUSTER - 1) / CLUSTER; }
 
+// Bytes of the sums of a block's share, from all blocks.
+INLINE int bytes_of_share(int rows, uint32_t rank) {
+    const int share = share_of_pairs(rows);
+    return CLUSTER > 1 ? min(max(rows * (BN / 2) - int(rank) * share, 0), share) * CLUSTER * 8 : 0;
+}
+
 // Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back, and then that of the
-// sums which the cluster's blocks send to this one.
-INLINE void init_barriers(uint32_t at, int stages, int rows, uint32_t rank) {
+// sums which the cluster's blocks send to this one, so many bytes.
+INLINE void init_barriers(uint32_t at, int stages, int bytes) {
     for (int stage = 0; stage < stages; stage++) {
         barrier_init(at + stage * 8, 1);
         barrier_init(at + (stages + stage) * 8, WARPS);
     }
-    if constexpr (CLUSTER > 1) {
-        const int share = share_of_pairs(rows), own = min(max(rows * (BN / 2) - int(rank) * share, 0), share);
-        barrier_init(at + 2 * stages * 8, 1);
-        barrier_expect(at + 2 * stages * 8, own * CLUSTER * 8);
-    }
+    barrier_init(at + 2 * stages * 8, 1);
+    barrier_expect(at + 2 * stages * 8, bytes);
     barrier_init_fence();
 }
 
