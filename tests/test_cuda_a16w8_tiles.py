@@ -58,7 +58,7 @@ def unwritten(*args: Any, out: torch.dtype | None = None, **kwargs: Any) -> Any:
 
 CONFIGS = [
     Config(8, 4, 2, 3), Config(8, 4, 3, 1), Config(8, 8, 2, 2), Config(16, 4, 4, 1), Config(16, 8, 2, 5),
-    Config(16, 4, 2, 7, LATE=True), Config(16, 12, 3, 4), Config(8, 16, 2, 3, LATE=True),
+    Config(16, 4, 2, 7, LATE=True), Config(16, 12, 3, 4, 2), Config(8, 16, 2, 3, 2, LATE=True),
 ]  # fmt: skip
 
 

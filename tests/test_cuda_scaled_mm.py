@@ -223,6 +223,27 @@ def test_the_instruction_has_the_operands_types_in_order(
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("config", ["192x128", "128x128", "128x256", "64x64", "64x64 split"])
+def test_a_stage_is_given_back_when_the_last_of_its_scales_is_there(config: str, tmp_path: Path) -> None:
+    """The arrival depends on the load before it; what comes through the copy engine would else be too early."""
+    sass = [text for _, text in instructions(Problem("wgrad").plan(CONFIGS[config]).compile().cubin, tmp_path)]
+    arrivals = 0
+    for i, text in enumerate(sass):
+        if "SYNCS.ARRIVE.TRANS64.A1T0" not in text:
+            continue
+        needed = set(re.findall(r"\bR\d+", text))
+        for before in reversed(sass[:i]):
+            target, *others = re.findall(r"\bR\d+", before) or [""]
+            if "LDS.64" in before:
+                assert {target, f"R{int(target[1:]) + 1}"} & needed, (before, text)
+                arrivals += 1
+                break
+            if target in needed:
+                needed |= {*others}
+    assert arrivals >= 1
+
+
+@needs_nvrtc
 def test_a_cluster_may_share_a(tmp_path: Path) -> None:
     launch = Problem("forward").plan(Config(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False))
     compiled = launch.compile(verbose=True)

@@ -193,9 +193,10 @@ INLINE float load_shared(uint32_t from) {
     return value;
 }
 
+// Not moved over others of its kind: what is loaded last comes last.
 INLINE float2 load_shared_pair(uint32_t from) {
     float2 value;
-    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from));
+    asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from));
     return value;
 }
 

@@ -254,10 +254,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     if (lane == 0) barrier_arrive(barrier);
                 }
             };
-            // Returns bits that all it has loaded went into.
+            // Returns bits of what it has loaded last: loads of a warp from shared memory come in order.
             auto promote = [&](const float(&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
                 float(&sum)[WIDTH / 2] = acc[product];
                 [[maybe_unused]] const int slice_n = product % SLICES_N;
+                constexpr int AT_ONCE = 8;  // of the columns' scales: a stage is free sooner
+                [[maybe_unused]] float2 pairs[AT_ONCE];
+                uint32_t bits = 0;
 #pragma unroll
                 for (int j = 0; j < WIDTH / 8; j++) {
                     float s00 = scales.row0, s01 = scales.row0, s10 = scales.row1, s11 = scales.row1;
@@ -265,19 +268,20 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / CHUNK];
                     s00 *= chunk, s01 *= chunk, s10 *= chunk, s11 *= chunk;
 #elif B_SCALE == VECTOR
-                    const float2 pair = load_shared_pair(base + AT_B_SCALE + stage * B_SCALE_PITCH +
-                                                         (slice_n * WIDTH + j * 8 + lane % 4 * 2) * 4);
+                    if (j % AT_ONCE == 0) {
+#pragma unroll
+                        for (int i = 0; i < AT_ONCE && j + i < WIDTH / 8; i++)
+                            pairs[i] = load_shared_pair(base + AT_B_SCALE + stage * B_SCALE_PITCH +
+                                                        (slice_n * WIDTH + (j + i) * 8 + lane % 4 * 2) * 4);
+                    }
+                    const float2 pair = pairs[j % AT_ONCE];
                     s00 *= pair.x, s01 *= pair.y, s10 *= pair.x, s11 *= pair.y;
+                    bits = __float_as_uint(pair.x);
 #endif
                     sum[4 * j + 0] += s00 * d[4 * j + 0];
                     sum[4 * j + 1] += s01 * d[4 * j + 1];
                     sum[4 * j + 2] += s10 * d[4 * j + 2];
                     sum[4 * j + 3] += s11 * d[4 * j + 3];
-                }
-                uint32_t bits = 0;
-                if constexpr (B_SCALE == VECTOR) {
-#pragma unroll
-                    for (int j = 0; j < WIDTH / 8; j++) bits |= __float_as_uint(sum[4 * j]);
                 }
                 return bits;
             };
