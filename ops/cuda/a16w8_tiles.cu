@@ -9,8 +9,8 @@
 // products decides.
 //
 // Columns of w are the rows of wgmma's left operand, 64 for each warpgroup. One warp keeps STAGES of 128 of K of the weight
-// full by bulk copies; x lies in shared memory for all of K that a block has. Sums of warps and of a cluster's blocks that
-// share K meet by `exchange.cuh`.
+// full by bulk copies; x lies in shared memory for all of K that a block has. Sums of a cluster's blocks, which share K, meet
+// by `exchange.cuh`.
 //
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
 // constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
@@ -36,7 +36,7 @@ using XType = Fp16;
 
 constexpr int STEP = 128;  // of K in a stage
 constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
-static_assert(WARPS_N % 4 == 0 && WARPS_K == 1);
+static_assert(WARPS_N % 4 == 0);
 
 constexpr int W_BYTES = BN * STEP;  // of a stage
 constexpr int PARTS = INPUT == BF16 ? 2 : 3;  // of an element of x

@@ -9,16 +9,15 @@
 #include "narrow.cuh"
 
 constexpr int OWN_WARPS = (WARPS_N + CLUSTER - 1) / CLUSTER;
-constexpr int SENDERS = CLUSTER * WARPS_K;
 constexpr int OF_THREAD = ROWS / 4;  // rows
-constexpr int SUMS_BYTES = SENDERS * OWN_WARPS * 16 * ROWS * 4;  // (SENDERS, columns of the block, 4, OF_THREAD)
-static_assert(TILES == 1 && (SLICES == 1 || SLICES % 2 == 0));
+constexpr int SUMS_BYTES = CLUSTER * OWN_WARPS * 16 * ROWS * 4;  // (CLUSTER, columns of the block, 4, OF_THREAD)
+static_assert(TILES == 1 && WARPS_K == 1 && (SLICES == 1 || SLICES % 2 == 0));
 
 INLINE int own_columns(uint32_t rank) { return 16 * min(max(WARPS_N - int(rank) * OWN_WARPS, 0), OWN_WARPS); }
 
 // What arrives at a block, for its barrier: threads that have no row send nothing.
 INLINE int bytes_of_sums(int rows, uint32_t rank) {
-    return SENDERS * own_columns(rank) * (SLICES > 1 ? 4 : (rows + 1) / 2) * OF_THREAD * 4;
+    return CLUSTER * own_columns(rank) * (SLICES > 1 ? 4 : (rows + 1) / 2) * OF_THREAD * 4;
 }
 
 // A block that is no cluster has nobody to send to, and stores.
@@ -32,9 +31,9 @@ INLINE void send_or_store(uint32_t to, uint32_t barrier, uint32_t block, Values 
 
 // Brings a thread's sums to where `SUMS_BYTES` begin at `sums`, in the block that stores them, whose barrier is `barrier`.
 // All blocks of the cluster have begun.
-INLINE void send_sums(uint32_t sums, uint32_t barrier, const float (&acc)[SLICES][4], int rows, int sender, int warp_n) {
+INLINE void send_sums(uint32_t sums, uint32_t barrier, const float (&acc)[SLICES][4], int rows, int rank, int warp) {
     const int group = threadIdx.x % 32 / 4, quarter = threadIdx.x % 4;
-    const int block = warp_n / OWN_WARPS, column = (sender * OWN_WARPS + warp_n % OWN_WARPS) * 16 + group;
+    const int block = warp / OWN_WARPS, column = (rank * OWN_WARPS + warp % OWN_WARPS) * 16 + group;
     if (SLICES == 1 && 2 * quarter >= rows) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -62,7 +61,7 @@ INLINE void add_sums(const char* sums, uint32_t barrier, int rows, uint32_t rank
     for (int i = threadIdx.x; i < own_columns(rank) * 4; i += COUNT) {
         float total[OF_THREAD] = {};
 #pragma unroll
-        for (int sender = 0; sender < SENDERS; sender++) {
+        for (int sender = 0; sender < CLUSTER; sender++) {
             const float* const from = reinterpret_cast<const float*>(sums) + (sender * OWN_WARPS * 64 + i) * OF_THREAD;
 #pragma unroll
             for (int j = 0; j < OF_THREAD; j++) total[j] = sender == 0 ? from[j] : total[j] + from[j];

@@ -185,15 +185,14 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
                 const char* const row = here + lane / 16 * A_BLOCK + lane / 8 % 2 * 128 + lane % 8 * 16;
 #pragma unroll
                 for (int s = 0; s < SLICES; s++) {
-                    uint32_t right[4];
-                    load_matrices(right, row + 256 * s);
+                    const uint4 right = load_matrices<false>(shared_address(row + 256 * s));
 #pragma unroll
                     for (int block = 0; block < 2; block++) {
                         float d[4] = {};
 #pragma unroll
                         for (int i = 0; i < 2; i++) {
                             uint32_t low, high;
-                            widen<Fp16, A_FP8>(right[2 * block + i], low, high);
+                            widen<Fp16, A_FP8>(word(right, 2 * block + i), low, high);
                             mma<Fp16>(d, wide[block][i], low, high);
                         }
                         add(block, s, d);

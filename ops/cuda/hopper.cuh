@@ -137,8 +137,8 @@ INLINE void store_matrices(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, u
                  : "memory");
 }
 
-// Four matrices of 8 x 8 elements of 16 bits, of which lanes 8 * i to 8 * i + 7 give the addresses of the rows of matrix i, 16 bytes each. A lane gets
-// of each the elements 2 * (lane % 4) and the one after it of row lane / 4; where TURNED, of column lane / 4.
+// Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and gets of each the word i % 4
+// of row i / 4; where TURNED, of values of 16 bits, rows 2 * (i % 4) and the next of column i / 4.
 template <bool TURNED>
 INLINE uint4 load_matrices(uint32_t row) {
     uint4 m;

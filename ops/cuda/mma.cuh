@@ -60,11 +60,6 @@ INLINE void copy16(void* to, const void* from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
 }
 
-// Sixteen bytes to an address of shared memory.
-INLINE void copy16(uint32_t to, const void* from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
 // Until the copies that this thread has started before `end_copies` are there.
 INLINE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 INLINE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
@@ -180,17 +175,8 @@ INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     }
 }
 
-// Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and gets word i % 4 of row
-// i / 4 of each.
-INLINE void load_matrices(uint32_t (&m)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
-                 : "r"(shared_address(row))
-                 : "memory");
-}
-
-// The right operand of a wgmma 32 bytes deep, not swizzled: such matrices of its first 16 bytes, each followed by that of
-// the other 16, eight rows after eight.
+// The right operand of a wgmma 32 bytes deep, not swizzled: matrices, as `load_matrices` has them, of its first 16 bytes,
+// each followed by that of the other 16, eight rows after eight.
 INLINE uint64_t descriptor_of_matrices(const void* first) {
     return uint64_t(256 >> 4) << 32 | uint64_t(128 >> 4) << 16 | (shared_address(first) & 0x3FFFF) >> 4;
 }

@@ -1,5 +1,5 @@
-"""Whole columns quantized on Hopper, of matrices and of groups of rows: by `stream_columns.cu`, of
-many small groups by `walk_columns.cu`, and by `quantize_columns.cu` few rows and what the copy engine does not take.
+"""Whole columns quantized on Hopper, of matrices and of groups of rows: by `stream_columns.cu`, of many small groups by
+`walk_columns.cu`, and by `quantize_columns.cu` few rows and what the copy engine does not take.
 
 Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu` takes them.
 """
@@ -26,6 +26,7 @@ from fp8fn.ops.targets import OCP, Target
 _SECTOR: Final = 32  # rows, of which a block's share is a multiple
 _LARGEST_GRID: Final = 65535
 _ROW_BYTES: Final = 128  # of a panel of `stream_columns.cu`
+_PIECES: Final = _ROW_BYTES // 16  # of a row, each of which a warp has
 _CHUNK: Final = 128  # rows
 
 
@@ -85,9 +86,8 @@ class Stream:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the ring, the maxima that its warps are told for two panels, barriers."""
-        pieces = _ROW_BYTES // 16
-        told = 2 * _ROW_BYTES * self.CLUSTER * (self.WARPS // pieces)
-        return self.STAGES * _CHUNK * _ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * pieces)
+        told = 2 * _ROW_BYTES * self.CLUSTER * (self.WARPS // _PIECES)
+        return self.STAGES * _CHUNK * _ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * _PIECES)
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,6 @@ class Walk:
     """The macros of `walk_columns.cu`, which says what each is."""
 
     STAGES: int = 7
-    WARPS: int = 8
     RESIDENT: int = 2
     BOX: int = 32
 
@@ -103,10 +102,6 @@ class Walk:
     def shared(self) -> int:
         """Bytes of shared memory: the ring and its barriers."""
         return self.STAGES * (_CHUNK * _ROW_BYTES + 2 * 8)
-
-    @property
-    def threads(self) -> int:
-        return 32 * (self.WARPS + 1)
 
 
 # The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
@@ -285,11 +280,13 @@ def plan_walk(
     tile = tile or Walk()
     most = target.cores * tile.RESIDENT
     columns = _ROW_BYTES // x.element_size()
-    macros: dict[str, int | str] = {**types(x, out, scale), "PANEL": columns, "CLUSTER": 1, **vars(tile)}
+    macros: dict[str, int | str] = {
+        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": _PIECES, **vars(tile)
+    }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel("walk_columns.cu", "walk_columns", tuple(macros.items())),
         grid=(blocks or _shares(-(-n // columns), most), 1, 1),
-        threads=tile.threads,
+        threads=32 * (_PIECES + 1),
         shared=tile.shared,
         args={
             "x": TensorMap(as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),

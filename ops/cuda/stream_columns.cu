@@ -51,6 +51,29 @@ struct Share {
     __forceinline__ int kept() const { return min(count, STAGES); }
 };
 
+// What a lane quantizes of a chunk: 16 rows of one word. Lanes whose rows are 16 apart read them in orders of their own, of
+// which no two meet in a bank: at step i the row i ^ group.
+struct Lane {
+    int group, column;  // of the 16 rows; of the panel
+    unsigned at, turn;  // of its first word in a chunk; how its rows are turned around
+    float inverse[IN_WORD];
+
+    __forceinline__ Lane(int group, int word) : group(group), column(IN_WORD * word) {
+        at = group * ROWS * ROW_BYTES + (group * (ROW_BYTES + 16) ^ word / 4 * 16) + word % 4 * 4;
+        turn = 0x3210 ^ group * 0x1111;
+    }
+
+    // One column of the words.
+    __forceinline__ uint4 quantized(const unsigned (&words)[ROWS], int place) const {
+        const auto value = [&](int i) { return element(words[i], place) * inverse[place]; };
+        unsigned packed[4];
+#pragma unroll
+        for (int w = 0; w < 4; ++w) packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
+        return make_uint4(__byte_perm(packed[0], packed[1], turn), __byte_perm(packed[0], packed[1], turn ^ 0x4444),
+                          __byte_perm(packed[2], packed[3], turn), __byte_perm(packed[2], packed[3], turn ^ 0x4444));
+    }
+};
+
 // Takes what rows `low` to `high` of a chunk hold into the largest magnitudes of the piece whose first of this lane's rows,
 // 32 apart, is at `from`.
 __forceinline__ void take_some(unsigned (&amax)[4], uint32_t from, int low, int high) {
@@ -168,8 +191,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
         Lane mine(lane / 4, 4 * piece + lane % 4);
         const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale this lane finds
-        // Where in a chunk are the first of the rows that this lane surveys, and 8 of those that it quantizes, in the order
-        // of `Lane::load`. The compiler would find them anew for each chunk.
+        // Where in a chunk are the first of the rows that this lane surveys, and 8 of those that it quantizes, in its order.
+        // The compiler would find them anew for each chunk.
         unsigned surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
         forget(surveyed);
 #pragma unroll
@@ -285,10 +308,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     words[i] = load_shared_word(row);
                     words[i + 8] = load_shared_word(row + 8 * ROW_BYTES);
                 }
-                const auto quantized = [&](int place) {
-                    return mine.quantized(words, place, [&](int) { return mine.inverse[place]; });
-                };
-                const uint4 out = quantized(0), out_second = quantized(IN_WORD - 1);
+                const uint4 out = mine.quantized(words, 0), out_second = mine.quantized(words, IN_WORD - 1);
                 release(at.stage, out.x | out.y | out.z | out.w);  // of all words
                 if (static_cast<unsigned>(chunk - first_whole) < stored_whole) {
                     store16<Store::NORMAL>(first, out);

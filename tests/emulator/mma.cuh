@@ -28,7 +28,6 @@ inline void copy16(void* to, const void* from, int bytes) {
     if (copy_count[current] == MOST_COPIES) __builtin_trap();
     copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, 16};
 }
-inline void copy16(uint32_t to, const void* from) { copy16(memories[0] + to, from, 16); }
 inline void wait_for_copies() {
     for (int i = 0; i < copy_count[current]; ++i) {
         const Copy& copy = copies[current][i];
@@ -119,15 +118,6 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
         d[i] = static_cast<float>(sum);
     }
     meet_warp();
-}
-
-inline void load_matrices(uint32_t (&m)[4], const void* row) {
-    const int lane = current % 32;
-    for (int i = 0; i < 4; ++i) {
-        const auto* from = reinterpret_cast<const char*>(
-            __shfl_sync(~0u, reinterpret_cast<unsigned long>(row), 8 * i + lane / 4));
-        memcpy(&m[i], from + lane % 4 * 4, 4);
-    }
 }
 
 // What a thread asks of wgmma is there at once; a descriptor is an address.
