@@ -633,6 +633,8 @@ def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) ->
             group, within = divmod(within, config.GROUP * tiles_n)
             height = min(tiles_m - group * config.GROUP, config.GROUP)
             tile_m, tile_n = group * config.GROUP + within % height, within // height
+            if config.CLUSTER == 1 and m <= 2 * config.BM:  # B_ONCE
+                tile_m, tile_n = index % (tiles_m * tiles_n) & tiles_m - 1, index % (tiles_m * tiles_n) >> tiles_m - 1
             if config.CLUSTER > 1:
                 tile_m, tile_n = (
                     (tile_m * config.CLUSTER + rank, tile_n)
@@ -650,7 +652,9 @@ def test_the_walk_is_the_one_of_the_source() -> None:
     """What `walk` mirrors, so that a change of the source is a change of the mirror too."""
     source = "".join((Path(cuda.__file__).parent / name).read_text() for name in ("tiles.cuh", "scaled_mm.cu"))
     for line in (
-        "batch = index / (tiles_m * tiles_n);",
+        "batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);",
+        "m = index & tiles_m - 1;",
+        "n = index >> tiles_m - 1;",
         "const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);",
         "index %= GROUP * tiles_n;",
         "m = first + index % height;",

@@ -254,6 +254,17 @@ INLINE void sync_first() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
+// The two sides of a barrier of all `COUNT` threads of a block: of warps that wait for no other, and of those that do.
+template <int COUNT>
+INLINE void block_arrive() {
+    asm volatile("bar.arrive 0, %0;" ::"n"(COUNT) : "memory");
+}
+
+template <int COUNT>
+INLINE void block_sync() {
+    asm volatile("bar.sync 0, %0;" ::"n"(COUNT) : "memory");
+}
+
 INLINE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
 INLINE uint32_t cluster_rank() {

@@ -121,7 +121,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = lane_index();
 
-    if (threadIdx.x == 0) {
+    const bool copies = warpgroup == MATH && warp == 0;
+    if (copies && elect()) {
         prefetch_map(a);
         prefetch_map(b);
         for (int stage = 0; stage < STAGES; stage++) {
@@ -132,11 +133,15 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         barrier_init_fence();
         if constexpr (SPLIT > 1) barrier_expect(base + AT_ARRIVED, SUMS_BYTES);
     }
+    __syncwarp();
     if constexpr (SPLIT > 1) cluster_arrive();
+    // The warp that has made the barriers, and copies, does not wait for the others.
     if constexpr (CLUSTER > 1)
         cluster_sync();
+    else if (copies)
+        block_arrive<(MATH + 1) * WARPGROUP>();
     else
-        __syncthreads();
+        block_sync<(MATH + 1) * WARPGROUP>();
 
     const int first = blockIdx.x / (CLUSTER * SPLIT), step = gridDim.x / (CLUSTER * SPLIT);
 
@@ -144,7 +149,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         // The copying warpgroup: one thread starts the bulk copies, one warp those of B's single scales.
         if constexpr (MATH > 1) give_registers<MATH == 2 ? 40 : 32>();
         Ring ring;
-        if (warp == 0 && elect()) {
+        if (copies && elect()) {
             const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
             [[maybe_unused]] const uint64_t first_out = B_ONCE ? first_out_policy() : 0;
             Walk walk(problem, offsets);

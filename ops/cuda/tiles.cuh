@@ -33,10 +33,15 @@ struct Tile {
     // `index` counts the tiles of `tiles_m` rows of them in the order that keeps operands in L2, GROUP rows of tiles at a
     // time, column by column.
     INLINE void place(int index, int tiles_m, int tiles_n) {
-        const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);
-        index %= GROUP * tiles_n;
-        m = first + index % height;
-        n = index / height;
+        if constexpr (B_ONCE) {  // one or two rows of tiles, and the first load waits for this
+            m = index & tiles_m - 1;
+            n = index >> tiles_m - 1;
+        } else {
+            const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);
+            index %= GROUP * tiles_n;
+            m = first + index % height;
+            n = index / height;
+        }
         if constexpr (CLUSTER > 1) {
             m = SHARE_B ? m * CLUSTER + cluster_rank() : m;
             n = SHARE_B ? n : n * CLUSTER + cluster_rank();
@@ -91,7 +96,7 @@ struct Walk {
     INLINE Tile at(int index) const {
         Tile tile;
         const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
-        tile.batch = index / (tiles_m * tiles_n);
+        tile.batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);
         tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
         const int blocks = (problem.K + BK - 1) / BK;
 #if GROUPED == JAGGED_K
