@@ -66,11 +66,12 @@ def product(x: Tensor, w: ScaledTensor) -> Tensor:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [1024, 2048, 3072])
 @pytest.mark.parametrize("m", [1, 2, 8, 16])
-def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, hopper: None) -> None:
+def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, size: int, hopper: None) -> None:
     """Of 24 weights in a CUDA graph, replayed a hundred times with another x: as with a wait before each launch."""
-    weights = [on_gpu(m, 2048, 2048, (128, 128))[1] for _ in range(24)]
-    x = torch.randn(m, 2048, device="cuda").bfloat16()
+    weights = [on_gpu(m, size, size, (128, 128))[1] for _ in range(24)]
+    x = torch.randn(m, size, device="cuda").bfloat16()
     torch.cuda.synchronize()
 
     def chain(wait: bool) -> Tensor:
@@ -95,12 +96,13 @@ def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, hopper: None) ->
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("size", [1024, 2048, 3072])
 @pytest.mark.parametrize("m", [1, 8, 16])
-def test_launches_without_anything_between_them(m: int, hopper: None) -> None:
+def test_launches_without_anything_between_them(m: int, size: int, hopper: None) -> None:
     """The next launch begins while this one runs: each x was written by the launch right before."""
-    weights = [on_gpu(m, 2048, 2048, (128, 128))[1] for _ in range(24)]
+    weights = [on_gpu(m, size, size, (128, 128))[1] for _ in range(24)]
     weights = [ScaledTensor(w.data, w.scale / 64, w.block) for w in weights]
-    x = torch.randn(m, 2048, device="cuda").bfloat16()
+    x = torch.randn(m, size, device="cuda").bfloat16()
     torch.cuda.synchronize()
     expected = x
     for w in weights:

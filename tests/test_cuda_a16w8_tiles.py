@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,10 @@ CONFIGS = [
     Config(8, 4, 2, 3), Config(8, 4, 3, 1), Config(8, 8, 2, 2), Config(16, 4, 4, 1), Config(16, 8, 2, 5),
     Config(16, 4, 2, 7, LATE=True), Config(16, 12, 3, 4, 2), Config(8, 16, 2, 3, 2, LATE=True),
 ]  # fmt: skip
+HELD = [
+    Config(8, 12, 6, 2, 1, HELD=6, READY=2), Config(16, 8, 4, 3, 2, True, 4), Config(8, 4, 3, 1, 2, HELD=1, READY=1),
+    Config(16, 12, 6, 2, 1, HELD=4), Config(8, 8, 1, 2, HELD=1),
+]  # fmt: skip
 
 
 @needs_compiler
@@ -72,6 +77,20 @@ def test_every_division_of_the_work(config: Config) -> None:
         x, w = torch.randn(m, 1152).to(x_dtype), operand(1152, n, block, dtype=fp8)
         found = emulated(x, w, config=config)
         assert_right(found, x, w)
+        assert torch.equal(emulated(x, w, config=config, constant=True, backwards=True), found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", HELD, ids=str)
+def test_a_weight_in_registers_gives_the_bits_of_one_in_shared_memory(config: Config) -> None:
+    k = config.STAGES * config.CLUSTER * 128
+    for (m, n), x_dtype, fp8, block in (
+        ((5, 70), BF16, E4M3, (128, 128)), ((13, 200), FP16, E5M2, (128, 1)), ((1, 40), BF16, E5M2, (-1, 1)),
+    ):  # fmt: skip
+        x, w = torch.randn(m, k).to(x_dtype), operand(k, n, block, dtype=fp8)
+        found = emulated(x, w, config=config, constant=True)
+        assert_right(found, x, w)
+        assert torch.equal(emulated(x, w, config=replace(config, HELD=0, READY=0), constant=True), found)
         assert torch.equal(emulated(x, w, config=config, constant=True, backwards=True), found)
 
 
@@ -213,14 +232,16 @@ def test_one_row_by_short_columns_is_left_to_registers() -> None:
 def test_the_default_configuration() -> None:
     """At the shapes of decoding, what was the fastest on an H200 or close to it."""
     for (m, n, k, constant), name in {
-        (1, 1536, 6144, True): "8x64 stages6 cluster8 resident3",
-        (16, 1536, 6144, True): "16x192 stages3 cluster16 resident2 late",
+        (1, 1536, 6144, True): "8x192 stages8 cluster6 resident1 held6 ready2",
+        (16, 1536, 6144, True): "16x192 stages6 cluster8 resident1 late held6 ready2",
+        (1, 2304, 6144, True): "8x128 stages5 cluster8 resident2",
         (4, 4096, 4096, False): "8x64 stages9 cluster2 resident2",
-        (8, 6144, 1536, True): "8x128 stages4 cluster3 resident2",
-        (8, 6144, 2048, True): "8x192 stages4 cluster4 resident2",
-        (16, 6144, 1536, True): "16x128 stages4 cluster3 resident2",
-        (16, 6144, 2048, True): "16x128 stages4 cluster4 resident2 late",
-        (16, 2304, 6144, True): "16x64 stages5 cluster8 resident3 late",
+        (8, 6144, 1536, True): "8x128 stages4 cluster3 resident2 held4 ready0",
+        (8, 6144, 2048, True): "8x192 stages8 cluster2 resident1 held6 ready2",
+        (16, 6144, 1536, True): "16x192 stages6 cluster2 resident1 late held6 ready2",
+        (16, 6144, 2048, True): "16x128 stages4 cluster4 resident2 late held4 ready0",
+        (16, 2304, 6144, True): "16x192 stages6 cluster8 resident1 late held6 ready2",
+        (16, 4096, 4096, True): "16x128 stages3 cluster8 resident3 late",
         (4, 4096, 4096, True): "8x128 stages3 cluster8 resident3",
         (4, 4096, 14336, True): "8x128 stages4 cluster6 resident2",
         (4, 28672, 4096, True): "8x128 stages5 cluster4 resident2",
@@ -229,7 +250,8 @@ def test_the_default_configuration() -> None:
         (16, 2304, 6144, False): "16x128 stages4 cluster6 resident2",
     }.items():
         assert str(configure(m, n, k, (128, 128), 2, 132, constant=constant)) == name
-    assert configure(16, 1536, 6144, (128, 128), 2, 114, constant=True).CLUSTER <= 8  # GPCs may be too small for 16
+    assert configure(16, 1536, 7168, (128, 128), 2, 132, constant=True).CLUSTER == 14
+    assert configure(16, 1536, 7168, (128, 128), 2, 114, constant=True).CLUSTER <= 8  # GPCs may be too small for 16
 
 
 @pytest.mark.parametrize("rows", CLASSES[:3], ids=str)
@@ -243,10 +265,12 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
 
 def launches() -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, and of other types of some."""
-    for k, n in (*DECODE, *LARGE):
+    for k, n in (*DECODE, *LARGE, (3072, 3072)):
         for m in (1, 4, 8, 16):
-            for constant in (False, True):
-                yield plan(*unwritten(m, n, k), constant=constant)
+            yield plan(*unwritten(m, n, k))
+            yield plan(*unwritten(m, n, k), constant=True)
+            if (k, n) not in LARGE:
+                yield plan(*unwritten(m, n, k, x=FP16), constant=True)
     for block in BLOCKS:
         for m in (1, 16):
             yield plan(*unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32), constant=True)
@@ -307,6 +331,20 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
             torch.cuda.synchronize()
             plan(x, w.data, w.scale, w.block, None, out, SM90, config, constant=True).run()
             assert snr(out, exact(x, w)) > 75
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", HELD, ids=str)
+def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: None) -> None:
+    k = config.STAGES * config.CLUSTER * 128
+    for m, n, dtype in ((5, 80, BF16), (16, 1040, FP16), (33, 272, BF16)):
+        x, w = on_gpu(m, n, k, (128, 128), x=dtype)
+        held, shared = (torch.full((m, n), torch.nan, device="cuda") for _ in range(2))
+        torch.cuda.synchronize()
+        for out, each in ((held, config), (shared, replace(config, HELD=0, READY=0))):
+            plan(x, w.data, w.scale, w.block, None, out, SM90, each, constant=True).run()
+        assert snr(held, exact(x, w)) > 75
+        assert torch.equal(held, shared)
 
 
 @pytest.mark.gpu

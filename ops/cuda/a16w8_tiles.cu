@@ -9,8 +9,10 @@
 // products decides.
 //
 // Columns of w are the rows of wgmma's left operand, 64 for each warpgroup. One warp keeps STAGES of 128 of K of the weight
-// full by bulk copies; x lies in shared memory for all of K that a block has. Sums of a cluster's blocks, which share K, meet
-// by `exchange.cuh`.
+// full by bulk copies; x lies in shared memory for all of K that a block has. Where the stages are all of a block's part of
+// the weight, most of it goes through registers (HELD), which take it from shared memory while x is on its way and not
+// between x and the sums: for as few columns as x makes, a wgmma waits for its left operand longer than it multiplies.
+// Sums of a cluster's blocks, which share K, meet by `exchange.cuh`.
 //
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
 // constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
@@ -19,7 +21,8 @@
 // Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
 // is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
 // warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks
-// for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
+// for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which
+// READY are waited for before x is; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
@@ -50,13 +53,17 @@ constexpr int AT_X = (AT_SENT + 8 + 1023) / 1024 * 1024;
 
 constexpr int LANES = STEP / 16;  // that have a row's part of a stage
 constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
+constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
+constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
 static_assert(ITEMS % X_ROWS == 0);
+static_assert(READY <= HELD && (HELD == 0 || W_CONSTANT));
+static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STEPS_ON), "all of x is asked for at once");
 
 extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(THREADS + 32, RESIDENT)
+__launch_bounds__(THREADS + COPIES, RESIDENT)
 a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias, OutType* out,
             int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
     if constexpr (!LATE) let_next_begin();
@@ -70,21 +77,24 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
     const int rows = min(M - first_m, ROWS);
     const uint32_t steps = K / STEP;
-    const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
+    const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     const uint32_t x_scales_at = base + AT_X + count * X_BYTES;
     float* const x_scales = reinterpret_cast<float*>(stages + AT_X + count * X_BYTES);  // (count, ROWS)
     float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count, GROUPS) of BLOCK, (BN) of LINE
 
-    if (threadIdx.x == THREADS) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
+    auto load = [&](int stage, int step) {
+        barrier_expect(full(stage), W_BYTES);
+        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, 0);
+    };
+    if (warp == (HELD > 0 ? 0 : WARPS) && elect()) {
+        init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
+        for (int step = 0; HELD > 0 && step < STAGES; step++) load(step, step);
+    }
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
-    if (warp == WARPS) {
+    if (HELD == 0 && warp == WARPS) {
         if (elect()) {
-            auto load = [&](int stage, int step) {
-                barrier_expect(full(stage), W_BYTES);
-                tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, 0);
-            };
             if constexpr (!W_CONSTANT) {
                 for (int step = 0; step < min(prefetched, count); step++) tma_prefetch(w, (start + step) * STEP, tile_n, 0);
                 wait_for_launches();
@@ -121,11 +131,26 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * STEP);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
-    constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
+    const uint32_t from_w = base + warp / 4 * 64 * STEP, from_x = base + AT_X;
+    [[maybe_unused]] uint32_t held[HELD + 1][STEP / 32][4];
+    auto hold = [&](int from, int stop) {
+        const int row = warp % 4 * 16 + lane % 16;
+#pragma unroll
+        for (int step = from; step < stop; step++) {
+            barrier_wait(full(step), 0);
+#pragma unroll
+            for (int i = 0; i < STEP / 32; i++) {
+                const uint4 m = load_matrices<false>(from_w + step * W_BYTES + row * STEP + ((2 * i + lane / 16) ^ row % 8) * 16);
+#pragma unroll
+                for (int j = 0; j < 4; j++) held[step][i][j] = word(m, j);
+            }
+        }
+    };
+    hold(0, READY);
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
     if constexpr (!W_CONSTANT) read_scales();
-    for (int first = 0; first < count; first += AHEAD * STEPS_ON) {
+    for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STEPS_ON) {
         auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
         bool inside[AHEAD];
         uint4 taken[AHEAD][2];
@@ -136,6 +161,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
             taken[p][0] = load_written(from, inside[p]);
             taken[p][1] = load_written(from + STEP / 2, inside[p]);
         }
+        hold(READY, HELD);
 #pragma unroll
         for (int p = 0; p < AHEAD; p++) {
             uint32_t most = 0;
@@ -171,23 +197,17 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     sync_first<THREADS>();
 
     const int column = warp * 16 + group;
-    const uint32_t from_w = base + warp / 4 * 64 * STEP, from_x = base + AT_X;
-    Ring ring;
-    auto multiply = [&](float(&d)[SUMS], int step) {
-        const int stage = ring.stage;
-        barrier_wait(full(stage), ring.parity);
-        const uint64_t left = matrix_descriptor(from_w + stage * W_BYTES);
+    // `left(i)` is the weight's i-th 32 of K.
+    auto multiply = [&](float(&d)[SUMS], int step, auto&& left) {
         const uint64_t right = matrix_descriptor(from_x + step * X_BYTES);
         fence_registers(d);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEP / 32; i++) wgmma(d, left + 2 * i, right + 2 * i, i > 0);
+        for (int i = 0; i < STEP / 32; i++) wgmma(d, left(i), right + 2 * i, i > 0);
         wgmma_commit();
         fence_registers(d);
-        ring.advance();
-        return stage;
     };
-    auto add = [&](float(&d)[SUMS], int stage, int step) {
+    auto add = [&](float(&d)[SUMS], int step) {
         fence_registers(d);
         float left = 1.0f, right = 1.0f;
         if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
@@ -207,30 +227,61 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
             sum[2] = __fmaf_rn(all(2), scales.x * right, sum[2]);
             sum[3] = __fmaf_rn(all(3), scales.y * right, sum[3]);
         }
-        // Not before, or ptxas would have each product wait for the one before.
-        if (lane == 0) barrier_arrive(empty(stage));
     };
     // Two stages in flight.
-    float d0[SUMS], d1[SUMS];
-    int step = 0, stage0 = multiply(d0, 0), stage1;
+    float d[2][SUMS];
+#if HELD
+#pragma unroll
+    for (int step = 0; step <= STAGES; step++) {
+        if (step < HELD) {
+            multiply(d[step % 2], step, [&](int i) -> auto& { return held[step][i]; });
+        } else if (step < STAGES) {
+            barrier_wait(full(step), 0);
+            const uint64_t from = matrix_descriptor(from_w + step * W_BYTES);
+            multiply(d[step % 2], step, [&](int i) { return from + 2 * i; });
+        }
+        if (step == 0) continue;
+        if (step < STAGES)
+            wgmma_wait<1>();
+        else
+            wgmma_wait<0>();
+        add(d[(step - 1) % 2], step - 1);
+    }
+#else
+    Ring ring;
+    auto next = [&](float(&d)[SUMS], int step) {
+        const int stage = ring.stage;
+        barrier_wait(full(stage), ring.parity);
+        const uint64_t from = matrix_descriptor(from_w + stage * W_BYTES);
+        multiply(d, step, [&](int i) { return from + 2 * i; });
+        ring.advance();
+        return stage;
+    };
+    // A stage is given back late, or ptxas would have each product wait for the one before.
+    auto finish = [&](float(&d)[SUMS], int stage, int step) {
+        add(d, step);
+        if (lane == 0) barrier_arrive(empty(stage));
+    };
+    int step = 0, stage0 = next(d[0], 0), stage1;
     for (; step + 2 < count; step += 2) {
-        stage1 = multiply(d1, step + 1);
+        stage1 = next(d[1], step + 1);
         wgmma_wait<1>();
-        add(d0, stage0, step);
-        stage0 = multiply(d0, step + 2);
+        finish(d[0], stage0, step);
+        stage0 = next(d[0], step + 2);
         wgmma_wait<1>();
-        add(d1, stage1, step + 1);
+        finish(d[1], stage1, step + 1);
     }
     if (step + 1 < count) {
-        stage1 = multiply(d1, step + 1);
+        stage1 = next(d[1], step + 1);
         wgmma_wait<1>();
-        add(d0, stage0, step);
+        finish(d[0], stage0, step);
         wgmma_wait<0>();
-        add(d1, stage1, step + 1);
+        finish(d[1], stage1, step + 1);
     } else {
         wgmma_wait<0>();
-        add(d0, stage0, step);
+        finish(d[0], stage0, step);
     }
+#endif
 
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
     send_sums(base + AT_ARRIVED, base + AT_SENT, acc, rows, rank, warp);

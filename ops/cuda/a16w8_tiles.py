@@ -24,7 +24,7 @@ LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _LANES: Final = 8  # that split a row's part of a stage
 _MOST_AHEAD: Final = 6
-_CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of 16 blocks may have no place
+_CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of more than 8 blocks may have no place
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ class Config:
     """How blocks divide a product; `a16w8_tiles.cu` says what each does.
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
-    a multiprocessor at once; `LATE`, when the next launch may begin.
+    a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight in registers, of which
+    `READY` before x is waited for: blocks have equally long parts then, and as many stages.
     """
 
     ROWS: int
@@ -41,6 +42,8 @@ class Config:
     CLUSTER: int = 1
     RESIDENT: int = 4
     LATE: bool = False
+    HELD: int = 0
+    READY: int = 0
 
     @property
     def BN(self) -> int:
@@ -48,7 +51,7 @@ class Config:
 
     @property
     def threads(self) -> int:
-        return 32 * (self.WARPS_N + 1)
+        return 32 * (self.WARPS_N + (not self.HELD))
 
     def steps(self, k: int) -> int:
         """The most that a block has."""
@@ -63,8 +66,21 @@ class Config:
         return before + steps * self.ROWS * (parts * STEP + 4) + scales * 4
 
     def __str__(self) -> str:
-        late = " late" * self.LATE
+        late = " late" * self.LATE + f" held{self.HELD} ready{self.READY}" * (self.HELD > 0)
         return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
+
+
+# By rows: the fewest and the most blocks, for each 132 multiprocessors, with which weights are held, and how.
+_HELD: Final = {
+    8: (
+        (48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
+        (48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
+    ),
+    16: (
+        (48, 100, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=6, READY=2)),
+        (48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
+    ),
+}  # fmt: skip
 
 
 def accepts(
@@ -103,9 +119,9 @@ def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
 def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *, constant: bool = False) -> Config:
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
-    Of a constant weight a block has four stages at best, so that all of its part is on the way before x is; 128 columns
-    wide, for each tile reads x anew, where that makes enough blocks, 192 where that makes as many as multiprocessors.
-    Else a part takes more time than x does, and fewer blocks along K have longer ones.
+    Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
+    next one have theirs when x is there. Else it has four stages at best, 128 columns wide, for each tile reads x anew,
+    where that makes enough blocks. Else a part takes more time than x does, and fewer blocks along K have longer ones.
     """
     rows, steps = 8 if m <= 8 else 16, k // STEP
     wide, narrow = -(-n // 128), -(-n // 64)
@@ -120,9 +136,8 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
         return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
     if constant:
-        cluster, longest = (16, 48) if rows == 16 and cores >= _CORES_OF_LARGE_GPCS else (4, 16)
-        if cores * 9 // 10 <= -(-n // 192) * cluster <= cores and longest * 3 // 4 < steps <= longest:
-            return fitted(12, cluster, 2)
+        if (held := _held(rows, n, k, w_block, parts, cores)) is not None:
+            return held
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
             return fitted(4, 8, 3)
     if rows == 8 and not constant and narrow <= 2 * cores:
@@ -142,6 +157,21 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     if crowded and steps > 48:
         cluster, crowded = 6, False
     return fitted(8, cluster, 3 if crowded else 2)
+
+
+def _held(rows: int, n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
+    """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
+    largest = 16 if cores >= _CORES_OF_LARGE_GPCS else 8
+    for fewest, most, config in _HELD[rows]:
+        cluster, rest = divmod(k // STEP, config.STAGES)
+        # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
+        config = replace(config, CLUSTER=cluster, HELD=config.HELD - (parts == 3 and rows == 16))
+        blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
+        if rest or not 1 <= cluster <= largest or config.shared(k, w_block, parts) > room:
+            continue
+        if fewest * cores <= blocks * 132 <= most * cores:
+            return config
+    return None
 
 
 def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
@@ -165,7 +195,7 @@ def plan(
     (m, n), k = out.shape, x.shape[-1]
     config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
     rows = min(ceil_power_of_two(m), config.ROWS)
-    ahead = -(-rows * config.steps(k) * _LANES // (config.threads - 32))
+    ahead = -(-rows * config.steps(k) * _LANES // (32 * config.WARPS_N))
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
         "SCALE": SCALES[w_block], "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
@@ -174,13 +204,15 @@ def plan(
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
         "STAGES": config.STAGES, "X_ROWS": rows, "AHEAD": min(ahead, _MOST_AHEAD), "CLUSTER": config.CLUSTER,
         "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
+        "HELD": config.HELD, "READY": config.READY,
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
+    wgmma = PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3"
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
     return CudaLaunch(
         kernel=CudaKernel(
             "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
-            wgmma_source(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3"),
+            "".join(wgmma_source(*wgmma, a_in_registers=held) for held in (False, True)[: 1 + (config.HELD > 0)]),
         ),
         grid=grid,
         threads=config.threads,

@@ -138,31 +138,35 @@ struct Group {
 inline Group groups[MOST_THREADS / 128];
 inline void meet_group() { meet(groups[current / 128].arrived, groups[current / 128].round, 128); }
 
+// Of operands that bulk copies have put into shared memory, swizzled.
+inline uint8_t swizzled_byte(uint64_t descriptor, int row, int k) {
+    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + k;
+    return memories[0][address / 128 * 128 + row * 128 + (within ^ row % 8 * 16)];
+}
+// Of matrices at a pointer, or swizzled ones, whose addresses in shared memory are small.
+inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
+    if (descriptor >> 32 == 0) return swizzled_byte(descriptor, column, k);
+    return reinterpret_cast<const uint8_t*>(descriptor)[column / 8 * 256 + k / 16 * 128 + column % 8 * 16 + k % 16];
+}
+
 template <int COUNT>
 void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
     meet_group();
     const Fragments* warp = fragments + current / 32 * 32;
-    const auto* matrices = reinterpret_cast<const uint8_t*>(b);
     const int lane = current % 32;
     for (int i = 0; i < COUNT; ++i) {
         const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = onto ? d[i] : 0.0;
         for (int k = 0; k < 32; ++k) {
             const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-            const uint8_t right = matrices[column / 8 * 256 + k / 16 * 128 + column % 8 * 16 + k % 16];
-            sum += static_cast<double>(of_fp8<B_FP8>(left)) * of_fp8<A_FP8>(right);
+            sum += static_cast<double>(of_fp8<B_FP8>(left)) * of_fp8<A_FP8>(byte_of_right(b, column, k));
         }
         d[i] = static_cast<float>(sum);
     }
     meet_group();
 }
 
-// Of operands that bulk copies have put into shared memory, swizzled.
-inline uint8_t swizzled_byte(uint64_t descriptor, int row, int k) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + k;
-    return memories[0][address / 128 * 128 + row * 128 + (within ^ row % 8 * 16)];
-}
 template <int COUNT>
 void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
     const int lane = current % 32;
