@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
-from fp8fn.ops.groups import ROWS, spread_rows
+from fp8fn.ops.groups import ROWS, spread_blocks, spread_rows
 from fp8fn.ops.layout import WHOLE
 
 
@@ -23,9 +23,9 @@ class GroupedScaledTensor:
 
     - group `g` is tokens `offsets[g-1]` to `offsets[g]` of `size`; `offsets` is int32 `(E,)`, ascends, and an offset
       past `size` counts as `size`;
-    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says, `data` is `(P, N)` with
-      `P = 128 * (size // 128 + E)`, and `scale` is `(P / 128, N)`, so that `ScaledTensor(data, scale, (128, 1))` is one
-      of the spread tokens; bytes of rows without a token are zero;
+    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says; `data` is `(32 * (size // 32 + E), N)`, group `g`
+      from row `32 * (start // 32 + g)` on, and `scale` is `(size // 128 + E, N)`, one for 128 tokens of a group, from
+      row `start // 128 + g` on, where `start` is its first token; bytes of rows without a token are zero;
     - `block` -1: `data` is `(size, N)`, tokens as they were, and `scale` is `(E, N)`, one for each group and column;
       bytes of tokens past the last offset are zero, and an empty group has the scale of zeros;
     - `x ≈ data.float() * scale`, with each scale repeated over the tokens it holds for;
@@ -128,7 +128,9 @@ def _check(q: GroupedScaledTensor) -> None:
     if q.data.ndim < 2 or q.offsets.ndim < 1:
         given = tuple(q.data.shape), tuple(q.offsets.shape)
         raise ValueError(f"{name}: data has shape {given[0]} and offsets {given[1]}; use (P, N) and (E,)")
-    tokens, scales = (q.size, q.groups) if q.block == WHOLE else _spread_extents(q.size, q.groups)
+    tokens, scales = q.size, q.groups
+    if q.block != WHOLE:
+        tokens, scales = spread_rows(q.size, q.groups), spread_blocks(q.size, q.groups)
     if q.data.shape[-2 + q.axis] != tokens:
         raise ValueError(
             f"{name}: data has shape {tuple(q.data.shape)}; size={q.size} in {q.groups} groups and blocks of {q.block} "
@@ -138,12 +140,6 @@ def _check(q: GroupedScaledTensor) -> None:
     expected = (*q.data.shape[:-2], *((scales, columns) if q.axis == 0 else (columns, scales)))
     if tuple(q.scale.shape) != expected:
         raise ValueError(f"{name}: scale has shape {tuple(q.scale.shape)}; data {tuple(q.data.shape)} needs {expected}")
-
-
-def _spread_extents(size: int, groups: int) -> tuple[int, int]:
-    """Rows of the spread layout, and how many blocks they are."""
-    rows = spread_rows(size, groups)
-    return rows, rows // ROWS
 
 
 def _flatten(q: GroupedScaledTensor) -> tuple[list[Any], tuple[int, int, int]]:

@@ -181,7 +181,7 @@ def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tens
 
 def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
     """By rows of `m` tokens in 8 groups, and along K over the same tokens."""
-    from fp8fn.ops.groups import spread_rows
+    from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 
     offsets = torch.empty(_EXPERTS, dtype=torch.int32, device="meta")
@@ -191,12 +191,12 @@ def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
     a_scale, b_scale = empty_scale(a, (1, 128), "fp32"), empty_scale(b, (128, 128), "fp32")
     rows = plan_scaled_grouped_mm(a, a_scale, (1, 128), b, b_scale, (128, 128), offsets, None, out, target)
-    tokens = spread_rows(m, _EXPERTS)
-    left, right = (torch.empty(size, tokens, dtype=dtype, device="meta") for size in (n, k))
+    (left, left_scale), right = (
+        empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32") for size in (n, k)
+    )
     wgrad = plan_scaled_grouped_mm(
-        left, empty_scale(left, (1, 128), "fp32"), (1, 128),
-        right.mT, empty_scale(right.mT, (128, 1), "fp32"), (128, 1),
-        offsets, None, torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta"), target,
+        left.mT, left_scale.mT, (1, 128), *right, (128, 1), offsets, None,
+        torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta"), target,
     )  # fmt: skip
     return [rows, wgrad]
 

@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.cuda.scaled_mm import call as cuda_call
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.groups import ROWS, check_offsets
+from fp8fn.ops.groups import ROWS, UNIT, check_offsets, spread_blocks
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
@@ -31,7 +31,7 @@ SCALED_GROUPED_MM_SCHEMA: Final = (
 # Of tokens that are rows a scale may not hold for two: the border of a group may lie between them.
 TOKEN_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, WHOLE), (1, 32), (WHOLE, WHOLE))
 EXPERT_BLOCKS: Final[tuple[Block, ...]] = ((128, 128), (128, 1), (WHOLE, 1), (32, 1), (WHOLE, WHOLE))
-# Of tokens that are summed over: spread over blocks of 128, or with one scale for all tokens of a group.
+# Of tokens that are summed over: spread, in blocks of 128, or with one scale for all tokens of a group.
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
 
 _NAME: Final = "scaled_grouped_mm"
@@ -116,12 +116,12 @@ def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], 
     (summed, other) = (data.shape[1], data.shape[0]) if name == "a" else (data.shape[0], data.shape[1])
     parts = groups
     if WHOLE not in pair:
-        if summed % ROWS != 0 or summed < ROWS * groups:
+        if summed % UNIT != 0 or summed < UNIT * groups:
             raise ValueError(
-                f"{_NAME}: {name} has {summed} spread tokens; {groups} groups in blocks of {ROWS} need a multiple of "
-                f"{ROWS} of at least {ROWS * groups}, as fp8fn.quantize_grouped makes it"
+                f"{_NAME}: {name} has {summed} rows of spread tokens; {groups} groups need a multiple of {UNIT} "
+                f"of at least {UNIT * groups}, as fp8fn.quantize_grouped makes it"
             )
-        parts = summed // ROWS
+        parts = spread_blocks(summed - UNIT * groups, groups)
     expected = (other, parts) if name == "a" else (parts, other)
     if tuple(scale.shape) != expected:
         raise ValueError(

@@ -25,7 +25,7 @@ from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.quant import bytes_moved
 from fp8fn.bench.timing import Call
-from fp8fn.ops.groups import ROWS, spread_rows
+from fp8fn.ops.groups import spread_blocks
 
 # (E, M, N, K); the last is not of FACTS' four but DeepSeek-V3's MLP.
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
@@ -170,7 +170,7 @@ def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     count, m, n = shape
     x = normal(m, n, device, 0)
     offsets = Experts((count, m, 1, 1), "balanced", device).offsets
-    blocks = spread_rows(m, count) // ROWS
+    blocks = spread_blocks(m, count)
     copy = torch.empty_like(x)
     spread = 3.0 * m * n + 4.0 * blocks * n
     return [

@@ -69,3 +69,15 @@ __forceinline__ void store_bytes(unsigned char* to, uint4 piece, int count) {
         if (i < count) to[i] = static_cast<unsigned char>(words[i / 4] >> 8 * (i % 4));
     }
 }
+
+// The first `count` bytes of 16, and zeros.
+__forceinline__ uint4 first_bytes(uint4 piece, int count) {
+    if (count >= 16) return piece;
+    unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+        const int left = count - 4 * w;
+        words[w] &= left >= 4 ? ~0u : left > 0 ? (1u << 8 * left) - 1 : 0u;
+    }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}

@@ -22,5 +22,13 @@ struct Group {
     static __device__ __forceinline__ int end_of(int offset, int start, int tokens) { return min(max(offset, start), tokens); }
 };
 
-// The first block of 128 of a group whose tokens are spread.
-__device__ __forceinline__ int first_spread_block(int start, int group) { return start / 128 + group; }
+// Of a group whose tokens are spread: rows in units of the K of one wgmma, scales of blocks of 128.
+struct Spread {
+    enum { UNIT = 32 };
+
+    // The row in which a block of 128 begins whose first token is `token`.
+    static __device__ __forceinline__ int first_row(int token, int group) { return UNIT * (token / UNIT + group); }
+
+    // The first block of the group that begins with token `start`.
+    static __device__ __forceinline__ int first_block(int start, int group) { return start / 128 + group; }
+};

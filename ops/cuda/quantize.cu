@@ -10,7 +10,8 @@
 // blocks of 128 x 128; EVEN, M and N are multiples of the tile; PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x
 // load at once; WARPS, ROWS; BLOCKS, how many share a multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE,
 // of the enums of instructions.cuh; ROW_BYTES, 8 or 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the
-// rows are tokens of groups, and columns hold them spread: a tile has tokens of one group, and zeros below them.
+// rows are tokens of groups, and columns hold them spread: a tile has tokens of one group, and zeros below them up to the
+// next group or the end of the tile.
 #include "fp8_block.cuh"
 #include "groups.cuh"
 #include "scatter.cuh"
@@ -73,9 +74,10 @@ __forceinline__ void place_block(int& block_m, int& block_n) {
     }
 }
 
-// The rows of x in a tile: from `first` to the end of the tile or `stop`. `none`: they are past the last group.
+// The rows of x in a tile: from `first` to the end of the tile or `stop`. In columns they begin at row `place`, and nothing
+// is written from `limit` on. `none`: they are past the last group.
 struct Rows {
-    int first, stop;
+    int first, stop, place, limit;
     bool none;
 };
 
@@ -87,12 +89,15 @@ __forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups
     for (int group = lane; group < groups + BY_ROW; group += 32) {
         const int begins = group == 0 ? 0 : Group::end_of(offsets[group - 1], 0, M);
         const int ends = group == groups ? M : Group::end_of(offsets[group], 0, M);
-        if (first_spread_block(begins, group) <= block) found = group, start = begins, stop = ends;
+        if (Spread::first_block(begins, group) <= block) found = group, start = begins, stop = ends;
     }
     const int group = __reduce_max_sync(~0u, found);
     start = __shfl_sync(~0u, start, group % 32);
     stop = __shfl_sync(~0u, stop, group % 32);
-    return {start + TILE_M * (block - first_spread_block(start, group)), stop, group == groups};
+    const int first = start + TILE_M * (block - Spread::first_block(start, group));
+    // Up to the next group's rows; the last one's tiles write all that is left.
+    const int limit = Spread::first_row(group == groups - 1 && !BY_ROW ? M : stop, group + 1);
+    return {first, stop, Spread::first_row(first, group), min(limit, Spread::first_row(M, groups)), group == groups};
 }
 
 // Row-major output of the thread's values, each row by its own inverse scale.
@@ -140,10 +145,11 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
     }
 }
 
-// Column-major output of the whole tile, each column by its own inverse scale. All threads come here together.
+// Column-major output of the whole tile, each column by its own inverse scale. All threads come here together. With groups
+// `tokens` of its rows are theirs, and the rest are zeros.
 template <typename Values>
 __forceinline__ void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, unsigned char* out, int col_n,
-                   Place at, int tile_m, int tile_n, int M, int N) {
+                   Place at, int tile_m, int tile_n, int M, int N, [[maybe_unused]] int tokens = TILE_M) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
         unsigned words[ROWS / 4];
@@ -166,8 +172,11 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
     for (int i = threadIdx.x; i < TILE_N * PIECES; i += THREADS) {
         const int column = i / PIECES, piece = i % PIECES;
         if (EVEN || (tile_n + column < N && tile_m + PIECE * piece < M)) {
-            store_piece(out + static_cast<long long>(tile_n + column) * col_n + tile_m + PIECE * piece,
-                        shared.turned[column][piece ^ (column / 8 & 7)], M - tile_m - PIECE * piece);
+            uint4 bytes = shared.turned[column][piece ^ (column / 8 & 7)];
+            // Beside a NaN, a zero that stands for no token has become NaN.
+            if constexpr (GROUPED) bytes = first_bytes(bytes, tokens - PIECE * piece);
+            store_piece(out + static_cast<long long>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
+                        GROUPED ? PIECE : M - tile_m - PIECE * piece);
         }
     }
 }
@@ -186,11 +195,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Place at;
     at.chunk = (lane & 7) | (lane & 16) >> 1;
     at.group = 2 * warp + (lane & OTHER_ROWS) / OTHER_ROWS;
-    Rows rows{tile_m, M, false};
-    int height = M;  // of the column-major output
+    Rows rows{tile_m, M, tile_m, M, false};
+    int height = M;  // of the tiles whose columns have scales
     if constexpr (GROUPED) {
         rows = rows_of(block_m, lane, offsets, groups, M);
-        height = TILE_M * (M / TILE_M + groups);
+        height = TILE_M * Spread::first_block(M, groups);
     }
     at.row = rows.first + ROWS * at.group;
     at.column = tile_n + 8 * at.chunk;
@@ -279,6 +288,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         float inverse[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.chunk + c];
-        store_columns(values, inverse, shared, col_data, col_n, at, tile_m, tile_n, height, N);
+        store_columns(values, inverse, shared, col_data, col_n, at, rows.place, tile_n, rows.limit, N, rows.stop - rows.first);
     }
 }

@@ -160,23 +160,24 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
                     const int s = ring.stage;
                     const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
+                    const int along_k = tile.row_of(k);
                     barrier_wait(empty(s), ring.parity ^ 1);
                     barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_TMA_BYTES);
                     if constexpr (CLUSTER > 1 && !SHARE_B) {
                         constexpr int PIECE = BM / CLUSTER;
-                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), k * BK, tile.m + rank * PIECE, a_batch,
+                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE, a_batch,
                                            (1 << CLUSTER) - 1);
                     } else {
-                        tma_load(to_a, a, full(s), k * BK, tile.m, a_batch);
+                        tma_load(to_a, a, full(s), along_k, tile.m, a_batch);
                     }
                     if constexpr (CLUSTER > 1 && SHARE_B) {
                         constexpr int PIECE = BN / CLUSTER;
-                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), k * BK, tile.n + rank * PIECE, b_batch,
+                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE, b_batch,
                                            (1 << CLUSTER) - 1);
                     } else if constexpr (B_ONCE) {
-                        tma_load_first_out(to_b, b, full(s), k * BK, tile.n, b_batch, first_out);
+                        tma_load_first_out(to_b, b, full(s), along_k, tile.n, b_batch, first_out);
                     } else {
-                        tma_load(to_b, b, full(s), k * BK, tile.n, b_batch);
+                        tma_load(to_b, b, full(s), along_k, tile.n, b_batch);
                     }
 #if A_SCALE == VECTOR
                     tma_load(base + AT_A_SCALE + s * A_SCALE_PITCH, a_scale, full(s), tile.m & ~3, k, a_batch);
@@ -239,13 +240,15 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
                 return scales;
             };
-            auto start = [&](float(&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false) {
+            // `units`: how many times 32 of the block are multiplied.
+            auto start = [&](float(&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false, int units = BK / 32) {
                 const uint64_t from_a = matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
                 const uint64_t from_b = matrix_descriptor(base + AT_B + stage * B_BYTES + slice_n * WIDTH * BK);
                 fence_registers(d);
                 wgmma_fence();
 #pragma unroll
-                for (int k = 0; k < BK / 32; k++) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
+                for (int k = 0; k < BK / 32; k++)
+                    if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
                 wgmma_commit();
                 fence_registers(d);
             };
@@ -320,7 +323,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (; k < tile.k_stop; k++) run(1);
             } else if constexpr (DEPTH == 1) {
                 float d[WIDTH / 2];
-                for (; k < tile.k_stop; k++, ring.advance()) {
+                for (; k < tile.whole_stop(); k++, ring.advance()) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
 #pragma unroll
@@ -352,9 +355,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     ring.advance();
                     return s;
                 };
-                if (k < tile.k_stop) {
+                if (k < tile.whole_stop()) {
                     int s0 = next(d0, scales0), s1;
-                    for (; k + 2 < tile.k_stop; k += 2) {
+                    for (; k + 2 < tile.whole_stop(); k += 2) {
                         s1 = next(d1, scales1);
                         wgmma_wait<1>();
                         finish(d0, scales0, s0);
@@ -362,7 +365,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         wgmma_wait<1>();
                         finish(d1, scales1, s1);
                     }
-                    if (k + 1 < tile.k_stop) {
+                    if (k + 1 < tile.whole_stop()) {
                         s1 = next(d1, scales1);
                         wgmma_wait<1>();
                         finish(d0, scales0, s0);
@@ -374,6 +377,24 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     }
                 }
             }
+
+#if GROUPED == JAGGED_K
+            if (tile.units > 0) {  // of a last block that the next group's rows fill
+                float d[WIDTH / 2];
+                const int s = ring.stage;
+                barrier_wait(full(s), ring.parity);
+#pragma unroll
+                for (int p = 0; p < PRODUCTS; p++) {
+                    const Scales scales = scales_of(s, p / SLICES_N);
+                    start(d, s, p / SLICES_N, p % SLICES_N, false, tile.units);
+                    wgmma_wait<0>();
+                    fence_registers(d);
+                    const uint32_t bits = promote(d, scales, s, p);
+                    if (p == PRODUCTS - 1) release(s, bits);
+                }
+                ring.advance();
+            }
+#endif
 
 #if SPLIT > 1
             const int first_row = warpgroup * ROWS + warp * 16, owner = first_row / OWN_ROWS, rank = cluster_rank();

@@ -29,6 +29,15 @@ struct Tile {
     INLINE int row_stop(const Problem& problem) const { return problem.M; }
     INLINE int layer() const { return batch; }
 #endif
+#if GROUPED == JAGGED_K
+    int shift;  // of the group's rows, from where they would begin if all groups ended in a whole block
+    int units;  // rows of the last block by 32, if it is not whole, else 0: behind them lies the next group
+    INLINE int row_of(int k) const { return k * BK + shift; }
+    INLINE int whole_stop() const { return k_stop - (units > 0); }
+#else
+    INLINE int row_of(int k) const { return k * BK; }
+    INLINE int whole_stop() const { return k_stop; }
+#endif
 
     // `index` counts the tiles of `tiles_m` rows of them in the order that keeps operands in L2, GROUP rows of tiles at a
     // time, column by column.
@@ -98,13 +107,16 @@ struct Walk {
         const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
         tile.batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);
         tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
-        const int blocks = (problem.K + BK - 1) / BK;
 #if GROUPED == JAGGED_K
-        const int start = tile.batch ? Group::end_of(offsets[tile.batch - 1], 0, problem.K) : 0;
-        const int stop = Group::end_of(offsets[tile.batch], start, problem.K);
-        tile.k_start = first_spread_block(start, tile.batch);
-        tile.k_stop = min(tile.k_start + (stop - start + BK - 1) / BK, blocks);
+        const int tokens = problem.K - Spread::UNIT * (problem.batches - 1) - 1;  // the most that K rows hold
+        const int start = tile.batch ? Group::end_of(offsets[tile.batch - 1], 0, tokens) : 0;
+        const int stop = Group::end_of(offsets[tile.batch], start, tokens);
+        tile.k_start = Spread::first_block(start, tile.batch);
+        tile.k_stop = tile.k_start + (stop - start + BK - 1) / BK;
+        tile.shift = Spread::first_row(start, tile.batch) - tile.k_start * BK;
+        tile.units = (stop - start + Spread::UNIT - 1) / Spread::UNIT % (BK / Spread::UNIT);
 #else
+        const int blocks = (problem.K + BK - 1) / BK;
         const int part = SPLIT > 1 ? cluster_rank() : 0;
         tile.k_start = blocks * part / SPLIT;
         tile.k_stop = blocks * (part + 1) / SPLIT;

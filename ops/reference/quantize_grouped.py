@@ -9,21 +9,34 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.formats import fp8_max
-from fp8fn.ops.groups import ROWS, empty_grouped, group_of, spread_index, spread_place
+from fp8fn.ops.groups import block_of, empty_grouped, group_of, spread_place
 from fp8fn.ops.layout import WHOLE, Block, swap
-from fp8fn.ops.reference.quantize import dequantize, quantize
+from fp8fn.ops.reference.quantize import quantize
 
 
 def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
     """`x (M, N)` in groups of rows → data and scales in blocks `(128, 1)`, spread, or `(-1, 1)`, one a group."""
-    offsets = offsets.clamp(0, x.shape[0])
-    if block[0] == WHOLE:
-        return _by_group(x, offsets, block, dtype, scale)
-    token, taken = spread_index(offsets, x.shape[0])
-    empty = ~taken[:, None]
-    rows = x if x.shape[0] else x.new_zeros(1, x.shape[1])
-    data, scales = quantize(rows.index_select(0, token).masked_fill_(empty, 0), block, dtype, scale)
-    data.view(torch.uint8).masked_fill_(empty, 0)  # beside a NaN a zero has become NaN
+    rows, groups = x.shape[0], offsets.shape[0]
+    offsets = offsets.clamp(0, rows)
+    data, scales = empty_grouped(x, groups, block, dtype, scale)
+    whole, parts = block[0] == WHOLE, scales.shape[0]
+    group = group_of(offsets, rows)
+    part = torch.where(group == groups, parts, group if whole else block_of(offsets, rows))
+    values = x.float()
+    # As bits, which order as magnitudes do with NaN above Inf: a maximum of integers is the same in any order.
+    bits = values.view(torch.int32) & 0x7FFFFFFF
+    amax = bits.new_zeros(parts + 1, x.shape[1])
+    amax.scatter_reduce_(0, part[:, None].expand_as(bits), bits, "amax")
+    # A part has the scale of a matrix of one row, its largest magnitudes.
+    scales.copy_(quantize(amax[:parts, None].view(torch.float32), block, dtype, scale)[1].squeeze(1))
+    inverse = (1.0 / scales.float()).index_select(0, part.clamp_max(parts - 1))
+    largest = fp8_max(dtype)
+    quantized = (values * inverse).clamp_(-largest, largest).to(dtype).view(torch.uint8)
+    quantized.masked_fill_(group[:, None] == groups, 0)
+    if whole:
+        data.view(torch.uint8).copy_(quantized)
+    else:
+        data.view(torch.uint8).zero_().index_copy_(0, spread_place(offsets, rows), quantized)
     return data, scales
 
 
@@ -41,22 +54,6 @@ def dequantize_grouped(data: Tensor, scale: Tensor, offsets: Tensor, block: Bloc
     if block[0] == WHOLE:
         values = data.float() * scale.float().index_select(0, group.clamp_max(groups - 1))
     else:
-        values = dequantize(data, scale, (ROWS, 1)).index_select(0, spread_place(offsets, rows))
+        scales = scale.float().index_select(0, block_of(offsets, rows))
+        values = data.float().index_select(0, spread_place(offsets, rows)) * scales
     return values.masked_fill(group[:, None] == groups, 0)
-
-
-def _by_group(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    data, scales = empty_grouped(x, offsets.shape[0], block, dtype, scale)
-    group, groups = group_of(offsets, x.shape[0]), offsets.shape[0]
-    values = x.float()
-    # As bits, which order as magnitudes do with NaN above Inf: a maximum of integers is the same in any order.
-    bits = values.view(torch.int32) & 0x7FFFFFFF
-    amax = bits.new_zeros(groups + 1, x.shape[1])
-    amax.scatter_reduce_(0, group[:, None].expand_as(bits), bits, "amax")
-    # A group has the scale of a matrix of one row, its largest magnitudes.
-    scales.copy_(quantize(amax[:groups, None].view(torch.float32), block, dtype, scale)[1].squeeze(1))
-    inverse = (1.0 / scales.float()).index_select(0, group.clamp_max(groups - 1))
-    largest = fp8_max(dtype)
-    quantized = (values * inverse).clamp_(-largest, largest).to(dtype).view(torch.uint8)
-    data.view(torch.uint8).copy_(quantized.masked_fill_(group[:, None] == groups, 0))
-    return data, scales

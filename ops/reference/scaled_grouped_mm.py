@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, most_tokens
+from fp8fn.ops.groups import ROWS, UNIT, most_tokens
 from fp8fn.ops.layout import WHOLE, Block, is_column_major
 from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
 
@@ -69,22 +69,21 @@ def _by_k(
     tokens = most_tokens(summed, groups) if spread else summed
     if tokens > 0:
         pieces = _pieces(offsets, tokens)
-        place = pieces.token
-        left, right = _widened(a), _widened(b)
+        # Of each token, where it lies and where its scales do.
+        place, block = pieces.token, pieces.group[:, None].expand_as(pieces.token)
         if spread:
-            left, right = _dequantized(a, a_scale, a_block), _dequantized(b, b_scale, b_block)
             starts, _ = _borders(offsets, tokens)
-            first = ROWS * (starts // ROWS + torch.arange(groups, device=a.device))
-            place = (first[pieces.group][:, None] + pieces.rank).clamp_max(summed - 1)
+            start, group = starts[pieces.group][:, None], pieces.group[:, None]
+            place = (UNIT * (start // UNIT + group) + pieces.rank).clamp_max(summed - 1)
+            block = (start // ROWS + group + pieces.rank // ROWS).clamp_max(a_scale.shape[1] - 1)
+        left, right, left_scale, right_scale = _widened(a), _widened(b), a_scale.float(), b_scale.float()
         for i in range(pieces.group.shape[0]):
-            group, inside = pieces.group[i : i + 1], pieces.inside[i]
             # Not a product with zeros: the tokens of another group may be NaN.
-            part = torch.where(inside, left.index_select(1, place[i]), 0.0)
-            other = torch.where(inside[:, None], right.index_select(0, place[i]), 0.0)
-            if not spread:
-                part = torch.where(inside, part * a_scale.float().index_select(1, group), 0.0)
-                other = torch.where(inside[:, None], other * b_scale.float().index_select(0, group), 0.0)
-            out.index_add_(0, group, (part @ other)[None])  # one row at a time: no order is left open
+            part = left.index_select(1, place[i]) * left_scale.index_select(1, block[i])
+            other = right.index_select(0, place[i]) * right_scale.index_select(0, block[i])
+            inside = pieces.inside[i]
+            product = torch.where(inside, part, 0.0) @ torch.where(inside[:, None], other, 0.0)
+            out.index_add_(0, pieces.group[i : i + 1], product[None])  # one row at a time: no order is left open
     return out if bias is None else out + bias.float()[:, None]
 
 

@@ -2,7 +2,8 @@
 
 A program takes one block of the spread layout (`fp8fn.ops.groups`) and a tile of columns, and finds its tokens from the
 offsets, which stay on the device. So groups of any sizes make programs of one size, and each group has one block at
-least. What the spread layout leaves behind the last group's tokens is room for those past the last offset.
+least. Its last one writes up to where the next group begins. What the spread layout leaves behind the last group's
+tokens is room for those past the last offset.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, spread_rows
+from fp8fn.ops.groups import ROWS, UNIT, spread_blocks
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
@@ -61,17 +62,24 @@ def tokens_of(offsets, block, M, E, o_e, BM: tl.constexpr, GROUPS: tl.constexpr)
 
 
 @triton.jit
+def rows_of(token, end, group, M, E, UNIT: tl.constexpr):
+    """Where a block lies spread: its first row, and the next group's, or the end of all rows."""
+    return (token // UNIT + group) * UNIT, (tl.where(group == E - 1, M, end) // UNIT + group + 1) * UNIT
+
+
+@triton.jit
 def quantize_spread(
     x, offsets, data, scales, M, N, E, x_m, x_n, o_e, d_m, d_n, s_m, s_n, tiles_n,
-    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    UNIT: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """One block of `BM` tokens and `BN` columns, in blocks `BM x 1`; rows without a token are zeros."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
     block = pid // tiles_n
-    token, end, _, _ = tokens_of(offsets, block, M, E, o_e, BM, GROUPS)
+    token, end, group, _ = tokens_of(offsets, block, M, E, o_e, BM, GROUPS)
+    first, limit = rows_of(token, end, group, M, E, UNIT)
     row = tl.arange(0, BM)[:, None]
     column = pid % tiles_n * BN + tl.arange(0, BN)
     columns = column[None, :]
@@ -86,13 +94,14 @@ def quantize_spread(
     # Beside a NaN, a zero that stands for no token would become NaN.
     scaled = tl.where(taken, values * inverse[None, :], 0.0)
     quantized = cast(scaled, LARGEST, data.dtype.element_ty)
-    target = data + (block * BM + row) * d_m + columns * d_n
+    target = data + (first + row) * d_m + columns * d_n
     scale_target = scales + block * s_m + column * s_n
+    written = first + row < limit
     if EVEN:
-        tl.store(target, quantized)
+        tl.store(target, quantized, mask=written)
         tl.store(scale_target, stored)
     else:
-        tl.store(target, quantized, mask=columns < N)
+        tl.store(target, quantized, mask=written & (columns < N))
         tl.store(scale_target, stored, mask=column < N)
 
 
@@ -100,8 +109,8 @@ def quantize_spread(
 def quantize_spread_dual(
     x, offsets, row_data, row_scales, data, scales, M, N, E, x_m, x_n, o_e, row_m, row_n, rs_m, rs_n,
     d_m, d_n, s_m, s_n, tiles_n,
-    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
+    UNIT: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """The same block, and its tokens in blocks `1 x BM` at their own places in `row_data`."""
     pid = tl.program_id(0)
@@ -110,6 +119,7 @@ def quantize_spread_dual(
     block = pid // tiles_n
     tile_n = pid % tiles_n
     token, end, group, _ = tokens_of(offsets, block, M, E, o_e, BM, GROUPS)
+    first, limit = rows_of(token, end, group, M, E, UNIT)
     row = tl.arange(0, BM)[:, None]
     rows = token + row
     column = tile_n * BN + tl.arange(0, BN)
@@ -137,13 +147,14 @@ def quantize_spread_dual(
     by_column = tl.where(taken, values, 0.0).to(tl.float32)
     stored, inverse = scale_of(tl.max(magnitude_bits(by_column), axis=0), LARGEST, EMAX, FLOOR, FORMAT)
     quantized = cast(tl.where(taken, by_column * inverse[None, :], 0.0), LARGEST, data.dtype.element_ty)
-    target = data + (block * BM + row) * d_m + columns * d_n
+    target = data + (first + row) * d_m + columns * d_n
     scale_target = scales + block * s_m + column * s_n
+    written = first + row < limit
     if EVEN:
-        tl.store(target, quantized)
+        tl.store(target, quantized, mask=written)
         tl.store(scale_target, stored)
     else:
-        tl.store(target, quantized, mask=columns < N)
+        tl.store(target, quantized, mask=written & (columns < N))
         tl.store(scale_target, stored, mask=column < N)
 
 
@@ -237,7 +248,7 @@ def plan_quantize_grouped(
             "x": x, "offsets": offsets, "data": data, "scales": scales, **args, **_strides("d", data),
             **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
         },
-        constexprs={**constexprs, **scale_constants(data.dtype, scale)},
+        constexprs={**constexprs, **_spread(x, tile), **scale_constants(data.dtype, scale)},
         options={"num_warps": tile.num_warps},
         target=target,
     )  # fmt: skip
@@ -264,7 +275,7 @@ def plan_quantize_grouped_dual(
             **args, **_strides("row", row), **_strides("rs", row_scales), **_strides("d", data),
             **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
         },
-        constexprs={**constexprs, **scale_constants(data.dtype, scale)},
+        constexprs={**constexprs, **_spread(x, tile), **scale_constants(data.dtype, scale)},
         options={"num_warps": tile.num_warps},
         target=target,
     )  # fmt: skip
@@ -275,9 +286,8 @@ def _plan_by_group(
 ) -> tuple[Launch, ...]:
     m, n = x.shape
     groups, tiles_n = offsets.shape[0], ceil_div(n, tile.columns)
-    partials = torch.empty((spread_rows(m, groups) // ROWS, n), dtype=torch.int32, device=x.device)
+    partials = torch.empty((spread_blocks(m, groups), n), dtype=torch.int32, device=x.device)
     programs, args, constexprs = _grouped(x, offsets, data, tile)
-    del constexprs["EVEN"]
     constants = scale_constants(data.dtype, scale)
     options = {"num_warps": tile.num_warps}
     reach = {"p_m": partials.stride(0)}
@@ -317,13 +327,17 @@ def _plan_by_group(
 def _grouped(x: Tensor, offsets: Tensor, data: Tensor, tile: GroupedTile) -> tuple[int, dict[str, int], dict[str, Any]]:
     """The number of programs, and what every kernel over the blocks of the spread layout takes."""
     (m, n), groups = x.shape, offsets.shape[0]
-    programs = spread_rows(m, groups) // ROWS * ceil_div(n, tile.columns)
+    programs = spread_blocks(m, groups) * ceil_div(n, tile.columns)
     args = {"M": m, "N": n, "E": groups, **_strides("x", x), "o_e": offsets.stride(0)}
     constexprs = {
-        "BM": ROWS, "BN": tile.columns, "GROUPS": triton.next_power_of_2(groups),
-        "EVEN": n % tile.columns == 0, "WIDE": is_wide(x, data),
+        "BM": ROWS, "BN": tile.columns, "GROUPS": triton.next_power_of_2(groups), "WIDE": is_wide(x, data),
     }  # fmt: skip
     return programs, args, constexprs
+
+
+def _spread(x: Tensor, tile: GroupedTile) -> dict[str, Any]:
+    """What the kernels that write spread tokens take besides."""
+    return {"EVEN": x.shape[1] % tile.columns == 0, "UNIT": UNIT}
 
 
 def _strides(prefix: str, x: Tensor) -> dict[str, int]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, most_tokens
+from fp8fn.ops.groups import ROWS, UNIT, most_tokens
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
@@ -97,13 +97,14 @@ def grouped_rows_mm(
 def grouped_k_mm(
     a, b, out, a_scale, b_scale, bias, offsets, M, N, K, T, E, a_m, a_k, b_k, b_n, out_e, out_m,
     as_m, as_k, bs_k, bs_n, bias_e,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, SPREAD: tl.constexpr,
-    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    SPREAD: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of one group's product, summed over its tokens; there are `T` at most in `K` places.
 
-    Spread tokens come in blocks of `BK` with a vector of scales for either side. Others lie where they are, and have
-    one vector for the whole group; a tile begins at a multiple of 16 of them, so that loads are wide.
+    Spread tokens come in blocks of `BK` with a vector of scales for either side, the last of which ends with the
+    group's last `UNIT`. Others lie where they are, and have one vector for the whole group; a tile begins at a multiple
+    of 16 of them, so that loads are wide.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -112,8 +113,9 @@ def grouped_k_mm(
     start, end = _borders(offsets, group, T, E)
     if SPREAD:
         block = start // BK + group
-        origin = block * BK
-        blocks = tl.minimum(tl.cdiv(end - start, BK), K // BK - block)
+        origin = (start // UNIT + group) * UNIT
+        stop = origin + tl.cdiv(end - start, UNIT) * UNIT
+        blocks = tl.cdiv(end - start, BK)
     else:
         block = group
         origin = start // 16 * 16
@@ -133,14 +135,15 @@ def grouped_k_mm(
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(blocks):
         if SPREAD:
+            inside = offset_k + k * BK < stop
             if EVEN_M:
-                a_tile = tl.load(a_pointers)
+                a_tile = tl.load(a_pointers, mask=inside[None, :], other=0.0)
             else:
-                a_tile = tl.load(a_pointers, mask=offset_m[:, None] < M, other=0.0)
+                a_tile = tl.load(a_pointers, mask=(offset_m[:, None] < M) & inside[None, :], other=0.0)
             if EVEN_N:
-                b_tile = tl.load(b_pointers)
+                b_tile = tl.load(b_pointers, mask=inside[:, None], other=0.0)
             else:
-                b_tile = tl.load(b_pointers, mask=offset_n[None, :] < N, other=0.0)
+                b_tile = tl.load(b_pointers, mask=inside[:, None] & (offset_n[None, :] < N), other=0.0)
             product = tl.dot(a_tile, b_tile)
             a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, 1, BM, EVEN_M)
             b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, 1, BN, EVEN_N)
@@ -272,8 +275,8 @@ def _plan_k(
             "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1), "bias_e": 0 if bias is None else bias.stride(0),
         },
         constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": ROWS, "GROUP": config.GROUP, "SPREAD": spread,
-            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
+            "BM": config.BM, "BN": config.BN, "BK": ROWS, "UNIT": UNIT, "GROUP": config.GROUP,
+            "SPREAD": spread, "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
             "WIDE": is_wide(a, b, out[0], a_scale, b_scale), "HALVES": config.HALVES,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
