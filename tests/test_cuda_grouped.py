@@ -35,8 +35,11 @@ needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvr
 # Sizes of groups, and tokens past the last one.
 GROUPS: Final[dict[str, tuple[list[int], int]]] = {
     "odd": ([0, 1, 127, 128, 129], 5),
+    "units": ([31, 32, 33, 0, 95, 97, 260], 70),
+    "gaps": ([128, 128, 96, 32], 0),
     "tiny": ([3] * 40, 0),
     "one": ([300], 0),
+    "all": ([0, 300, 0, 0], 0),
     "empty": ([0, 0, 200, 0], 130),
     "none": ([0, 0], 7),
 }
@@ -52,7 +55,8 @@ def same(found: Any, wanted: Any) -> bool:
     for got, want in zip(found, wanted, strict=True):
         if got.shape != want.shape or got.stride() != want.stride() or got.dtype != want.dtype:
             return False
-        if not torch.equal(got.float().nan_to_num(12345.0), want.float().nan_to_num(12345.0)):
+        bits, nan = torch.int32 if got.dtype == FP32 else torch.uint8, want.float().isnan()
+        if not torch.equal(got.float().isnan(), nan) or ((got.view(bits) != want.view(bits)) & ~nan).any():
             return False
     return True
 
@@ -92,6 +96,24 @@ def test_hard_values_stay_in_their_blocks() -> None:
     assert same(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"))
     scales = found[3]
     assert scales.isfinite().sum() == scales.numel() - 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("scale", ["fp32", "e8m0"])
+def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(scale: str) -> None:
+    """Those between a group's tokens and the next group, and those past the last."""
+    sizes = [5, 128, 0, 130, 37]
+    offsets = ends(sizes)
+    x = torch.randn(sum(sizes) + 70, 40, dtype=BF16)
+    x[:, 3], x[:, 4] = torch.nan, torch.inf
+    with hopper_on_cpu():
+        one = quantizers.call_quantize_grouped(x, offsets, E4M3, scale, SM90)(x, offsets)
+        both = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, scale, SM90)(x, offsets)
+    filled = torch.zeros(one[0].shape[0], dtype=torch.bool)
+    filled[groups.spread_place(offsets, sum(sizes))] = True
+    for data in (one[0], both[2]):
+        assert data.float()[filled, 3].isnan().all()
+        assert not data.view(torch.uint8)[~filled].any()
 
 
 @needs_compiler

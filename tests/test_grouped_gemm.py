@@ -567,8 +567,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
     ),
     "rank of a": (lambda: scaled(a=QA.data[None]), ValueError, ("(1, 32, 64)", "rows of a (M, K)")),
     "spread": (
-        lambda: summed(a=LEFT_K.data[:, :256], a_scale=LEFT_K.scale[:, :2]), ValueError,
-        ("a has 256 spread tokens", "at least 384", "fp8fn.quantize_grouped"),
+        lambda: summed(a=LEFT_K.data[:, :64], a_scale=LEFT_K.scale[:, :2]), ValueError,
+        ("a has 64 rows of spread tokens", "multiple of 32 of at least 96", "fp8fn.quantize_grouped"),
     ),
     "summed scale": (
         lambda: summed(b_scale=RIGHT_K.scale[:2]), ValueError, ("b_scale has shape (2, 64)", "needs (3, 64)"),

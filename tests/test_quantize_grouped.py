@@ -24,7 +24,7 @@ import fp8fn
 from fp8fn import GroupedScaledTensor, ScaledTensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
-from fp8fn.ops.groups import empty_grouped, spread_rows
+from fp8fn.ops.groups import empty_grouped, spread_blocks
 from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantize_grouped import (
@@ -58,15 +58,14 @@ def by_loop(x: Tensor, sizes: Sequence[int], block: Block, dtype: torch.dtype, s
     """The definition: `quantize` of each group's rows alone, put where `fp8fn.ops.groups` says, zeros elsewhere."""
     m, n = x.shape
     nothing = reference.quantize(torch.zeros(1, n), (-1, 1), dtype, scale)[1].float()
-    rows = 128 * (m // 128 + len(sizes)) if block == SPREAD else m
-    data = torch.zeros(rows, n, dtype=torch.uint8)
-    scales = nothing.repeat(rows // 128 if block == SPREAD else len(sizes), 1)
+    data = torch.zeros(32 * (m // 32 + len(sizes)) if block == SPREAD else m, n, dtype=torch.uint8)
+    scales = nothing.repeat((m // 128 if block == SPREAD else 0) + len(sizes), 1)
     start = 0
     for group, size in enumerate(sizes):
         values, group_scales = reference.quantize(x[start : start + size], block, dtype, scale)
-        at = 128 * (start // 128 + group) if block == SPREAD else start
+        at = 32 * (start // 32 + group) if block == SPREAD else start
         data[at : at + size] = values.view(torch.uint8)
-        at = at // 128 if block == SPREAD else group
+        at = (start // 128 if block == SPREAD else 0) + group
         if size:
             scales[at : at + group_scales.shape[0]] = group_scales.float()
         start += size
@@ -149,7 +148,7 @@ def with_content(x: Tensor, content: str, seed: int) -> Tensor:
 # An interpreted program takes 30 ms, of any size.
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.lists(st.sampled_from([0, 0, 1, 2, 31, 127, 128, 129, 200]), min_size=1, max_size=4),
+    st.lists(st.sampled_from([0, 0, 1, 2, 31, 32, 33, 95, 97, 127, 128, 129, 200]), min_size=1, max_size=4),
     st.sampled_from([0, 0, 1, 128, 150]),
     st.sampled_from([0, 1, 7, 16, 33, 130]),
     st.sampled_from([BF16, FP16, FP32]),
@@ -177,6 +176,10 @@ GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
     "very different sizes": ((1, 300, 2), 140),
     "multiples of the block": ((128, 256), 128),
     "one past a border": ((129, 127, 1, 127), 0),
+    "around a unit": ((31, 32, 33, 0, 1, 95, 96, 97), 33),
+    "around a block": ((127, 128, 129, 260), 31),
+    "a gap behind each": ((128, 128, 96, 32), 0),
+    "groups of three": ((3,) * 50, 0),
     "many tiny groups": (tuple(i % 3 for i in range(15)), 5),
 }
 
@@ -196,7 +199,8 @@ def test_1024_groups() -> None:
     assert launch.grid == (1024 + sum(sizes) // 128, 1, 1)
     dataclasses.replace(launch, grid=(blocks, 1, 1)).interpret()
     data, scales = by_loop(x, sizes, SPREAD, E4M3, "pow2")
-    assert_same_bits(out[0][: 128 * blocks], data[: 128 * blocks])
+    # The first tokens are fewer than a block: each of these programs has a group of its own.
+    assert_same_bits(out[0][: 32 * blocks], data[: 32 * blocks])
     assert_same_bits(out[1][:blocks], scales[:blocks])
 
 
@@ -213,7 +217,7 @@ def test_a_nan_or_inf_stays_inside_its_group(quantize: Quantize, value: float, b
     offsets = ends_of(sizes)
     data, scales = quantize(x, offsets, block, E4M3, "fp32")
     expected, expected_scales = quantize(clean, offsets, block, E4M3, "fp32")
-    rows = slice(256, 384) if block == SPREAD else slice(130, 135)
+    rows = slice(160, 192) if block == SPREAD else slice(130, 135)
     row = 2 if block == SPREAD else 1
     hit, hit_scales = torch.zeros(data.shape, dtype=torch.bool), torch.zeros(scales.shape, dtype=torch.bool)
     hit[rows, 7], hit_scales[row, 7] = True, True
@@ -354,7 +358,7 @@ def test_compiles_without_spills(target: Target, shape: tuple[int, int]) -> None
 def test_launches_and_their_grids_depend_on_shapes_alone() -> None:
     x = torch.empty(1000, 300, dtype=BF16, device="meta")
     kernels = [(launch.name, launch.grid[0]) for launch in launches(SM90, x, 8)]
-    blocks = spread_rows(1000, 8) // 128
+    blocks = spread_blocks(1000, 8)
     assert kernels == [
         ("quantize_spread", 5 * blocks), ("block_amax", 5 * blocks), ("group_scales", 5 * 8),
         ("quantize_by_group", 5 * blocks), ("quantize_spread_dual", 3 * blocks),
@@ -420,9 +424,9 @@ def test_on_the_device_past_int32() -> None:
     offsets = ends_of((5, 2**16, 200), "cuda")
     q = fp8fn.quantize_grouped(x, offsets)
     data, scale = reference.quantize(x[5 + 2**16 : 205 + 2**16], SPREAD, q.dtype, "fp32")
-    first = 128 * ((5 + 2**16) // 128 + 2)
+    first, first_block = 32 * ((5 + 2**16) // 32 + 2), (5 + 2**16) // 128 + 2
     assert torch.equal(q.data[first : first + 200].float(), data.float())
-    assert torch.equal(q.scale[first // 128 :][:2], scale)
+    assert torch.equal(q.scale[first_block:][:2], scale)
     row, col = fp8fn.quantize_grouped_dual(x, offsets)
     assert torch.equal(col.data.view(torch.uint8), q.data.view(torch.uint8))
     assert torch.equal(row.data[-3:].float(), reference.quantize(x[-3:], (1, 128), row.dtype, "fp32")[0].float())
@@ -490,13 +494,23 @@ def test_dual(block: int) -> None:
     assert row.data.float()[sum(SIZES) :].any()
 
 
-def test_spread_tokens_are_a_scaled_tensor() -> None:
-    """Of which a product contracts every group by itself: zeros add nothing."""
+def test_a_group_alone_is_a_scaled_tensor() -> None:
+    """With the zeros that follow it up to the next group; no row of the data is left over."""
     x, offsets = tokens()
     q = fp8fn.quantize_grouped(x, offsets, dtype=torch.float8_e5m2)
-    spread = fp8fn.dequantize(ScaledTensor(q.data, q.scale, (128, 1)), FP32).double()
-    back = q.dequantize(FP32).double()
-    assert torch.allclose(spread.mT @ spread, back.mT @ back, rtol=1e-9, atol=1e-9)
+    starts = [0, *offsets.tolist()[:-1]]
+    firsts = [32 * (start // 32 + group) for group, start in enumerate(starts)]
+    blocks = [start // 128 + group for group, start in enumerate(starts)]
+    back, seen = q.dequantize(FP32), 0
+    for group, (first, until) in enumerate(itertools.pairwise([*firsts, q.data.shape[0]])):
+        data = q.data[first:until]
+        scale = q.scale[blocks[group] :][: -(-data.shape[0] // 128)]
+        values = fp8fn.dequantize(ScaledTensor(data, scale, (128, 1)), FP32)
+        assert torch.equal(values[: SIZES[group]], back[starts[group] :][: SIZES[group]])
+        assert not data.view(torch.uint8)[SIZES[group] :].any()
+        assert group == len(SIZES) - 1 or data.shape[0] <= SIZES[group] + 63
+        seen += data.shape[0]
+    assert seen == q.data.shape[0]
 
 
 def test_pytree_and_copies() -> None:
@@ -639,9 +653,9 @@ def test_errors_name_the_argument_and_the_remedy(
         ({"data": MADE.data.float()}, TypeError, "data has dtype torch.float32"),
         ({"scale": MADE.scale.half()}, TypeError, "scale has dtype torch.float16"),
         ({"offsets": ENDS.long()}, TypeError, "offsets has dtype torch.int64"),
-        ({"offsets": ENDS[:1]}, ValueError, r"size=10 in 1 groups and blocks of 128 needs 128 along axis 0"),
-        ({"size": 128}, ValueError, "needs 384 along axis 0"),
-        ({"scale": MADE.scale[:1]}, ValueError, r"scale has shape \(1, 4\); data \(256, 4\) needs \(2, 4\)"),
+        ({"offsets": ENDS[:1]}, ValueError, r"size=10 in 1 groups and blocks of 128 needs 32 along axis 0"),
+        ({"size": 128}, ValueError, "needs 192 along axis 0"),
+        ({"scale": MADE.scale[:1]}, ValueError, r"scale has shape \(1, 4\); data \(64, 4\) needs \(2, 4\)"),
         ({"block": -1}, ValueError, "needs 10 along axis 0"),
         ({"block": 64}, ValueError, "block=64 is no block of grouped tokens; use 128, or -1"),
         ({"axis": 1}, ValueError, "along axis 1"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -118,6 +119,34 @@ def test_drawn_groups(kind: str) -> None:
             assert_near(by_k(m, n, tokens, offsets, 128 if kind == "k" else -1))
 
     check()
+
+
+@pytest.mark.parametrize("multiply", ["reference", "kernel"])
+@pytest.mark.parametrize(
+    "sizes", [(0, 1, 31, 32, 33), (127, 128, 129, 260), (128, 128, 96, 32), (0, 300, 0), (3,) * 12], ids=str
+)
+def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...], multiply: str) -> None:
+    """Each second group begins with one; the others are those of a loop in float64, and equal whatever the NaN."""
+    offsets, tokens = ends_of(*itertools.accumulate(sizes)), sum(sizes) + 40
+    clean = torch.randn(tokens, 33), torch.randn(tokens, 40)
+    bad = clean[0].clone(), clean[1].clone()
+    starts = [0, *offsets.tolist()[:-1]]
+    for start in (*starts[1::2], offsets[-1]):
+        for x in bad:
+            x[start] = torch.nan
+    outs = []
+    for x, y in (clean, bad):
+        left, right = (reference.quantize_grouped(side, offsets, (128, 1), E4M3, "fp32") for side in (x, y))
+        operands = (left[0].mT, left[1].mT, (1, 128), *right, (128, 1), offsets, None)
+        outs.append(expected(operands) if multiply == "reference" else interpreted(operands))
+        rows, columns = (
+            reference.dequantize_grouped(*side, offsets, (128, 1), tokens).double() for side in (left, right)
+        )
+        for group, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+            want = rows[start : start + size].mT @ columns[start : start + size]
+            torch.testing.assert_close(outs[-1][group].double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(outs[0][::2], outs[1][::2])
+    assert all(outs[1][group].isnan().all() for group in range(1, len(sizes), 2) if sizes[group])
 
 
 def test_many_groups_of_three_tokens_and_one_with_all() -> None:
