@@ -44,6 +44,10 @@ extern "C" const char* emulate(const Span* spans, int count, void* with, unsigne
 @cache
 def _built(kernel: CudaKernel) -> ctypes.CDLL:
     source = nvrtc._text(kernel.file)
+    source = re.sub(r"extern __shared__ .* char memory\[\];", "char* memory = block_memory();", source)
+    if (more := re.search(r"#define GROUP_PARAMETERS (.*)", source)) is not None:
+        given = more[1] if dict(kernel.macros)["GROUPED"] != "DENSE" else ""
+        source = source.replace(" GROUP_PARAMETERS)", f"{given})")
     found = re.search(rf'extern "C" __global__ void[^{{]*?\b{kernel.entry}\(([^)]*)\)\s*\{{', source)
     assert found is not None, kernel
     types = [re.sub(r"\w+$", "", parameter.strip()) for parameter in found[1].split(",")]
@@ -58,12 +62,18 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
             (folder / header).write_text(text)
         for replacement in FOLDER.iterdir():
             shutil.copy(replacement, folder)
-        (folder / "kernel.cpp").write_text('#include "cuda.h"\n' + source + glue)
+        before = '#include "cuda.h"\n'
+        macros = dict(kernel.macros)
+        if (types := re.search(r"\.f32\.(e\dm\d)\.(e\dm\d)", kernel.generated)) is not None:
+            # The emulator calls b's what the tensor core takes for a.
+            before += '#include "mma.cuh"\n'
+            macros = {"B_FP8": f"Fp8::{types[1].upper()}", "A_FP8": f"Fp8::{types[2].upper()}", **macros}
+        (folder / "kernel.cpp").write_text(before + source + glue)
         # No contraction to fused multiply-adds that the source does not ask for: NVRTC has none to make either.
         options = ["-std=c++20", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
-        macros = [f"-D{name}={value}" for name, value in kernel.macros]
+        defined = [f"-D{name}={value}" for name, value in macros.items()]
         library = folder / "kernel.so"
-        subprocess.run(["g++", *options, *macros, "-o", library, folder / "kernel.cpp"], check=True)
+        subprocess.run(["g++", *options, *defined, "-o", library, folder / "kernel.cpp"], check=True)
         loaded = ctypes.CDLL(str(library))
     loaded.emulate.restype = ctypes.c_char_p
     return loaded
@@ -84,6 +94,10 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
             tensor_map, span = _described(arg, next(pointers))
             values.append(tensor_map)
             spans += span
+            continue
+        if isinstance(arg, tuple):
+            fields.append((f"p{i}", ctypes.c_int * len(arg)))
+            values.append((ctypes.c_int * len(arg))(*arg))
             continue
         pointer = arg is None or isinstance(arg, Tensor)
         number = ctypes.c_float if isinstance(arg, float) else ctypes.c_int

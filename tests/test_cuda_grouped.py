@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from random import Random
 from typing import Any, Final
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from cuda_emulator import hopper_on_cpu, needs_compiler
+from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 
 import fp8fn
 from fp8fn.ops import groups, reference, targets
@@ -23,7 +24,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.scaled_mm import Config
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import GFX942, SM90, Target
-from fp8fn.ops.tuning.candidates import tiles
+from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
 from fp8fn.ops.tuning.grouped import choose_config, problem_of
 from fp8fn.ops.tuning.problem import Problem
 
@@ -175,6 +176,73 @@ def test_refusals_of_the_quantizers() -> None:
     assert "blocks of rows" in str(refuse(many, offsets, E4M3, SM90))
     odd = torch.empty(64, 12, device="meta", dtype=BF16), torch.empty(64, 24, device="meta", dtype=BF16)
     assert "multiple of 8" in str(quantizers.accepts_silu_mul_grad(*odd, offsets, (1, 128), E4M3, SM90))
+
+
+# ---- products over tokens, in the emulator ---------------------------------------------------------------------------
+
+
+def summed(x: Tensor, y: Tensor, offsets: Tensor) -> tuple[Any, ...]:
+    """Operands of `x.mT @ y` by groups."""
+    a, b = (reference.quantize_grouped(side, offsets, (128, 1), E4M3, "fp32") for side in (x, y))
+    return a[0].mT, a[1].mT, (1, 128), *b, (128, 1), offsets
+
+
+def beside_nan(x: Tensor, sizes: list[int]) -> Tensor:
+    """`x` with NaN in the first token of each second group, and in all past the last."""
+    bad = x.clone()
+    for start, size in list(zip(accumulate(sizes, initial=0), sizes, strict=False))[1::2]:
+        bad[start : start + min(size, 1)] = torch.nan
+    bad[sum(sizes) :] = torch.nan
+    return bad
+
+
+def emulated(operands: tuple[Any, ...], config: Config, *, backwards: bool = False) -> Tensor:
+    a, _, _, b, _, _, offsets = operands
+    assert products.accepts(*operands, None, SM90) is None
+    out = torch.full((offsets.shape[0], a.shape[0], b.shape[1]), 7.0)
+    emulate(products.plan(*operands, None, out, SM90, config), backwards=backwards)
+    return out
+
+
+every_loop = pytest.mark.parametrize(
+    "config", [SMALLEST, Config(BN=64), X, Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1)], ids=str
+)
+
+
+@needs_compiler
+@every_loop
+@pytest.mark.parametrize(
+    ("sizes", "rest"),
+    [([0, 1, 31, 32, 33], 40), ([127, 128, 129, 260], 70), ([128, 128, 96, 32], 0), ([0, 300, 0], 0), ([3] * 12, 5)],
+    ids=str,
+)
+def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, config: Config) -> None:
+    """Groups are those of a loop in float64, and each second one is the same beside NaN in the first token after it."""
+    offsets, tokens = ends(sizes), sum(sizes) + rest
+    x, y = torch.randn(tokens, 72), torch.randn(tokens, 68)
+    outs = []
+    for given in ((x, y), (beside_nan(x, sizes), beside_nan(y, sizes))):
+        operands = summed(*given, offsets)
+        outs.append(emulated(operands, config, backwards=bool(outs)))
+        want = reference.scaled_grouped_mm(*operands, None, FP32)
+        torch.testing.assert_close(outs[-1], want, rtol=1e-4, atol=1e-4, equal_nan=True)
+        left, right = (operands[0].mT, operands[1].mT), operands[3:5]
+        rows, columns = (
+            reference.dequantize_grouped(*side, offsets, (128, 1), tokens).double() for side in (left, right)
+        )
+        for group, (start, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
+            want = rows[start : start + size].mT @ columns[start : start + size]
+            torch.testing.assert_close(outs[-1][group].double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
+    assert torch.equal(outs[0][::2], outs[1][::2])
+
+
+@needs_compiler
+@every_loop
+def test_offsets_that_are_none_read_nothing_outside(config: Config) -> None:
+    x, y = torch.randn(200, 72), torch.randn(200, 68)
+    *operands, _ = summed(x, y, ends([100, 60, 40]))
+    for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
+        assert emulated((*operands, torch.tensor(values, dtype=torch.int32)), config).isfinite().all()
 
 
 # ---- products: machine code and plans --------------------------------------------------------------------------------
@@ -345,6 +413,19 @@ def test_products_over_tokens(sizes: list[int], rest: int, hopper: Target) -> No
             products.plan(*ops, None, out, hopper, config).run()
             assert error(out, want) < 4e-3, config
             assert not any(out[expert].any() for expert, size in enumerate(sizes) if size == 0)
+
+
+@pytest.mark.gpu
+@every_grouping
+def test_no_token_of_the_next_group_is_multiplied_on_the_device(sizes: list[int], rest: int, hopper: Target) -> None:
+    offsets, tokens = ends(sizes, "cuda"), sum(sizes) + rest
+    x, y = torch.randn(tokens, 300, device="cuda"), torch.randn(tokens, 136, device="cuda")
+    clean, bad = summed(x, y, offsets), summed(beside_nan(x, sizes), beside_nan(y, sizes), offsets)
+    for config in tiles(problem("summed")):
+        outs = torch.full((2, len(sizes), 300, 136), torch.nan, device="cuda", dtype=BF16)
+        for operands, out in zip((clean, bad), outs, strict=True):
+            products.plan(*operands, None, out, hopper, config).run()
+        assert torch.equal(outs[0, ::2], outs[1, ::2]), config
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ struct Group {
 struct Spread {
     enum { UNIT = 32 };
 
-    // The row in which a block of 128 begins whose first token is `token`.
+    // The row in which a group, or a block of one, begins whose first token is `token`.
     static __device__ __forceinline__ int first_row(int token, int group) { return UNIT * (token / UNIT + group); }
 
     // The first block of the group that begins with token `start`.

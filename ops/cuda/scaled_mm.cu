@@ -40,6 +40,7 @@ constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
 constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED), "a cluster shares loads or K");
+static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR), "tokens that are summed over are spread");
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
 
 // Columns with one scale of B's blocks: tiles need not start at a multiple of 128.

@@ -30,8 +30,8 @@ struct Tile {
     INLINE int layer() const { return batch; }
 #endif
 #if GROUPED == JAGGED_K
-    int shift;  // of the group's rows, from where they would begin if all groups ended in a whole block
-    int units;  // rows of the last block by 32, if it is not whole, else 0: behind them lies the next group
+    int shift;  // of the group's first row, from where it would be if all groups were of whole blocks
+    int units;  // of 32 rows in the last block, if it is not whole, else 0: behind them lies the next group
     INLINE int row_of(int k) const { return k * BK + shift; }
     INLINE int whole_stop() const { return k_stop - (units > 0); }
 #else

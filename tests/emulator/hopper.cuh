@@ -95,12 +95,20 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     }
 }
 inline void tma_prefetch(const TensorMap&, int, int, int) {}
+inline uint64_t first_out_policy() { return 0; }
+
+// Of branches that are not emulated.
+void tma_load_first_out(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t policy);
+void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks);
+void barrier_arrive_at(uint32_t barrier, uint32_t rank);
 
 template <typename Value>
 void store_shared(uint32_t to, Value value) {
     memcpy(memories[0] + to, &value, sizeof value);
 }
 inline uint32_t load_shared_word(uint32_t from) { return *reinterpret_cast<uint32_t*>(memories[0] + from); }
+inline float load_shared(uint32_t from) { return *reinterpret_cast<float*>(memories[0] + from); }
+inline float2 load_shared_pair(uint32_t from) { return *reinterpret_cast<float2*>(memories[0] + from); }
 inline uint4 load_shared_words(uint32_t from) { return *reinterpret_cast<uint4*>(memories[0] + from); }
 template <typename Value>
 void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
@@ -130,6 +138,11 @@ uint4 load_matrices(uint32_t row) {
 
 inline char* swizzled_memory() { return block_memory(); }
 inline bool elect() { return current % 32 == 0; }
+inline uint32_t lane_index() { return current % 32; }
+template <int REGISTERS>
+void take_registers() {}
+template <int REGISTERS>
+void give_registers() {}
 
 inline int first_arrived[MOST_BLOCKS];
 inline unsigned first_round[MOST_BLOCKS];

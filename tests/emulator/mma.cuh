@@ -131,12 +131,12 @@ void fence_registers(float (&)[COUNT]) {}
 inline uint64_t descriptor_of_matrices(const void* first) { return reinterpret_cast<uint64_t>(first); }
 
 #ifdef B_FP8
-struct Group {
+struct Warpgroup {
     int arrived;
     unsigned round;
 };
-inline Group groups[MOST_THREADS / 128];
-inline void meet_group() { meet(groups[current / 128].arrived, groups[current / 128].round, 128); }
+inline Warpgroup warpgroups[MOST_THREADS / 128];
+inline void meet_group() { meet(warpgroups[current / 128].arrived, warpgroups[current / 128].round, 128); }
 
 // Of operands that bulk copies have put into shared memory, swizzled.
 inline uint8_t swizzled_byte(uint64_t descriptor, int row, int k) {
