@@ -129,14 +129,17 @@ inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
 }
 
+// Whether this one is the last of `count`, with whom the round ends.
+inline bool arrive(int& arrived, unsigned& round, int count) {
+    if (++arrived < count) return false;
+    arrived = 0;
+    ++round;
+    return true;
+}
 inline void meet(int& arrived, unsigned& round, int count) {
     const unsigned mine = round;
-    if (++arrived == count) {
-        arrived = 0;
-        ++round;
-    } else {
-        while (round == mine) wait_for_others();
-    }
+    if (arrive(arrived, round, count)) return;
+    while (round == mine) wait_for_others();
 }
 inline void __syncthreads() { meet(block_arrived[cluster_rank()], block_round[cluster_rank()], thread_count); }
 inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count * block_count); }

@@ -144,6 +144,15 @@ void take_registers() {}
 template <int REGISTERS>
 void give_registers() {}
 
+template <int COUNT>
+void block_arrive() {
+    arrive(block_arrived[cluster_rank()], block_round[cluster_rank()], COUNT);
+}
+template <int COUNT>
+void block_sync() {
+    meet(block_arrived[cluster_rank()], block_round[cluster_rank()], COUNT);
+}
+
 inline int first_arrived[MOST_BLOCKS];
 inline unsigned first_round[MOST_BLOCKS];
 template <int COUNT>
