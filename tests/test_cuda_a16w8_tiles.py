@@ -63,7 +63,8 @@ CONFIGS = [
 ]  # fmt: skip
 HELD = [
     Config(8, 12, 6, 2, 1, HELD=6, READY=2), Config(16, 8, 4, 3, 2, True, 4), Config(8, 4, 3, 1, 2, HELD=1, READY=1),
-    Config(16, 12, 6, 2, 1, HELD=4), Config(8, 8, 1, 2, HELD=1),
+    Config(16, 12, 6, 2, 1, HELD=4, X_OVER=True), Config(8, 8, 1, 2, HELD=1, X_OVER=True),
+    Config(16, 8, 6, 1, 2, True, 3, 2, True),
 ]  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_a_weight_in_registers_gives_the_bits_of_one_in_shared_memory(config: Co
         x, w = torch.randn(m, k).to(x_dtype), operand(k, n, block, dtype=fp8)
         found = emulated(x, w, config=config, constant=True)
         assert_right(found, x, w)
-        assert torch.equal(emulated(x, w, config=replace(config, HELD=0, READY=0), constant=True), found)
+        assert torch.equal(emulated(x, w, config=replace(config, HELD=0, READY=0, X_OVER=False), constant=True), found)
         assert torch.equal(emulated(x, w, config=config, constant=True, backwards=True), found)
 
 
@@ -233,14 +234,15 @@ def test_the_default_configuration() -> None:
     """At the shapes of decoding, what was the fastest on an H200 or close to it."""
     for (m, n, k, constant), name in {
         (1, 1536, 6144, True): "8x192 stages8 cluster6 resident1 held6 ready2",
-        (16, 1536, 6144, True): "16x192 stages6 cluster8 resident1 late held6 ready2",
+        (16, 1536, 6144, True): "16x128 stages6 cluster8 resident2 late held4 ready2 over",
         (1, 2304, 6144, True): "8x128 stages5 cluster8 resident2",
         (4, 4096, 4096, False): "8x64 stages9 cluster2 resident2",
         (8, 6144, 1536, True): "8x128 stages4 cluster3 resident2 held4 ready0",
         (8, 6144, 2048, True): "8x192 stages8 cluster2 resident1 held6 ready2",
-        (16, 6144, 1536, True): "16x192 stages6 cluster2 resident1 late held6 ready2",
-        (16, 6144, 2048, True): "16x128 stages4 cluster4 resident2 late held4 ready0",
-        (16, 2304, 6144, True): "16x192 stages6 cluster8 resident1 late held6 ready2",
+        (16, 6144, 1536, True): "16x128 stages6 cluster2 resident2 late held4 ready2 over",
+        (16, 6144, 2048, True): "16x192 stages8 cluster2 resident1 late held6 ready2 over",
+        (16, 2304, 6144, True): "16x128 stages6 cluster8 resident2 late held4 ready0 over",
+        (16, 2048, 2048, True): "16x128 stages4 cluster4 resident2 late held4 ready0",
         (16, 4096, 4096, True): "16x128 stages3 cluster8 resident3 late",
         (4, 4096, 4096, True): "8x128 stages3 cluster8 resident3",
         (4, 4096, 14336, True): "8x128 stages4 cluster6 resident2",
@@ -341,7 +343,7 @@ def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: None) -> None:
         x, w = on_gpu(m, n, k, (128, 128), x=dtype)
         held, shared = (torch.full((m, n), torch.nan, device="cuda") for _ in range(2))
         torch.cuda.synchronize()
-        for out, each in ((held, config), (shared, replace(config, HELD=0, READY=0))):
+        for out, each in ((held, config), (shared, replace(config, HELD=0, READY=0, X_OVER=False))):
             plan(x, w.data, w.scale, w.block, None, out, SM90, each, constant=True).run()
         assert snr(held, exact(x, w)) > 75
         assert torch.equal(held, shared)

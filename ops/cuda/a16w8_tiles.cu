@@ -22,7 +22,8 @@
 // is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
 // warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks
 // for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which
-// READY are waited for before x is; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
+// READY are waited for before x is; X_OVER, x comes to
+// lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
@@ -49,7 +50,9 @@ constexpr int AT_ARRIVED = STAGES * W_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
-constexpr int AT_X = (AT_SENT + 8 + 1023) / 1024 * 1024;
+constexpr int AT_REST = (AT_SENT + 8 + 1023) / 1024 * 1024;
+constexpr int AT_X = X_OVER ? 0 : AT_REST;
+static_assert(!X_OVER || STAGES * X_BYTES <= HELD * W_BYTES);
 
 constexpr int LANES = STEP / 16;  // that have a row's part of a stage
 constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
@@ -78,8 +81,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     const int rows = min(M - first_m, ROWS);
     const uint32_t steps = K / STEP;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
-    const uint32_t x_scales_at = base + AT_X + count * X_BYTES;
-    float* const x_scales = reinterpret_cast<float*>(stages + AT_X + count * X_BYTES);  // (count, ROWS)
+    const uint32_t after_x = AT_REST + (X_OVER ? 0 : count * X_BYTES), x_scales_at = base + after_x;
+    float* const x_scales = reinterpret_cast<float*>(stages + after_x);  // (count, ROWS)
     float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count, GROUPS) of BLOCK, (BN) of LINE
 
     auto load = [&](int stage, int step) {
@@ -180,6 +183,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
 #pragma unroll
                 for (int part = 0; part < PARTS; part++) parts[part][i] = of_four[part];
             }
+            if (X_OVER && p == 0) sync_first<THREADS>();
             if (inside[p]) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {

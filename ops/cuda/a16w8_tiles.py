@@ -33,7 +33,8 @@ class Config:
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
     a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight in registers, of which
-    `READY` before x is waited for: blocks have equally long parts then, and as many stages.
+    `READY` before x is waited for: blocks have equally long parts then, and as many stages; `X_OVER`, whether x comes
+    to lie in their place.
     """
 
     ROWS: int
@@ -44,6 +45,7 @@ class Config:
     LATE: bool = False
     HELD: int = 0
     READY: int = 0
+    X_OVER: bool = False
 
     @property
     def BN(self) -> int:
@@ -63,10 +65,10 @@ class Config:
         steps, kind = self.steps(k), SCALES[w_block]
         scales = steps * self.BN if kind == "VECTOR" else steps * self.BN // 64 if kind == "BLOCK" else self.BN
         before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
-        return before + steps * self.ROWS * (parts * STEP + 4) + scales * 4
+        return before + steps * self.ROWS * ((0 if self.X_OVER else parts * STEP) + 4) + scales * 4
 
     def __str__(self) -> str:
-        late = " late" * self.LATE + f" held{self.HELD} ready{self.READY}" * (self.HELD > 0)
+        late = " late" * self.LATE + f" held{self.HELD} ready{self.READY}" * (self.HELD > 0) + " over" * self.X_OVER
         return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
 
 
@@ -77,7 +79,9 @@ _HELD: Final = {
         (48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
     ),
     16: (
-        (48, 100, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=6, READY=2)),
+        (48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
+        (101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
+        (60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
         (48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
     ),
 }  # fmt: skip
@@ -204,7 +208,7 @@ def plan(
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
         "STAGES": config.STAGES, "X_ROWS": rows, "AHEAD": min(ahead, _MOST_AHEAD), "CLUSTER": config.CLUSTER,
         "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
-        "HELD": config.HELD, "READY": config.READY,
+        "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
     wgmma = PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3"
