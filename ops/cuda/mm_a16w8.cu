@@ -21,6 +21,7 @@
 #define CLUSTER 1
 #define SPLIT 1
 #define SHARE_B 1
+#define B_ONCE 0
 
 #define LINE 1
 #define VECTOR 2
