@@ -27,12 +27,13 @@ def quantize_grouped(
             `torch._grouped_mm` takes them. Groups may be empty. Tokens past the last offset belong to none and become
             zeros; an offset past the tokens counts as their number. Nothing waits for the device.
         axis: 0 where rows are tokens, 1 where columns are: the transpose of the same on `x.mT`.
-        block: 128, with tokens spread so that each group begins at a multiple of 32 rows (`fp8fn.ops.groups`), as an
-            expert's gradient of its weight contracts them; or -1, one scale for each group and column and tokens where
-            they were, as `torch._scaled_grouped_mm` contracts them.
+        block: 128, with tokens spread so that each group begins at a multiple of a `unit` of rows, 128 where
+            `M // 128 >= 4 * E` and else 32 (`fp8fn.ops.groups`), as an expert's gradient of its weight contracts them;
+            or -1, one scale for each group and column and tokens where they were, as `torch._scaled_grouped_mm`
+            contracts them.
         dtype, scale: see `quantize`.
 
-    Returns a `GroupedScaledTensor`, in memory contiguous along the tokens: `(32 * (M // 32 + E), N)` with
+    Returns a `GroupedScaledTensor`, in memory contiguous along the tokens: `(unit * (M // unit + E), N)` with
     `(M // 128 + E, N)` scales, or `(M, N)` with `(E, N)`. Two tensors with the same offsets, the two operands of a
     weight's gradient, take two calls.
 

@@ -23,9 +23,10 @@ class GroupedScaledTensor:
 
     - group `g` is tokens `offsets[g-1]` to `offsets[g]` of `size`; `offsets` is int32 `(E,)`, ascends, and an offset
       past `size` counts as `size`;
-    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says; `data` is `(32 * (size // 32 + E), N)`, group `g`
-      from row `32 * (start // 32 + g)` on, and `scale` is `(size // 128 + E, N)`, one for 128 tokens of a group, from
-      row `start // 128 + g` on, where `start` is its first token; bytes of rows without a token are zero;
+    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says, in a `unit` of 128 rows where
+      `size // 128 >= 4 * E`, else of 32; `data` is `(unit * (size // unit + E), N)`, group `g` from row
+      `unit * (start // unit + g)` on, and `scale` is `(size // 128 + E, N)`, one for 128 tokens of a group, from row
+      `start // 128 + g` on, where `start` is its first token; bytes of rows without a token are zero;
     - `block` -1: `data` is `(size, N)`, tokens as they were, and `scale` is `(E, N)`, one for each group and column;
       bytes of tokens past the last offset are zero, and an empty group has the scale of zeros;
     - `x ≈ data.float() * scale`, with each scale repeated over the tokens it holds for;

@@ -1,15 +1,19 @@
 """How the tokens of a grouped product lie in memory: group `g` is rows `offsets[g-1]` to `offsets[g]` of `(M, N)`.
 
 Where a product sums over the tokens (the gradient of the experts' weights), neither what one instruction multiplies nor
-what has one scale may hold tokens of two groups. There the tokens are *spread*: each group begins at a multiple of
-`UNIT` rows, and zeros follow its tokens up to where the next begins, in its last token's unit and at most one more. A
-group's first `ROWS` tokens have one scale, the next have another. Its last block ends with the unit of its last token:
-what follows is the next group's, and a product must not multiply it.
+what has one scale may hold tokens of two groups. There the tokens are *spread*: each group begins at a multiple of a
+`unit` of rows, and zeros follow its tokens up to where the next begins, in its last token's unit and at most one more.
+A group's first `ROWS` tokens have one scale, the next have another. Where the unit is `STEP`, a group's last block ends
+with the `STEP` rows of its last token: what follows is the next group's, and a product must not multiply it.
 
-With `start_g = offsets[g-1]`, group `g` begins at row `UNIT * (start_g // UNIT + g)`, and at row `start_g // ROWS + g`
+The unit is `ROWS` for groups of 4 blocks or more in the mean, `M // ROWS >= 4 * E`, and `STEP` for smaller ones. In
+multiples of 128 rows 64 groups of 260 tokens would take 24,576, in those of 32 they take 18,688; of large groups that
+is little, and a block that begins at a whole line of memory is read faster.
+
+With `start_g = offsets[g-1]`, group `g` begins at row `unit * (start_g // unit + g)`, and at row `start_g // ROWS + g`
 of the scales. That needs no sum over the groups before it, and leaves room enough, with `R` for either:
-`⌊(s + n) / R⌋ + 1 - ⌊s / R⌋ ≥ ⌈n / R⌉` for all `s` and `n`. So the extents depend on the number of tokens and of groups
-alone, and nothing waits for the device.
+`⌊(s + n) / R⌋ + 1 - ⌊s / R⌋ ≥ ⌈n / R⌉` for all `s` and `n`. So the unit and the extents depend on the number of tokens
+and of groups alone, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ from torch import Tensor
 from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.layout import WHOLE, Block, matrix_strides
 
-# Tokens with one scale.
+# Tokens with one scale, and the bytes of a line of memory.
 ROWS: Final = 128
 # The K of one FP8 product of a tensor core, and the bytes of a sector of memory: no two groups share either.
-# In multiples of 128 rows 64 groups of 260 tokens would take 24,576, in these they take 18,688.
-UNIT: Final = 32
+STEP: Final = 32
+# The blocks of a group, in the mean, from which on it begins at a multiple of `ROWS`.
+LARGE: Final = 4
 
 
 def check_offsets(op: str, offsets: Tensor, name: str, tokens: Tensor) -> None:
@@ -40,9 +45,24 @@ def check_offsets(op: str, offsets: Tensor, name: str, tokens: Tensor) -> None:
         raise ValueError(f"{op}: {name} is on {tokens.device} and offsets on {offsets.device}; move them to one device")
 
 
+def spread_unit(rows: int, groups: int) -> int:
+    """At multiples of how many rows the groups of `rows` tokens begin: the one place that decides.
+
+    No branch, hence no guard on symbolic sizes: what is compiled for one unit serves the other.
+    """
+    large: int = torch.sym_max(0, torch.sym_min(1, rows // ROWS - LARGE * groups + 1))
+    return STEP + (ROWS - STEP) * large
+
+
+def unit_of(spread: int, groups: int) -> int:
+    """The unit of a layout whose extent is `spread`: below 17/4 blocks a group it is `STEP`, from 5 on it is `ROWS`."""
+    return spread_unit(spread - ROWS * groups, groups)
+
+
 def spread_rows(rows: int, groups: int) -> int:
     """The extent of `rows` tokens in `groups` groups once they are spread."""
-    return UNIT * (rows // UNIT + groups)
+    unit = spread_unit(rows, groups)
+    return unit * (rows // unit + groups)
 
 
 def spread_blocks(rows: int, groups: int) -> int:
@@ -52,7 +72,8 @@ def spread_blocks(rows: int, groups: int) -> int:
 
 def most_tokens(spread: int, groups: int) -> int:
     """The largest number of tokens in `groups` groups whose spread extent is `spread`."""
-    return spread - UNIT * groups + UNIT - 1
+    unit = unit_of(spread, groups)
+    return spread - unit * groups + unit - 1
 
 
 def group_of(offsets: Tensor, rows: int) -> Tensor:
@@ -61,17 +82,22 @@ def group_of(offsets: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(offsets, tokens, right=True)
 
 
-def spread_place(offsets: Tensor, rows: int, unit: int = UNIT) -> Tensor:
+def spread_place(offsets: Tensor, rows: int) -> Tensor:
     """`(rows,)`: the row of the spread layout in which each token lies; those past the last group's end follow it."""
-    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]]).long()
-    first = unit * (starts // unit + torch.arange(offsets.shape[0], device=offsets.device))
-    group = group_of(offsets, rows).clamp_max(offsets.shape[0] - 1)
-    return torch.arange(rows, device=offsets.device) - starts[group] + first[group]
+    return _place(offsets, rows, spread_unit(rows, offsets.shape[0]))
 
 
 def block_of(offsets: Tensor, rows: int) -> Tensor:
     """`(rows,)`: the block, of `spread_blocks`, whose scales hold for each token."""
-    return spread_place(offsets, rows, ROWS) // ROWS
+    return _place(offsets, rows, ROWS) // ROWS
+
+
+def _place(offsets: Tensor, rows: int, unit: int) -> Tensor:
+    """`spread_place` in multiples of `unit`."""
+    starts = torch.cat([offsets.new_zeros(1), offsets[:-1]]).long()
+    first = unit * (starts // unit + torch.arange(offsets.shape[0], device=offsets.device))
+    group = group_of(offsets, rows).clamp_max(offsets.shape[0] - 1)
+    return torch.arange(rows, device=offsets.device) - starts[group] + first[group]
 
 
 def empty_grouped(x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -17,7 +18,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.cuda.scaled_mm import call as cuda_call
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.groups import ROWS, UNIT, check_offsets, spread_blocks
+from fp8fn.ops.groups import LARGE, ROWS, STEP, check_offsets, spread_blocks, spread_rows, spread_unit, unit_of
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
@@ -116,19 +117,33 @@ def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], 
     (summed, other) = (data.shape[1], data.shape[0]) if name == "a" else (data.shape[0], data.shape[1])
     parts = groups
     if WHOLE not in pair:
-        if summed % UNIT != 0 or summed < UNIT * groups:
+        unit = unit_of(summed, groups)
+        tokens = summed - unit * groups
+        faults = (tokens % unit != 0, tokens < 0, spread_unit(tokens, groups) != unit)
+        if any(map(_holds, faults)):
+            many = LARGE * ROWS * groups
             raise ValueError(
-                f"{_NAME}: {name} has {summed} rows of spread tokens; {groups} groups need a multiple of {UNIT} "
-                f"of at least {UNIT * groups}, as fp8fn.quantize_grouped makes it"
+                f"{_NAME}: {name} has {summed} rows of spread tokens; {groups} groups need a multiple of {STEP} from "
+                f"{STEP * groups} to {spread_rows(many - 1, groups)}, or one of {ROWS} of at least "
+                f"{spread_rows(many, groups)}, as fp8fn.quantize_grouped makes it"
             )
-        parts = spread_blocks(summed - UNIT * groups, groups)
+        parts = spread_blocks(tokens, groups)
     expected = (other, parts) if name == "a" else (parts, other)
-    if tuple(scale.shape) != expected:
+    if scale.ndim != 2 or any(map(_holds, map(operator.ne, scale.shape, expected))):
         raise ValueError(
             f"{_NAME}: {name}_scale has shape {tuple(scale.shape)}; {name} {tuple(data.shape)} in blocks of {pair} "
             f"with {groups} groups needs {expected}"
         )
     return pair
+
+
+def _holds(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes does. Not where they are data, when traced: the call itself sees them."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # loads SymPy
+
+    return guard_or_false(condition)
 
 
 def empty_grouped_output(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None) -> Tensor:

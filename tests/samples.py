@@ -87,6 +87,7 @@ def quantize_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[
         Sample("plain_whole", (x(256, 128), few, (-1, 1)), {"dtype": torch.float8_e5m2}),
         Sample("ragged", (x(131, 99), many), {"scale": "pow2"}),
         Sample("ragged_whole", (x(77, 33, dtype=FP32), many, (-1, 1)), {"scale": "pow2"}),
+        Sample("ragged_large", (x(1030, 20), _ends(500 + seed % 7, 1025, device=device)), {}),
         Sample("strided", (x(64, 160).mT, few), {"scale": "e8m0"}),
         Sample("strided_whole", (x(160, 64)[:, ::2], few, (-1, 1)), {"dtype": torch.float8_e4m3fnuz}),
         Sample("one_group", (x(30, 40, dtype=FP16), _ends(30, device=device)), {}),
@@ -100,6 +101,7 @@ def quantize_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> 
     return [
         Sample("plain", (x(256, 128), few), {}),
         Sample("ragged", (x(131, 99), many), {"scale": "pow2"}),
+        Sample("ragged_large", (x(1030, 20), _ends(500 + seed % 7, 1025, device=device)), {}),
         Sample("strided", (x(64, 160).mT, few), {"dtype": torch.float8_e5m2}),
         Sample("whole", (x(77, 40, dtype=FP16), many, (1, -1)), {}),
         Sample("empty", (x(7, 0), few), {}),
@@ -240,12 +242,14 @@ def scaled_grouped_mm(seed: int = 0, device: torch.device | str = "cpu") -> list
     e5m2, mx = {"dtype": torch.float8_e5m2}, {"scale": "e8m0"}
     row, col, square, whole = (1, 128), (128, 1), (128, 128), (1, -1)
     few, many = _ends(50, 50, 64, device=device), _ends(0, 3, 20 + seed % 7, 33, device=device)
+    large = _ends(500 + seed % 7, 1025, device=device)
     return [
         Sample("plain", (*_operand(x(64, 256), row), *_operand(x(3, 256, 128), square), few), {}),
         Sample("plain_columns", (*_operand(x(70, 256), row, **e5m2), *_operand(x(3, 256, 96), col), few), {}),
         Sample("plain_summed", _summed(x(64, 128), x(64, 256), few), {"out_dtype": FP16}),
         Sample("ragged", (*_operand(x(41, 190), row), *_operand(x(4, 190, 65), square), many, x(4, 65)), {}),
         Sample("ragged_summed", (*_summed(x(41, 33), x(41, 70), many), x(4, 70)), {}),
+        Sample("ragged_summed_large", _summed(x(1030, 33), x(1030, 20), large), {}),
         Sample("ragged_summed_whole", _summed(x(41, 33), x(41, 70), many, -1), {"out_dtype": FP32}),
         Sample("strided", (*_operand(x(80, 64).mT, whole), *_operand(x(3, 48, 80).mT, (-1, 1)), few), {}),
         Sample("strided_whole", (*_operand(x(40, 80), (-1, -1)), *_operand(x(4, 80, 48), (-1, -1)), many), {}),

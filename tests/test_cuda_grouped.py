@@ -43,6 +43,8 @@ GROUPS: Final[dict[str, tuple[list[int], int]]] = {
     "all": ([0, 300, 0, 0], 0),
     "empty": ([0, 0, 200, 0], 130),
     "none": ([0, 0], 7),
+    "large": ([700, 450], 10),
+    "large gaps": ([640, 512, 384], 0),
 }
 every_grouping = pytest.mark.parametrize(("sizes", "rest"), GROUPS.values(), ids=GROUPS)
 
@@ -101,25 +103,27 @@ def test_hard_values_stay_in_their_blocks() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("scale", ["fp32", "e8m0"])
-def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(scale: str) -> None:
+@pytest.mark.parametrize("rest", [70, 2260], ids=["small", "large"])
+def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale: str) -> None:
     """Those between a group's tokens and the next group, and those past the last."""
     sizes = [5, 128, 0, 130, 37]
     offsets = ends(sizes)
-    x = torch.randn(sum(sizes) + 70, 40, dtype=BF16)
+    x = torch.randn(sum(sizes) + rest, 40, dtype=BF16)
     x[:, 3], x[:, 4] = torch.nan, torch.inf
     with hopper_on_cpu():
         one = quantizers.call_quantize_grouped(x, offsets, E4M3, scale, SM90)(x, offsets)
         both = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, scale, SM90)(x, offsets)
     filled = torch.zeros(one[0].shape[0], dtype=torch.bool)
-    filled[groups.spread_place(offsets, sum(sizes))] = True
+    filled[groups.spread_place(offsets, x.shape[0])[: sum(sizes)]] = True
     for data in (one[0], both[2]):
         assert data.float()[filled, 3].isnan().all()
         assert not data.view(torch.uint8)[~filled].any()
 
 
 @needs_compiler
-def test_offsets_that_sink_or_pass_the_tokens_touch_nothing_outside() -> None:
-    x = torch.randn(200, 40, dtype=BF16)
+@pytest.mark.parametrize("tokens", [200, 1600])
+def test_offsets_that_sink_or_pass_the_tokens_touch_nothing_outside(tokens: int) -> None:
+    x = torch.randn(tokens, 40, dtype=BF16)
     with hopper_on_cpu():
         for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
             offsets = torch.tensor(values, dtype=torch.int32)
@@ -213,7 +217,16 @@ every_loop = pytest.mark.parametrize(
 @every_loop
 @pytest.mark.parametrize(
     ("sizes", "rest"),
-    [([0, 1, 31, 32, 33], 40), ([127, 128, 129, 260], 70), ([128, 128, 96, 32], 0), ([0, 300, 0], 0), ([3] * 12, 5)],
+    [
+        ([0, 1, 31, 32, 33], 40),
+        ([127, 128, 129, 260], 70),
+        ([128, 128, 96, 32], 0),
+        ([0, 300, 0], 0),
+        ([3] * 12, 5),
+        ([673, 352], 15),
+        ([384, 640], 0),
+        ([0, 1500, 0], 40),
+    ],
     ids=str,
 )
 def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, config: Config) -> None:
@@ -238,8 +251,9 @@ def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, c
 
 @needs_compiler
 @every_loop
-def test_offsets_that_are_none_read_nothing_outside(config: Config) -> None:
-    x, y = torch.randn(200, 72), torch.randn(200, 68)
+@pytest.mark.parametrize("tokens", [200, 1600])
+def test_offsets_that_are_none_read_nothing_outside(tokens: int, config: Config) -> None:
+    x, y = torch.randn(tokens, 72), torch.randn(tokens, 68)
     *operands, _ = summed(x, y, ends([100, 60, 40]))
     for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
         assert emulated((*operands, torch.tensor(values, dtype=torch.int32)), config).isfinite().all()
@@ -253,6 +267,7 @@ PAIRS: Final[dict[str, tuple[Block, Block]]] = {
     "rowwise": ((1, -1), (-1, 1)),
     "tensorwise": ((-1, -1), (-1, -1)),
     "summed": ((1, 128), (128, 1)),
+    "summed, large groups": ((1, 128), (128, 1)),
 }
 
 
@@ -264,7 +279,7 @@ def operands(kind: str, m: int, n: int, k: int, experts: int) -> tuple[Any, ...]
         return torch.empty(shape, device="meta")
 
     a, b = meta(m, k), meta(experts, k, n)
-    if kind == "summed":
+    if kind.startswith("summed"):
         k = groups.spread_rows(k, experts)
         a, b = meta(m, k), meta(k, n)
     offsets = torch.empty(experts, device="meta", dtype=torch.int32)
@@ -275,9 +290,9 @@ def operands(kind: str, m: int, n: int, k: int, experts: int) -> tuple[Any, ...]
 
 
 def planned(kind: str, config: Config, out_dtype: torch.dtype = BF16, bias: bool = False, n: int = 512) -> CudaLaunch:
-    m, k, experts = 1000, 1024, 4
+    m, k, experts = 1000, 2048 if kind == "summed, large groups" else 1024, 4
     ops = operands(kind, m, n, k, experts)
-    out = torch.empty((experts, m, n) if kind == "summed" else (m, n), device="meta", dtype=out_dtype)
+    out = torch.empty((experts, m, n) if kind.startswith("summed") else (m, n), device="meta", dtype=out_dtype)
     biases = torch.empty(experts, n, device="meta", dtype=BF16) if bias else None
     assert products.accepts(*ops, biases, SM90) is None
     return products.plan(*ops, biases, out, SM90, config)
@@ -300,9 +315,10 @@ def test_no_tile_that_may_be_chosen_spills(kind: str) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("source", ["PLAIN", "SILU_MUL", "SILU_MUL_GRAD"])
-def test_no_quantizer_spills(source: str) -> None:
+@pytest.mark.parametrize("tokens", [1000, 2048])
+def test_no_quantizer_spills(tokens: int, source: str) -> None:
     for dtype in (BF16, FP32):
-        x = torch.empty(1000, 512, device="meta", dtype=dtype)
+        x = torch.empty(tokens, 512, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
         row, col = quantizers._both(x, offsets, E4M3, "fp32")
         other = {"PLAIN": None, "SILU_MUL": x, "SILU_MUL_GRAD": x[:, :256]}[source]

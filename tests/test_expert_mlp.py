@@ -192,7 +192,7 @@ def test_compiled_for_every_number_of_tokens_once(recipe: str, fresh_dynamo: Non
         return torch.tanh(fp8fn.expert_mlp(x * 2, w_gate_up, w_down, offsets, RECIPES[recipe]))
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    for i, (sizes, left) in enumerate([((64, 0, 96), 0), ((1, 200, 7), 32), ((0, 0, 0), 144)]):
+    for i, (sizes, left) in enumerate([((64, 0, 96), 0), ((1, 200, 7), 32), ((0, 900, 700), 0), ((0, 0, 0), 144)]):
         tokens, offsets = sum(sizes) + left, ends_of(sizes)
         inputs, out_grad = operands(tokens, 3), normal(tokens, H)
         with torch._dynamo.config.patch(error_on_recompile=i > 0):

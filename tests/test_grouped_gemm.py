@@ -492,7 +492,7 @@ def test_compiled_for_every_number_of_tokens_once(kind: str, recipe: str, fresh_
         return torch.tanh(fp8fn.grouped_gemm(a * 2, b, offsets, bias=bias, recipe=RECIPES[recipe]))
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    cases = [((64, 0, 96), 0), ((1, 200, 7), 32), ((0, 0, 0), 144), ((400, 3, 29), 0)]
+    cases = [((64, 0, 96), 0), ((1, 200, 7), 32), ((0, 0, 0), 144), ((1000, 3, 529), 36), ((400, 3, 29), 0)]
     for i, (sizes, left) in enumerate(cases):
         tokens, offsets = sum(sizes) + left, ends_of(sizes)
         a, b = operands(kind, tokens, 144, 272, 3)
@@ -504,6 +504,26 @@ def test_compiled_for_every_number_of_tokens_once(kind: str, recipe: str, fresh_
         for g, w in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
             assert g.shape == w.shape
             assert (g.double() - w.double()).norm() <= 1e-2 * w.double().norm()
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled_where_the_number_of_tokens_is_data(fresh_dynamo: None) -> None:
+    """Tokens are selected inside, few and many: no check may ask for their number."""
+
+    def step(x: Tensor, taken: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = x[taken.nonzero().squeeze(1)]
+        q = fp8fn.quantize_grouped(tokens, offsets)
+        return fp8fn.grouped_gemm(q.mT, q), fp8fn.grouped_gemm(tokens.mT, tokens, offsets)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for i, count in enumerate((300, 1300, 200)):
+        x, taken = normal(count + 20, 48), torch.ones(count + 20, dtype=torch.bool)
+        taken[::17] = False
+        offsets = ends_of((3, count // 2))
+        with torch._dynamo.config.patch(error_on_recompile=i > 0):
+            got = compiled(x, taken, offsets)
+        for g, w in zip(got, step(x, taken, offsets), strict=True):
+            assert torch.equal(g, w)
 
 
 A, B, ENDS = torch.zeros(32, 64, dtype=BF16), torch.zeros(3, 64, 48, dtype=BF16), ends_of((10, 0, 20))
@@ -568,7 +588,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
     "rank of a": (lambda: scaled(a=QA.data[None]), ValueError, ("(1, 32, 64)", "rows of a (M, K)")),
     "spread": (
         lambda: summed(a=LEFT_K.data[:, :64], a_scale=LEFT_K.scale[:, :2]), ValueError,
-        ("a has 64 rows of spread tokens", "multiple of 32 of at least 96", "fp8fn.quantize_grouped"),
+        ("a has 64 rows of spread tokens", "multiple of 32 from 96 to 1600, or one of 128 of at least 1920"),
+    ),
+    "between the units": (
+        lambda: summed(a=LEFT_K.data.new_empty(64, 1728)), ValueError,
+        ("a has 1728 rows of spread tokens", "32 from 96 to 1600", "1920", "fp8fn.quantize_grouped"),
     ),
     "summed scale": (
         lambda: summed(b_scale=RIGHT_K.scale[:2]), ValueError, ("b_scale has shape (2, 64)", "needs (3, 64)"),

@@ -24,7 +24,7 @@ import fp8fn
 from fp8fn import GroupedScaledTensor, ScaledTensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
-from fp8fn.ops.groups import empty_grouped, spread_blocks
+from fp8fn.ops.groups import empty_grouped, most_tokens, spread_blocks, spread_rows, unit_of
 from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantize_grouped import (
@@ -54,16 +54,21 @@ def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
     return (torch.randn(shape, generator=generator) * spread).to(dtype)
 
 
+def unit_for(tokens: int, groups: int) -> int:
+    """At multiples of how many rows groups begin."""
+    return 128 if tokens // 128 >= 4 * groups else 32
+
+
 def by_loop(x: Tensor, sizes: Sequence[int], block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
     """The definition: `quantize` of each group's rows alone, put where `fp8fn.ops.groups` says, zeros elsewhere."""
-    m, n = x.shape
+    (m, n), unit = x.shape, unit_for(x.shape[0], len(sizes))
     nothing = reference.quantize(torch.zeros(1, n), (-1, 1), dtype, scale)[1].float()
-    data = torch.zeros(32 * (m // 32 + len(sizes)) if block == SPREAD else m, n, dtype=torch.uint8)
+    data = torch.zeros(unit * (m // unit + len(sizes)) if block == SPREAD else m, n, dtype=torch.uint8)
     scales = nothing.repeat((m // 128 if block == SPREAD else 0) + len(sizes), 1)
     start = 0
     for group, size in enumerate(sizes):
         values, group_scales = reference.quantize(x[start : start + size], block, dtype, scale)
-        at = 32 * (start // 32 + group) if block == SPREAD else start
+        at = unit * (start // unit + group) if block == SPREAD else start
         data[at : at + size] = values.view(torch.uint8)
         at = (start // 128 if block == SPREAD else 0) + group
         if size:
@@ -148,8 +153,8 @@ def with_content(x: Tensor, content: str, seed: int) -> Tensor:
 # An interpreted program takes 30 ms, of any size.
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    st.lists(st.sampled_from([0, 0, 1, 2, 31, 32, 33, 95, 97, 127, 128, 129, 200]), min_size=1, max_size=4),
-    st.sampled_from([0, 0, 1, 128, 150]),
+    st.lists(st.sampled_from([0, 0, 1, 2, 31, 32, 33, 95, 97, 127, 128, 129, 200, 700]), min_size=1, max_size=4),
+    st.sampled_from([0, 0, 1, 128, 150, 600]),
     st.sampled_from([0, 1, 7, 16, 33, 130]),
     st.sampled_from([BF16, FP16, FP32]),
     st.sampled_from(["row-major", "column-major", "strided"]),
@@ -180,8 +185,23 @@ GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
     "around a block": ((127, 128, 129, 260), 31),
     "a gap behind each": ((128, 128, 96, 32), 0),
     "groups of three": ((3,) * 50, 0),
+    "one token too few for large units": ((3, 1020), 0),
+    "just enough for large units": ((3, 1020), 1),
+    "large": ((700, 450), 10),
+    "large, a gap behind each": ((640, 512, 384), 0),
+    "large and nothing": ((0, 1500, 0), 40),
     "many tiny groups": (tuple(i % 3 for i in range(15)), 5),
 }
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 64])
+def test_the_extents_tell_the_unit(groups: int) -> None:
+    for tokens in range(0, 1024 * groups, 1 if groups < 3 else 31):
+        unit, rows = unit_for(tokens, groups), spread_rows(tokens, groups)
+        assert rows == unit * (tokens // unit + groups)
+        assert unit_of(rows, groups) == unit
+        assert 0 <= most_tokens(rows, groups) - tokens < unit
+        assert spread_blocks(rows - unit * groups, groups) == spread_blocks(tokens, groups)
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -207,17 +227,20 @@ def test_1024_groups() -> None:
 @pytest.mark.parametrize("block", GROUPED_BLOCKS, ids=str)
 @pytest.mark.parametrize("quantize", [reference.quantize_grouped, interpreted], ids=["reference", "kernel"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_nan_or_inf_stays_inside_its_group(quantize: Quantize, value: float, block: Block) -> None:
+@pytest.mark.parametrize(("tail", "spread"), [(10, slice(160, 192)), (1400, slice(256, 384))], ids=["small", "large"])
+def test_a_nan_or_inf_stays_inside_its_group(
+    tail: int, spread: slice, quantize: Quantize, value: float, block: Block
+) -> None:
     """The seed's kernels stored past the end of a group; a value beyond the last offset belongs to none."""
     sizes, n = (130, 5, 60), 20
-    clean = random(sum(sizes) + 10, n)
+    clean = random(sum(sizes) + tail, n)
     x = clean.clone()
     x[132, 7] = value
-    x[-10:] = value
+    x[-tail:] = value
     offsets = ends_of(sizes)
     data, scales = quantize(x, offsets, block, E4M3, "fp32")
     expected, expected_scales = quantize(clean, offsets, block, E4M3, "fp32")
-    rows = slice(160, 192) if block == SPREAD else slice(130, 135)
+    rows = spread if block == SPREAD else slice(130, 135)
     row = 2 if block == SPREAD else 1
     hit, hit_scales = torch.zeros(data.shape, dtype=torch.bool), torch.zeros(scales.shape, dtype=torch.bool)
     hit[rows, 7], hit_scales[row, 7] = True, True
@@ -229,7 +252,7 @@ def test_a_nan_or_inf_stays_inside_its_group(quantize: Quantize, value: float, b
     # What holds no token is zero bytes, also beside a NaN.
     assert not data.view(torch.uint8)[rows, 7][5:].any()
     if block == WHOLE:
-        assert not data.view(torch.uint8)[-10:].any()
+        assert not data.view(torch.uint8)[-tail:].any()
 
 
 @pytest.mark.parametrize("block", GROUPED_BLOCKS, ids=str)
@@ -343,10 +366,10 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
     )
 
 
-# Ragged for two targets, even for two: five kernels take 3 s each time.
+# Ragged for two targets, even for two, and of either the first in large units: five kernels take 3 s each time.
 @pytest.mark.parametrize(
     ("target", "shape"),
-    [(SM89, (8192, 4096)), (SM90, (8191, 4093)), (GFX942, (8192, 4096)), (GFX950, (8191, 4093))],
+    [(SM89, (2**19, 2048)), (SM90, (2**19 + 1, 2045)), (GFX942, (8192, 4096)), (GFX950, (8191, 4093))],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_compiles_without_spills(target: Target, shape: tuple[int, int]) -> None:
@@ -424,7 +447,8 @@ def test_on_the_device_past_int32() -> None:
     offsets = ends_of((5, 2**16, 200), "cuda")
     q = fp8fn.quantize_grouped(x, offsets)
     data, scale = reference.quantize(x[5 + 2**16 : 205 + 2**16], SPREAD, q.dtype, "fp32")
-    first, first_block = 32 * ((5 + 2**16) // 32 + 2), (5 + 2**16) // 128 + 2
+    first_block = (5 + 2**16) // 128 + 2
+    first = 128 * first_block
     assert torch.equal(q.data[first : first + 200].float(), data.float())
     assert torch.equal(q.scale[first_block:][:2], scale)
     row, col = fp8fn.quantize_grouped_dual(x, offsets)
@@ -440,6 +464,8 @@ def test_on_the_device_past_int32() -> None:
 # The functions of `fp8fn`.
 
 SIZES = (0, 130, 1, 0, 69)
+# How many tokens follow, too few for large units and enough.
+EACH_TAIL = pytest.mark.parametrize("tail", [9, 2360], ids=["small", "large"])
 
 
 def tokens(tail: int = 9, n: int = 40, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
@@ -449,8 +475,9 @@ def tokens(tail: int = 9, n: int = 40, dtype: torch.dtype = BF16) -> tuple[Tenso
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
 @pytest.mark.parametrize("block", [128, -1])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_dequantize_gives_the_tokens_back(axis: int, block: int, scale: str) -> None:
-    x, offsets = tokens()
+@EACH_TAIL
+def test_dequantize_gives_the_tokens_back(tail: int, axis: int, block: int, scale: str) -> None:
+    x, offsets = tokens(tail)
     taken = sum(SIZES)
     q = fp8fn.quantize_grouped(x.mT if axis else x, offsets, axis, block=block, scale=scale)  # type: ignore[arg-type]
     back = q.dequantize(FP32).mT if axis else q.dequantize(FP32)
@@ -466,8 +493,9 @@ def test_dequantize_gives_the_tokens_back(axis: int, block: int, scale: str) -> 
 
 
 @pytest.mark.parametrize("block", [128, -1])
-def test_groups_of_columns_are_those_of_rows_transposed(block: int) -> None:
-    x, offsets = tokens()
+@EACH_TAIL
+def test_groups_of_columns_are_those_of_rows_transposed(tail: int, block: int) -> None:
+    x, offsets = tokens(tail)
     rows = fp8fn.quantize_grouped(x, offsets, block=block)
     columns = fp8fn.quantize_grouped(x.mT, offsets, 1, block=block)
     assert (columns.axis, columns.block, columns.size) == (1, block, x.shape[0])
@@ -494,12 +522,14 @@ def test_dual(block: int) -> None:
     assert row.data.float()[sum(SIZES) :].any()
 
 
-def test_a_group_alone_is_a_scaled_tensor() -> None:
+@EACH_TAIL
+def test_a_group_alone_is_a_scaled_tensor(tail: int) -> None:
     """With the zeros that follow it up to the next group; no row of the data is left over."""
-    x, offsets = tokens()
+    x, offsets = tokens(tail)
+    unit = unit_for(x.shape[0], len(SIZES))
     q = fp8fn.quantize_grouped(x, offsets, dtype=torch.float8_e5m2)
     starts = [0, *offsets.tolist()[:-1]]
-    firsts = [32 * (start // 32 + group) for group, start in enumerate(starts)]
+    firsts = [unit * (start // unit + group) for group, start in enumerate(starts)]
     blocks = [start // 128 + group for group, start in enumerate(starts)]
     back, seen = q.dequantize(FP32), 0
     for group, (first, until) in enumerate(itertools.pairwise([*firsts, q.data.shape[0]])):
@@ -508,7 +538,7 @@ def test_a_group_alone_is_a_scaled_tensor() -> None:
         values = fp8fn.dequantize(ScaledTensor(data, scale, (128, 1)), FP32)
         assert torch.equal(values[: SIZES[group]], back[starts[group] :][: SIZES[group]])
         assert not data.view(torch.uint8)[SIZES[group] :].any()
-        assert group == len(SIZES) - 1 or data.shape[0] <= SIZES[group] + 63
+        assert group == len(SIZES) - 1 or data.shape[0] <= SIZES[group] + 2 * unit - 1
         seen += data.shape[0]
     assert seen == q.data.shape[0]
 
@@ -533,9 +563,19 @@ def test_pytree_and_copies() -> None:
     assert (q.mT.groups, q.dtype, q.device.type, q.to("meta").device.type) == (5, E4M3, "cpu", "meta")
 
 
+@EACH_TAIL
+def test_copies_of_either_unit_dequantize_alike(tail: int) -> None:
+    q = fp8fn.quantize_grouped(*tokens(tail))
+    leaves, spec = pytree.tree_flatten(q)
+    twins = (pickle.loads(pickle.dumps(q)), copy.deepcopy(q), q.to("cpu"), q.mT.mT, pytree.tree_unflatten(leaves, spec))
+    for twin in twins:
+        assert torch.equal(twin.dequantize(), q.dequantize())
+
+
+@EACH_TAIL
 @pytest.mark.filterwarnings("ignore:torch.searchsorted.* non-contiguous:UserWarning")  # of PyTorch's own vmap rule
-def test_vmap_over_tokens_and_offsets() -> None:
-    xs = torch.stack([tokens()[0], random(209, 40, seed=1)])
+def test_vmap_over_tokens_and_offsets(tail: int) -> None:
+    xs = torch.stack([tokens(tail)[0], random(sum(SIZES) + tail, 40, seed=1)])
     offsets = torch.stack([ends_of(SIZES), ends_of((50, 50, 50, 0, 0))])
     q = torch.vmap(fp8fn.quantize_grouped)(xs, offsets)
     back = torch.vmap(lambda q: q.dequantize())(q)
@@ -585,7 +625,8 @@ def test_one_graph_serves_every_number_of_tokens(block: int, fresh_dynamo: None)
 
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
     # As those of `quantize`, leading dimensions of a multiple of 16 are another graph: contiguity is a guard.
-    for sizes, tail in (((200, 0, 130), 5), ((1, 130, 300), 18), ((0, 900, 5), 0), ((129, 127, 3), 400)):
+    small = (((200, 0, 130), 5), ((1, 130, 300), 18), ((0, 900, 5), 0), ((129, 127, 3), 400))
+    for sizes, tail in (*small, ((129, 1270, 3), 408), *small):
         x, offsets = random(sum(sizes) + tail, 203), ends_of(sizes)
         (q, out), (expected, expected_out) = compiled(x, offsets), call(x, offsets)
         assert (q.axis, q.block, q.size, q.shape) == (1, block, x.shape[0], (203, x.shape[0]))
@@ -598,7 +639,7 @@ def test_one_graph_serves_every_number_of_tokens(block: int, fresh_dynamo: None)
 
 def test_a_compiled_function_takes_one(fresh_dynamo: None) -> None:
     compiled = torch.compile(lambda q: q.mT.dequantize(FP32) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
-    for block, sizes in itertools.product((128, -1), ((100, 30, 70), (5, 0, 300))):
+    for block, sizes in itertools.product((128, -1), ((100, 30, 70), (5, 0, 300), (5, 800, 900))):
         q = fp8fn.quantize_grouped(random(sum(sizes) + 3, 40), ends_of(sizes), block=block)
         assert torch.equal(compiled(q), q.mT.dequantize(FP32) * 2)
 
@@ -655,6 +696,7 @@ def test_errors_name_the_argument_and_the_remedy(
         ({"offsets": ENDS.long()}, TypeError, "offsets has dtype torch.int64"),
         ({"offsets": ENDS[:1]}, ValueError, r"size=10 in 1 groups and blocks of 128 needs 32 along axis 0"),
         ({"size": 128}, ValueError, "needs 192 along axis 0"),
+        ({"size": 1024}, ValueError, "needs 1280 along axis 0"),
         ({"scale": MADE.scale[:1]}, ValueError, r"scale has shape \(1, 4\); data \(64, 4\) needs \(2, 4\)"),
         ({"block": -1}, ValueError, "needs 10 along axis 0"),
         ({"block": 64}, ValueError, "block=64 is no block of grouped tokens; use 128, or -1"),

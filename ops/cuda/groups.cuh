@@ -22,13 +22,15 @@ struct Group {
     static __device__ __forceinline__ int end_of(int offset, int start, int tokens) { return min(max(offset, start), tokens); }
 };
 
-// Of a group whose tokens are spread: rows in units of the K of one wgmma, scales of blocks of 128.
+#ifdef SPREAD_UNIT
+// Of a group whose tokens are spread: rows in multiples of SPREAD_UNIT, scales of blocks of 128.
 struct Spread {
-    enum { UNIT = 32 };
-
     // The row in which a group, or a block of one, begins whose first token is `token`.
-    static __device__ __forceinline__ int first_row(int token, int group) { return UNIT * (token / UNIT + group); }
+    static __device__ __forceinline__ int first_row(int token, int group) {
+        return SPREAD_UNIT * (token / SPREAD_UNIT + group);
+    }
 
     // The first block of the group that begins with token `start`.
     static __device__ __forceinline__ int first_block(int start, int group) { return start / 128 + group; }
 };
+#endif

@@ -10,8 +10,8 @@
 // blocks of 128 x 128; EVEN, M and N are multiples of the tile; PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x
 // load at once; WARPS, ROWS; BLOCKS, how many share a multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE,
 // of the enums of instructions.cuh; ROW_BYTES, 8 or 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the
-// rows are tokens of groups, and columns hold them spread: a tile has tokens of one group, and zeros below them up to the
-// next group or the end of the tile.
+// rows are tokens of groups, and columns hold them spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of
+// one group, and zeros below them up to the next group or the end of the tile.
 #include "fp8_block.cuh"
 #include "groups.cuh"
 #include "scatter.cuh"
@@ -81,6 +81,7 @@ struct Rows {
     bool none;
 };
 
+#if GROUPED
 __forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
     // The last group that begins in this block or before; rows past all of them are one more where rows are stored. Ends
     // are loaded beside the beginnings: of the block's rows, nothing waits for two loads.
@@ -99,6 +100,7 @@ __forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups
     const int limit = Spread::first_row(group == groups - 1 && !BY_ROW ? M : stop, group + 1);
     return {first, stop, Spread::first_row(first, group), min(limit, Spread::first_row(M, groups)), group == groups};
 }
+#endif
 
 // Row-major output of the thread's values, each row by its own inverse scale.
 template <typename Values, typename Inverse>
@@ -197,10 +199,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     at.group = 2 * warp + (lane & OTHER_ROWS) / OTHER_ROWS;
     Rows rows{tile_m, M, tile_m, M, false};
     int height = M;  // of the tiles whose columns have scales
-    if constexpr (GROUPED) {
-        rows = rows_of(block_m, lane, offsets, groups, M);
-        height = TILE_M * Spread::first_block(M, groups);
-    }
+#if GROUPED
+    rows = rows_of(block_m, lane, offsets, groups, M);
+    height = TILE_M * Spread::first_block(M, groups);
+#endif
     at.row = rows.first + ROWS * at.group;
     at.column = tile_n + 8 * at.chunk;
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
-from fp8fn.ops.groups import spread_blocks
+from fp8fn.ops.groups import spread_blocks, spread_unit
 from fp8fn.ops.layout import Block, contracts_rows, empty_data, empty_scale, is_column_major, is_square, swap
 from fp8fn.ops.targets import OCP, Target
 
@@ -182,6 +182,7 @@ def plan(
     if offsets is not None:  # one more than blocks of columns, for rows that are in no group
         groups = offsets.shape[0]
         tiles_m = spread_blocks(m, groups) + (row is not None)
+        macros["SPREAD_UNIT"] = spread_unit(m, groups)
     options: dict[str, int | str] = {
         "WARPS": tile.WARPS, "ROWS": tile.ROWS, "BLOCKS": tile.BLOCKS, "GROUP": tile.GROUP,
         "LOAD": f"Load::{tile.LOAD}", "STORE": f"Store::{tile.STORE}", "ROW_BYTES": tile.ROW_BYTES,

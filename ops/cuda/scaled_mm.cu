@@ -15,7 +15,8 @@
 // Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, SPLIT, GROUP;
 // A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
 // of B only, BLOCK (one for 128 columns and a k-block); B_ONCE; PROMOTE (k-blocks a promotion, where no scale changes);
-// OUT (BF16, FP16, FP32), OUT_VIA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`).
+// OUT (BF16, FP16, FP32), OUT_VIA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`),
+// which has SPREAD_UNIT too.
 #include "hopper.cuh"
 #include "convert.cuh"
 #include "groups.cuh"
@@ -380,7 +381,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
 
 #if GROUPED == JAGGED_K
-            if (tile.units > 0) {  // of a last block that the next group's rows fill
+            if (tile.units > 0) {  // of a last block that the next group's rows, or zeros, fill
                 float d[WIDTH / 2];
                 const int s = ring.stage;
                 barrier_wait(full(s), ring.parity);

@@ -12,6 +12,7 @@ from fp8fn.ops.cuda.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.wgmma import wgmma_source
+from fp8fn.ops.groups import unit_of
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
@@ -151,6 +152,8 @@ def plan(
         "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_VIA": out_via, "OUT_CHUNKS": out_chunks,
         "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
+    if grouped == "JAGGED_K":
+        macros["SPREAD_UNIT"] = unit_of(k, batches)
     a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
     a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale

@@ -1,7 +1,8 @@
 // Which output tiles a block works on, one after the other: of one matrix or a batch of them, or of groups of tokens.
 //
 // Macros: those of scaled_mm.cu. GROUPED is DENSE; JAGGED_M, where the rows of a and out are tokens, and those of group g
-// are multiplied by matrix g of b; or JAGGED_K, where the tokens, spread, are summed over, and group g is matrix g of out.
+// are multiplied by matrix g of b; or JAGGED_K, where the tokens, spread, are summed over, and group g is matrix g of out: a
+// group begins at a multiple of SPREAD_UNIT rows.
 #pragma once
 #include "hopper.cuh"
 #include "groups.cuh"
@@ -31,7 +32,7 @@ struct Tile {
 #endif
 #if GROUPED == JAGGED_K
     int shift;  // of the group's first row, from where it would be if all groups were of whole blocks
-    int units;  // of 32 rows in the last block, if it is not whole, else 0: behind them lies the next group
+    int units;  // of 32 rows, the K of a wgmma, in the last block, if it is not whole, else 0: behind them lies the next group, or zeros
     INLINE int row_of(int k) const { return k * BK + shift; }
     INLINE int whole_stop() const { return k_stop - (units > 0); }
 #else
@@ -108,13 +109,13 @@ struct Walk {
         tile.batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);
         tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
 #if GROUPED == JAGGED_K
-        const int tokens = problem.K - Spread::UNIT * (problem.batches - 1) - 1;  // the most that K rows hold
+        const int tokens = problem.K - SPREAD_UNIT * (problem.batches - 1) - 1;  // the most that K rows hold
         const int start = tile.batch ? Group::end_of(offsets[tile.batch - 1], 0, tokens) : 0;
         const int stop = Group::end_of(offsets[tile.batch], start, tokens);
         tile.k_start = Spread::first_block(start, tile.batch);
         tile.k_stop = tile.k_start + (stop - start + BK - 1) / BK;
         tile.shift = Spread::first_row(start, tile.batch) - tile.k_start * BK;
-        tile.units = (stop - start + Spread::UNIT - 1) / Spread::UNIT % (BK / Spread::UNIT);
+        tile.units = (stop - start + 31) / 32 % (BK / 32);
 #else
         const int blocks = (problem.K + BK - 1) / BK;
         const int part = SPLIT > 1 ? cluster_rank() : 0;

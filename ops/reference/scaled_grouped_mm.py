@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, UNIT, most_tokens
+from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE, Block, is_column_major
 from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
 
@@ -74,7 +74,8 @@ def _by_k(
         if spread:
             starts, _ = _borders(offsets, tokens)
             start, group = starts[pieces.group][:, None], pieces.group[:, None]
-            place = (UNIT * (start // UNIT + group) + pieces.rank).clamp_max(summed - 1)
+            unit = unit_of(summed, groups)
+            place = (unit * (start // unit + group) + pieces.rank).clamp_max(summed - 1)
             block = (start // ROWS + group + pieces.rank // ROWS).clamp_max(a_scale.shape[1] - 1)
         left, right, left_scale, right_scale = _widened(a), _widened(b), a_scale.float(), b_scale.float()
         for i in range(pieces.group.shape[0]):

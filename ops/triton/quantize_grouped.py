@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, UNIT, spread_blocks
+from fp8fn.ops.groups import ROWS, spread_blocks, spread_unit
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
@@ -248,7 +248,7 @@ def plan_quantize_grouped(
             "x": x, "offsets": offsets, "data": data, "scales": scales, **args, **_strides("d", data),
             **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
         },
-        constexprs={**constexprs, **_spread(x, tile), **scale_constants(data.dtype, scale)},
+        constexprs={**constexprs, **_spread(x, offsets, tile), **scale_constants(data.dtype, scale)},
         options={"num_warps": tile.num_warps},
         target=target,
     )  # fmt: skip
@@ -275,7 +275,7 @@ def plan_quantize_grouped_dual(
             **args, **_strides("row", row), **_strides("rs", row_scales), **_strides("d", data),
             **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
         },
-        constexprs={**constexprs, **_spread(x, tile), **scale_constants(data.dtype, scale)},
+        constexprs={**constexprs, **_spread(x, offsets, tile), **scale_constants(data.dtype, scale)},
         options={"num_warps": tile.num_warps},
         target=target,
     )  # fmt: skip
@@ -335,9 +335,9 @@ def _grouped(x: Tensor, offsets: Tensor, data: Tensor, tile: GroupedTile) -> tup
     return programs, args, constexprs
 
 
-def _spread(x: Tensor, tile: GroupedTile) -> dict[str, Any]:
+def _spread(x: Tensor, offsets: Tensor, tile: GroupedTile) -> dict[str, Any]:
     """What the kernels that write spread tokens take besides."""
-    return {"EVEN": x.shape[1] % tile.columns == 0, "UNIT": UNIT}
+    return {"EVEN": x.shape[1] % tile.columns == 0, "UNIT": spread_unit(x.shape[0], offsets.shape[0])}
 
 
 def _strides(prefix: str, x: Tensor) -> dict[str, int]:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, UNIT, most_tokens
+from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
@@ -103,8 +103,8 @@ def grouped_k_mm(
     """One `BM x BN` tile of one group's product, summed over its tokens; there are `T` at most in `K` places.
 
     Spread tokens come in blocks of `BK` with a vector of scales for either side, the last of which ends with the
-    group's last `UNIT`. Others lie where they are, and have one vector for the whole group; a tile begins at a multiple
-    of 16 of them, so that loads are wide.
+    group's last `UNIT` rows. Others lie where they are, and have one vector for the whole group; a tile begins at a
+    multiple of 16 of them, so that loads are wide.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -275,7 +275,7 @@ def _plan_k(
             "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1), "bias_e": 0 if bias is None else bias.stride(0),
         },
         constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": ROWS, "UNIT": UNIT, "GROUP": config.GROUP,
+            "BM": config.BM, "BN": config.BN, "BK": ROWS, "UNIT": unit_of(k, groups), "GROUP": config.GROUP,
             "SPREAD": spread, "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
             "WIDE": is_wide(a, b, out[0], a_scale, b_scale), "HALVES": config.HALVES,
         },
