@@ -229,7 +229,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             auto scales_of = [&](int stage, int slice) {
                 Scales scales;
 #if A_SCALE == VECTOR
-                const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + (row + slice * 64 + (A_SCALE_EXTRA ? tile.m % 4 : 0)) * 4;
+                const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? tile.m % 4 : 0);
+                const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + of_row * 4;
                 scales.row0 = load_shared(at);
                 scales.row1 = load_shared(at + 32);
 #else

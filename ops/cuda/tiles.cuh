@@ -32,7 +32,7 @@ struct Tile {
 #endif
 #if GROUPED == JAGGED_K
     int shift;  // of the group's first row, from where it would be if all groups were of whole blocks
-    int units;  // of 32 rows, the K of a wgmma, in the last block, if it is not whole, else 0: behind them lies the next group, or zeros
+    int units;  // of 32 rows, the K of a wgmma, in a last block that is not whole, else 0: then come zeros or the next group
     INLINE int row_of(int k) const { return k * BK + shift; }
     INLINE int whole_stop() const { return k_stop - (units > 0); }
 #else
