@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
 import torch
@@ -211,12 +212,12 @@ def plan(
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
-    wgmma = PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3"
+    wgmma = partial(wgmma_source, PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
     return CudaLaunch(
         kernel=CudaKernel(
             "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
-            "".join(wgmma_source(*wgmma, a_in_registers=held) for held in (False, True)[: 1 + (config.HELD > 0)]),
+            wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
         ),
         grid=grid,
         threads=config.threads,
