@@ -21,9 +21,9 @@
 // Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
 // is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
 // warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks
-// for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which
-// READY are waited for before x is; X_OVER, x comes to
-// lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
+// for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY
+// are waited for before x is; X_OVER, x comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0,
+// BF16, FP16, FP32).
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
@@ -183,7 +183,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
 #pragma unroll
                 for (int part = 0; part < PARTS; part++) parts[part][i] = of_four[part];
             }
-            if (X_OVER && p == 0) sync_first<THREADS>();
+            if (X_OVER && p == 0) sync_first<THREADS>();  // all have in registers what x overwrites
             if (inside[p]) {
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
