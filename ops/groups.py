@@ -48,15 +48,20 @@ def check_offsets(op: str, offsets: Tensor, name: str, tokens: Tensor) -> None:
 def spread_unit(rows: int, groups: int) -> int:
     """At multiples of how many rows the groups of `rows` tokens begin: the one place that decides.
 
-    No branch, hence no guard on symbolic sizes: what is compiled for one unit serves the other.
+    No branch, hence no guard on symbolic sizes: what is compiled for one unit serves the other. No `min` and no `max`
+    either: where a graph comes from a cache, torch evaluates its guards by Python's own, which branch.
     """
-    large: int = torch.sym_max(0, torch.sym_min(1, rows // ROWS - LARGE * groups + 1))
-    return STEP + (ROWS - STEP) * large
+    return _unit_for(rows // (ROWS * LARGE * groups))
 
 
 def unit_of(spread: int, groups: int) -> int:
     """The unit of a layout whose extent is `spread`: below 17/4 blocks a group it is `STEP`, from 5 on it is `ROWS`."""
-    return spread_unit(spread - ROWS * groups, groups)
+    return _unit_for(spread // (ROWS * (LARGE + 1) * groups))
+
+
+def _unit_for(times: int) -> int:
+    """`ROWS` if there are as many rows as large groups have, `times >= 1`; `STEP` for 0."""
+    return ROWS - (ROWS - STEP) * (1 // (1 + times))
 
 
 def spread_rows(rows: int, groups: int) -> int:

@@ -119,8 +119,7 @@ def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], 
     if WHOLE not in pair:
         unit = unit_of(summed, groups)
         tokens = summed - unit * groups
-        faults = (tokens % unit != 0, tokens < 0, spread_unit(tokens, groups) != unit)
-        if any(map(_holds, faults)):
+        if _holds(tokens < 0) or _holds(tokens % unit != 0) or _holds(spread_unit(tokens, groups) != unit):
             many = LARGE * ROWS * groups
             raise ValueError(
                 f"{_NAME}: {name} has {summed} rows of spread tokens; {groups} groups need a multiple of {STEP} from "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import emulated
@@ -46,6 +47,12 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.utils.counters.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def fresh_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """For a test that asks what Inductor finds in its caches: nothing that another test compiled."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
 @pytest.fixture

@@ -49,11 +49,6 @@ def near(actual: Tensor, expected: Tensor, bound: float = 1e-2) -> bool:
     return bool((actual.double() - expected.double()).norm() <= bound * expected.double().norm())
 
 
-@pytest.fixture
-def fresh_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-
-
 @pytest.mark.parametrize("how", ["backend", "substitution"])
 def test_the_second_compile_is_a_hit_of_both_caches(how: str, fresh_dynamo: None, fresh_caches: None) -> None:
     model, results = Model(), []
