@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fp8fn import lowering
+from fp8fn import lowering, meta, ops
 from fp8fn.lowering import autotune, calls
 from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
 from fp8fn.lowering.quantizers import merge_quantizers
@@ -73,7 +73,7 @@ def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[
 
 
 class SubstitutionPass(CustomGraphPass):
-    """Inductor's hook; graphs that were compiled with another version of the patterns are no hits of its caches."""
+    """Inductor's hook; graphs that were compiled with other patterns or fakes are no hits of its caches."""
 
     def __init__(self, before: Any = None, everything: bool = False) -> None:
         self.before, self.everything = before, everything
@@ -93,9 +93,10 @@ class SubstitutionPass(CustomGraphPass):
 
 @cache
 def _fingerprint() -> str:
-    """Of the sources that decide about a graph, and of the tuning tables."""
+    """Of the sources that decide about a graph, the sizes and strides in it among them, and of the tuning tables."""
     digest = hashlib.sha256()
-    for file in sorted([*Path(lowering.__path__[0]).rglob("*.py"), *Path(tuning.__path__[0]).glob("*.json")]):
+    sources = [(lowering, "**/*.py"), (meta, "*.py"), (ops, "*.py"), (tuning, "*.json")]
+    for file in sorted(file for package, files in sources for file in Path(package.__path__[0]).glob(files)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -71,18 +71,31 @@ def test_the_second_compile_is_a_hit_of_both_caches(how: str, fresh_dynamo: None
         assert torch.equal(first, second)
 
 
-def test_another_version_or_table_is_no_hit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_another_version_is_no_hit(monkeypatch: pytest.MonkeyPatch) -> None:
     before = joint.SubstitutionPass().uuid()
     assert joint.SubstitutionPass().uuid() == before
     monkeypatch.setattr(joint, "__version__", "another")
     assert joint.SubstitutionPass().uuid() != before
+
+
+@pytest.mark.parametrize(
+    ("package", "file"),
+    [("lowering", "patterns/a.py"), ("meta", "fake.py"), ("ops", "groups.py"), ("tuning", "h.json")],
+)
+def test_another_source_or_table_is_no_hit(
+    package: str, file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before = joint.SubstitutionPass().uuid()
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    found = set()
+    for text in ("{}", "[]"):
+        (tmp_path / file).write_text(text)
+        monkeypatch.setattr(getattr(joint, package), "__path__", [str(tmp_path)])
+        joint._fingerprint.cache_clear()
+        found.add(str(joint.SubstitutionPass().uuid()))
     monkeypatch.undo()
-    (tmp_path / "h200.json").write_text("{}")
-    monkeypatch.setattr(joint.tuning, "__path__", [str(tmp_path)])
     joint._fingerprint.cache_clear()
-    assert joint.SubstitutionPass().uuid() != before
-    monkeypatch.undo()
-    joint._fingerprint.cache_clear()
+    assert len(found - {str(before)}) == 2
     assert joint.SubstitutionPass().uuid() == before
 
 
