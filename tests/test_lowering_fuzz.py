@@ -28,8 +28,11 @@ DOMAINS = [name for name in PRODUCTS if name not in ("weight (K, N)", "weight on
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[Callable[..., Tensor], list[Tensor], int]:
-    """A chain of one to three layers, its inputs, and how many products it has with a stored weight."""
+def models(draw: st.DrawFn) -> tuple[Callable[..., Tensor], list[Tensor], int, float]:
+    """A chain of one to three layers, its inputs, how many products it has with a stored weight, and what may differ.
+
+    Where a product's result is quantized, sums in another order may round one of its values to the next in FP8.
+    """
     count = draw(st.integers(1, 3))
     widths = [draw(st.sampled_from(WIDTHS)) for _ in range(count + 1)]
     layers = [
@@ -54,7 +57,9 @@ def models(draw: st.DrawFn) -> tuple[Callable[..., Tensor], list[Tensor], int]:
             x = PRODUCTS[product](ACTIVATIONS[activation](x), w)
         return x
 
-    return model, [x, *stored], count
+    if dtype != torch.float32:
+        return model, [x, *stored], count, 3e-2 * count
+    return model, [x, *stored], count, 1e-2 if "fake quantization" in [layer[2] for layer in layers[1:]] else 1e-4
 
 
 def step(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -65,8 +70,8 @@ def step(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Ten
 
 @given(models())
 @settings(max_examples=40, deadline=None)
-def test_random_models_agree(drawn: tuple[Callable[..., Tensor], list[Tensor], int]) -> None:
-    model, inputs, count = drawn
+def test_random_models_agree(drawn: tuple[Callable[..., Tensor], list[Tensor], int, float]) -> None:
+    model, inputs, count, bound = drawn
     found: list[Substitution] = []
 
     def backend(gm: GraphModule, example_inputs: Sequence[Tensor]) -> Any:
@@ -76,7 +81,6 @@ def test_random_models_agree(drawn: tuple[Callable[..., Tensor], list[Tensor], i
     actual = step(torch.compile(model, backend=backend, fullgraph=True), inputs)
     expected = step(model, inputs)
     assert len([made for made in found if not made.backward and made.reason is None]) == count
-    bound = 1e-4 if inputs[0].dtype == torch.float32 else 3e-2 * count
     for got, want in zip(actual, expected, strict=True):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         assert (got.double() - want.double()).norm() <= bound * want.double().norm() + 1e-30
