@@ -60,6 +60,8 @@ constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
 constexpr int OUT_BUFFER = 64 * 128;  // 64 rows of 128 bytes
 constexpr int OUT_BUFFERS = OUT_VIA == PAIRS ? 0 : OUT_CHUNKS;
+// Of bulk stores that may still read where a line's first 64 columns go: the last of an odd number left from there too.
+constexpr int PENDING_AT_FIRST = (BN + 63) / 64 % OUT_CHUNKS == 0 ? OUT_BUFFERS - 1 : 0;
 
 constexpr int AT_B = STAGES * A_BYTES;
 constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
@@ -464,7 +466,12 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
                         buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
 #if OUT_VIA == BULK
-                        if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<OUT_BUFFERS - 1>();
+                        if (threadIdx.x % WARPGROUP == 0) {
+                            if (column == 0)
+                                tma_store_wait_read<PENDING_AT_FIRST>();
+                            else
+                                tma_store_wait_read<OUT_BUFFERS - 1>();
+                        }
                         warpgroup_sync(1 + warpgroup);
 #else
                         __syncwarp();  // a warp reads what it has put there itself
