@@ -40,11 +40,14 @@ extern "C" const char* emulate(const Span* spans, int count, void* with, unsigne
 }}
 """
 
+# Types of 16 bits that a tensor core multiplies.
+_WIDE = {"bf16": "Bf16", "f16": "Fp16"}
+
 
 @cache
 def _built(kernel: CudaKernel) -> ctypes.CDLL:
     source = nvrtc._text(kernel.file)
-    source = re.sub(r"extern __shared__ .* char memory\[\];", "char* memory = block_memory();", source)
+    source = re.sub(r"extern __shared__ .* char (\w+)\[\];", r"char* \1 = block_memory();", source)
     if (more := re.search(r"#define GROUP_PARAMETERS (.*)", source)) is not None:
         given = more[1] if dict(kernel.macros)["GROUPED"] != "DENSE" else ""
         source = source.replace(" GROUP_PARAMETERS)", f"{given})")
@@ -64,10 +67,12 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
             shutil.copy(replacement, folder)
         before = '#include "cuda.h"\n'
         macros = dict(kernel.macros)
-        if (types := re.search(r"\.f32\.(e\dm\d)\.(e\dm\d)", kernel.generated)) is not None:
-            # The emulator calls b's what the tensor core takes for a.
+        if (types := re.search(r"\.f32\.(\w+)\.(\w+) ", kernel.generated)) is not None:
             before += '#include "mma.cuh"\n'
-            macros = {"B_FP8": f"Fp8::{types[1].upper()}", "A_FP8": f"Fp8::{types[2].upper()}", **macros}
+            if types[1] in _WIDE:
+                macros["WIDE"] = _WIDE[types[1]]
+            else:  # the emulator calls b's what the tensor core takes for a
+                macros = {"B_FP8": f"Fp8::{types[1].upper()}", "A_FP8": f"Fp8::{types[2].upper()}", **macros}
         (folder / "kernel.cpp").write_text(before + source + glue)
         # No contraction to fused multiply-adds that the source does not ask for: NVRTC has none to make either.
         options = ["-std=c++20", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
@@ -107,7 +112,8 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
             spans += (int(values[-1]), int(values[-1]) + arg.element_size() * extent(arg.shape, arg.stride()))
     parameters = type("Parameters", (ctypes.Structure,), {"_fields_": fields})(*values)
     covered = (ctypes.c_uint64 * len(spans))(*spans)
-    cluster = int(dict(launch.kernel.macros).get("CLUSTER", 1))
+    macros = dict(launch.kernel.macros)
+    cluster = int(macros.get("CLUSTER", 1)) * int(macros.get("SPLIT", 1))
     fault = _built(launch.kernel).emulate(
         covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards
     )

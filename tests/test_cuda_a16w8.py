@@ -1,4 +1,4 @@
-"""Rows by an FP8 weight in CUDA C++: few of them emulated on the CPU; as machine code, and through the op on a GPU."""
+"""Rows by an FP8 weight in CUDA C++: emulated on the CPU, as machine code, and through the op on a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc, snr
+from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
+from test_cuda_scaled_mm_values import FEW, snr
 from test_mm_a16w8 import exact, weight
 
 import fp8fn
@@ -217,6 +218,46 @@ def test_every_fp8_value(fp8: torch.dtype, contiguous: str) -> None:
         assert torch.equal(found[finite], data.float()[finite] / 4)
         found = emulated(x, ScaledTensor(data, scale, (128, 128)))
         assert not found[:, (~finite).any(0)].isfinite().any()
+
+
+MANY = [
+    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 2),
+    many.Config(128, 2, 2, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
+    many.Config(32, 2, 2, MATH=1), many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
+    many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, RESIDENT=1),
+    many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
+    many.Config(128, 1, 4, K_PARTS=2, RESIDENT=1), many.Config(64, 1, 3, K_PARTS=2, RESIDENT=1),
+]  # fmt: skip
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", MANY, ids=str)
+def test_every_division_of_many_rows(config: many.Config) -> None:
+    """Tiles at the edges, several for a block, of a K that is no multiple of 128; rounded to 16 bits, hence the bar."""
+    for x_dtype, fp8, block, backwards in ((BF16, E4M3, (128, 128), False), (FP16, E5M2, (-1, 1), True)):
+        for m, n, k, batch in ((config.BM + 9, config.BN + 8, 272, ()), (33, 72, 128, (2,))):
+            x, w = torch.randn(*batch, m, k).to(x_dtype), operand(k, n, block, dtype=fp8, batch=batch)
+            memory = torch.full((x[..., 0].numel() * n + 128,), 7.0, dtype=x_dtype)
+            out, bias = memory[64:-64].view(*batch, m, n), torch.randn(n)
+            given = (x, w.data, w.scale, w.block, bias, out, FEW)
+            assert many.accepts(*given) is None
+            emulate(many.plan(*given, config), backwards=backwards)
+            assert snr(out, exact(x, w, bias)) > (50 if x_dtype == BF16 else 68), (m, n, k)
+            assert (memory[:64] == 7.0).all()
+            assert (memory[-64:] == 7.0).all()
+
+
+@needs_compiler
+@by_block
+def test_what_is_not_finite_among_many_rows(block: Block) -> None:
+    x, w = torch.randn(70, 300).bfloat16(), operand(300, 72, block)
+    x[5, 299] = torch.nan
+    w.data.view(torch.uint8)[299, 40] = 0x7F
+    out = torch.zeros(70, 72, dtype=BF16)
+    emulate(many.plan(x, w.data, w.scale, w.block, None, out, SM90))
+    touched = torch.zeros_like(out, dtype=torch.bool)
+    touched[5] = touched[:, 40] = True
+    assert torch.equal(~out.isfinite(), touched)
 
 
 @needs_compiler
@@ -526,14 +567,6 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
 
 
 # Persistent; a block a tile, with all of K in flight or not; of two parts of K.
-MANY = [
-    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 2),
-    many.Config(128, 2, 2, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
-    many.Config(32, 2, 2, MATH=1), many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
-    many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, RESIDENT=1),
-    many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
-    many.Config(128, 1, 4, K_PARTS=2, RESIDENT=1), many.Config(64, 1, 3, K_PARTS=2, RESIDENT=1),
-]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -16,7 +16,8 @@ pytest.importorskip("triton")
 
 from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 from test_cuda_a16w8 import BLOCKS, POISON, hopper, on_gpu, operand, operands
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc, snr
+from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
+from test_cuda_scaled_mm_values import snr
 from test_mm_a16w8 import CLASSES, exact
 
 from fp8fn import ScaledTensor

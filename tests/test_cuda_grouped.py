@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from test_cuda_scaled_mm_values import FEW
 
 import fp8fn
 from fp8fn.ops import groups, reference, targets
@@ -360,6 +361,33 @@ def test_few_tokens_take_low_tiles_and_many_take_high_ones() -> None:
     assert choose_config(many, 132, jagged_m=True).BM >= 128
     summed = Problem(4096, 4096, 32768, b_scale="VECTOR", batch=8)
     assert choose_config(summed, 132, jagged_m=False) in tiles(summed)
+
+
+# ---- products of rows, in the emulator -------------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["rows", "rows, columns' scales", "rowwise"])
+def test_products_of_rows_emulated(kind: str) -> None:
+    """Groups of no, one, some and many rows, and rows of no group, which are NaN; in two orders of the threads."""
+    a_block, b_block = PAIRS[kind]
+    for i, config in enumerate(tiles(problem(kind))):
+        sizes, rest, n, out_dtype = [([0, 1, 64, 65, 130], 40, 136, BF16), ([100, 0, 300], 7, 77, FP32)][i % 2]
+        tokens = sum(sizes) + rest
+        x = torch.randn(tokens, 200)
+        x[sum(sizes) :] = torch.nan
+        a, b = fp8fn.quantize(x, a_block), fp8fn.quantize(torch.randn(len(sizes), n, 200).mT, b_block)
+        offsets, bias = ends(sizes), torch.randn(len(sizes), n)
+        want = loop(fp8fn.dequantize(a, FP32), fp8fn.dequantize(b, FP32), offsets)
+        want[: sum(sizes)] += bias.double().repeat_interleave(torch.tensor(sizes), 0)
+        outs = []
+        for backwards in (False, True):
+            outs.append(torch.full((tokens, n), torch.nan, dtype=out_dtype))
+            ops = (a.data, a.scale, a_block, b.data, b.scale, b_block, offsets, bias, outs[-1], FEW, config)
+            emulate(products.plan(*ops), backwards=backwards)
+        assert error(outs[0], want) < (1e-6 if out_dtype == FP32 else 2e-3), config
+        assert not outs[0][sum(sizes) :].any()
+        assert torch.equal(*outs), config
 
 
 # ---- values, on a GPU ------------------------------------------------------------------------------------------------

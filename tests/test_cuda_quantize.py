@@ -16,7 +16,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cuda_emulator import emulate, extent, hopper_on_cpu, needs_compiler
-from test_cuda_scaled_mm import instructions, needs_nvrtc, skip_below
+from test_cuda_scaled_mm import instructions, needs_nvrtc
+from test_cuda_scaled_mm_values import skip_below
 from test_triton_quantize import HARD, assert_same_bits, random
 
 from fp8fn.ops import quantize, quantize_produced

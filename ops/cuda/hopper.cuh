@@ -131,12 +131,6 @@ INLINE void copy_word(uint32_t to, const void* from, bool valid) {
 // Shared memory written by ordinary stores becomes visible to the tensor cores and the copy engine.
 INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-INLINE void store_matrices(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1), "r"(m2),
-                 "r"(m3)
-                 : "memory");
-}
-
 // Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and gets of each the word i % 4
 // of row i / 4; where TURNED, of values of 16 bits, rows 2 * (i % 4) and the next of column i / 4.
 template <bool TURNED>
@@ -152,6 +146,20 @@ INLINE uint4 load_matrices(uint32_t row) {
                      : "r"(row));
     }
     return m;
+}
+
+// The other way: of each matrix lane i gives what it would get.
+template <bool TURNED>
+INLINE void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    if constexpr (TURNED) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+                     "r"(m2), "r"(m3)
+                     : "memory");
+    } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
+                     "r"(m2), "r"(m3)
+                     : "memory");
+    }
 }
 
 INLINE void store_shared(uint32_t to, uint32_t value) {
@@ -185,6 +193,12 @@ INLINE uint4 load_shared_words(uint32_t from) {
                  : "r"(from)
                  : "memory");
     return values;
+}
+
+INLINE uint32_t load_shared_pair_of_bytes(uint32_t from) {
+    uint16_t value;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(from));
+    return value;
 }
 
 INLINE float load_shared(uint32_t from) {
@@ -265,7 +279,18 @@ INLINE void block_sync() {
     asm volatile("bar.sync 0, %0;" ::"n"(COUNT) : "memory");
 }
 
-INLINE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
+// The two sides of barrier `id`, from 1 on, of any `COUNT` threads of a block.
+template <int COUNT>
+INLINE void named_arrive(int id) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
+template <int COUNT>
+INLINE void named_sync(int id) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
+}
+
+INLINE void warpgroup_sync(int id) { named_sync<128>(id); }
 
 INLINE uint32_t cluster_rank() {
     uint32_t rank;

@@ -59,21 +59,9 @@ using XType = Fp16;
 #include "ring.cuh"
 #include "tiles.cuh"
 
-INLINE uint32_t load_shared_pair_of_bytes(uint32_t from) {
-    uint16_t value;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(from));
-    return value;
-}
-
-INLINE void store_matrices_turned(uint32_t to, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(m0), "r"(m1),
-                 "r"(m2), "r"(m3)
-                 : "memory");
-}
-
 // Of two warpgroups, each of which passes one barrier when the other has arrived there.
-INLINE void take_turn(int warpgroup) { asm volatile("bar.sync %0, 256;" ::"r"(3 + warpgroup) : "memory"); }
-INLINE void pass_turn(int warpgroup) { asm volatile("bar.arrive %0, 256;" ::"r"(4 - warpgroup) : "memory"); }
+INLINE void take_turn(int warpgroup) { named_sync<256>(3 + warpgroup); }
+INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
@@ -337,7 +325,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     }
                     const int matrix = lane / 8, row = 8 * (j + matrix / 2) + lane % 8;
                     const int piece = (warp * 2 + matrix % 2) ^ (row % 8);
-                    store_matrices_turned(buffer + row * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                    store_matrices<true>(buffer + row * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
                 }
                 fence_async();
                 warpgroup_sync(1 + warpgroup);

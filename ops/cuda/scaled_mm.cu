@@ -509,7 +509,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                             if (j % 2 == 1) {
                                 const int matrix = lane / 8, line = warp * 16 + matrix % 2 * 8 + lane % 8;
                                 const int piece = (j - 1 + matrix / 2) ^ (line % 8);
-                                store_matrices(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                                store_matrices<false>(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
                             }
                         }
 #endif

@@ -100,6 +100,14 @@ T __ldg(const T* address) {
     return may_load(address, sizeof(T)) ? *address : T{};
 }
 
+// What no launch can go on after: it ends there, with this as its fault.
+inline bool broken;
+inline void break_off(const char* why) {
+    broken = true;
+    if (fault[0] == 0)
+        snprintf(fault, sizeof(fault), "%s; block (%u, %u, %u), thread %u", why, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
+}
+
 // ---- threads: each runs until it waits for others ------------------------------------------------------------------
 
 struct Thread {
@@ -111,7 +119,7 @@ struct Warp {
     int arrived;
     unsigned round;
 };
-inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 2560, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
+inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 3072, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
 inline Thread threads[MOST_THREADS];  // block after block of the cluster
 inline Warp warps[MOST_THREADS / 32];
 alignas(64) inline char stacks[MOST_THREADS][STACK];
@@ -129,8 +137,12 @@ inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
 }
 
+// Of arrivals, copies and ends: while threads wait and none comes, they wait for ever.
+inline unsigned long events;
+
 // Whether this one is the last of `count`, with whom the round ends.
 inline bool arrive(int& arrived, unsigned& round, int count) {
+    ++events;
     if (++arrived < count) return false;
     arrived = 0;
     ++round;
@@ -183,6 +195,7 @@ inline void* parameters;
 inline void run_thread() {
     kernel(parameters);
     threads[current].done = true;
+    ++events;
     wait_for_others();
 }
 
@@ -209,6 +222,7 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
     thread_count = count;
     block_count = cluster;
     fault[0] = 0;
+    broken = false;
     const int all = count * cluster;
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
@@ -218,8 +232,9 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
                 for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = false;
-                for (bool left = true; left;) {
+                for (bool left = true; left && !broken;) {
                     left = false;
+                    const unsigned long before = events;
                     for (int i = 0; i < all; ++i) {
                         current = backwards ? all - 1 - i : i;
                         if (threads[current].done) continue;
@@ -227,7 +242,9 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                         threadIdx = {static_cast<unsigned>(current % count), 0, 0};
                         blockIdx = {x + current / count, y, z};
                         resume();
+                        if (broken) return fault;
                     }
+                    if (left && events == before) break_off("all threads wait");
                 }
             }
     return fault;

@@ -25,7 +25,7 @@ inline int copy_count[MOST_THREADS];
 
 inline void copy16(void* to, const void* from, int bytes) {
     if (bytes > 0 && !allowed("copy", from, 16, bytes)) return;
-    if (copy_count[current] == MOST_COPIES) __builtin_trap();
+    if (copy_count[current] == MOST_COPIES) return break_off("more copies than the emulator has room for");
     copies[current][copy_count[current]++] = {static_cast<char*>(to), static_cast<const char*>(from), bytes, 16};
 }
 inline void wait_for_copies() {
@@ -48,8 +48,6 @@ inline void prefetch(const void* address, unsigned bytes) {
     for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
 }
 inline void prefetch_line(const void* address) { may_load(address, 1); }
-inline void cluster_arrive() {}
-inline void cluster_wait() {}
 
 template <Fp8 TYPE>
 float of_fp8(uint8_t bits) {
@@ -120,17 +118,20 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     meet_warp();
 }
 
-// What a thread asks of wgmma is there at once; a descriptor is an address.
+// What a thread asks of wgmma is there at once, and of its warp's others when it has waited; a descriptor is an address.
 inline void fence_async() {}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {}
 template <int PENDING>
-void wgmma_wait() {}
+void wgmma_wait() {
+    meet_warp();
+}
 template <int COUNT>
 void fence_registers(float (&)[COUNT]) {}
 inline uint64_t descriptor_of_matrices(const void* first) { return reinterpret_cast<uint64_t>(first); }
 
-#ifdef B_FP8
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 struct Warpgroup {
     int arrived;
     unsigned round;
@@ -138,14 +139,26 @@ struct Warpgroup {
 inline Warpgroup warpgroups[MOST_THREADS / 128];
 inline void meet_group() { meet(warpgroups[current / 128].arrived, warpgroups[current / 128].round, 128); }
 
-// Of operands that bulk copies have put into shared memory, swizzled.
-inline uint8_t swizzled_byte(uint64_t descriptor, int row, int k) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + k;
-    return memories[0][address / 128 * 128 + row * 128 + (within ^ row % 8 * 16)];
+// Of operands that bulk copies have put into shared memory, swizzled, in rows of 128 bytes.
+inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
+    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + byte;
+    return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
 }
+
+#ifdef B_FP8
+template <Fp8 TYPE>
+struct Values {
+    float of[256];
+    Values() {
+        for (int bits = 0; bits < 256; ++bits) of[bits] = of_fp8<TYPE>(bits);
+    }
+};
+template <Fp8 TYPE>
+inline const Values<TYPE> values;
+
 // Of matrices at a pointer, or swizzled ones, whose addresses in shared memory are small.
 inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
-    if (descriptor >> 32 == 0) return swizzled_byte(descriptor, column, k);
+    if (descriptor >> 32 == 0) return *swizzled(descriptor, column, k);
     return reinterpret_cast<const uint8_t*>(descriptor)[column / 8 * 256 + k / 16 * 128 + column % 8 * 16 + k % 16];
 }
 
@@ -160,7 +173,7 @@ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
         double sum = onto ? d[i] : 0.0;
         for (int k = 0; k < 32; ++k) {
             const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-            sum += static_cast<double>(of_fp8<B_FP8>(left)) * of_fp8<A_FP8>(byte_of_right(b, column, k));
+            sum += static_cast<double>(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
         }
         d[i] = static_cast<float>(sum);
     }
@@ -174,8 +187,30 @@ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
         const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = onto ? d[i] : 0.0;
         for (int k = 0; k < 32; ++k)
-            sum += static_cast<double>(of_fp8<B_FP8>(swizzled_byte(a, row, k))) * of_fp8<A_FP8>(swizzled_byte(b, column, k));
+            sum += static_cast<double>(values<B_FP8>.of[*swizzled(a, row, k)]) * values<A_FP8>.of[*swizzled(b, column, k)];
         d[i] = static_cast<float>(sum);
     }
 }
 #endif
+
+#ifdef WIDE
+// Of 16 bits, 16 deep.
+template <int COUNT>
+void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
+    fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
+    meet_group();
+    const Fragments* warp = fragments + current / 32 * 32;
+    const int lane = current % 32;
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = onto ? d[i] : 0.0;
+        for (int k = 0; k < 16; ++k) {
+            const float left = of_pair<WIDE>(warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2], k % 2);
+            sum += static_cast<double>(left) * of_pair<WIDE>(*reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k)), 0);
+        }
+        d[i] = static_cast<float>(sum);
+    }
+    meet_group();
+}
+#endif
+#pragma GCC pop_options
