@@ -145,6 +145,24 @@ inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
     return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
 }
 
+// The fragments of the warp's lanes, once all of the warpgroup have come.
+inline const Fragments* shown(const uint32_t (&a)[4]) {
+    fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
+    meet_group();
+    return fragments + current / 32 * 32;
+}
+// Of a warp's 16 rows and all columns those elements that a thread has; `product` of row, column and k.
+template <int OF_K, int COUNT, typename Product>
+void multiply(float (&d)[COUNT], int onto, Product product) {
+    const int lane = current % 32;
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = onto ? d[i] : 0.0;
+        for (int k = 0; k < OF_K; ++k) sum += product(row, column, k);
+        d[i] = static_cast<float>(sum);
+    }
+}
+
 #ifdef B_FP8
 template <Fp8 TYPE>
 struct Values {
@@ -164,52 +182,33 @@ inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
 
 template <int COUNT>
 void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
-    fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
-    meet_group();
-    const Fragments* warp = fragments + current / 32 * 32;
-    const int lane = current % 32;
-    for (int i = 0; i < COUNT; ++i) {
-        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        double sum = onto ? d[i] : 0.0;
-        for (int k = 0; k < 32; ++k) {
-            const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-            sum += static_cast<double>(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
-        }
-        d[i] = static_cast<float>(sum);
-    }
+    const Fragments* warp = shown(a);
+    multiply<32>(d, onto, [&](int row, int column, int k) {
+        const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+        return static_cast<double>(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
+    });
     meet_group();
 }
 
 template <int COUNT>
 void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
-    const int lane = current % 32;
-    for (int i = 0; i < COUNT; ++i) {
-        const int row = threadIdx.x / 32 % 4 * 16 + lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        double sum = onto ? d[i] : 0.0;
-        for (int k = 0; k < 32; ++k)
-            sum += static_cast<double>(values<B_FP8>.of[*swizzled(a, row, k)]) * values<A_FP8>.of[*swizzled(b, column, k)];
-        d[i] = static_cast<float>(sum);
-    }
+    const int first_row = threadIdx.x / 32 % 4 * 16;
+    multiply<32>(d, onto, [&](int row, int column, int k) {
+        return static_cast<double>(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) *
+               values<A_FP8>.of[*swizzled(b, column, k)];
+    });
 }
 #endif
 
 #ifdef WIDE
-// Of 16 bits, 16 deep.
 template <int COUNT>
 void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
-    fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
-    meet_group();
-    const Fragments* warp = fragments + current / 32 * 32;
-    const int lane = current % 32;
-    for (int i = 0; i < COUNT; ++i) {
-        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        double sum = onto ? d[i] : 0.0;
-        for (int k = 0; k < 16; ++k) {
-            const float left = of_pair<WIDE>(warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2], k % 2);
-            sum += static_cast<double>(left) * of_pair<WIDE>(*reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k)), 0);
-        }
-        d[i] = static_cast<float>(sum);
-    }
+    const Fragments* warp = shown(a);
+    multiply<16>(d, onto, [&](int row, int column, int k) {
+        const uint32_t left = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
+        const auto* right = reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k));
+        return static_cast<double>(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
+    });
     meet_group();
 }
 #endif
