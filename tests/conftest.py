@@ -1,7 +1,10 @@
-"""What every test shares: a seed, one thread, what is skipped where it cannot run, opcheck for FP8, a fresh Dynamo."""
+"""What every test shares: a seed, one thread, what is skipped where it cannot run, fresh caches, opcheck for FP8."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Inductor's caches know an op by its name: none that other sources have filled, unless one is given.
+    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="fp8fn-tests-")
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
     # The tensors are small: on two busy cores, a second thread made 288 tests take 57 s in place of 2.
     torch.set_num_threads(1)
 
@@ -38,6 +46,17 @@ def seed() -> None:
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The CPU, and the GPU where there is one."""
     return torch.device(request.param)
+
+
+@pytest.fixture
+def hopper() -> targets.Target:
+    """The GPU, for a test of kernels that are Hopper's."""
+    from fp8fn.ops.cuda import nvrtc
+
+    target = targets.target_of(torch.device("cuda"))
+    if target.name != "sm90" or nvrtc.unavailable():
+        pytest.skip(nvrtc.unavailable() or f"the kernels are Hopper's, and this device is {target.name}")
+    return target
 
 
 @pytest.fixture

@@ -24,11 +24,11 @@ from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda import mm_a16w8 as many
-from fp8fn.ops.cuda import nvrtc, prepared
+from fp8fn.ops.cuda import prepared
 from fp8fn.ops.cuda.gemv_a16w8 import SCALES, Config, accepts, choose_config, plan
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block, empty_scale
-from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, target_of
+from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target, target_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -478,13 +478,6 @@ def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
     assert launch.grid == (3 * 4 * 3, 1, 1)
 
 
-@pytest.fixture
-def hopper() -> None:
-    name = target_of(torch.device("cuda")).name
-    if name != "sm90" or nvrtc.unavailable():
-        pytest.skip(nvrtc.unavailable() or f"the kernels are Hopper's, and this device is {name}")
-
-
 def on_gpu(
     m: int, n: int, k: int, block: Block, *, contiguous: str = "K", x: torch.dtype = BF16, fp8: torch.dtype = E4M3,
     batch: tuple[int, ...] = (),
@@ -503,7 +496,7 @@ def product(x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> Tensor:
 @pytest.mark.gpu
 @by_layout
 @pytest.mark.parametrize("m", [1, 16, 96])
-def test_a_launch_that_begins_early_sees_what_the_ones_before_it_wrote(m: int, contiguous: str, hopper: None) -> None:
+def test_a_launch_that_begins_early_sees_what_the_ones_before_it_wrote(m: int, contiguous: str, hopper: Target) -> None:
     """Each product takes the one before it as x, by a weight that was written just then: the same with waits."""
     x, w = on_gpu(m, 2048, 2048, (128, 128), contiguous=contiguous)
     others = [on_gpu(m, 2048, 2048, (128, 128), contiguous=contiguous)[1] for _ in range(8)]
@@ -528,7 +521,7 @@ def test_a_launch_that_begins_early_sees_what_the_ones_before_it_wrote(m: int, c
 @pytest.mark.gpu
 @by_layout
 @by_block
-def test_values_at_the_shapes_of_decoding(block: Block, contiguous: str, hopper: None) -> None:
+def test_values_at_the_shapes_of_decoding(block: Block, contiguous: str, hopper: Target) -> None:
     for k, n in DECODE:
         for m in (1, 3, 16):
             for x, fp8 in ((BF16, E4M3), (FP16, E5M2)):
@@ -538,7 +531,7 @@ def test_values_at_the_shapes_of_decoding(block: Block, contiguous: str, hopper:
 
 @pytest.mark.gpu
 @by_layout
-def test_values_of_batches(contiguous: str, hopper: None) -> None:
+def test_values_of_batches(contiguous: str, hopper: Target) -> None:
     for batch, m, n, k in BATCHED:
         if m <= 128:
             x, w = on_gpu(m, n, k, (128, 128), contiguous=contiguous, batch=(batch,))
@@ -548,7 +541,7 @@ def test_values_of_batches(contiguous: str, hopper: None) -> None:
 
 @pytest.mark.gpu
 @by_layout
-def test_values_of_ragged_shapes(contiguous: str, hopper: None) -> None:
+def test_values_of_ragged_shapes(contiguous: str, hopper: Target) -> None:
     for m, n, k in ((1, 16, 16), (5, 48, 304), (9, 144, 4112), (16, 1040, 1040), (31, 80, 208), (100, 208, 400)):
         for block in BLOCKS:
             x, w = on_gpu(m, n, k, block, contiguous=contiguous)
@@ -558,7 +551,7 @@ def test_values_of_ragged_shapes(contiguous: str, hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [*CONFIGS, *ROW_MAJOR], ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 704), (19, 272, 208), (70, 1040, 6160)):
         x, w = on_gpu(m, n, k, (128, 128), contiguous="N" if config.TILES == 8 else "K")
         out = torch.full((m, n), torch.nan, device="cuda")
@@ -572,7 +565,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
 @pytest.mark.gpu
 @by_block
 @pytest.mark.parametrize("config", [None, *MANY], ids=str)
-def test_values_of_many_rows(config: many.Config | None, block: Block, hopper: None) -> None:
+def test_values_of_many_rows(config: many.Config | None, block: Block, hopper: Target) -> None:
     """Edges of tiles, more tiles than multiprocessors, K of part of a block; rounded to 16 bits, hence the bar."""
     for m, n, k, batch in (
         (129, 8, 16, ()), (193, 136, 144, ()), (384, 256, 1024, (3,)), (1000, 2056, 400, ()), (3000, 4096, 512, (2,)),
@@ -592,7 +585,7 @@ def test_values_of_many_rows(config: many.Config | None, block: Block, hopper: N
 
 
 @pytest.mark.gpu
-def test_what_is_not_finite_among_many_rows_stays_in_its_row_and_column(hopper: None) -> None:
+def test_what_is_not_finite_among_many_rows_stays_in_its_row_and_column(hopper: Target) -> None:
     x, w = on_gpu(300, 264, 400, (128, 1))
     x[5, 399] = torch.nan
     w.data.view(torch.uint8)[399, 200] = 0x7F
@@ -604,7 +597,7 @@ def test_what_is_not_finite_among_many_rows_stays_in_its_row_and_column(hopper: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 16, 64, 1000])
-def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: None) -> None:
+def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: Target) -> None:
     x, w = on_gpu(m, 1040, 6144, (128, 128))
     run = partial(torch.ops.fp8fn.mm_a16w8, x, w.data, w.scale, w.block)
     first, differing = run(), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -614,7 +607,7 @@ def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: None) -> None:
 
 
 @pytest.mark.gpu
-def test_replayed_as_a_graph(hopper: None) -> None:
+def test_replayed_as_a_graph(hopper: Target) -> None:
     x, w = on_gpu(4, 2304, 6144, (128, 128))
     expected = product(x, w)
     graph = torch.cuda.CUDAGraph()
@@ -628,7 +621,7 @@ def test_replayed_as_a_graph(hopper: None) -> None:
 
 
 @pytest.mark.gpu
-def test_the_call_is_kept_and_of_the_cuda_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_is_kept_and_of_the_cuda_kernel(hopper: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w = on_gpu(2, 256, 512, (128, 128))
     started: list[None] = []
     start = prepared.start

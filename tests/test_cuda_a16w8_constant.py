@@ -11,13 +11,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_a16w8 import hopper, on_gpu
+from test_cuda_a16w8 import on_gpu
 from test_mm_a16w8 import weight
 
 import fp8fn
 from fp8fn import ScaledTensor
-
-__all__ = ["hopper"]  # the fixture
+from fp8fn.ops.targets import Target
 
 
 def test_gemm_and_linear_pass_it_on() -> None:
@@ -68,7 +67,7 @@ def product(x: Tensor, w: ScaledTensor) -> Tensor:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1024, 2048, 3072])
 @pytest.mark.parametrize("m", [1, 2, 8, 16])
-def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, size: int, hopper: None) -> None:
+def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, size: int, hopper: Target) -> None:
     """Of 24 weights in a CUDA graph, replayed a hundred times with another x: as with a wait before each launch."""
     weights = [on_gpu(m, size, size, (128, 128))[1] for _ in range(24)]
     x = torch.randn(m, size, device="cuda").bfloat16()
@@ -98,7 +97,7 @@ def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, size: int, hoppe
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [1024, 2048, 3072])
 @pytest.mark.parametrize("m", [1, 8, 16])
-def test_launches_without_anything_between_them(m: int, size: int, hopper: None) -> None:
+def test_launches_without_anything_between_them(m: int, size: int, hopper: Target) -> None:
     """The next launch begins while this one runs: each x was written by the launch right before."""
     weights = [on_gpu(m, size, size, (128, 128))[1] for _ in range(24)]
     weights = [ScaledTensor(w.data, w.scale / 64, w.block) for w in weights]

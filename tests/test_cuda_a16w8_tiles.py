@@ -15,7 +15,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
-from test_cuda_a16w8 import BLOCKS, POISON, hopper, on_gpu, operand, operands
+from test_cuda_a16w8 import BLOCKS, POISON, on_gpu, operand, operands
 from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
 from test_cuda_scaled_mm_values import snr
 from test_mm_a16w8 import CLASSES, exact
@@ -25,13 +25,11 @@ from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.a16w8_tiles import PARTS, Config, accepts, configure, plan, untuned
 from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.targets import SM90, Target
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGE = ((4096, 28672), (14336, 4096), (4096, 4096), (28672, 8192))  # (K, N)
-
-__all__ = ["hopper"]  # the fixture
 
 
 def emulated(
@@ -307,7 +305,7 @@ def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant
 @pytest.mark.gpu
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: None) -> None:
+def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: Target) -> None:
     """A tensor core keeps 14 bits of a sum: 1e-4 at most, of which 16 bits of output show little."""
     for k, n in (DECODE[0], (4096, 4096), (384, 40), (128, 1000)):
         for m in (1, 8, 13):
@@ -326,7 +324,7 @@ def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: None) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 1152), (16, 272, 2048), (33, 1040, 1152)):
         for dtype in (BF16, FP16):
             x, w = on_gpu(m, n, k, (128, 128), x=dtype)
@@ -338,7 +336,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", HELD, ids=str)
-def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: None) -> None:
+def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: Target) -> None:
     k = config.STAGES * config.CLUSTER * 128
     for m, n, dtype in ((5, 80, BF16), (16, 1040, FP16), (33, 272, BF16)):
         x, w = on_gpu(m, n, k, (128, 128), x=dtype)
@@ -351,7 +349,7 @@ def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_thousand_runs_give_the_same_bits(hopper: None) -> None:
+def test_a_thousand_runs_give_the_same_bits(hopper: Target) -> None:
     for m in (1, 16):
         x, w = on_gpu(m, 2304, 6144, (128, 128))
         first = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block)

@@ -17,7 +17,7 @@ from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 from test_cuda_scaled_mm_values import FEW
 
 import fp8fn
-from fp8fn.ops import groups, reference, targets
+from fp8fn.ops import groups, reference
 from fp8fn.ops.cuda import nvrtc, quantize
 from fp8fn.ops.cuda import quantize_grouped as quantizers
 from fp8fn.ops.cuda import scaled_grouped_mm as products
@@ -405,16 +405,6 @@ def loop(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
-
-
-@pytest.fixture
-def hopper() -> Target:
-    target = targets.target_of(torch.device("cuda"))
-    if target.name != "sm90":
-        pytest.skip(f"the kernel is Hopper's, and this device is {target.name}")
-    if (reason := nvrtc.unavailable()) is not None:
-        pytest.skip(reason)
-    return target
 
 
 @pytest.mark.gpu

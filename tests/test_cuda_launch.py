@@ -35,7 +35,7 @@ from fp8fn.ops.cuda.prepared import Call, geometry, kind
 from fp8fn.ops.cuda.produce import plan_row_rstd
 from fp8fn.ops.cuda.scaled_mm import Config
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.targets import SM90, Target, target_of
+from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning import choose
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -785,16 +785,6 @@ def test_a_call_on_another_device_than_the_current_one_changes_to_it(
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     call(*operands.inputs)
     assert entered == [operands.a.device]
-
-
-@pytest.fixture
-def hopper() -> Target:
-    target = target_of(torch.device("cuda"))
-    if target.name != "sm90":
-        pytest.skip(f"the kernel is Hopper's, and this device is {target.name}")
-    if (reason := nvrtc.unavailable()) is not None:
-        pytest.skip(reason)
-    return target
 
 
 Forced = Callable[[Config], None]

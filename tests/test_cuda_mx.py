@@ -34,7 +34,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.sort_tokens import most_tiles
-from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, target_of
+from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -539,13 +539,6 @@ def test_values_are_multiplied_as_fp8_or_widened_by_one_instruction(m: int, tmp_
     assert not any(re.search(r"HMUL2|HFMA2\.(MMA\.)?BF16|HADD2\.F32", text) for text in sass)
 
 
-@pytest.fixture
-def hopper() -> None:
-    name = target_of(torch.device("cuda")).name
-    if name != "sm90" or nvrtc.unavailable():
-        pytest.skip(nvrtc.unavailable() or f"the kernels are Hopper's, and this device is {name}")
-
-
 def product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, out_dtype: torch.dtype = FP32) -> Tensor:
     found: Tensor = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
     return found
@@ -559,7 +552,7 @@ def assert_near_on_a_gpu(found: Tensor, a: ScaledTensor, b: ScaledTensor, bias: 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", DENSE, ids=str)
-def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: None) -> None:
+def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: Target) -> None:
     k, n = shape
     for m in (1, 3, 16, 32, 64):
         for dtypes in ((E4M3, E4M3), (E5M2, E4M3)):
@@ -571,7 +564,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: None) 
 
 
 @pytest.mark.gpu
-def test_values_of_ragged_shapes_and_batches_on_a_gpu(hopper: None) -> None:
+def test_values_of_ragged_shapes_and_batches_on_a_gpu(hopper: Target) -> None:
     for m, n, k in ((1, 16, 16), (5, 48, 304), (9, 144, 4112), (16, 1040, 1040), (31, 81, 208), (64, 208, 400)):
         for batch in (((), ()), ((3,), (3,)), ((3,), ())):
             a, b = operands(m, n, k, batch=batch, device="cuda")
@@ -580,7 +573,7 @@ def test_values_of_ragged_shapes_and_batches_on_a_gpu(hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 704), (19, 272, 208), (33, 1040, 6160)):
         a, b = operands(m, n, k, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda")
@@ -589,7 +582,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
 
 
 @pytest.mark.gpu
-def test_extremes_on_a_gpu(hopper: None) -> None:
+def test_extremes_on_a_gpu(hopper: Target) -> None:
     """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
@@ -604,7 +597,7 @@ def test_extremes_on_a_gpu(hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 16, 64])
-def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: None) -> None:
+def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: Target) -> None:
     a, b = operands(m, 1040, 6144, device="cuda")
     run = partial(product, a, b)
     first, differing = run(), torch.zeros((), dtype=torch.int64, device="cuda")
@@ -614,7 +607,7 @@ def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: None) -> None:
 
 
 @pytest.mark.gpu
-def test_a_row_has_the_same_bits_whatever_is_beside_it_on_a_gpu(hopper: None) -> None:
+def test_a_row_has_the_same_bits_whatever_is_beside_it_on_a_gpu(hopper: Target) -> None:
     for k, n in DENSE:
         a, b = operands(64, n, k, device="cuda")
         for counts in ((2, 3, 8), (9, 16), (17, 32), (33, 64)):
@@ -623,7 +616,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it_on_a_gpu(hopper: None) ->
 
 
 @pytest.mark.gpu
-def test_a_launch_that_begins_early_sees_what_the_ones_before_it_wrote(hopper: None) -> None:
+def test_a_launch_that_begins_early_sees_what_the_ones_before_it_wrote(hopper: Target) -> None:
     """Each product's operands were written just then: the same with waits."""
     pairs = [operands(4, 2048, 2048, device="cuda") for _ in range(8)]
 
@@ -645,7 +638,7 @@ def test_a_launch_that_begins_early_sees_what_the_ones_before_it_wrote(hopper: N
 
 
 @pytest.mark.gpu
-def test_replayed_as_a_graph(hopper: None) -> None:
+def test_replayed_as_a_graph(hopper: Target) -> None:
     a, b = operands(4, 2304, 6144, device="cuda")
     expected = product(a, b)
     graph = torch.cuda.CUDAGraph()
@@ -660,7 +653,7 @@ def test_replayed_as_a_graph(hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64])
-def test_routed_tokens_on_a_gpu(tokens: int, hopper: None) -> None:
+def test_routed_tokens_on_a_gpu(tokens: int, hopper: Target) -> None:
     for n, k, experts, block_m in ((1536, 6144, 16, 16), (40, 320, 5, 64), (1040, 1040, 128, 8)):
         a, w, layout, a_div = routed(tokens, 4, n, k, experts, block_m, device="cuda")
         weights = torch.rand(tokens * 4, device="cuda")
@@ -672,7 +665,7 @@ def test_routed_tokens_on_a_gpu(tokens: int, hopper: None) -> None:
 
 
 @pytest.mark.gpu
-def test_routed_tokens_replayed_as_a_graph_with_another_layout(hopper: None) -> None:
+def test_routed_tokens_replayed_as_a_graph_with_another_layout(hopper: Target) -> None:
     a, w, layout, _ = routed(8, 4, 1536, 2048, 16, 16, device="cuda")
     run = partial(fp8fn.moe_gemm, a, w, *layout, top_k=4, out_dtype=FP32)
     run()

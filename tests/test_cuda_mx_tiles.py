@@ -15,7 +15,6 @@ pytest.importorskip("triton")
 
 from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 from test_cuda_mx import NAN_SCALE, assert_near_on_a_gpu, unwritten
-from test_cuda_mx import hopper as hopper
 from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
 from test_mx_mm import DENSE, assert_near, dequantized, exact, on, operands, snr
 
@@ -25,7 +24,7 @@ from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.mx_tiles import Config, accepts, configure, plan
 from fp8fn.ops.mx_mm import choose, problem_of
-from fp8fn.ops.targets import GFX950, SM90, SM100, target_of
+from fp8fn.ops.targets import GFX950, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -313,7 +312,7 @@ def product(
 @pytest.mark.gpu
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("shape", DENSE, ids=str)
-def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], constant: bool, hopper: None) -> None:
+def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], constant: bool, hopper: Target) -> None:
     k, n = shape
     for m in (1, 3, 16, 17, 32, 64):
         for dtypes in ((E4M3, E4M3), (E5M2, E4M3)):
@@ -326,7 +325,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], constant: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 768), (19, 272, 256), (64, 1040, 6144)):
         a, b = operands(m, n, k, device="cuda")
         torch.cuda.synchronize()
@@ -340,7 +339,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: None) -> No
 
 
 @pytest.mark.gpu
-def test_extremes_on_a_gpu(hopper: None) -> None:
+def test_extremes_on_a_gpu(hopper: Target) -> None:
     """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
@@ -357,7 +356,7 @@ def test_extremes_on_a_gpu(hopper: None) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 8, 16, 32, 64])
-def test_a_chain_in_a_graph_reads_only_constant_weights_early(m: int, hopper: None) -> None:
+def test_a_chain_in_a_graph_reads_only_constant_weights_early(m: int, hopper: Target) -> None:
     """Each product's rows are made by the launches right before it, and differ from replay to replay."""
     weights = [operands(1, 1024, 1024, device="cuda")[1] for _ in range(8)]
     x, outs = torch.randn(m, 1024, device="cuda"), []
@@ -392,7 +391,7 @@ def test_a_chain_in_a_graph_reads_only_constant_weights_early(m: int, hopper: No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 16, 64])
-def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: None) -> None:
+def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: Target) -> None:
     a, b = operands(m, 1040, 6144, device="cuda")
     torch.cuda.synchronize()
     first, differing = product(a, b, constant=True), torch.zeros((), dtype=torch.int64, device="cuda")

@@ -15,22 +15,11 @@ pytest.importorskip("triton")
 from cuda_emulator import emulate, needs_compiler
 from test_cuda_scaled_mm import BF16, CONFIGS, E4M3, E5M2, FP16, FP32, KINDS, every_variant
 
-from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda.launch import pointers
 from fp8fn.ops.cuda.scaled_mm import Config, accepts, plan
 from fp8fn.ops.layout import matrix_strides
 from fp8fn.ops.reference.quantize import quantize, spread
-from fp8fn.ops.targets import SM90, Target, target_of
-
-
-@pytest.fixture
-def hopper() -> Target:
-    target = target_of(torch.device("cuda"))
-    if target.name != "sm90":
-        pytest.skip(f"the kernel is Hopper's, and this device is {target.name}")
-    if (reason := nvrtc.unavailable()) is not None:
-        pytest.skip(reason)
-    return target
+from fp8fn.ops.targets import SM90, Target
 
 
 class Operands:
