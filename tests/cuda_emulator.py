@@ -33,10 +33,10 @@ _GLUE = """
 struct Parameters {{ {fields} }};
 static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
 extern "C" const char* emulate(const Span* spans, int count, void* with, unsigned x, unsigned y, unsigned z,
-                               int threads, int cluster, bool backwards) {{
+                               int threads, int cluster, bool backwards, unsigned seed) {{
     tensors = spans;
     tensor_count = count;
-    return launch(run, with, {{x, y, z}}, threads, cluster, backwards);
+    return launch(run, with, {{x, y, z}}, threads, cluster, backwards, seed);
 }}
 """
 
@@ -84,9 +84,11 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
     return loaded
 
 
-def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards: bool = False) -> None:
+def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards: bool = False, seed: int = 0) -> None:
     """Runs a launch; `addresses` take the place of those of its tensors, as in `Prepared.launch`.
 
+    Threads run in the order of their numbers, or `backwards`; with a `seed` of 32 bits, warps in an order drawn anew
+    each time.
     AssertionError where a load begins outside of all tensors, or a store of 8 or 16 bytes leaves them.
     """
     pointers = iter(cuda_launch.pointers(launch.args) if addresses is None else addresses)
@@ -115,7 +117,7 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
     macros = dict(launch.kernel.macros)
     cluster = int(macros.get("CLUSTER", 1)) * int(macros.get("SPLIT", 1))
     fault = _built(launch.kernel).emulate(
-        covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards
+        covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards, seed
     )
     assert not fault, f"{launch.describe()}: {fault.decode()}"
 

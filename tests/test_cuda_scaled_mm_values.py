@@ -8,12 +8,14 @@ from typing import Final
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from cuda_emulator import emulate, needs_compiler
-from test_cuda_scaled_mm import BF16, CONFIGS, E4M3, E5M2, FP16, FP32, KINDS, every_variant
+from test_cuda_scaled_mm import BF16, CONFIGS, E4M3, E5M2, FP16, FP32, KINDS, VARIANTS, every_variant
 
 from fp8fn.ops.cuda.launch import pointers
 from fp8fn.ops.cuda.scaled_mm import Config, accepts, plan
@@ -63,7 +65,7 @@ class Operands:
         b = self.b.double().abs() * spread(self.b_scale.double(), self.b.shape, self.b_block)
         return a @ b
 
-    def product(self, config: Config, dtype: torch.dtype = FP32, *, backwards: bool = False) -> Tensor:
+    def product(self, config: Config, dtype: torch.dtype = FP32, *, backwards: bool = False, seed: int = 0) -> Tensor:
         """Into memory that was NaN before; what lies before and after the output must be as it was."""
         batch = self.a.shape[:-2] or self.b.shape[:-2]
         shape = (*batch, self.a.shape[-2], self.b.shape[-1])
@@ -74,7 +76,7 @@ class Operands:
         operands = (self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out, self.target)
         assert accepts(*operands) is None
         if self.device == "cpu":
-            emulate(plan(*operands, config), backwards=backwards)
+            emulate(plan(*operands, config), backwards=backwards, seed=seed)
         else:
             plan(*operands, config).run()
         assert (memory[: self.GUARD] == 7.0).all()
@@ -159,6 +161,31 @@ def test_what_is_not_finite_stays_in_its_rows_and_columns_emulated(config: str) 
         assert not finite[[7, 199]].any()
         assert not finite[:, 135].any()
         assert int(finite.sum()) == 198 * 135
+
+
+@needs_compiler
+def test_drawn_products_emulated() -> None:
+    """Warps in a random order, shapes about the edges of tiles, every configuration, output, bias and batch."""
+
+    @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(
+        st.sampled_from(VARIANTS), st.tuples(st.integers(1, 400), st.integers(1, 400), st.integers(1, 700)),
+        st.sampled_from([2, 132]), st.sampled_from([FP32, BF16, FP16]), st.sampled_from([None, BF16, FP32]),
+        st.sampled_from([(None, None), (2, 2), (3, None), (None, 2)]), st.integers(1, 2**31),
+    )  # fmt: skip
+    def check(
+        variant: tuple[str, str], shape: tuple[int, int, int], cores: int, out: torch.dtype, bias: torch.dtype | None,
+        batches: tuple[int | None, int | None], seed: int,
+    ) -> None:  # fmt: skip
+        config, kind = variant
+        target = replace(SM90, multiprocessors=cores)
+        operands = Operands(kind, shape, target, bias=bias, a_batch=batches[0], b_batch=batches[1], device="cpu")
+        found = operands.product(CONFIGS[config], out, seed=seed).double()
+        expected, magnitude = operands.expected(), operands.magnitude()
+        unit = {FP32: 0, BF16: 2.0**-8, FP16: 2.0**-11}[out]
+        assert ((found - expected).abs() <= unit * expected.abs() + 2.0**-20 * magnitude + 2.0**-22).all()
+
+    check()
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------

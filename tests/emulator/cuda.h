@@ -213,9 +213,33 @@ inline void run_thread() {
     setcontext(&context);
 }
 
-// `backwards` lets the last thread run first: what is right in both orders has the barriers that it needs.
-// Returns the first fault, or an empty text.
-inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards) {
+// In which order threads run in each round: as they are numbered, backwards, or, of a seed that is not 0, warps at random
+// and in some rounds not all of them.
+struct Order {
+    bool backwards;
+    unsigned seed;
+    int warp[MOST_THREADS / 32];
+
+    unsigned draw(unsigned below) {
+        seed = seed * 1664525 + 1013904223;
+        return (seed >> 8) % below;
+    }
+    // Of the next round; returns how many of the warps run in it.
+    int next(int count) {
+        for (int i = 0; i < count; ++i) warp[i] = backwards && seed == 0 ? count - 1 - i : i;
+        if (seed == 0) return count;
+        for (int i = count - 1; i > 0; --i) {
+            const int other = draw(i + 1), kept = warp[i];
+            warp[i] = warp[other], warp[other] = kept;
+        }
+        backwards = draw(2);
+        return draw(3) == 0 ? 1 + draw(count) : count;
+    }
+    int thread(int i) const { return backwards ? warp[i / 32] * 32 + 31 - i % 32 : warp[i / 32] * 32 + i % 32; }
+};
+
+// What is right in every order has the barriers that it needs. Returns the first fault, or an empty text.
+inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, unsigned seed) {
     kernel = run;
     parameters = with;
     gridDim = grid;
@@ -224,6 +248,7 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
     fault[0] = 0;
     broken = false;
     const int all = count * cluster;
+    Order order{backwards, seed};
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
             for (unsigned x = 0; x < grid.x; x += cluster) {
@@ -233,10 +258,11 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 for (Warp& warp : warps) warp.arrived = 0;
                 for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = false;
                 for (bool left = true; left && !broken;) {
-                    left = false;
                     const unsigned long before = events;
-                    for (int i = 0; i < all; ++i) {
-                        current = backwards ? all - 1 - i : i;
+                    const int awake = 32 * order.next(all / 32);
+                    left = awake < all;
+                    for (int i = 0; i < awake; ++i) {
+                        current = order.thread(i);
                         if (threads[current].done) continue;
                         left = true;
                         threadIdx = {static_cast<unsigned>(current % count), 0, 0};
@@ -244,7 +270,7 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                         resume();
                         if (broken) return fault;
                     }
-                    if (left && events == before) break_off("all threads wait");
+                    if (left && awake == all && events == before) break_off("all threads wait");
                 }
             }
     return fault;
