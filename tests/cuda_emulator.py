@@ -89,7 +89,8 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
 
     Threads run in the order of their numbers, or `backwards`; with a `seed` of 32 bits, warps in an order drawn anew
     each time.
-    AssertionError where a load begins outside of all tensors, or a store of 8 or 16 bytes leaves them.
+    AssertionError where a load begins outside of all tensors, a store of 8 or 16 bytes leaves them, a barrier has too
+    many arrivals, or all threads wait.
     """
     pointers = iter(cuda_launch.pointers(launch.args) if addresses is None else addresses)
     fields: list[tuple[str, Any]] = []
@@ -119,6 +120,8 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
     fault = _built(launch.kernel).emulate(
         covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards, seed
     )
+    if fault:
+        _built.cache_clear()  # a launch that was broken off leaves barriers and copies behind
     assert not fault, f"{launch.describe()}: {fault.decode()}"
 
 

@@ -220,6 +220,7 @@ def test_every_fp8_value(fp8: torch.dtype, contiguous: str) -> None:
         assert not found[:, (~finite).any(0)].isfinite().any()
 
 
+# Persistent; a block a tile, with all of K in flight or not; of two parts of K.
 MANY = [
     many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 2),
     many.Config(128, 2, 2, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
@@ -230,6 +231,26 @@ MANY = [
 ]  # fmt: skip
 
 
+def many_rows(
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: many.Config | None = None, *, target: Target = FEW,
+    backwards: bool = False,
+) -> Tensor:  # fmt: skip
+    """Their product between two guards, in memory that was NaN before; on the CPU it is emulated."""
+    n = w.shape[-1]
+    memory = torch.full((x[..., 0].numel() * n + 1024,), 7.0, dtype=x.dtype, device=x.device)
+    out = memory[512:-512].view(*x.shape[:-1], n).fill_(torch.nan)
+    given = (x, w.data, w.scale, w.block, bias, out, target)
+    assert many.accepts(*given) is None
+    launch = many.plan(*given, config)
+    if x.device.type == "cpu":
+        emulate(launch, backwards=backwards)
+    else:
+        launch.run()
+    assert (memory[:512] == 7.0).all()
+    assert (memory[-512:] == 7.0).all()
+    return out
+
+
 @needs_compiler
 @pytest.mark.parametrize("config", MANY, ids=str)
 def test_every_division_of_many_rows(config: many.Config) -> None:
@@ -237,27 +258,21 @@ def test_every_division_of_many_rows(config: many.Config) -> None:
     for x_dtype, fp8, block, backwards in ((BF16, E4M3, (128, 128), False), (FP16, E5M2, (-1, 1), True)):
         for m, n, k, batch in ((config.BM + 9, config.BN + 8, 272, ()), (33, 72, 128, (2,))):
             x, w = torch.randn(*batch, m, k).to(x_dtype), operand(k, n, block, dtype=fp8, batch=batch)
-            memory = torch.full((x[..., 0].numel() * n + 128,), 7.0, dtype=x_dtype)
-            out, bias = memory[64:-64].view(*batch, m, n), torch.randn(n)
-            given = (x, w.data, w.scale, w.block, bias, out, FEW)
-            assert many.accepts(*given) is None
-            emulate(many.plan(*given, config), backwards=backwards)
+            bias = torch.randn(n)
+            out = many_rows(x, w, bias, config, backwards=backwards)
             assert snr(out, exact(x, w, bias)) > (50 if x_dtype == BF16 else 68), (m, n, k)
-            assert (memory[:64] == 7.0).all()
-            assert (memory[-64:] == 7.0).all()
 
 
 @needs_compiler
 @by_block
 def test_what_is_not_finite_among_many_rows(block: Block) -> None:
-    x, w = torch.randn(70, 300).bfloat16(), operand(300, 72, block)
-    x[5, 299] = torch.nan
-    w.data.view(torch.uint8)[299, 40] = 0x7F
-    out = torch.zeros(70, 72, dtype=BF16)
-    emulate(many.plan(x, w.data, w.scale, w.block, None, out, SM90))
-    touched = torch.zeros_like(out, dtype=torch.bool)
+    x, w = torch.randn(70, 304).bfloat16(), operand(304, 72, block)
+    x[5, 303] = torch.nan
+    w.data.view(torch.uint8)[303, 40] = 0x7F
+    finite = many_rows(x, w).isfinite()
+    touched = torch.zeros_like(finite)
     touched[5] = touched[:, 40] = True
-    assert torch.equal(~out.isfinite(), touched)
+    assert torch.equal(~finite, touched)
 
 
 @needs_compiler
@@ -559,9 +574,6 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
         assert snr(out, exact(x, w)) > 50
 
 
-# Persistent; a block a tile, with all of K in flight or not; of two parts of K.
-
-
 @pytest.mark.gpu
 @by_block
 @pytest.mark.parametrize("config", [None, *MANY], ids=str)
@@ -574,14 +586,8 @@ def test_values_of_many_rows(config: many.Config | None, block: Block, hopper: T
         for x, fp8 in ((BF16, E4M3), (FP16, E5M2)):
             given, w = on_gpu(m, n, k, block, x=x, fp8=fp8, batch=batch)
             bias = torch.randn(n, device="cuda", dtype=x)
-            memory = torch.full((given[..., 0].numel() * n + 1024,), 7.0, device="cuda", dtype=x)
-            out = memory[512:-512].view(*batch, m, n).fill_(torch.nan)
-            arguments = (given, w.data, w.scale, w.block, bias, out, target_of(given.device))
-            assert many.accepts(*arguments) is None
-            many.plan(*arguments, config).run()
+            out = many_rows(given, w, bias, config, target=hopper)
             assert snr(out, exact(given, w, bias)) > (45 if x == BF16 else 60), (m, n, k)
-            assert (memory[:512] == 7.0).all()
-            assert (memory[-512:] == 7.0).all()
 
 
 @pytest.mark.gpu

@@ -366,33 +366,6 @@ def test_few_tokens_take_low_tiles_and_many_take_high_ones() -> None:
 # ---- products of rows, in the emulator -------------------------------------------------------------------------------
 
 
-@needs_compiler
-@pytest.mark.parametrize("kind", ["rows", "rows, columns' scales", "rowwise"])
-def test_products_of_rows_emulated(kind: str) -> None:
-    """Groups of no, one, some and many rows, and rows of no group, which are NaN; in two orders of the threads."""
-    a_block, b_block = PAIRS[kind]
-    for i, config in enumerate(tiles(problem(kind))):
-        sizes, rest, n, out_dtype = [([0, 1, 64, 65, 130], 40, 136, BF16), ([100, 0, 300], 7, 77, FP32)][i % 2]
-        tokens = sum(sizes) + rest
-        x = torch.randn(tokens, 200)
-        x[sum(sizes) :] = torch.nan
-        a, b = fp8fn.quantize(x, a_block), fp8fn.quantize(torch.randn(len(sizes), n, 200).mT, b_block)
-        offsets, bias = ends(sizes), torch.randn(len(sizes), n)
-        want = loop(fp8fn.dequantize(a, FP32), fp8fn.dequantize(b, FP32), offsets)
-        want[: sum(sizes)] += bias.double().repeat_interleave(torch.tensor(sizes), 0)
-        outs = []
-        for backwards in (False, True):
-            outs.append(torch.full((tokens, n), torch.nan, dtype=out_dtype))
-            ops = (a.data, a.scale, a_block, b.data, b.scale, b_block, offsets, bias, outs[-1], FEW, config)
-            emulate(products.plan(*ops), backwards=backwards)
-        assert error(outs[0], want) < (1e-6 if out_dtype == FP32 else 2e-3), config
-        assert not outs[0][sum(sizes) :].any()
-        assert torch.equal(*outs), config
-
-
-# ---- values, on a GPU ------------------------------------------------------------------------------------------------
-
-
 def loop(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """`x (M, K) @ w (E, K, N)` by groups, in float64; zeros past the last."""
     out = torch.zeros(x.shape[0], w.shape[-1], dtype=torch.float64, device=x.device)
@@ -407,28 +380,60 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
 
 
+class Rows:
+    """Operands of products of rows, those of no group NaN; a bias for each group; products without it and with."""
+
+    def __init__(self, kind: str, sizes: list[int], rest: int, n: int, k: int, device: str = "cpu") -> None:
+        a_block, b_block = PAIRS[kind]
+        self.shape, self.grouped = (sum(sizes) + rest, n), sum(sizes)
+        x = torch.randn(self.shape[0], k, device=device, dtype=BF16)
+        x[self.grouped :] = torch.nan
+        w = torch.randn(len(sizes), n, k, device=device, dtype=BF16).mT
+        a, b, offsets = fp8fn.quantize(x, a_block), fp8fn.quantize(w, b_block), ends(sizes, device)
+        self.operands = (a.data, a.scale, a_block, b.data, b.scale, b_block, offsets)
+        self.bias = torch.randn(len(sizes), n, device=device, dtype=BF16)
+        self.want = loop(fp8fn.dequantize(a, FP32), fp8fn.dequantize(b, FP32), offsets)
+        self.biased = self.want.clone()
+        self.biased[: self.grouped] += self.bias.double().repeat_interleave(torch.tensor(sizes, device=device), 0)
+
+    def product(
+        self, bias: Tensor | None, config: Config, dtype: torch.dtype, target: Target, *, backwards: bool = False
+    ) -> Tensor:
+        """Into memory that was NaN before; rows of no group must be zeros. On the CPU it is emulated."""
+        out = torch.full(self.shape, torch.nan, device=self.bias.device, dtype=dtype)
+        launch = products.plan(*self.operands, bias, out, target, config)
+        if out.device.type == "cpu":
+            emulate(launch, backwards=backwards)
+        else:
+            launch.run()
+        assert not out[self.grouped :].any()
+        return out
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["rows", "rows, columns' scales", "rowwise"])
+def test_products_of_rows_emulated(kind: str) -> None:
+    """Groups of no, one, some and many rows; in two orders of the threads."""
+    for i, config in enumerate(tiles(problem(kind))):
+        sizes, rest, n, out_dtype = [([0, 1, 64, 65, 130], 40, 136, BF16), ([100, 0, 300], 7, 77, FP32)][i % 2]
+        rows = Rows(kind, sizes, rest, n, 200)
+        out = rows.product(rows.bias, config, out_dtype, FEW)
+        assert error(out, rows.biased) < (1e-6 if out_dtype == FP32 else 2e-3), config
+        assert torch.equal(rows.product(rows.bias, config, out_dtype, FEW, backwards=True), out), config
+
+
+# ---- values, on a GPU ------------------------------------------------------------------------------------------------
+
+
 @pytest.mark.gpu
 @every_grouping
 @pytest.mark.parametrize("kind", ["rows", "rows, columns' scales", "rowwise"])
 def test_products_of_rows(kind: str, sizes: list[int], rest: int, hopper: Target) -> None:
-    a_block, b_block = PAIRS[kind]
-    offsets, tokens = ends(sizes, "cuda"), sum(sizes) + rest
     for k, n, out_dtype in ((300, 136, BF16), (256, 131, FP32), (1000, 512, FP16)):
-        x = torch.randn(tokens, k, device="cuda", dtype=BF16)
-        x[sum(sizes) :] = torch.nan
-        w = torch.randn(len(sizes), n, k, device="cuda", dtype=BF16).mT
-        bias = torch.randn(len(sizes), n, device="cuda", dtype=BF16)
-        a, b = fp8fn.quantize(x, a_block), fp8fn.quantize(w, b_block)
-        ops = (a.data, a.scale, a_block, b.data, b.scale, b_block, offsets)
-        want = loop(fp8fn.dequantize(a, FP32), fp8fn.dequantize(b, FP32), offsets)
-        biased = want.clone()
-        biased[: sum(sizes)] += bias.double().repeat_interleave(torch.tensor(sizes, device="cuda"), 0)
+        rows = Rows(kind, sizes, rest, n, k, "cuda")
         for config in tiles(problem(kind)):
-            for given, wanted in ((None, want), (bias, biased)):
-                out = torch.full((tokens, n), torch.nan, device="cuda", dtype=out_dtype)
-                products.plan(*ops, given, out, hopper, config).run()
-                assert error(out, wanted) < 4e-3, (config, out_dtype)
-                assert not out[sum(sizes) :].any()
+            for bias, want in ((None, rows.want), (rows.bias, rows.biased)):
+                assert error(rows.product(bias, config, out_dtype, hopper), want) < 4e-3, (config, out_dtype)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,6 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
-#define __cluster_dims__(...)
 
 struct Index {
     unsigned x, y, z;

@@ -124,7 +124,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 inline void tma_prefetch(const TensorMap&, int, int, int) {}
 inline uint64_t first_out_policy() { return 0; }
 
-// A thread's stores read shared memory when it waits for that, each of which it has committed.
+// A thread's bulk stores, each a group of its own, read shared memory when it waits for that, as late as they may.
 inline constexpr int MOST_BULK_STORES = 16;
 inline BulkCopy bulk_stores[MOST_THREADS][MOST_BULK_STORES];
 inline int bulk_store_count[MOST_THREADS];
@@ -171,39 +171,38 @@ void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
     count_bytes(barrier_at(address_in(rank, barrier)), sizeof value);
 }
 
+// Four matrices of 16 bits, of which each lane of the warp gives the address of a row.
+template <bool TURNED>
+struct Matrices {
+    uint32_t rows[32];
+
+    explicit Matrices(uint32_t row) {
+        exchanged(row, 0);
+        for (int from = 0; from < 32; ++from) rows[from] = static_cast<uint32_t>(warps[current / 32].slot[from]);
+    }
+    // The first or second value of a lane's word of matrix `i`.
+    char* value(int i, int second) const {
+        const int lane = current % 32, other = 2 * (lane % 4) + second;
+        return memories[0] + rows[8 * i + (TURNED ? other : lane / 4)] + 2 * (TURNED ? lane / 4 : other);
+    }
+};
 template <bool TURNED>
 uint4 load_matrices(uint32_t row) {
-    const int lane = current % 32;
-    const Warp& warp = warps[current / 32];
-    unsigned words[4];
-    uint32_t rows[32];
-    exchanged(row, 0);
-    for (int from = 0; from < 32; ++from) rows[from] = static_cast<uint32_t>(warp.slot[from]);
-    for (int i = 0; i < 4; ++i) {
-        uint16_t pair[2];
-        for (int j = 0; j < 2; ++j) {
-            const int other = 2 * (lane % 4) + j, of_row = TURNED ? other : lane / 4, column = TURNED ? lane / 4 : other;
-            memcpy(&pair[j], memories[0] + rows[8 * i + of_row] + 2 * column, 2);
-        }
-        memcpy(&words[i], pair, 4);
-    }
+    const Matrices<TURNED> matrices(row);
+    uint16_t values[4][2];
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 2; ++j) memcpy(&values[i][j], matrices.value(i, j), 2);
     __syncwarp();
-    return make_uint4(words[0], words[1], words[2], words[3]);
+    uint4 words;
+    memcpy(&words, values, sizeof words);
+    return words;
 }
-
 template <bool TURNED>
 void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+    const Matrices<TURNED> matrices(row);
     const uint32_t words[] = {m0, m1, m2, m3};
-    const int lane = current % 32;
-    uint32_t rows[32];
-    exchanged(row, 0);
-    for (int from = 0; from < 32; ++from) rows[from] = static_cast<uint32_t>(warps[current / 32].slot[from]);
     for (int i = 0; i < 4; ++i)
-        for (int j = 0; j < 2; ++j) {
-            const int other = 2 * (lane % 4) + j, of_row = TURNED ? other : lane / 4, column = TURNED ? lane / 4 : other;
-            const auto value = static_cast<uint16_t>(words[i] >> 16 * j);
-            memcpy(memories[0] + rows[8 * i + of_row] + 2 * column, &value, 2);
-        }
+        for (int j = 0; j < 2; ++j) memcpy(matrices.value(i, j), reinterpret_cast<const uint16_t*>(&words[i]) + j, 2);
     __syncwarp();
 }
 
