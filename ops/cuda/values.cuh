@@ -167,10 +167,10 @@ __forceinline__ void load_by_element(Chunk& chunk, const void* base, long long i
     }
 }
 
-// COUNT rows of 8 columns from (row, column) on, zeros outside of (M, N). Loads stand under a predicate and not in a
-// branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded whole: they lie in one
-// page, whatever follows the matrix.
-template <Load HOW, int COUNT>
+// COUNT rows of 8 columns from (row, column) on, zeros outside of (M, N), where nothing lies if INSIDE. Loads stand under
+// a predicate and not in a branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded
+// whole: they lie in one page, whatever follows the matrix.
+template <Load HOW, bool INSIDE = EVEN, int COUNT>
 __forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long long first_row, int row, int column,
                                  int M, int N, int stride) {
     const long long first = (first_row + row) * stride + column;
@@ -178,16 +178,16 @@ __forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long 
 #pragma unroll
     for (int r = 0; r < COUNT; ++r) {
         const long long index = first + static_cast<long long>(r) * stride;
-        if constexpr (EVEN && ALIGNED) {
+        if constexpr (INSIDE && ALIGNED) {
             load_whole<HOW>(chunks[r], base, index, columns);
         } else if constexpr (ALIGNED) {
             chunks[r] = Chunk{};
             if (row + r < M && columns > 0) load_whole<HOW>(chunks[r], base, index, columns);
         } else {
-            load_by_element(chunks[r], base, index, row + r < M ? columns : 0);
+            load_by_element(chunks[r], base, index, INSIDE ? 8 : row + r < M ? columns : 0);
         }
     }
-    if (PARTIAL && ALIGNED && columns < 8) {
+    if (!INSIDE && PARTIAL && ALIGNED && columns < 8) {
 #pragma unroll
         for (int w = 0; w < CHUNK_WORDS; ++w) {
             const int inside = columns * ELEMENT_BYTES - 4 * w;  // bytes of the word
@@ -208,21 +208,23 @@ __forceinline__ float grad_of_gate(float gate, float up) {
 }
 __forceinline__ float grad_of_up(float gate) { return silu(gate); }
 
+// Of a thread that lies INSIDE the matrix, or anywhere.
+template <bool INSIDE>
 __forceinline__ auto load_values(const void* x, const void* other, const float* rstd, long long first_row, int row, int column, int M,
-                                   int N, int x_m, int other_m) {
+                                 int N, int x_m, int other_m) {
     if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
         PackedValues values;
-        load_chunks<LOAD>(values.row, x, first_row, row, column, M, N, x_m);
+        load_chunks<LOAD, INSIDE>(values.row, x, first_row, row, column, M, N, x_m);
         return values;
     } else {
         FloatValues values;
         Chunk chunks[ROWS];
         if (SOURCE != Source::SILU_MUL_GRAD || column < N / 2) {
-            load_chunks<LOAD>(chunks, x, first_row, row, column, M, N, x_m);
+            load_chunks<LOAD, INSIDE>(chunks, x, first_row, row, column, M, N, x_m);
         }
         if constexpr (SOURCE == Source::SILU_MUL) {
             Chunk others[ROWS];
-            load_chunks<LOAD>(others, other, first_row, row, column, M, N, other_m);
+            load_chunks<LOAD, INSIDE>(others, other, first_row, row, column, M, N, other_m);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -232,9 +234,9 @@ __forceinline__ auto load_values(const void* x, const void* other, const float* 
             const int half = N / 2;  // a multiple of 8: a chunk lies on one side
             const bool of_up = column >= half;
             const int place = of_up ? column - half : column;
-            if (of_up) load_chunks<LOAD>(chunks, x, first_row, row, place, M, half, x_m);
+            if (of_up) load_chunks<LOAD, INSIDE>(chunks, x, first_row, row, place, M, half, x_m);
             Chunk grads[ROWS];
-            load_chunks<LOAD>(grads, other, first_row, row, place, M, half, other_m);
+            load_chunks<LOAD, INSIDE>(grads, other, first_row, row, place, M, half, other_m);
             if (of_up) {
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
@@ -243,7 +245,7 @@ __forceinline__ auto load_values(const void* x, const void* other, const float* 
                 }
             } else {
                 Chunk ups[ROWS];
-                load_chunks<LOAD>(ups, x, first_row, row, place + half, M, N, x_m);
+                load_chunks<LOAD, INSIDE>(ups, x, first_row, row, place + half, M, N, x_m);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -254,15 +256,15 @@ __forceinline__ auto load_values(const void* x, const void* other, const float* 
             }
         } else if constexpr (SOURCE == Source::RMS_NORM) {
             Chunk weight[1];
-            load_chunks<Load::CACHED>(weight, other, 0, 0, column, 1, N, 0);
+            load_chunks<Load::CACHED, INSIDE>(weight, other, 0, 0, column, 1, N, 0);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
-                const bool inside = EVEN || row + r < M;
+                const bool inside = INSIDE || row + r < M;
                 const float by = inside ? __ldg(rstd + first_row + row + r) : 0.0f;
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
                     // Past the edges stand zeros, whose product with an Inf would be a NaN.
-                    const bool there = inside && (EVEN || column + (PARTIAL ? c : 0) < N);
+                    const bool there = inside && (INSIDE || column + (PARTIAL ? c : 0) < N);
                     values.row[r][c] = there ? chunks[r].at(c) * by * weight[0].at(c) : 0.0f;
                 }
             }

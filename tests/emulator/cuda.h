@@ -180,6 +180,7 @@ inline unsigned __ballot_sync(unsigned, bool value) {
     for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(__shfl_sync(~0u, value, lane)) << lane;
     return votes;
 }
+inline bool __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
