@@ -431,12 +431,13 @@ def shared_layout(config: Config, macros: dict[str, int | str]) -> int:
     stages = int(macros["STAGES"])
     chunk = next(size for size in (128, 64, 32, 16) if config.BN % size == 0)
     a_scale = 4 * config.BM if macros["A_SCALE"] == "VECTOR" else 0
-    b_scale = {"VECTOR": 4 * config.BN, "BLOCK": config.BN // chunk * 4}.get(str(macros["B_SCALE"]), 0)
+    b_scale = 4 * config.BN if macros["B_SCALE"] == "VECTOR" else 0
+    runs = 2 * (config.BN // chunk * 32 * 4 + 16) if macros["B_SCALE"] == "BLOCK" else 0
     out = config.MATH * int(macros["OUT_CHUNKS"]) * 64 * 128 if macros["OUT_VIA"] != "PAIRS" else 0
     if config.SPLIT > 1:  # sums in place of lines, and their barrier
         out = (config.SPLIT - 1) * (config.BM // config.SPLIT) * config.BN * 4 + 16
     padded = sum(-(-size // 128) * 128 for size in (a_scale, b_scale))
-    return stages * ((config.BM + config.BN) * BK + padded + 16) + out
+    return stages * ((config.BM + config.BN) * BK + padded + 16) + out + runs
 
 
 @every_variant

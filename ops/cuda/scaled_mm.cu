@@ -2,12 +2,13 @@
 //
 // A block of MATH warpgroups that multiply and one that copies; persistent: each walks over output tiles. The copying
 // warpgroup keeps STAGES k-blocks of 128 in flight: A and B by TMA, swizzled as wgmma reads them, and beside them the
-// k-block's scales. A multiplying warpgroup owns SLICES_M x 64 rows of the tile; it computes SLICES_N parts of BN
-// columns, one wgmma group each, into the temporary `d`, and adds `scale * d` to the accumulators: a tensor core's own
-// accumulator keeps about 14 bits, and scales change from k-block to k-block. With DEPTH 2 there are two temporaries:
-// one is promoted while the other is computed. With CLUSTER 2, two blocks that lie one above the other in M share the
-// loads of B (SHARE_B), or two side by side those of A. With few rows B is read once (B_ONCE): its lines leave the L2
-// first, before written ones, which would have to go to memory to make room.
+// k-block's scales, or of B, where 128 columns have one, those of 32 k-blocks at a time. A multiplying warpgroup owns
+// SLICES_M x 64 rows of the tile; it computes SLICES_N parts of BN columns, one wgmma group each, into the temporary `d`,
+// and adds `scale * d` to the accumulators: a tensor core's own accumulator keeps about 14 bits, and scales change from
+// k-block to k-block. With DEPTH 2 there are two temporaries: one is promoted while the other is computed. With CLUSTER 2,
+// two blocks that lie one above the other in M share the loads of B (SHARE_B), or two side by side those of A. With few
+// rows B is read once (B_ONCE): its lines leave the L2 first, before written ones, which would have to go to memory to make
+// room.
 //
 // With few tiles SPLIT blocks share K of one, as a cluster: each owns some of its rows, gets the others' sums of these,
 // adds them in the order of K and stores them.
@@ -53,8 +54,14 @@ constexpr int B_BYTES = BN * BK;
 // Bulk copies of scales begin at multiples of 16 bytes; a group of rows begins anywhere.
 constexpr int A_SCALE_EXTRA = GROUPED == JAGGED_M ? 4 : 0;
 constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? (BM + A_SCALE_EXTRA) * 4 : 0;
-constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : B_SCALE == BLOCK ? CHUNKS * 4 : 0;
-constexpr int B_SCALE_TMA_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
+constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
+// B's single scales come apart, in runs: of each chunk those of as many k-blocks as a warp has lanes. Each lane takes one of
+// a run and gives its place back, so that whatever comes there comes after all reads.
+constexpr int RUN = 32;
+constexpr int RUNS = B_SCALE == BLOCK ? 2 : 0;
+constexpr int RUN_BYTES = CHUNKS * RUN * 4;
+// Whether a warp exchanges them before the product starts or while it runs: whichever was timed to be faster.
+constexpr bool CHUNKS_LATE = DEPTH == 2 || MATH == 3;
 // Parts of a stage start at multiples of 1024 (swizzled) and 128 bytes; scales of all stages follow the operands'.
 constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
@@ -73,9 +80,11 @@ static_assert(OWN_ROWS % 16 == 0, "rows of a warp have one owner");
 constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);  // a warp's lines leave from its sums
 constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
-constexpr int AT_FULL = AT_B_SCALE + STAGES * B_SCALE_PITCH;
+constexpr int AT_FULL = AT_B_SCALE + (B_SCALE == BLOCK ? RUNS * RUN_BYTES : STAGES * B_SCALE_PITCH);
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
-constexpr int AT_ARRIVED = AT_EMPTY + STAGES * 8;
+constexpr int AT_RUN_FULL = AT_EMPTY + STAGES * 8;
+constexpr int AT_RUN_EMPTY = AT_RUN_FULL + RUNS * 8;
+constexpr int AT_ARRIVED = AT_RUN_EMPTY + RUNS * 8;
 
 #if A_SCALE == VECTOR
 using AScale = TensorMap;
@@ -120,6 +129,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     const uint32_t base = shared_address(memory);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
+    [[maybe_unused]] auto full_run = [&](int run) { return base + AT_RUN_FULL + run * 8; };
+    [[maybe_unused]] auto empty_run = [&](int run) { return base + AT_RUN_EMPTY + run * 8; };
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
@@ -130,8 +141,12 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         prefetch_map(a);
         prefetch_map(b);
         for (int stage = 0; stage < STAGES; stage++) {
-            barrier_init(full(stage), 1 + (B_SCALE == BLOCK ? CHUNKS : 0));
+            barrier_init(full(stage), 1);
             barrier_init(empty(stage), MATH * 4 * CLUSTER);
+        }
+        for (int run = 0; run < RUNS; run++) {
+            barrier_init(full_run(run), 32);
+            barrier_init(empty_run(run), MATH * WARPGROUP);
         }
         if constexpr (SPLIT > 1) barrier_init(base + AT_ARRIVED, 1);
         barrier_init_fence();
@@ -166,7 +181,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
                     const int along_k = tile.row_of(k);
                     barrier_wait(empty(s), ring.parity ^ 1);
-                    barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_TMA_BYTES);
+                    barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES);
                     if constexpr (CLUSTER > 1 && !SHARE_B) {
                         constexpr int PIECE = BM / CLUSTER;
                         tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE, a_batch,
@@ -193,20 +208,24 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
         }
 #if B_SCALE == BLOCK
-        if (warp == 1 && lane < CHUNKS) {
+        if (warp == 1) {
+            RingOf<RUNS> runs;
             Walk walk(problem, offsets);
             for (int index = first; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
-                const int column = tile.n + lane * CHUNK;
-                const float* scales = b_scale + int64_t(tile.batch * b_batched) * bs_batch + int64_t(column / 128) * bs_n;
+                const float* scales = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
 #pragma unroll 1  // this warpgroup has few registers
-                for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
-                    const int s = ring.stage;
-                    barrier_wait(empty(s), ring.parity ^ 1);
-                    const bool inside = column < problem.N;
-                    copy_word(base + AT_B_SCALE + s * B_SCALE_PITCH + lane * 4, inside ? scales + int64_t(k) * bs_k : b_scale,
-                              inside);
-                    barrier_arrive_after_copies(full(s));
+                for (int k = tile.k_start; k < tile.k_stop; k += RUN, runs.advance()) {
+                    barrier_wait(empty_run(runs.stage), runs.parity ^ 1);
+#pragma unroll
+                    for (int i = 0; i < CHUNKS; i++) {
+                        const int column = tile.n + i * CHUNK;
+                        const bool inside = column < problem.N && k + lane < tile.k_stop;
+                        const float* from = scales + int64_t(column / 128) * bs_n + int64_t(k + lane) * bs_k;
+                        copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4, inside ? from : b_scale,
+                                  inside);
+                    }
+                    barrier_arrive_after_copies(full_run(runs.stage));
                 }
             }
         }
@@ -217,19 +236,38 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         const int row = warpgroup * ROWS + warp * 16 + lane / 4;  // of the tile; also of row + 8, and 64 more a slice
         Ring ring;
 
+        // Scales of a product, held from its start until it is promoted.
+        struct Scales {
+            float row0, row1;
+            float chunk[B_SCALE == BLOCK ? CHUNKS : 1];
+        };
+        [[maybe_unused]] RingOf<RUNS> runs;
+        [[maybe_unused]] float of_lanes[CHUNKS];  // those of k-block `lane` of a run
+
         Walk walk(problem, offsets);
         for (int index = first; walk.reaches(index); index += step) {
             const Tile tile = walk.at(index);
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
-
-            // Scales of a product, held from its start until it is promoted.
-            struct Scales {
-                float row0, row1;
-                float chunk[B_SCALE == BLOCK ? CHUNKS : 1];
+            [[maybe_unused]] unsigned taken = 0;  // k-blocks of the tile
+            // B's single scales of the next k-block, from the lane that has them.
+            auto take_chunks = [&]([[maybe_unused]] Scales& scales) {
+#if B_SCALE == BLOCK
+                if (taken % RUN == 0) {
+                    barrier_wait(full_run(runs.stage), runs.parity);
+#pragma unroll
+                    for (int i = 0; i < CHUNKS; i++)
+                        of_lanes[i] = load_shared(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4);
+                    barrier_arrive(empty_run(runs.stage));
+                    runs.advance();
+                }
+#pragma unroll
+                for (int i = 0; i < CHUNKS; i++) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
+                taken++;
+#endif
             };
-            auto scales_of = [&](int stage, int slice) {
-                Scales scales;
+
+            auto take_rows = [&](Scales& scales, int stage, int slice) {
 #if A_SCALE == VECTOR
                 const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? tile.m % 4 : 0);
                 const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + of_row * 4;
@@ -238,12 +276,6 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #else
                 scales.row0 = scales.row1 = 1.0f;
 #endif
-#if B_SCALE == BLOCK
-#pragma unroll
-                for (int i = 0; i < CHUNKS; i++)
-                    scales.chunk[i] = load_shared(base + AT_B_SCALE + stage * B_SCALE_PITCH + i * 4);
-#endif
-                return scales;
             };
             // `units`: how many times 32 of the block are multiplied.
             auto start = [&](float(&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false, int units = BK / 32) {
@@ -331,10 +363,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (; k < tile.whole_stop(); k++, ring.advance()) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
+                    Scales scales;
 #pragma unroll
                     for (int p = 0; p < PRODUCTS; p++) {
-                        const Scales scales = scales_of(s, p / SLICES_N);
+                        take_rows(scales, s, p / SLICES_N);
+                        if (!CHUNKS_LATE && p == 0) take_chunks(scales);
                         start(d, s, p / SLICES_N, p % SLICES_N);
+                        if (CHUNKS_LATE && p == 0) take_chunks(scales);
                         wgmma_wait<0>();
                         fence_registers(d);
                         if (B_SCALE != VECTOR && p == PRODUCTS - 1) release(s);
@@ -355,8 +390,10 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 auto next = [&](float(&d)[WIDTH / 2], Scales& scales) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
-                    scales = scales_of(s, 0);
+                    take_rows(scales, s, 0);
+                    if (!CHUNKS_LATE) take_chunks(scales);
                     start(d, s, 0, 0);
+                    if (CHUNKS_LATE) take_chunks(scales);
                     ring.advance();
                     return s;
                 };
@@ -390,7 +427,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 barrier_wait(full(s), ring.parity);
 #pragma unroll
                 for (int p = 0; p < PRODUCTS; p++) {
-                    const Scales scales = scales_of(s, p / SLICES_N);
+                    Scales scales;
+                    take_rows(scales, s, p / SLICES_N);
                     start(d, s, p / SLICES_N, p % SLICES_N, false, tile.units);
                     wgmma_wait<0>();
                     fence_registers(d);

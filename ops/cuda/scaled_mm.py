@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +22,9 @@ SHARED_LIMIT: Final = 227 << 10  # of a block
 TMA_ALIGNMENT: Final = 16
 LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+# B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
+_RUNS: Final = 2
+_RUN_BYTES: Final = 32 * 4
 # Of a and of b, as `scale_kind` names them: the pairs that are tuned.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
@@ -217,11 +221,13 @@ def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target
 def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
     """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
     a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
-    b_scale = {"VECTOR": 4 * config.BN, "BLOCK": 128}.get(kinds[1], 0)
+    b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0
     stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
     fixed = config.MATH * out_chunks * 64 * 128
     if config.SPLIT > 1:  # sums of the other blocks, and their barrier
         fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16
+    if kinds[1] == "BLOCK":
+        fixed += _RUNS * (_RUN_BYTES * (config.BN // math.gcd(config.BN, 128)) + 16)
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
 

@@ -142,16 +142,21 @@ void tma_store_wait_read() {
     count -= made;
 }
 
-// A thread's word is copied when it arrives at a barrier for it.
+// A thread's words are copied when it arrives at a barrier for them.
 struct Word {
     uint32_t to, value;
 };
-inline Word words[MOST_THREADS];
+constexpr int MOST_WORDS = 16;
+inline Word words[MOST_THREADS][MOST_WORDS];
+inline int word_count[MOST_THREADS];
 inline void copy_word(uint32_t to, const void* from, bool valid) {
-    words[current] = {to, valid && allowed("copy", from, 4, 4) ? *static_cast<const uint32_t*>(from) : 0};
+    if (word_count[current] == MOST_WORDS) return break_off("more words under way than the emulator keeps");
+    words[current][word_count[current]++] = {
+        to, valid && allowed("copy", from, 4, 4) ? *static_cast<const uint32_t*>(from) : 0};
 }
 inline void barrier_arrive_after_copies(uint32_t barrier) {
-    memcpy(memories[0] + words[current].to, &words[current].value, 4);
+    for (int i = 0; i < word_count[current]; ++i) memcpy(memories[0] + words[current][i].to, &words[current][i].value, 4);
+    word_count[current] = 0;
     barrier_arrive(barrier);
 }
 
