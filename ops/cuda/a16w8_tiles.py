@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,19 +73,36 @@ class Config:
         return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
 
 
-# By rows: the fewest and the most blocks, for each 132 multiprocessors, with which weights are held, and how.
+class Held(NamedTuple):
+    """A configuration that holds weights, for `fewest` to `most` blocks on each 132 multiprocessors.
+
+    Of up to `clusters` blocks that share K.
+    """
+
+    fewest: int
+    most: int
+    config: Config
+    clusters: int = 16
+
+
+# By rows, the first that fits.
 _HELD: Final = {
     8: (
-        (48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
-        (48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
+        Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
+        Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
+        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), 4),
+        Held(60, 70, Config(8, 12, 6, RESIDENT=1, HELD=6)),
+        Held(48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
+        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
     ),
     16: (
-        (48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
-        (101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
-        (60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
-        (48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
+        Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), 4),
+        Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
+        Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
+        Held(60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
+        Held(48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
     ),
-}  # fmt: skip
+}
 
 
 def accepts(
@@ -167,14 +184,15 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
 def _held(rows: int, n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
     """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
     largest = 16 if cores >= _CORES_OF_LARGE_GPCS else 8
-    for fewest, most, config in _HELD[rows]:
+    for held in _HELD[rows]:
+        config = held.config
         cluster, rest = divmod(k // STEP, config.STAGES)
         # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
         config = replace(config, CLUSTER=cluster, HELD=config.HELD - (parts == 3 and rows == 16))
         blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
-        if rest or not 1 <= cluster <= largest or config.shared(k, w_block, parts) > room:
+        if rest or not 1 <= cluster <= min(largest, held.clusters) or config.shared(k, w_block, parts) > room:
             continue
-        if fewest * cores <= blocks * 132 <= most * cores:
+        if held.fewest * cores <= blocks * 132 <= held.most * cores:
             return config
     return None
 
