@@ -114,11 +114,14 @@ _STREAMS_OF_FEW: Final = (
     *_STREAMS[:2], (4096, _STREAMS[2][1]), (10240, Stream(16, 6, RESIDENT=2, BOX=128)), _STREAMS[-1],
 )  # fmt: skip
 _STREAMS_OF_GROUPS: Final = (
-    (1280, Stream(2, 6, RESIDENT=2)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
+    (1280, Stream(2, 6, RESIDENT=2, BASE=128)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
     (7168, Stream(8)), (10**9, Stream(16, WARPS=16)),
 )  # fmt: skip
 _FEW_PANELS: Final = 256
-# As timed on an H200, by the mean rows of a group; with fewer or more rows the other kernels are as fast or faster.
+# As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run
+# further ahead part from those beside them, which read the other pieces of the same rows.
+_WALKS: Final = ((340, Walk(4, BOX=128)), (10**9, Walk()))
+# With fewer or more rows the other kernels are as fast or faster.
 _LEAST_WALKED: Final = 64
 _MOST_WALKED: Final = 640
 _LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
@@ -137,7 +140,9 @@ def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
     panels = -(-columns * x.element_size() // _ROW_BYTES)
     if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
         return None
-    return Walk() if rows <= groups * _MOST_WALKED else None
+    if rows > groups * _MOST_WALKED:
+        return None
+    return next(walk for most, walk in _WALKS if rows <= groups * most)
 
 
 def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:
