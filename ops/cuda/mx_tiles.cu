@@ -235,6 +235,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
     auto column_of = [&](int, int half) { return warp_n * 16 + 8 * half + group; };
     if (warp < WARPS) put_sums(reinterpret_cast<float*>(stages), acc, rows, warp_k, quarter, 0, column_of);
     __syncthreads();
+    if (threadIdx.x >= ADDING) return;
     auto finish = [&](int pair, float2 total) {
         const int row = pair / (BN / 2), n = tile_n + pair % (BN / 2) * 2;
         if (n >= N) return;

@@ -12,6 +12,8 @@
 
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * (WARPS + COPYING);
+// That add sums: those of warps that copy help to send, where there is a cluster to send to.
+constexpr int ADDING = CLUSTER > 1 ? THREADS : 32 * WARPS;
 constexpr int COLUMNS = 16 * TILES;  // of a warp
 constexpr int BN = COLUMNS * WARPS_N;
 constexpr int SLICES = ROWS / 8;
@@ -101,8 +103,8 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
     // Whose share a pair is in, and its place there: kept up, for a division takes tens of instructions.
     uint32_t block = threadIdx.x / share, place = threadIdx.x % share;
-    const uint32_t blocks_on = THREADS / share, places_on = THREADS % share;
-    for (int i = threadIdx.x; i < pairs; i += THREADS) {
+    const uint32_t blocks_on = ADDING / share, places_on = ADDING % share;
+    for (int i = threadIdx.x; i < pairs; i += ADDING) {
         float2 total = *pair_at(0, i);
 #pragma unroll
         for (int part = 1; part < WARPS_K; part++) {
@@ -119,7 +121,7 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
     }
     if constexpr (CLUSTER > 1) {
         meet();
-        for (int i = threadIdx.x; i < share && rank * share + i < pairs; i += THREADS) {
+        for (int i = threadIdx.x; i < share && rank * share + i < pairs; i += ADDING) {
             float2 total = arrived[i];
 #pragma unroll
             for (int other = 1; other < CLUSTER; other++) {

@@ -1,0 +1,40 @@
+"""The launches that a sanitizer runs: of every kernel file, under names of their own, and without a device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from every_kernel import launches
+
+from fp8fn.ops import cuda
+from fp8fn.ops.cuda.launch import TensorMap
+from fp8fn.ops.cuda.scaled_mm import SHARED_LIMIT
+from fp8fn.ops.targets import SM90
+
+
+def test_every_kernel_file_has_launches() -> None:
+    found = list(launches("meta", SM90))
+    files = {path.name for path in Path(str(cuda.__file__)).parent.glob("*.cu")}
+    assert {launch.kernel.file for _, launch in found} == files
+    assert len({name for name, _ in found}) == len(found)
+    assert len({launch.kernel for _, launch in found}) == len(found)  # no two are of one form
+    for name, launch in found:
+        assert name.startswith(launch.kernel.file)
+        assert launch.shared <= SHARED_LIMIT, name
+        tensors = [arg.tensor if isinstance(arg, TensorMap) else arg for arg in launch.args.values()]
+        assert all(x.is_meta for x in tensors if isinstance(x, Tensor)), name
+
+
+def test_the_scaled_product_has_each_form() -> None:
+    macros = [dict(launch.kernel.macros) for _, launch in launches("meta", SM90) if launch.name == "scaled_mm"]
+    for name, values in {
+        "OUT_VIA": {"BULK", "PAIRS", "LINES"}, "GROUPED": {"DENSE", "JAGGED_M", "JAGGED_K"}, "SPLIT": {1, 2, 4},
+        "CLUSTER": {1, 2}, "SHARE_B": {0, 1}, "OUT": {"BF16", "FP16", "FP32"}, "B_ONCE": {0, 1},
+    }.items():  # fmt: skip
+        assert {of[name] for of in macros} == values, name
+    assert {of.get("SPREAD_UNIT") for of in macros} == {None, 32, 128}
