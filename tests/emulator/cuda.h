@@ -248,6 +248,10 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
     fault[0] = 0;
     broken = false;
     const int all = count * cluster;
+    if (cluster > MOST_BLOCKS || all > MOST_THREADS) {
+        snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for", cluster, count);
+        return fault;
+    }
     Order order{backwards, seed};
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
