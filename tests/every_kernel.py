@@ -1,12 +1,14 @@
 """Every CUDA kernel in each of its main forms, at small shapes that fill its rings more than once, for a sanitizer.
 
-    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck python tests/every_kernel.py [substring ...]
-    compute-sanitizer --tool racecheck python tests/every_kernel.py [substring ...]
+    compute-sanitizer --tool racecheck --racecheck-report all python tests/every_kernel.py [substring ...]
 
 On a Hopper GPU each launch, or each whose name has one of the substrings in it, runs three times on random operands;
-then a line for each kernel file says how many launches ran. What they compute is for other tests to compare. Without
-PyTorch's cache each tensor is an allocation of its own, so that memcheck sees an access past its end.
+then a line for each kernel file says how many launches ran. What they compute is for other tests to compare.
+
+PyTorch's cache rounds tensors up to 512 bytes. Where each is an allocation of its own
+(`PYTORCH_NO_CUDA_MEMORY_CACHING=1`) memcheck also reports loads of 16 aligned bytes, or of four scales, that begin in a
+tensor and end past it: they stay in its page, and what lies there goes into no result.
 """
 
 from __future__ import annotations

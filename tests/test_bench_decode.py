@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from test_mx_mm import assert_near, operands
 import fp8fn
 from fp8fn import cli
 from fp8fn.bench import decode, dot_scaled, record, tables
+from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops.targets import SM90
 
@@ -79,3 +81,25 @@ def test_routed_products_with_scales_of_the_peer() -> None:
     launch.interpret()
     near_by_hand(out, by_hand(a, w, layout, 2, weights))
     assert launch.resources().spills == 0
+
+
+def test_the_summary_of_whole_and_divided_weights() -> None:
+    def row(shape: tuple[int, ...], peer: str, case: str, size: int, graph_us: float) -> dict[str, Any]:
+        elements = 2.0 * shape[1] * shape[2]  # of two weights
+        return vars(Row(shape, peer, case, "TB/s", 0.0, size * elements, graph_us=graph_us, us=1.0))
+
+    rows = []
+    measured = {(1, 2304, 6144): (20, 10, 40), (1, 6144, 1536): (20, 10, 10), (1, 192, 6144): (8, 4, 2)}
+    for shape, times in measured.items():
+        for (peer, case, size), time in zip(
+            (("fp8fn", "w", 1), ("fp8fn", f"w{decode.CONSTANT}", 1), ("torch", "bf16", 2)), times, strict=True
+        ):
+            rows.append(row(shape, peer, case, size, float(time)))
+    environment = {"cpu device": "x", "torch": "x", "triton": "x"}
+    run = {"date": "x", "environment": environment, "results": {"copy_tb_s": 4.0, "rows": rows}}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in decode.summary(run).splitlines()[2:4]]
+    # Bytes of both over µs, 1.42 and 0.94 TB/s, are 35 and 24 % of 4.
+    assert lines == [
+        ["1", "2 whole", "1.00x (0.50x)", "29 % (24 %)", "2.00x (1.00x)", "58 % (47 %)"],
+        ["1", "1 divided", "0.25x (0.25x)", "7 % (7 %)", "0.50x (0.50x)", "15 % (15 %)"],
+    ]

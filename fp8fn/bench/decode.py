@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
+from statistics import geometric_mean
 from typing import Any, Final, TypeVar
 
 import torch
@@ -302,6 +303,31 @@ def table(run: dict[str, Any]) -> str:
     headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", *over, "worst SNR, dB")
     aligned = ("left", *["right"] * (len(headers) - 1))
     body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=aligned))
+    return "\n".join([body, "", tables.provenance(run)])
+
+
+def summary(run: dict[str, Any]) -> str:
+    """By rows, of the whole weights and the divided ones: bf16's time over ours and the share of a copy's bandwidth.
+
+    Geometric means, and the least in brackets.
+    """
+    rows, copy = tables.rows_of(run), run["results"]["copy_tb_s"]
+    lines = []
+    for divided, m in sorted({((k, n) not in MX_DECODE, m) for m, n, k in (row.shape for row in rows)}):
+        of = [row for row in rows if row.shape[0] == m and ((row.shape[2], row.shape[1]) not in MX_DECODE) == divided]
+        bf16 = {row.shape: row.graph_us for row in of if row.case == "bf16"}
+        cells = []
+        for label in dict.fromkeys(row.label for row in of if row.peer == "fp8fn"):
+            times = {row.shape: row.graph_us for row in of if row.label == label}
+            faster = [theirs / ours for shape, ours in times.items() if ours and (theirs := bf16[shape])]
+            shares = [100 * row.bytes / row.graph_us / 1e6 / copy for row in of if row.label == label and row.graph_us]
+            cells.append(f"{geometric_mean(faster):.2f}x ({min(faster):.2f}x)")
+            cells.append(f"{geometric_mean(shares):.0f} % ({min(shares):.0f} %)")
+        lines.append([str(m), f"{len(bf16)} {'divided' if divided else 'whole'}", *cells])
+    from tabulate import tabulate
+
+    headers = ("M", "weights", "over bf16", "of a copy", "constant over bf16", "constant, of a copy")
+    body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["right"] * len(headers)))
     return "\n".join([body, "", tables.provenance(run)])
 
 
