@@ -137,6 +137,18 @@ def test_outputs_biases_and_batches_emulated(kind: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("config", ["64x64", "128x128", "192x128", "split"])
+def test_single_scales_of_many_k_blocks_and_of_many_tiles_emulated(config: str) -> None:
+    """They come 32 at a time: more than lie in shared memory at once, a last run that is short, and runs of one."""
+    chosen = CONFIGS[config]
+    for m, n, k in ((16, 24, 128 * 67 + 24), (3 * chosen.BM, 2 * chosen.BN, 100)):
+        operands = Operands("forward", (m, n, k), FEW, device="cpu")
+        operands.b_scale *= torch.rand_like(operands.b_scale) * 100  # none could stand for another
+        wide = operands.product(chosen, seed=3)
+        assert snr(wide, operands.expected()) >= 110
+
+
+@needs_compiler
 @pytest.mark.parametrize(
     "config",
     [Config(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False), Config(GROUP=1, STAGES=2), *(Config(SPLIT=s) for s in (2, 8))],
