@@ -295,15 +295,11 @@ def table(run: dict[str, Any]) -> str:
             faster.append(f"{bf16 / told:.2f}x" if told and bf16 else "")
         least = worst(value for row in found.values() for value in row.snr_db.values())
         lines.append([",".join(map(str, shape)), *cells, rate, *faster, "" if least is None else f"{least:.1f}"])
-    from tabulate import tabulate
-
     over = [f"over {label.split(maxsplit=1)[1]}" for label in others]
     if constant:
         over.append("constant over bf16")
     headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", *over, "worst SNR, dB")
-    aligned = ("left", *["right"] * (len(headers) - 1))
-    body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=aligned))
-    return "\n".join([body, "", tables.provenance(run)])
+    return "\n".join([tables.markdown(lines, headers), "", tables.provenance(run)])
 
 
 def summary(run: dict[str, Any]) -> str:
@@ -324,11 +320,8 @@ def summary(run: dict[str, Any]) -> str:
             cells.append(f"{geometric_mean(faster):.2f}x ({min(faster):.2f}x)")
             cells.append(f"{geometric_mean(shares):.0f} % ({min(shares):.0f} %)")
         lines.append([str(m), f"{len(bf16)} {'divided' if divided else 'whole'}", *cells])
-    from tabulate import tabulate
-
     headers = ("M", "weights", "over bf16", "of a copy", "constant over bf16", "constant, of a copy")
-    body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["right"] * len(headers)))
-    return "\n".join([body, "", tables.provenance(run)])
+    return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
 
 
 SUITES = {

@@ -192,8 +192,6 @@ def _turns(loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, c
 
 def table(run: dict[str, Any]) -> str:
     """A line for each number of sequences and each way: tokens/s, over bf16, a step's time, and what it reads."""
-    from tabulate import tabulate
-
     rows = [Row(**row) for row in run["results"]["rows"]]
     lines = []
     for row in rows:
@@ -202,14 +200,12 @@ def table(run: dict[str, Any]) -> str:
         read = tables.rate(row.weight_bytes / 1e9), tables.rate(rate)
         right = f"{row.snr_db:.1f}", f"{100 * row.as_eager:.1f} %"
         over = f"{bf16.ms / row.ms:.2f}x"
-        lines.append([row.batch, row.way, f"{row.tokens_s:.0f}", over, f"{row.ms:.3f}", *read, *right])
+        lines.append([str(row.batch), row.way, f"{row.tokens_s:.0f}", over, f"{row.ms:.3f}", *read, *right])
     headers = (
         "sequences", "weights", "tokens/s", "over bf16", "ms a step", "GB of weights", "TB/s", "SNR of logits, dB",
         "as eager",
     )  # fmt: skip
-    aligned = ("right", "left", *["right"] * (len(headers) - 2))
-    body = str(tabulate(lines, headers, tablefmt="pipe", disable_numparse=True, colalign=aligned))
-    return "\n".join([body, "", tables.provenance(run)])
+    return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

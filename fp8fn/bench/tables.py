@@ -73,7 +73,7 @@ def layers(run: dict[str, Any]) -> str:
     for shape in dict.fromkeys(row.shape for row in rows):
         found = {row.label: rate(row.rate) if row.us is not None else "n/a" for row in rows if row.shape == shape}
         body.append([",".join(map(str, shape)), *(found.get(label, "") for label in labels)])
-    return "\n".join([_markdown(body, ["TFLOP/s", *labels]), *_missing(rows), "", provenance(run)])
+    return "\n".join([markdown(body, ["TFLOP/s", *labels]), *_missing(rows), "", provenance(run)])
 
 
 def llm84(run: dict[str, Any]) -> str:
@@ -104,7 +104,7 @@ def llm84(run: dict[str, Any]) -> str:
     slower = sum(pair.speedup < 1 for _, _, pair in measured)
     under = sum(not pair.snr_db >= SNR_BAR_DB for _, _, pair in measured)
     lines = [
-        _markdown(body, headers),
+        markdown(body, headers),
         "",
         f"TFLOP/s, bf16 → fp8fn. {slower} of {len(measured)} layers are under 1.0x bf16 combined, {under} under"
         f" {SNR_BAR_DB:.0f} dB; {len(LLM84) - len(measured)} of {len(LLM84)} were not measured.",
@@ -148,7 +148,7 @@ def _by_shape(
         cells = [cell(line[shape]) if shape in line and line[shape].us is not None else "n/a" for shape in shapes]
         body.append([label, *cells, *(total(list(line.values())) for total in totals)])
     names = [corner, *(",".join(map(str, shape)) for shape in shapes), *headers]
-    return "\n".join([_markdown(body, names), *_missing(rows), "", provenance(run)])
+    return "\n".join([markdown(body, names), *_missing(rows), "", provenance(run)])
 
 
 def _worst_snr(rows: Sequence[Row]) -> str:
@@ -174,10 +174,11 @@ def _missing(rows: Iterable[Row]) -> list[str]:
     return [part for line in lines for part in ("", line)]
 
 
-def _markdown(body: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+def markdown(body: Sequence[Sequence[str]], headers: Sequence[str], left: int = 0) -> str:
+    """A table whose columns are aligned to the right but for number `left`."""
     from tabulate import tabulate
 
-    alignment = ("left", *["right"] * (len(headers) - 1))
+    alignment = ["left" if column == left else "right" for column in range(len(headers))]
     return str(tabulate(body, headers, tablefmt="pipe", disable_numparse=True, colalign=alignment))
 
 

@@ -74,10 +74,7 @@ class Config:
 
 
 class Held(NamedTuple):
-    """A configuration that holds weights, for `fewest` to `most` blocks on each 132 multiprocessors.
-
-    Of up to `clusters` blocks that share K.
-    """
+    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, up to `clusters` of them along K."""
 
     fewest: int
     most: int

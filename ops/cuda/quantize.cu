@@ -7,11 +7,12 @@
 // registers; column-major output is turned around in shared memory and leaves as lines of 128 bytes.
 //
 // Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted; SQUARE,
-// blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is a whole one); PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x
-// load at once; WARPS, ROWS; BLOCKS, how many share a multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE,
-// of the enums of instructions.cuh; ROW_BYTES, 8 or 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the
-// rows are tokens of groups, and columns hold them spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of
-// one group, and zeros below them up to the next group or the end of the tile.
+// blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is a whole one);
+// PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x load at once; WARPS, ROWS; BLOCKS, how many share a
+// multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE, of the enums of instructions.cuh; ROW_BYTES, 8 or
+// 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups, and columns hold them
+// spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of one group, and zeros below them up to the next
+// group or the end of the tile.
 #include "fp8_block.cuh"
 #include "groups.cuh"
 #include "scatter.cuh"
@@ -24,9 +25,11 @@ constexpr int LINE = 128;  // bytes of a tile's row or column in FP8
 constexpr int PIECE = 16;  // bytes of a store
 
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
-// Whether whole tiles go a way of their own where there are others: both ways have registers enough.
-constexpr bool WHOLE_APART = SIXTEEN_BITS || SOURCE != Source::SILU_MUL_GRAD;
 static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
+
+// Whether whole tiles go a way of their own where there are others: not where the two would need more registers than a
+// thread has.
+constexpr bool WHOLE_APART = SIXTEEN_BITS || SOURCE != Source::SILU_MUL_GRAD;
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
@@ -154,7 +157,8 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
 // those that are `idle` have no rows. With groups `tokens` of its rows are theirs, and the rest are zeros.
 template <bool WHOLE, typename Values>
 __forceinline__ void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, unsigned char* out, int col_n,
-                   Place at, int tile_m, int tile_n, int M, int N, bool idle = false, [[maybe_unused]] int tokens = TILE_M) {
+                   Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
+                   [[maybe_unused]] int tokens = TILE_M) {
     if (!idle) {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -183,7 +187,7 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
             // What stands for no token was a zero that a NaN's scale has made NaN, or was not written.
             if constexpr (GROUPED && !WHOLE) bytes = first_bytes(bytes, tokens - PIECE * piece);
             store_piece<WHOLE>(out + static_cast<long long>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
-                        GROUPED ? PIECE : M - tile_m - PIECE * piece);
+                               GROUPED ? PIECE : M - tile_m - PIECE * piece);
         }
     }
 }
@@ -220,7 +224,8 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
     const bool idle = !WHOLE && GROUPED && rows.first + 2 * ROWS * warp >= rows.stop;
     const bool none = !WHOLE && rows.none;
 
-    auto values = load_values<WHOLE>(in.x, in.other, in.rstd, in.first_row, at.row, at.column, rows.stop, in.N, in.x_m, in.other_m);
+    auto values = load_values<WHOLE>(in.x, in.other, in.rstd, in.first_row, at.row, at.column, rows.stop, in.N, in.x_m,
+                                     in.other_m);
 
     if constexpr (SQUARE) {
         const unsigned amax = __reduce_max_sync(~0u, values.amax());
@@ -241,7 +246,8 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
         }
         if constexpr (BY_COLUMN) {
             const float i = scale.inverse;
-            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n, in.M, in.N);
+            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n, in.M,
+                                 in.N);
         }
         return;
     }

@@ -266,7 +266,6 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 taken++;
 #endif
             };
-
             auto take_rows = [&](Scales& scales, int stage, int slice) {
 #if A_SCALE == VECTOR
                 const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? tile.m % 4 : 0);

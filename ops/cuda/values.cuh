@@ -210,8 +210,8 @@ __forceinline__ float grad_of_up(float gate) { return silu(gate); }
 
 // Of a thread that lies INSIDE the matrix, or anywhere.
 template <bool INSIDE>
-__forceinline__ auto load_values(const void* x, const void* other, const float* rstd, long long first_row, int row, int column, int M,
-                                 int N, int x_m, int other_m) {
+__forceinline__ auto load_values(const void* x, const void* other, const float* rstd, long long first_row, int row, int column,
+                                 int M, int N, int x_m, int other_m) {
     if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
         PackedValues values;
         load_chunks<LOAD, INSIDE>(values.row, x, first_row, row, column, M, N, x_m);
