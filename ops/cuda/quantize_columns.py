@@ -82,6 +82,7 @@ class Stream:
     RESIDENT: int = 1
     BASE: int = 32
     BOX: int = 32
+    HELD: int = 0
 
     @property
     def shared(self) -> int:
@@ -111,11 +112,12 @@ _STREAMS: Final = (
     (5120, Stream(8, 6, RESIDENT=2, BOX=128)), (7168, Stream(8, BOX=128)), (10**9, Stream(16, BOX=128)),
 )  # fmt: skip
 _STREAMS_OF_FEW: Final = (
-    *_STREAMS[:2], (4096, _STREAMS[2][1]), (10240, Stream(16, 6, RESIDENT=2, BOX=128)), _STREAMS[-1],
+    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, Stream(8, 6, RESIDENT=2, BOX=128, HELD=2)),
+    (10240, Stream(16, 6, RESIDENT=2, BOX=128, HELD=3)), _STREAMS[-1],
 )  # fmt: skip
 _STREAMS_OF_GROUPS: Final = (
     (1280, Stream(2, 6, RESIDENT=2, BASE=128)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
-    (7168, Stream(8)), (10**9, Stream(16, WARPS=16)),
+    (7168, Stream(8)), (10**9, Stream(16, HELD=4)),
 )  # fmt: skip
 _FEW_PANELS: Final = 256
 # As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run

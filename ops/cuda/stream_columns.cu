@@ -8,7 +8,8 @@
 // knows theirs. What the ring cannot hold of a panel comes a second time.
 //
 // Macros: those of panel.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a multiple of so many
-// rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor.
+// rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD, chunks of a panel that
+// stay in registers, so that their stages are free while the warps wait for each other's maxima.
 #include "chunk.cuh"
 #include "groups.cuh"
 #include "ring.cuh"
@@ -16,7 +17,7 @@
 static_assert(WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
 constexpr int TEAMS = WARPS / PIECES;  // of a warp for each piece, which take the stages in turn
 constexpr int SENDERS = CLUSTER * TEAMS;
-static_assert(STAGES >= TEAMS);
+static_assert(STAGES >= TEAMS && (HELD == 0 || TEAMS == 1));
 
 // Where in shared memory lies what follows the ring: barriers, those of `TOLD` for a piece of each of two panels; and for
 // these the largest magnitudes (PIECES, SENDERS, 4), of which those of one are read while the next come in.
@@ -50,6 +51,27 @@ struct Share {
     // Of them the last so many stay in the ring until they are quantized.
     __forceinline__ int kept() const { return min(count, STAGES); }
 };
+
+// What a cluster does: `visit(panel, which, rows, turn)` for one panel after the other, of a matrix, of a group or of the
+// rows in none, where there are any. `same` is told what all lanes know alike.
+template <typename Same, typename Visit>
+__forceinline__ void for_each_item(int items, int panels, const int* offsets, int groups, int M, Same&& same, Visit&& visit) {
+    const int clusters = gridDim.x / CLUSTER, width = panels * PANEL;
+    const auto find = [&](int which) {
+        const Rows rows = rows_of(which, offsets, groups, M);
+        return GROUPED ? Rows{same(rows.start), same(rows.stop), which == groups} : rows;
+    };
+    int panel = blockIdx.x / CLUSTER * PANEL, which = 0, turn = 0;
+    Rows rows = find(0);
+    for (int item = blockIdx.x / CLUSTER; item < items; item += clusters, panel += clusters * PANEL, ++turn) {
+        if (panel >= width) {
+            for (; panel >= width; panel -= width) ++which;
+            rows = find(which);
+        }
+        if (rows.none && rows.start == rows.stop) break;
+        visit(panel, which, rows, turn);
+    }
+}
 
 // What a lane quantizes of a chunk: 16 rows of one word. Lanes whose rows are 16 apart read them in orders of their own, of
 // which no two meet in a bank: at step i the row i ^ group.
@@ -139,7 +161,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     stream_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
                    int data_n, int scale_lead, int groups, int items) {
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-    const int rank = blockIdx.x % CLUSTER, clusters = gridDim.x / CLUSTER;
+    const int rank = blockIdx.x % CLUSTER;
     const int panels = (N + PANEL - 1) / PANEL;
     const uint32_t stages = uniform(shared_address(swizzled_memory()));
     const uint32_t full = stages + FULL, empty = stages + EMPTY;
@@ -160,17 +182,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     __syncthreads();
     cluster_arrive<CLUSTER>(false);
-    cluster_wait<CLUSTER>();
 
     Ring ring;
-    int turn = 0;
     if (warp == WARPS) {
         if (lane == 0) {
             prefetch_map(x);
-            for (int item = blockIdx.x / CLUSTER; item < items; item += clusters, ++turn) {
-                const int panel = item % panels * PANEL, which = item / panels;
-                const Rows rows = rows_of(which, offsets, groups, M);
-                if (rows.none) continue;
+            const auto same = [](int value) { return value; };
+            for_each_item(items, panels, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+                if (rows.none) return;
                 const Share share(rows, (rank + turn) % CLUSTER);
                 for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
                     const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
@@ -184,10 +203,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     }
                     ring.advance();
                 }
-            }
+            });
         }
         __syncwarp();
+        cluster_wait<CLUSTER>();
     } else {
+        cluster_wait<CLUSTER>();  // the blocks that will be told of maxima have begun
         const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
         Lane mine(lane / 4, 4 * piece + lane % 4);
         const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale this lane finds
@@ -199,23 +220,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int i = 0; i < 8; ++i) forget(at_row[i] = mine.at ^ i * (ROW_BYTES + 16));
         forget(mine.turn);
         const bool stores_scales = uniform(rank == 0 && team == 0);
+        const auto load_words = [&](unsigned (&words)[ROWS], int stage) {
+#pragma unroll
+            for (int i = 0; i < 8; ++i) {
+                const uint32_t row = stages + stage * STAGE_BYTES + at_row[i];
+                words[i] = load_shared_word(row);
+                words[i + 8] = load_shared_word(row + 8 * ROW_BYTES);
+            }
+        };
         const auto release = [&](int stage, unsigned loaded) {
             const uint32_t barrier = once_loaded(empty + stage * BARRIER, loaded, M);
             __syncwarp();
             if (lane == 0) barrier_arrive(barrier);
         };
-        const int width = panels * PANEL;
-        int panel = blockIdx.x / CLUSTER * PANEL, which = 0;
-        const auto rows_of_all = [&] {
-            const Rows rows = rows_of(which, offsets, groups, M);
-            return GROUPED ? Rows{uniform(rows.start), uniform(rows.stop), which == groups} : rows;
-        };
-        Rows rows = rows_of_all();
-        for (int item = blockIdx.x / CLUSTER; item < items; item += clusters, panel += clusters * PANEL, ++turn) {
-            if (panel >= width) {
-                for (; panel >= width; panel -= width) ++which;
-                rows = rows_of_all();
-            }
+        const auto same = [](int value) { return uniform(value); };
+        for_each_item(items, panels, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
             unsigned char* const to = data + share.top + mine.group * ROWS +
                                       (static_cast<long long>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
@@ -230,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 for (int chunk = team; chunk < share.count; chunk += TEAMS) {
                     for (int place = 0; place < IN_WORD; ++place) store_inside(chunk, place, make_uint4(0, 0, 0, 0));
                 }
-                continue;
+                return;
             }
 
             // From which chunk on, how many have no row of another item; how many do not stay in the ring.
@@ -239,23 +258,39 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const int again = share.count - share.kept();
             const bool comes_again = uniform(again > 0);
 
+            // Of the first chunks so many are held, with the words that this lane quantizes.
+            const int held = HELD == 0 || first_whole || comes_again ? 0 : min(whole, static_cast<unsigned>(HELD));
+            unsigned words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
+            Cursor survey(ring, team);
+#pragma unroll
+            for (int chunk = 0; chunk < HELD; ++chunk) {
+                if (chunk >= held) break;
+                barrier_wait(full + survey.stage * BARRIER, survey.parity);
+                load_words(words_held[chunk], survey.stage);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) largest_held = larger(largest_held, words_held[chunk][i]);
+                release(survey.stage, largest_held);
+                survey.advance();
+            }
+            const Cursor behind_held = survey;
+
             unsigned amax[4] = {0, 0, 0, 0};
 #pragma unroll 1
-            for (Cursor at(ring, team); at.index < share.count; at.advance()) {
-                barrier_wait(full + at.stage * BARRIER, at.parity);
-                const uint32_t row = stages + at.stage * STAGE_BYTES + surveyed;
-                if (static_cast<unsigned>(at.index - first_whole) < whole) {
+            for (; survey.index < share.count; survey.advance()) {
+                barrier_wait(full + survey.stage * BARRIER, survey.parity);
+                const uint32_t row = stages + survey.stage * STAGE_BYTES + surveyed;
+                if (static_cast<unsigned>(survey.index - first_whole) < whole) {
 #pragma unroll
                     for (int i = 0; i < CHUNK; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
                 } else {
-                    const int top = share.top + at.index * CHUNK;
+                    const int top = share.top + survey.index * CHUNK;
                     take_some(amax, row, rows.start - top, rows.stop - top);
                 }
-                if (at.index < again) release(at.stage, amax[0] | amax[1] | amax[2] | amax[3]);
+                if (survey.index < again) release(survey.stage, amax[0] | amax[1] | amax[2] | amax[3]);
             }
             if (comes_again) ring = after(ring, again);
 
-            unsigned largest = largest_of_word(largest_of_lanes(amax));
+            unsigned largest = largest_of_word(larger_of(largest_of_lanes(amax), largest_held));
             if constexpr (SENDERS > 1) {
                 // A warp that sends for turn t has received what all of its piece sent for t - 1; each of these had by then
                 // read what came for t - 2, and the one of team 0 armed that barrier anew. So what is sent for t overwrites
@@ -287,7 +322,22 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
 
             const unsigned stored_whole = panel + PANEL <= N ? whole : 0;
-            Cursor at(ring, team);
+            const auto store = [&](unsigned char* first, int chunk, uint4 out, uint4 out_second) {
+                if (static_cast<unsigned>(chunk - first_whole) < stored_whole) {
+                    store16<Store::NORMAL>(first, out);
+                    if (IN_WORD == 2) store16<Store::NORMAL>(first + data_n, out_second);
+                } else {
+                    store_inside(chunk, 0, out);
+                    if (IN_WORD == 2) store_inside(chunk, 1, out_second);
+                }
+            };
+#pragma unroll
+            for (int chunk = 0; chunk < HELD; ++chunk) {
+                if (chunk >= held) break;
+                const unsigned(&words)[ROWS] = words_held[chunk];
+                store(to + chunk * CHUNK, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
+            }
+            Cursor at = HELD > 0 && !comes_again ? behind_held : Cursor(ring, team);
             unsigned char* next = to + at.index * CHUNK;
 #pragma unroll 1
             while (at.index < share.count) {
@@ -302,27 +352,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     first = to + chunk * CHUNK;
                 }
                 unsigned words[ROWS];
-#pragma unroll
-                for (int i = 0; i < 8; ++i) {
-                    const uint32_t row = stages + at.stage * STAGE_BYTES + at_row[i];
-                    words[i] = load_shared_word(row);
-                    words[i + 8] = load_shared_word(row + 8 * ROW_BYTES);
-                }
+                load_words(words, at.stage);
                 const uint4 out = mine.quantized(words, 0), out_second = mine.quantized(words, IN_WORD - 1);
                 release(at.stage, out.x | out.y | out.z | out.w);  // of all words
-                if (static_cast<unsigned>(chunk - first_whole) < stored_whole) {
-                    store16<Store::NORMAL>(first, out);
-                    if (IN_WORD == 2) store16<Store::NORMAL>(first + data_n, out_second);
-                } else {
-                    store_inside(chunk, 0, out);
-                    if (IN_WORD == 2) store_inside(chunk, 1, out_second);
-                }
+                store(first, chunk, out, out_second);
                 const int passed = at.index;
                 at.advance();
                 next += (at.index - passed) * CHUNK;
             }
             ring = after(ring, share.count);
-        }
+        });
     }
     cluster_arrive<CLUSTER>(false);
     cluster_wait<CLUSTER>();  // a block must not end while another may still tell it its maxima
