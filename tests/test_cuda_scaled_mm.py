@@ -20,6 +20,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import fp8fn
 from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import scaled_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
@@ -696,6 +697,16 @@ def test_every_tile_and_share_of_k_is_visited_exactly_once() -> None:
 @cache
 def bad_kernel() -> CudaKernel:
     return CudaKernel("row_rstd.cu", "row_rstd", (("INPUT", "0 +"),))
+
+
+def test_scales_of_columns_cannot_be_folded_over_two_k_blocks() -> None:
+    """In the tensor core's sum all columns of a tile would have to keep their scales; README tells what was tried."""
+    x = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0))
+    scale = fp8fn.quantize(x, (BK, 1), scale="pow2").scale
+    same = scale[0::2] == scale[1::2]
+    assert same.shape == (16, 2048)
+    assert same.float().mean().item() == pytest.approx(0.89, abs=0.01)
+    assert not same.view(16, -1, 128).all(2).any()
 
 
 @needs_nvrtc
