@@ -236,8 +236,8 @@ def _whole_columns(device: torch.device, target: Target) -> Launches:
         name = f"grouped {tile} kept {kept}"
         yield name, columns.plan_panels(tokens, spread, "fp32", target, offsets, tile, kept)
     # One cluster has panel after panel; the first ring does not hold one.
-    few = (columns._STREAMS_OF_FEW[3][1], columns._STREAMS_OF_FEW[4][1])
-    for stream in (STREAMS[0], columns._STREAMS[0][1], columns._STREAMS[3][1], *few):
+    few = columns._STREAMS_OF_FEW[3:5]
+    for stream in (STREAMS[0], columns._STREAMS[0][1], columns._STREAMS[3][1], *(tile for _, tile in few)):
         x = torch.empty(max(64 * stream.STAGES * stream.CLUSTER, 600) + 5, width, dtype=BF16, device=device)
         out = _like(x, (-1, 1))
         yield f"{stream}", columns.plan_stream(x, out, "fp32", target, None, stream, 1)

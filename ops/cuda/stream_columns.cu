@@ -259,7 +259,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const bool comes_again = uniform(again > 0);
 
             // Of the first chunks so many are held, with the words that this lane quantizes.
-            const int held = HELD == 0 || first_whole || comes_again ? 0 : min(whole, static_cast<unsigned>(HELD));
+            const int held = first_whole || comes_again ? 0 : min(whole, static_cast<unsigned>(HELD));
             unsigned words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
             Cursor survey(ring, team);
 #pragma unroll
