@@ -222,8 +222,8 @@ def test_every_fp8_value(fp8: torch.dtype, contiguous: str) -> None:
 
 # Persistent; a block a tile, with all of K in flight or not; of two parts of K.
 MANY = [
-    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(64, 4, 2),
-    many.Config(128, 2, 2, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
+    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(160, TURNS=True),
+    many.Config(256, 1, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
     many.Config(32, 2, 2, MATH=1), many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
     many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, RESIDENT=1),
     many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
@@ -261,6 +261,28 @@ def test_every_division_of_many_rows(config: many.Config) -> None:
             bias = torch.randn(n)
             out = many_rows(x, w, bias, config, backwards=backwards)
             assert snr(out, exact(x, w, bias)) > (50 if x_dtype == BF16 else 68), (m, n, k)
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [many.Config(160), many.Config(64, 1, 4, K_PARTS=2, RESIDENT=1)], ids=str)
+@pytest.mark.parametrize("fp8", [E4M3, E5M2])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_scales_of_any_size_among_many_rows(config: many.Config, fp8: torch.dtype, dtype: torch.dtype) -> None:
+    """That of one k-block alone, the others 0; falling, rising and of either sign along K: each column for itself."""
+    blocks, alone = 5, (1e-5, 3e-3, 1.0, 300.0, *((3e-39, 1e-34, 1e-12, 1e12, 1e28) if dtype == BF16 else ()))
+    columns = []
+    for size in alone:
+        columns += [[size if i == j else 0.0 for i in range(blocks)] for j in range(blocks)]
+    for first, last in ((1e-4, 1e2), (1e2, 1e-4), (1e-5, 1e-4), (-3.0, 7.0)):
+        columns += [[first + (last - first) * i / (blocks - 1) for i in range(blocks)], [first, last, first, last, last]]
+    columns += [[0.0] * blocks] * (-len(columns) % 8)
+    w = operand(128 * blocks, len(columns), (128, 1), dtype=fp8)
+    w = ScaledTensor(w.data, torch.tensor(columns).mT.contiguous(), (128, 1))
+    x = (torch.randn(70, 128 * blocks) * (10 / torch.finfo(fp8).max if dtype == FP16 else 1)).to(dtype)
+    found, expected = many_rows(x, w, config=config).double(), exact(x, w)
+    error = (found - expected).norm(dim=0) / expected.norm(dim=0).clamp(min=1e-45)
+    assert found.isfinite().all()
+    assert error.max() < 4e-3, error
 
 
 @needs_compiler
@@ -406,6 +428,7 @@ def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
         assert config.TURNS is not (config.RESIDENT > 0)
         return config.BM, config.BN, config.K_PARTS
 
+    assert choose(4096, 4096, 16) == choose(320, 4096, 16) == (320, 128, 1)
     assert choose(4096, 4096) == choose(256, 4096, 16) == (256, 128, 1)
     assert choose(128, 28672) == choose(256, 6144) == choose(128, 512, 128) == choose(512, 2304) == (128, 128, 1)
     assert choose(64, 28672) == (64, 128, 1)

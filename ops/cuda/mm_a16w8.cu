@@ -3,8 +3,13 @@
 // Computed transposed, outᵀ = wᵀ xᵀ: the left operand of wgmma may come from registers, where wᵀ has just been widened from
 // FP8. MATH warpgroups of a block multiply, 64 columns of w each; K_PARTS of them have the same columns, and every other
 // k-block of 128. A warpgroup widens a k-block of its columns, 32 registers a thread, and multiplies it by SLICES parts of
-// WIDTH rows of x; where the scale changes along K, each into a temporary that is scaled and added. With TURNS
-// two warpgroups multiply by turns: while one does, the other widens. ONCE: K is at most 128, and so has one scale.
+// WIDTH rows of x. With TURNS two warpgroups multiply by turns: while one does, the other widens. ONCE: K is at most 128,
+// and so has one scale.
+//
+// Where the scale changes along K, each product goes into a temporary that is scaled and added. Those of more than 128 rows
+// would not fit into registers as a whole, and their parts would have to wait for one another. So what is widened is
+// multiplied by the power of two in its scale, exactly; sums are in units of the rest, from 1 to 2, and are multiplied by
+// its change before the next k-block.
 //
 // Both operands come by TMA, w into W_STAGES and slices of x into X_STAGES: those of w are free again once they are widened.
 // Of large tiles a block is PERSISTENT: a warpgroup that copies keeps the stages full and leaves its registers to the others.
@@ -38,11 +43,13 @@ constexpr int X_BYTES = 2 * X_HALF;     // of a slice
 constexpr int OUT_ROWS = 32;
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // a scale, for all of K
+constexpr bool IN_UNITS = !HOLDS && BM > 128;
 constexpr int PREFETCHED = 8;                  // k-blocks
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
 static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
 static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a k-block takes the place of a k-block");
 static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
+static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of their own");
 static_assert(!TURNS || (PERSISTENT && MATH == 2), "one of two warpgroups");
 
 constexpr int AT_X = W_STAGES * W_BYTES;
@@ -62,6 +69,20 @@ using XType = Fp16;
 // Of two warpgroups, each of which passes one barrier when the other has arrived there.
 INLINE void take_turn(int warpgroup) { named_sync<256>(3 + warpgroup); }
 INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
+
+// A scale's power of two as a pair, one by which every value of FP8 is still exact in XType; and the rest, from 1 to 2 but
+// for scales beyond such powers. 0 is 0 times 1, so that the next rest can be divided by it.
+INLINE uint32_t split_scale(float scale, float& rest) {
+    constexpr int LEAST = IS_BF16<XType> ? -100 : FP8 == Fp8::E4M3 ? -15 : -8;  // FP8 has values from 2^-9 and 2^-16 on
+    constexpr int MOST = IS_BF16<XType> ? 100 : FP8 == Fp8::E4M3 ? 7 : 0;
+    const uint32_t exponent = __float_as_uint(scale) >> 23 & 0xff;
+    const uint32_t power = min(max(exponent, 127u + LEAST), 127u + MOST);
+    rest = scale * __uint_as_float((254 - power) << 23);
+    const bool zero = rest == 0.0f;
+    if (zero) rest = 1.0f;
+    const float factor = zero ? 0.0f : __uint_as_float(power << 23);
+    return pack<XType>(factor, factor);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
@@ -200,6 +221,15 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 barrier_wait(full_w(stage_w), parity);
                 for (int i = 0; i < K_PARTS; i++) ring_w.advance();
                 if constexpr (!HOLDS) next = scales_of(tile, k + K_PARTS);
+                [[maybe_unused]] uint32_t powers[2];
+                [[maybe_unused]] Pair change;
+                if constexpr (IN_UNITS) {
+                    Pair unit;
+                    powers[0] = split_scale(scale.upper, unit.upper);
+                    powers[1] = split_scale(scale.lower, unit.lower);
+                    change = {__fdividef(last.upper, unit.upper), __fdividef(last.lower, unit.lower)};
+                    last = unit;
+                }
                 uint32_t a[BK / 16][4];
 #pragma unroll
                 for (int piece = 0; piece < BK / 16; piece++) {
@@ -208,6 +238,10 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                                       a[piece][2]);
                     widen<XType, FP8>(load_shared_pair_of_bytes(at + 1024) | load_shared_pair_of_bytes(at + 1032) << 16,
                                       a[piece][1], a[piece][3]);
+                    if constexpr (IN_UNITS) {
+#pragma unroll
+                        for (int i = 0; i < 4; i++) a[piece][i] = multiply_pairs<XType>(a[piece][i], powers[i % 2]);
+                    }
                 }
 #pragma unroll
                 for (int piece = 0; piece < BK / 16; piece++) {  // all widened before the first product reads them
@@ -239,17 +273,24 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     if (!IN_FLIGHT && lane == 0) barrier_arrive(empty_w(stage_w));
                 };
                 int used[SLICES];  // stages of x
+                const bool onto = k > tile.k_start + part;
+                if (IN_UNITS && onto) {
+#pragma unroll
+                    for (int i = 0; i < BM / 2; i++)
+                        acc[i / (WIDTH / 2)][i % (WIDTH / 2)] *= i % 4 < 2 ? change.upper : change.lower;
+                }
                 if constexpr (TURNS) take_turn(warpgroup);
-                if constexpr (HOLDS) {
+                if constexpr (HOLDS || IN_UNITS) {
 #pragma unroll
                     for (int slice = 0; slice < SLICES; slice++) {
-                        used[slice] = start(acc[slice], k > tile.k_start + part);
+                        used[slice] = start(acc[slice], onto);
                         if (slice == 0) release_w();
                     }
                     if constexpr (TURNS) pass_turn(warpgroup);
-                    wgmma_wait<0>();
 #pragma unroll
                     for (int slice = 0; slice < SLICES; slice++) {
+                        if (SLICES > 1 && slice == 0) wgmma_wait<1>();  // all but the last
+                        if (slice + 1 == SLICES) wgmma_wait<0>();
                         fence_registers(acc[slice]);
                         release(used[slice]);
                     }

@@ -69,8 +69,9 @@ class Config:
         return f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES} resident{self.RESIDENT} group{self.GROUP}{marks}"
 
 
-_LARGEST: Final = Config(TURNS=True)
 _SQUARE: Final = Config(128, 1, 4, TURNS=True)
+# And what a row of each costs beside the first, which is as large as the registers allow.
+_LARGE: Final = ((Config(160, TURNS=True), 1.0), (Config(256, 1, TURNS=True), 1.035), (_SQUARE, 1.3))
 _SMALLEST: Final = Config(64, 1, 6, TURNS=True)
 _SHORT: Final = 4  # k-blocks: as many as all are in flight
 
@@ -80,18 +81,23 @@ def tiles(m: int, n: int, batches: int, config: Config) -> int:
 
 
 def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
-    """As was timed on an H200: the largest tile that leaves at most a third of the multiprocessors without one.
+    """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose waves
+    cost the least.
 
-    Where those are fewer, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
-    128 rows where K is short.
+    Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to 128
+    rows where K is short.
     """
     if m <= 128 and k <= BK:
         return _choose_once(m, n, batches, cores)
     if m <= 128 and k <= BK * _SHORT:
         return _choose_short(m, n, -(-k // BK), batches, cores)
-    for config in (_LARGEST, _SQUARE):
-        if tiles(m, n, batches, config) * 3 >= 2 * cores and m > config.BM // 2:
-            return config
+    costs = {
+        config: -(-count // cores) * config.BM * of_row
+        for config, of_row in _LARGE
+        if (count := tiles(m, n, batches, config)) * 3 >= 2 * cores and m > config.BM // 2
+    }
+    if costs:
+        return min(costs, key=costs.__getitem__)
     parts = Config(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
     if tiles(m, n, batches, parts) <= cores:
         return parts

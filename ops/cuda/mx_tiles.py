@@ -97,7 +97,7 @@ def configure(problem: Problem) -> Config:
     Up to 16 rows by a constant weight: small blocks, so that those of the launch before leave room for as many. Else
     seven for four multiprocessors, or three each where clusters of eight make as many. Clusters of many blocks take
     half of a multiprocessor each: of thirds, three would lie on some, and none on others. More than 32 rows are divided
-    among two warpgroups of one block where K is short.
+    among two warpgroups of one block where K is short, or among two pairs of blocks where those fill three each.
     """
     n, k, cores = problem.n, problem.k, problem.target.cores
     rows = min(8 * ceil_power_of_two(-(-problem.m // 8)), gemv_mx.MOST_ROWS)
@@ -114,7 +114,9 @@ def configure(problem: Problem) -> Config:
         cluster = _MOST_CLUSTER
     few = cluster <= _FEW_BLOCKS
     resident = 3 if few or tiles * cluster > 2 * cores else 2
-    if rows == 64 and few:
+    if rows == 64 and 2 * cores < 4 * tiles <= 3 * cores and steps >= 16:
+        config = Config(32, 4, 2, 0, 2, 3, 1)
+    elif rows == 64 and few:
         config = Config(rows, 4, 2, 0, clusters(cores), 1)
     elif rows == 64:
         config = Config(rows, 4, 1, 0, cluster, resident)
