@@ -151,6 +151,8 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
             config = replace(config, CLUSTER=2, HELD=config.HELD - (dtype == FP16 and m == 16))
             operands = _rows_by_weight(m, 200, 2 * config.STAGES * BK, WEIGHT_BLOCKS[1], device, dtype=dtype)
             yield f"M{m} constant {config}", a16w8_tiles.plan(*operands, target, config, constant=True)
+            config = replace(config, READY=0)
+            yield f"M{m} {config}", a16w8_tiles.plan(*operands, target, config)
 
 
 def _mm_a16w8(device: torch.device, target: Target) -> Launches:

@@ -274,7 +274,7 @@ def test_scales_of_any_size_among_many_rows(config: many.Config, fp8: torch.dtyp
     for size in alone:
         columns += [[size if i == j else 0.0 for i in range(blocks)] for j in range(blocks)]
     for first, last in ((1e-4, 1e2), (1e2, 1e-4), (1e-5, 1e-4), (-3.0, 7.0)):
-        columns += [[first + (last - first) * i / (blocks - 1) for i in range(blocks)], [first, last, first, last, last]]
+        columns += [torch.linspace(first, last, blocks).tolist(), [first, last, first, last, last]]
     columns += [[0.0] * blocks] * (-len(columns) % 8)
     w = operand(128 * blocks, len(columns), (128, 1), dtype=fp8)
     w = ScaledTensor(w.data, torch.tensor(columns).mT.contiguous(), (128, 1))

@@ -91,6 +91,7 @@ def test_a_weight_in_registers_gives_the_bits_of_one_in_shared_memory(config: Co
         found = emulated(x, w, config=config, constant=True)
         assert_right(found, x, w)
         assert torch.equal(emulated(x, w, config=replace(config, HELD=0, READY=0, X_OVER=False), constant=True), found)
+        assert torch.equal(emulated(x, w, config=replace(config, READY=0), backwards=True), found)
         assert torch.equal(emulated(x, w, config=config, constant=True, backwards=True), found)
 
 
@@ -235,7 +236,7 @@ def test_the_default_configuration() -> None:
         (1, 1536, 6144, True): "8x192 stages6 cluster8 resident1 held6 ready0",
         (16, 1536, 6144, True): "16x128 stages6 cluster8 resident2 late held4 ready2 over",
         (1, 2304, 6144, True): "8x128 stages6 cluster8 resident2 held4 ready0 over",
-        (4, 4096, 4096, False): "8x64 stages9 cluster2 resident2",
+        (4, 4096, 4096, False): "8x128 stages5 cluster4 resident2 late",
         (8, 6144, 1536, True): "8x128 stages4 cluster3 resident2 held4 ready0",
         (8, 6144, 2048, True): "8x128 stages4 cluster4 resident2 held2 ready2 over",
         (16, 6144, 1536, True): "16x192 stages6 cluster2 resident1 late held4 ready2",
@@ -246,9 +247,15 @@ def test_the_default_configuration() -> None:
         (4, 4096, 4096, True): "8x128 stages3 cluster8 resident3",
         (4, 4096, 14336, True): "8x128 stages4 cluster6 resident2",
         (4, 28672, 4096, True): "8x128 stages5 cluster4 resident2",
-        (4, 1536, 6144, False): "8x64 stages4 cluster6 resident4",
-        (4, 6144, 2048, False): "8x64 stages6 cluster2 resident3",
-        (16, 2304, 6144, False): "16x128 stages4 cluster6 resident2",
+        (4, 1536, 6144, False): "8x128 stages5 cluster8 resident2 late",
+        (4, 6144, 2048, False): "8x128 stages5 cluster2 resident2 late",
+        (4, 2304, 3072, False): "8x64 stages4 cluster6 resident2 late",
+        (4, 384, 6144, False): "8x64 stages3 cluster16 resident2 late held3 ready0",
+        (4, 1536, 2048, False): "8x64 stages2 cluster8 resident2 late held2 ready0",
+        (16, 2304, 6144, False): "16x128 stages4 cluster6 resident2 late",
+        (16, 768, 6144, False): "16x64 stages6 cluster8 resident2 late",
+        (16, 1024, 8192, False): "16x128 stages4 cluster8 resident2 late",
+        (16, 768, 2048, False): "16x64 stages2 cluster8 resident2 late held2 ready0",
     }.items():
         assert str(configure(m, n, k, (128, 128), 2, 132, constant=constant)) == name
     assert configure(16, 1536, 7168, (128, 128), 2, 132, constant=True).CLUSTER == 14
@@ -271,7 +278,8 @@ def launches() -> Iterator[CudaLaunch]:
             yield plan(*unwritten(m, n, k))
             yield plan(*unwritten(m, n, k), constant=True)
             if (k, n) not in LARGE:
-                yield plan(*unwritten(m, n, k, x=FP16), constant=True)
+                for constant in (False, True):
+                    yield plan(*unwritten(m, n, k, x=FP16), constant=constant)
     for block in BLOCKS:
         for m in (1, 16):
             yield plan(*unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32), constant=True)
@@ -345,6 +353,8 @@ def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: Target) -> None:
         for out, each in ((held, config), (shared, replace(config, HELD=0, READY=0, X_OVER=False))):
             plan(x, w.data, w.scale, w.block, None, out, SM90, each, constant=True).run()
         assert snr(held, exact(x, w)) > 75
+        assert torch.equal(held, shared)
+        plan(x, w.data, w.scale, w.block, None, shared.fill_(torch.nan), SM90, replace(config, READY=0)).run()
         assert torch.equal(held, shared)
 
 

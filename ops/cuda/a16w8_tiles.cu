@@ -16,7 +16,7 @@
 //
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
 // constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
-// at once, or where what it fills would keep this one's x waiting (LATE), when the launch before this one has ended.
+// at once, or where what it asks for would keep this one waiting (LATE), when the launch before this one has ended.
 //
 // Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
 // is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
@@ -59,7 +59,7 @@ constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at
 constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
 constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
 static_assert(ITEMS % X_ROWS == 0);
-static_assert(READY <= HELD && (HELD == 0 || W_CONSTANT));
+static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
 static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STEPS_ON), "all of x is asked for at once");
 
 extern "C" __global__ void
@@ -91,7 +91,12 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     };
     if (HELD > 0 ? warp == 0 && elect() : threadIdx.x == THREADS) {
         init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
-        for (int step = 0; HELD > 0 && step < STAGES; step++) load(step, step);
+        for (int step = 0; HELD > 0 && step < STAGES; step++) {
+            if constexpr (W_CONSTANT)
+                load(step, step);
+            else
+                tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+        }
     }
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
@@ -152,7 +157,14 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     hold(0, READY);
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
-    if constexpr (!W_CONSTANT) read_scales();
+    if constexpr (!W_CONSTANT) {
+        if (HELD > 0 && warp == 0) {
+            if (elect())
+                for (int step = 0; step < STAGES; step++) load(step, step);
+            __syncwarp();
+        }
+        read_scales();
+    }
     for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STEPS_ON) {
         auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
         bool inside[AHEAD];

@@ -25,6 +25,7 @@ LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _LANES: Final = 8  # that split a row's part of a stage
 _MOST_AHEAD: Final = 6
+_LONG: Final = 8  # stages of K, of a block's part that may not be read early
 _CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of more than 8 blocks may have no place
 
 
@@ -34,8 +35,8 @@ class Config:
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
     a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight in registers, of which
-    `READY` before x is waited for: blocks have equally long parts then, and as many stages; `X_OVER`, whether x comes
-    to lie in their place.
+    `READY`, of a constant one, before x is waited for: blocks have equally long parts then, and as many stages;
+    `X_OVER`, whether x comes to lie in their place.
     """
 
     ROWS: int
@@ -130,7 +131,7 @@ def accepts(
 def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
     """None where it was the faster one on an H200, else why not."""
     k, n = w.shape[-2:]
-    if x.numel() == k <= 2048 and 4096 <= n <= 6144 and not constant:
+    if x.numel() == k and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
     return None
 
@@ -141,11 +142,14 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
     next one have theirs when x is there. Else it has four stages at best, 128 columns wide, for each tile reads x anew,
     where that makes enough blocks. Else a part takes more time than x does, and fewer blocks along K have longer ones.
+
+    Of others too the blocks of two launches find room at once, unless their parts would be too long, and the next
+    launch begins late: what it asks for would delay this one. Parts of two stages, or three, are held.
     """
     rows, steps = 8 if m <= 8 else 16, k // STEP
     wide, narrow = -(-n // 128), -(-n // 64)
     most = max(1, min(8, steps // 2))
-    late = constant and rows == 16 and steps >= 16  # what the next launch fills would keep that much of x waiting
+    late = not constant or (rows == 16 and steps >= 16)
 
     def largest(tiles: int, blocks: int, most: int) -> int:
         """Of the blocks along K that have equally much each, as many as come to so many blocks in all."""
@@ -159,18 +163,19 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
             return held
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
             return fitted(4, 8, 3)
-    if rows == 8 and not constant and narrow <= 2 * cores:
-        cluster = most if narrow * most < cores else largest(narrow, cores * 17 // 10, min(most, 6))
-        if steps <= 16 * cluster:
-            return fitted(4, cluster, 4 if cluster >= 6 else 3 if steps <= 8 * cluster else 2)
-    if wide * most < (cores if rows == 8 else cores * 7 // 10):
-        return fitted(4, most, 3 if rows == 8 else 2)
+        if wide * most < (cores if rows == 8 else cores * 7 // 10):
+            return fitted(4, most, 3 if rows == 8 else 2)
+    else:
+        if (held := _held_late(rows, narrow, k, w_block, parts, cores)) is not None:
+            return held
+        if 5 * wide * most < 2 * cores:
+            return fitted(4, most, 2)
     if wide >= cores:
         cluster = min(4, most)
-    elif rows == 16 and not constant and steps <= 64:
-        cluster = largest(wide, cores, most)
-    else:
+    elif constant or steps > _LONG * (cluster := largest(wide, cores, most)):
         cluster = min(most, 8 if constant else 6, -(-steps // 4))
+    elif rows == 8 and steps <= 4 * cluster and 10 * narrow * cluster <= 17 * cores:
+        return fitted(4, cluster, 2)
     # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
     crowded = cluster == 8 and 30 < wide <= 45
     if crowded and steps > 48:
@@ -190,6 +195,19 @@ def _held(rows: int, n: int, k: int, w_block: Block, parts: int, cores: int) -> 
         if rest or not 1 <= cluster <= min(largest, held.clusters) or config.shared(k, w_block, parts) > room:
             continue
         if held.fewest * cores <= blocks * 132 <= held.most * cores:
+            return config
+    return None
+
+
+def _held_late(rows: int, narrow: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
+    """Of few columns or a short K: two stages a block, or three, held when what came before has ended."""
+    steps, most = k // STEP, cores * 17 // 10 if rows == 8 else cores
+    for stages, clusters in ((2, 8), (3, 16 if cores >= _CORES_OF_LARGE_GPCS else 8)):
+        cluster, rest = divmod(steps, stages)
+        if rest or not 1 <= cluster <= clusters or narrow * cluster > most:
+            continue
+        config = Config(rows, 4, stages, cluster, 2, LATE=True, HELD=stages)
+        if config.shared(k, w_block, parts) <= SHARED_LIMIT // config.RESIDENT - RESERVED:
             return config
     return None
 

@@ -81,11 +81,11 @@ def tiles(m: int, n: int, batches: int, config: Config) -> int:
 
 
 def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
-    """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose waves
-    cost the least.
+    """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose
+    waves cost the least.
 
-    Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to 128
-    rows where K is short.
+    Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
+    128 rows where K is short.
     """
     if m <= 128 and k <= BK:
         return _choose_once(m, n, batches, cores)

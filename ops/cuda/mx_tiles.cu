@@ -9,12 +9,13 @@
 // those of b as the upper halves of float32, those of a, of which a thread reads more, whole.
 //
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
-// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages.
+// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
+// at once, or where what it asks for would keep this one waiting (LATE), when the launch before this one has ended.
 //
 // Macros: A_FP8 and B_FP8 of the enum Fp8 (in the generated `wgmma`, which is of ROWS), ROWS (8, 16, 32, 64), TILES (1),
 // A_SCALES_ALONG_K and B_SCALES_ALONG_K (scales of a row or column are consecutive bytes; else those of a block of 32 are),
 // WARPS_N and WARPS_K (4 warps are a warpgroup; it has all of K in a stage or half), STAGES, DEPTH (products in flight: 1
-// or 2), CLUSTER, RESIDENT, W_CONSTANT, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// or 2), CLUSTER, RESIDENT, W_CONSTANT, LATE, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
 #define COPYING 1
 #include "narrow.cuh"
 #include "ring.cuh"
@@ -77,7 +78,7 @@ __launch_bounds__(THREADS, RESIDENT)
 mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const uint8_t* a_scale,
          const uint8_t* b_scale, const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int a_batched,
          int b_batched, int as_batch, int as_m, int as_k, int bs_batch, int bs_n, int bs_k) {
-    let_next_begin();
+    if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
@@ -153,6 +154,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
                     prefetch_line(b_scale + int64_t(line) * (B_SCALES_ALONG_K ? bs_n : bs_k) + i);
         }
         wait_for_launches();
+        if constexpr (LATE) let_next_begin();
         if constexpr (!W_CONSTANT)
             read_scales<BN, B_SCALES_ALONG_K>(b_scale, bs_n, bs_k, columns, count, put_scale_of_b);
         read_scales<ROWS, A_SCALES_ALONG_K>(a_scale, as_m, as_k, rows, count, put_scale_of_a);

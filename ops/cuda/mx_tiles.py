@@ -27,7 +27,8 @@ class Config:
     """How blocks divide a product; `mx_tiles.cu` says what each does.
 
     `ROWS` of a by `16 * WARPS_N` columns of b, `WARPS_K` warps for each along K, `STAGES` of K in flight, `DEPTH`
-    products of a warpgroup at once, `CLUSTER` blocks along K, `RESIDENT` blocks on a multiprocessor at once.
+    products of a warpgroup at once, `CLUSTER` blocks along K, `RESIDENT` blocks on a multiprocessor at once; `LATE`,
+    when the next launch may begin.
     """
 
     ROWS: int
@@ -37,6 +38,7 @@ class Config:
     CLUSTER: int = 1
     RESIDENT: int = 2
     DEPTH: int = 2
+    LATE: bool = False
 
     @property
     def BN(self) -> int:
@@ -64,7 +66,7 @@ class Config:
         warps = f"{self.WARPS_N}x{self.WARPS_K}"
         return (
             f"{self.ROWS}x{self.BN} warps{warps} stages{self.STAGES} depth{self.DEPTH} cluster{self.CLUSTER} "
-            f"resident{self.RESIDENT}"
+            f"resident{self.RESIDENT}{' late' * self.LATE}"
         )
 
 
@@ -108,7 +110,8 @@ def configure(problem: Problem) -> Config:
         return min(max(1, blocks // tiles, -(-steps // _MOST_STEPS)), max(1, steps // 2), _MOST_CLUSTER)
 
     if rows <= 16 and problem.constant:
-        return _with_stages(Config(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4), k)
+        late = rows == 16 and steps >= 16
+        return _with_stages(Config(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4, LATE=late), k)
     cluster = clusters(cores * 7 // 4)
     if 2 * cores < tiles * _MOST_CLUSTER <= 3 * cores and steps >= 4 * _MOST_CLUSTER:
         cluster = _MOST_CLUSTER
@@ -170,7 +173,7 @@ def plan(
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "STAGES": config.STAGES, "DEPTH": config.DEPTH, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,
-        "W_CONSTANT": int(constant),
+        "W_CONSTANT": int(constant), "LATE": int(config.LATE),
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batch
     resident = min(grid[0] * grid[1] * batch, target.cores * config.RESIDENT)
