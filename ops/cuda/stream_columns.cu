@@ -185,28 +185,38 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     Ring ring;
     if (warp == WARPS) {
-        if (lane == 0) {
-            prefetch_map(x);
-            const auto same = [](int value) { return value; };
-            for_each_item(items, panels, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
-                if (rows.none) return;
-                const Share share(rows, (rank + turn) % CLUSTER);
-                for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
-                    const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
-                    const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
-                    const uint32_t barrier = full + ring.stage * BARRIER;
-                    barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
+        if (lane == 0) prefetch_map(x);
+        // The other warps wait for the cluster's blocks to begin, and so does this one before it waits for a warp: sanitizers
+        // let a block pass a barrier of its cluster only as a whole.
+        bool begun = false;
+        const auto wait_for_all = [&] {
+            if (!begun) {
+                __syncwarp();
+                cluster_wait<CLUSTER>();
+            }
+            begun = true;
+        };
+        const auto same = [](int value) { return value; };
+        for_each_item(items, panels, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+            if (rows.none) return;
+            const Share share(rows, (rank + turn) % CLUSTER);
+            for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
+                const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
+                const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
+                const uint32_t barrier = full + ring.stage * BARRIER;
+                if (ring.parity != 0) wait_for_all();
+                barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
+                if (lane == 0) {
                     barrier_expect(barrier, (high - low + BOX - 1) / BOX * BOX * ROW_BYTES);
                     for (int row = low; row < high; row += BOX) {
                         tma_load(stages + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row,
                                  GROUPED ? 0 : which);
                     }
-                    ring.advance();
                 }
-            });
-        }
-        __syncwarp();
-        cluster_wait<CLUSTER>();
+                ring.advance();
+            }
+        });
+        wait_for_all();
     } else {
         cluster_wait<CLUSTER>();  // the blocks that will be told of maxima have begun
         const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
