@@ -174,8 +174,10 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
         cluster = min(4, most)
     elif constant or steps > _LONG * (cluster := largest(wide, cores, most)):
         cluster = min(most, 8 if constant else 6, -(-steps // 4))
-    elif rows == 8 and steps <= 4 * cluster and 10 * narrow * cluster <= 17 * cores:
-        return fitted(4, cluster, 2)
+    elif rows == 8 and (cluster <= 2 or steps <= 4 * cluster) and 10 * narrow * cluster <= 17 * cores:
+        return fitted(4, cluster, 2 if steps <= 4 * cluster else 3)
+    elif cluster == 6 and 4 * wide * cluster > 3 * cores and steps > 4 * cluster:
+        late = False  # two launches all but fill the chip: 36 of 39 clusters of 6
     # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
     crowded = cluster == 8 and 30 < wide <= 45
     if crowded and steps > 48:
