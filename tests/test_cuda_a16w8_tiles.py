@@ -262,6 +262,7 @@ def test_the_default_configuration() -> None:
         assert str(configure(m, n, k, (128, 128), 2, 132, constant=constant)) == name
     assert configure(16, 1536, 7168, (128, 128), 2, 132, constant=True).CLUSTER == 14
     assert configure(16, 1536, 7168, (128, 128), 2, 114, constant=True).CLUSTER <= 8  # GPCs may be too small for 16
+    assert configure(4, 384, 6144, (128, 128), 2, 114).CLUSTER == 8
 
 
 @pytest.mark.parametrize("rows", CLASSES[:3], ids=str)
