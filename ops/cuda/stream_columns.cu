@@ -190,10 +190,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         // let a block pass a barrier of its cluster only as a whole.
         bool begun = false;
         const auto wait_for_all = [&] {
-            if (!begun) {
-                __syncwarp();
-                cluster_wait<CLUSTER>();
-            }
+            __syncwarp();
+            if (!begun) cluster_wait<CLUSTER>();
             begun = true;
         };
         const auto same = [](int value) { return value; };
@@ -204,9 +202,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
                 const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
                 const uint32_t barrier = full + ring.stage * BARRIER;
-                if (ring.parity != 0) wait_for_all();
-                barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
+                if (!begun && ring.parity != 0) wait_for_all();
                 if (lane == 0) {
+                    barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
                     barrier_expect(barrier, (high - low + BOX - 1) / BOX * BOX * ROW_BYTES);
                     for (int row = low; row < high; row += BOX) {
                         tma_load(stages + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row,
