@@ -83,7 +83,7 @@ class Held(NamedTuple):
     clusters: int = 16
 
 
-# By rows, the first that fits.
+# By rows, the first that fits: of a constant weight, and of others.
 _HELD: Final = {
     8: (
         Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
@@ -100,6 +100,13 @@ _HELD: Final = {
         Held(60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
         Held(48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
     ),
+}
+_HELD_LATE: Final = {
+    rows: (
+        Held(0, most, Config(rows, 4, 2, RESIDENT=2, LATE=True, HELD=2), 8),
+        Held(0, most, Config(rows, 4, 3, RESIDENT=2, LATE=True, HELD=3)),
+    )
+    for rows, most in ((8, 224), (16, 132))
 }
 
 
@@ -151,65 +158,51 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     most = max(1, min(8, steps // 2))
     late = not constant or (rows == 16 and steps >= 16)
 
-    def largest(tiles: int, blocks: int, most: int) -> int:
-        """Of the blocks along K that have equally much each, as many as come to so many blocks in all."""
-        return max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and tiles * c <= blocks))
-
     def fitted(warps: int, cluster: int, resident: int) -> Config:
         return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
+    if (held := _held((_HELD if constant else _HELD_LATE)[rows], n, k, w_block, parts, cores)) is not None:
+        return held
     if constant:
-        if (held := _held(rows, n, k, w_block, parts, cores)) is not None:
-            return held
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
             return fitted(4, 8, 3)
         if wide * most < (cores if rows == 8 else cores * 7 // 10):
             return fitted(4, most, 3 if rows == 8 else 2)
-    else:
-        if (held := _held_late(rows, narrow, k, w_block, parts, cores)) is not None:
-            return held
-        if 5 * wide * most < 2 * cores:
-            return fitted(4, most, 2)
+        cluster = min(4, most) if wide >= cores else min(most, -(-steps // 4))
+        # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
+        crowded = cluster == 8 and 30 < wide <= 45
+        if crowded and steps > 48:
+            cluster, crowded = 6, False
+        return fitted(8, cluster, 3 if crowded else 2)
+
+    if 5 * wide * most < 2 * cores:
+        return fitted(4, most, 2)
     if wide >= cores:
-        cluster = min(4, most)
-    elif constant or steps > _LONG * (cluster := largest(wide, cores, most)):
-        cluster = min(most, 8 if constant else 6, -(-steps // 4))
-    elif rows == 8 and (cluster <= 2 or steps <= 4 * cluster) and 10 * narrow * cluster <= 17 * cores:
+        return fitted(8, min(4, most), 2)
+    # The most blocks along K that have equally much each and are not more than multiprocessors.
+    cluster = max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and wide * c <= cores))
+    if steps > _LONG * cluster:
+        return fitted(8, min(most, 6, -(-steps // 4)), 2)
+    if rows == 8 and (cluster <= 2 or steps <= 4 * cluster) and 10 * narrow * cluster <= 17 * cores:
         return fitted(4, cluster, 2 if steps <= 4 * cluster else 3)
-    elif cluster == 6 and 4 * wide * cluster > 3 * cores and steps > 4 * cluster:
-        late = False  # two launches all but fill the chip: 36 of 39 clusters of 6
-    # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
-    crowded = cluster == 8 and 30 < wide <= 45
-    if crowded and steps > 48:
-        cluster, crowded = 6, False
-    return fitted(8, cluster, 3 if crowded else 2)
+    # Early where two launches all but fill the chip: 36 of 39 clusters of 6.
+    late = cluster != 6 or 4 * wide * cluster <= 3 * cores or steps <= 4 * cluster
+    return fitted(8, cluster, 2)
 
 
-def _held(rows: int, n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
+def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
     """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
     largest = 16 if cores >= _CORES_OF_LARGE_GPCS else 8
-    for held in _HELD[rows]:
+    for held in table:
         config = held.config
         cluster, rest = divmod(k // STEP, config.STAGES)
         # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
-        config = replace(config, CLUSTER=cluster, HELD=config.HELD - (parts == 3 and rows == 16))
+        full = parts == 3 and config.ROWS == 16 and config.HELD > 3
+        config = replace(config, CLUSTER=cluster, HELD=config.HELD - full)
         blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
         if rest or not 1 <= cluster <= min(largest, held.clusters) or config.shared(k, w_block, parts) > room:
             continue
         if held.fewest * cores <= blocks * 132 <= held.most * cores:
-            return config
-    return None
-
-
-def _held_late(rows: int, narrow: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
-    """Of few columns or a short K: two stages a block, or three, held when what came before has ended."""
-    steps, most = k // STEP, cores * 17 // 10 if rows == 8 else cores
-    for stages, clusters in ((2, 8), (3, 16 if cores >= _CORES_OF_LARGE_GPCS else 8)):
-        cluster, rest = divmod(steps, stages)
-        if rest or not 1 <= cluster <= clusters or narrow * cluster > most:
-            continue
-        config = Config(rows, 4, stages, cluster, 2, LATE=True, HELD=stages)
-        if config.shared(k, w_block, parts) <= SHARED_LIMIT // config.RESIDENT - RESERVED:
             return config
     return None
 
