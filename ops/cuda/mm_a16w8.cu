@@ -43,7 +43,7 @@ constexpr int X_BYTES = 2 * X_HALF;     // of a slice
 constexpr int OUT_ROWS = 32;
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // a scale, for all of K
-constexpr bool IN_UNITS = !HOLDS && BM > 128;
+constexpr bool IN_UNITS = !HOLDS && BM > 128;  // are sums, of what powers of two leave of the scales
 constexpr int PREFETCHED = 8;                  // k-blocks
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
 static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
