@@ -238,11 +238,17 @@ def _whole_columns(device: torch.device, target: Target) -> Launches:
         name = f"grouped {tile} kept {kept}"
         yield name, columns.plan_panels(tokens, spread, "fp32", target, offsets, tile, kept)
     # One cluster has panel after panel; the first ring does not hold one.
-    few = columns._STREAMS_OF_FEW[3:5]
-    for stream in (STREAMS[0], columns._STREAMS[0][1], columns._STREAMS[3][1], *(tile for _, tile in few)):
+    whole = (
+        STREAMS[0],
+        columns._STREAMS[0][1],
+        columns._STREAMS[3][1],
+        *(tile for _, tile in columns._STREAMS_OF_FEW[3:5]),
+    )
+    divided = ((columns._STREAMS_OF_FEW[-1][1], (0, 128)), (columns._BESIDE, (128, width)))
+    for stream, span in (*((tile, None) for tile in whole), *divided):
         x = torch.empty(max(64 * stream.STAGES * stream.CLUSTER, 600) + 5, width, dtype=BF16, device=device)
-        out = _like(x, (-1, 1))
-        yield f"{stream}", columns.plan_stream(x, out, "fp32", target, None, stream, 1)
+        name = f"{stream}" + (f" of columns {span[0]} to {span[1]}" if span else "")
+        yield name, columns.plan_stream(x, _like(x, (-1, 1)), "fp32", target, None, stream, 1, span)
     for stream in (STREAMS[0], columns._STREAMS_OF_GROUPS[0][1], columns._STREAMS_OF_GROUPS[-1][1]):
         yield f"grouped {stream}", columns.plan_stream(tokens, spread, "fp32", target, offsets, stream, 1)
     for walk in (*(walk for _, walk in columns._WALKS), WALKS[1]):

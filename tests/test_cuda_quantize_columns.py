@@ -76,16 +76,16 @@ def same(found: Any, wanted: Any) -> bool:
     return True
 
 
-def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, config: Config) -> CudaLaunch:
+def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, config: Config) -> tuple[CudaLaunch, ...]:
     if config is None:
         return columns.plan(x, out, scale, SM90, offsets)
     if isinstance(config, Stream):
         clusters = None if x.is_cuda else 2  # each with panel after panel
-        return columns.plan_stream(x, out, scale, SM90, offsets, config, clusters)
+        return (columns.plan_stream(x, out, scale, SM90, offsets, config, clusters),)
     if isinstance(config, Walk):
         assert offsets is not None
-        return columns.plan_walk(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3)
-    return columns.plan_panels(x, out, scale, SM90, offsets, *config)
+        return (columns.plan_walk(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3),)
+    return (columns.plan_panels(x, out, scale, SM90, offsets, *config),)
 
 
 def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
@@ -103,10 +103,11 @@ def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: 
     return out
 
 
-def run(launch: CudaLaunch) -> None:
+def run(launches: tuple[CudaLaunch, ...]) -> None:
     from fp8fn.ops.cuda.launch import pointers
 
-    launch.prepare().launch(pointers(launch.args))
+    for launch in launches:
+        launch.prepare().launch(pointers(launch.args))
 
 
 @needs_compiler
@@ -181,6 +182,39 @@ def test_streamed_groups_have_the_references_bits(config: Config, backwards: boo
 
 
 @needs_compiler
+@pytest.mark.parametrize("tiles", [(Stream(2, 4, HELD=2), Stream(3, 3)), (Stream(1, 3), Stream(1, 6, BOX=128, HELD=4))])
+def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
+    """In either order: neither reads what the other writes."""
+    for shape, border, dtype, sizes in (
+        ((1100, 200), 128, BF16, None),
+        ((3, 600, 72), 64, BF16, None),
+        ((700, 100), 32, FP32, None),
+        ((930, 136), 64, FP16, [900]),
+        ((1000, 320), 192, BF16, [300, 0, 700]),
+    ):
+        x = torch.randn(shape, dtype=dtype)
+        offsets = None if sizes is None else torch.tensor(sizes).cumsum(0).int()
+        for order in (1, -1):
+            if offsets is None:
+                out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
+                wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")
+            else:
+                out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), E4M3, "fp32"))
+                wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
+            out.data.view(torch.uint8).fill_(0x55)
+            out.scale.fill_(-1)
+            spans = ((0, border), (border, shape[-1]))
+            first, second = (
+                columns.plan_stream(x, out.batch if offsets is None else out, "fp32", SM90, offsets, tile, 2, span)
+                for tile, span in zip(tiles, spans, strict=True)
+            )
+            assert (first.overlaps, second.overlaps) == (False, True)
+            with hopper_on_cpu():
+                run((first, second)[::order])
+            assert same(out, wanted), (shape, sizes, order)
+
+
+@needs_compiler
 @pytest.mark.parametrize("config", WALKS, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 def test_walked_groups_have_the_references_bits(config: Config, backwards: bool) -> None:
@@ -223,7 +257,7 @@ def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
         out.data.view(torch.uint8).fill_(0x55)
         out.scale.fill_(-1)
         with hopper_on_cpu():
-            run(columns.plan_walk(x, out, "fp32", SM90, offsets, Walk(4), blocks))
+            run((columns.plan_walk(x, out, "fp32", SM90, offsets, Walk(4), blocks),))
         assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
 
 
@@ -315,7 +349,7 @@ def launches_of(plan: Callable[..., CudaLaunch], tile: Tile | Stream) -> Iterato
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
         out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
         groups = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-        yield plan(x, out, "fp32", SM90, tile=tile)
+        yield plan(x, out, "fp32", SM90, None, tile)
         yield plan(x, groups, "fp32", SM90, offsets, tile)
 
 
@@ -365,14 +399,44 @@ def test_the_ring_holds_the_rows_and_more() -> None:
     assert default_stream(8192, 1280, False) == Stream(16, BOX=128)
 
 
+def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    def launches(x: Tensor, resident: dict[int, int], groups: int = 0) -> list[tuple[int, int, int, int]]:
+        """CLUSTER, blocks, and of which columns to which."""
+        monkeypatch.setattr(columns, "_resident", lambda kernel, tile, *_: resident[tile.CLUSTER] * tile.RESIDENT)
+        offsets = torch.empty(groups, device="meta", dtype=torch.int32) if groups else None
+        if groups:
+            out = Quantized(*empty_grouped(x, groups, (-1, 1), E4M3, "fp32"))
+        else:
+            out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
+        found = columns.plan(x, out, "fp32", SM90, offsets)
+        return [
+            (launch.options["CLUSTER"], launch.grid[0], launch.args["begin"], launch.args["end"]) for launch in found
+        ]
+
+    h200 = {16: 7, 8: 15}
+    x = torch.empty(16640, 5120, device="meta", dtype=BF16)
+    assert launches(x, h200) == launches(x, h200, 1) == [(16, 112, 0, 4928), (8, 8, 4928, 5120)]
+    assert launches(x, {16: 7, 8: 14}) == [(16, 112, 0, 5120)]  # nothing is idle
+    assert launches(x, {16: 6, 8: 14}) == [(16, 96, 0, 4608), (8, 16, 4608, 5120)]
+    assert launches(x[:8192], h200) == [(16, 224, 0, 4800), (8, 8, 4800, 5120)]
+    assert launches(x[:, :5000].unflatten(0, (2, 8320)), h200) == [(16, 224, 0, 4736), (8, 8, 4736, 5000)]
+    assert launches(x[:5120], h200) == [(8, 240, 0, 5120)]
+    assert launches(torch.empty(17409, 5120, device="meta", dtype=BF16), h200) == [(16, 112, 0, 5120)]  # too long
+    assert launches(x[:, :320], h200) == [(16, 80, 0, 320)]
+    assert launches(torch.empty(16640, 28672, device="meta", dtype=BF16), h200) == [(16, 112, 0, 28672)]
+
+
 def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
     def name(x: Tensor, count: int = 0) -> str:
         if count == 0:
             out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
-            return columns.plan(x, out, "fp32", SM90).name
+            return names_of(columns.plan(x, out, "fp32", SM90))
         offsets = torch.empty(count, device="meta", dtype=torch.int32)
         out = Quantized(*empty_grouped(x, count, (-1, 1), E4M3, "fp32"))
-        return columns.plan(x, out, "fp32", SM90, offsets).name
+        return names_of(columns.plan(x, out, "fp32", SM90, offsets))
+
+    def names_of(launches: tuple[CudaLaunch, ...]) -> str:
+        return " ".join(launch.name for launch in launches)
 
     x = torch.empty(16640, 72, device="meta", dtype=BF16)
     assert [name(x), name(x[:512]), name(x[:513])] == ["stream_columns", "quantize_columns", "stream_columns"]
@@ -391,10 +455,54 @@ def test_blocks_walk_over_equal_parts_of_panels() -> None:
     assert default_walk(x, 16, 132) is None
     assert default_walk(x[:, :1024], 64, 132) is None
     offsets = torch.empty(64, device="meta", dtype=torch.int32)
-    for width, blocks in ((8192, 256), (5120, 240), (7168, 264), (16384 + 8192, 264), (2048, 256)):
+    for width, blocks in ((8192, 256), (5120, 240), (7168, 224), (6144, 264), (16384 + 8192, 264), (2048, 256)):
         x = torch.empty(16640, width, device="meta", dtype=BF16)
         out = Quantized(*empty_grouped(x, 64, (-1, 1), E4M3, "fp32"))
         assert columns.plan_walk(x, out, "fp32", SM90, offsets).grid == (blocks, 1, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [0, 1])
+def test_a_launch_after_two_that_divide_the_columns_waits_for_both(groups: int) -> None:
+    """And both for what wrote x: eagerly, on a stream of their own, and replayed as a graph."""
+    offsets = torch.tensor([16500], device="cuda", dtype=torch.int32) if groups else None
+    inputs = [torch.randn(16640, 5120, device="cuda", dtype=BF16) * 2**i for i in range(3)]
+    wanted = [quantized_by(reference, x, offsets) for x in inputs]
+    x = torch.empty_like(inputs[0])
+    right = torch.zeros((), device="cuda", dtype=torch.int64)
+
+    def step(i: int) -> None:
+        x.copy_(inputs[i])
+        data, scale = quantized_by(None, x, offsets)
+        x.zero_()
+        right.add_((data.view(torch.uint8) == wanted[i][0].view(torch.uint8)).all() & (scale == wanted[i][1]).all())
+        data.view(torch.uint8).zero_()
+
+    for i in range(30):
+        step(i % 3)
+    assert right.item() == 30
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for i in range(30):
+            step(i % 3)
+    stream.synchronize()
+    assert right.item() == 60
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(3):
+            step(i)
+    for _ in range(10):
+        graph.replay()
+    assert right.item() == 90
+
+
+def quantized_by(module: Any, x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
+    if offsets is None:
+        return module.quantize(x, (-1, 1), E4M3, "fp32") if module else quantize_kernel(x, (-1, 1))
+    if module:
+        return module.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
+    return quantize_grouped_kernel(x, offsets, (-1, 1))
 
 
 @pytest.mark.gpu

@@ -20,6 +20,12 @@ __forceinline__ void cluster_wait() {
     if constexpr (TOGETHER > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// Likewise, by lanes of a warp at times of their own.
+template <int TOGETHER>
+__forceinline__ void cluster_wait_alone() {
+    if constexpr (TOGETHER > 1) asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
+}
+
 // What lies at an address of shared memory in block `rank` of the cluster.
 __forceinline__ unsigned load_of_block(const unsigned* address, unsigned rank) {
     unsigned value;

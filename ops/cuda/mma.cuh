@@ -3,6 +3,7 @@
 #pragma once
 #include "convert.cuh"
 #include "instructions.cuh"
+#include "overlap.cuh"
 
 // Of as many bytes as the launch asks for.
 INLINE char* block_memory() {
@@ -73,11 +74,6 @@ INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
         "r"(rank), "f"(value.x), "f"(value.y)
         : "memory");
 }
-
-// The launch after this one may begin, where it was made to: it waits by itself for what this one writes.
-INLINE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until the launches before this one have ended and what they wrote is seen.
-INLINE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Brings memory to the L2, 16 bytes and their multiples: before any wait too, for what is written later is written there.
 INLINE void prefetch(const void* address, uint32_t bytes) {

@@ -112,14 +112,19 @@ _STREAMS: Final = (
     (5120, Stream(8, 6, RESIDENT=2, BOX=128)), (7168, Stream(8, BOX=128)), (10**9, Stream(16, BOX=128)),
 )  # fmt: skip
 _STREAMS_OF_FEW: Final = (
-    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, Stream(8, 6, RESIDENT=2, BOX=128, HELD=2)),
-    (10240, Stream(16, 6, RESIDENT=2, BOX=128, HELD=3)), _STREAMS[-1],
+    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, Stream(8, 6, RESIDENT=2, BOX=128, HELD=3)),
+    (10240, Stream(16, 6, RESIDENT=2, BOX=128, HELD=3)), (10**9, Stream(16, BOX=128, HELD=4)),
 )  # fmt: skip
 _STREAMS_OF_GROUPS: Final = (
     (1280, Stream(2, 6, RESIDENT=2, BASE=128)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
     (7168, Stream(8)), (10**9, Stream(16, HELD=4)),
 )  # fmt: skip
 _FEW_PANELS: Final = 256
+# On multiprocessors that clusters of 16 leave idle, of up to so many rows, which it holds. Where a panel fills the
+# ring, nothing of the next comes meanwhile, and of its share of the panels it takes such a part.
+_BESIDE: Final = Stream(8, BOX=128, HELD=4)
+_MOST_BESIDE: Final = _BESIDE.CLUSTER * (_BESIDE.STAGES + _BESIDE.HELD) * _CHUNK
+_FILLED: Final = 0.7
 # As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run
 # further ahead part from those beside them, which read the other pieces of the same rows.
 _WALKS: Final = ((340, Walk(4, BOX=128)), (10**9, Walk()))
@@ -184,23 +189,28 @@ def call_quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str, targe
     if is_column_major(rows):
         launch = quantize_rows.plan(rows.mT, of_rows.mT, scale, target)
         return Call((Step(launch.prepare(), (0, 1, 2)),), tuple(map(geometry, out)), 2)
-    launch = plan(rows, of_rows, scale, target)
-    return Call((Step(launch.prepare(), (0, 1, 2, None)),), tuple(map(geometry, out)), 2)
+    steps = tuple(Step(launch.prepare(), (0, 1, 2, None)) for launch in plan(rows, of_rows, scale, target))
+    return Call(steps, tuple(map(geometry, out)), 2)
 
 
 def call_quantize_grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, target: Target) -> Call:
     """`quantize_grouped(x, offsets, (-1, 1))` as a call on tensors of the kinds of these; see `accepts_grouped`."""
     out = Quantized(*empty_grouped(x, offsets.shape[0], (WHOLE, 1), dtype, scale))
-    launch = plan(x, out, scale, target, offsets)
-    return Call((Step(launch.prepare(), (0, 2, 3, 1)),), tuple(map(geometry, out)), 2)
+    steps = tuple(Step(launch.prepare(), (0, 2, 3, 1)) for launch in plan(x, out, scale, target, offsets))
+    return Call(steps, tuple(map(geometry, out)), 2)
 
 
-def plan(x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None) -> CudaLaunch:
-    """The launch on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
-    rows = _typical(x.shape[-2], 0 if offsets is None else offsets.shape[0])
-    if offsets is not None and (walk := default_walk(x, offsets.shape[0], target.cores)) is not None and streams(x):
-        return plan_walk(x, out, scale, target, offsets, walk)
-    return (plan_stream if rows > _SMALL and streams(x) else plan_panels)(x, out, scale, target, offsets)
+def plan(
+    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None
+) -> tuple[CudaLaunch, ...]:
+    """The launches on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
+    if not streams(x):
+        return (plan_panels(x, out, scale, target, offsets),)
+    if offsets is not None and (walk := default_walk(x, offsets.shape[0], target.cores)) is not None:
+        return (plan_walk(x, out, scale, target, offsets, walk),)
+    if _typical(x.shape[-2], 0 if offsets is None else offsets.shape[0]) <= _SMALL:
+        return (plan_panels(x, out, scale, target, offsets),)
+    return plan_streams(x, out, scale, target, offsets)
 
 
 def streams(x: Tensor) -> bool:
@@ -244,23 +254,45 @@ def plan_panels(
     )  # fmt: skip
 
 
-def plan_stream(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None, tile: Stream | None = None,
-    clusters: int | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `stream_columns.cu`, for an x that `streams`, by so many `clusters`, by default all that fit."""
+def plan_streams(
+    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None
+) -> tuple[CudaLaunch, ...]:
+    """One launch of `stream_columns.cu`, or two where clusters of 16 leave room for others."""
     *batch, m, n = x.shape
+    rows, count = (m, batch[0] if batch else 1) if offsets is None else (_typical(m, len(offsets)), len(offsets) + 1)
+    columns = _ROW_BYTES // x.element_size()
+    panels = -(-n // columns)
+    tile = default_stream(rows, panels * count, offsets is not None)
+    kernel = _stream_kernel(x, out, scale, offsets, tile)
+    clusters = _resident(kernel, tile, x.device, target)
+    if tile.CLUSTER == 2 * _BESIDE.CLUSTER and panels * count <= _FEW_PANELS and rows <= _MOST_BESIDE:
+        halves = _resident(_stream_kernel(x, out, scale, offsets, _BESIDE, "SECOND"), _BESIDE, x.device, target)
+        beside = halves - 2 * -(-clusters // tile.RESIDENT)  # a cluster takes the place of two of half its size
+        filled = rows > _BESIDE.CLUSTER * _BESIDE.STAGES * _CHUNK
+        if (taken := int(panels * beside / halves * (_FILLED if filled else 1))) > 0:
+            border = (panels - taken) * columns
+            return (
+                plan_stream(x, out, scale, target, offsets, tile, clusters, (0, border)),
+                plan_stream(x, out, scale, target, offsets, _BESIDE, beside, (border, n)),
+            )
+    return (plan_stream(x, out, scale, target, offsets, tile, clusters),)
+
+
+def plan_stream(
+    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None, tile: Stream,
+    clusters: int | None = None, span: tuple[int, int] | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `stream_columns.cu`, for an x that `streams`, by so many `clusters`, by default all that fit.
+
+    With a `span` of columns it is one of two: the first of them begins at 0, the second overlaps with it.
+    """
+    *batch, m, n = x.shape
+    part = "ALL" if span is None else "SECOND" if span[0] else "FIRST"
+    begin, end = span or (0, n)
     groups = 0 if offsets is None else offsets.shape[0]
     columns = _ROW_BYTES // x.element_size()
-    items = -(-n // columns) * (groups + 1 if groups else batch[0] if batch else 1)
-    tile = tile or default_stream(_typical(m, groups), items, groups > 0)
-    macros: dict[str, int | str] = {
-        **types(x, out, scale),
-        "PANEL": columns,
-        **vars(tile),
-        "GROUPED": int(offsets is not None),
-    }
-    kernel = CudaKernel("stream_columns.cu", "stream_columns", tuple(macros.items()))
+    items = -(-(end - begin) // columns) * (groups + 1 if groups else batch[0] if batch else 1)
+    kernel = _stream_kernel(x, out, scale, offsets, tile, part)
     clusters = clusters or _resident(kernel, tile, x.device, target)
     return CudaLaunch(
         kernel=kernel,
@@ -270,12 +302,27 @@ def plan_stream(
         args={
             # By more a miss would bring of the next panel what another cluster reads at another time: 10 % slower.
             "x": TensorMap(as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
-            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "data_n": out.data.stride(-1),
-            "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups, "items": items,
+            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "begin": begin, "end": end,
+            "data_n": out.data.stride(-1), "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups,
+            "items": items,
         },
         target=target,
-        options=macros,
+        options=dict(kernel.macros),
+        overlaps=part == "SECOND",
     )  # fmt: skip
+
+
+def _stream_kernel(
+    x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, tile: Stream, part: str = "ALL"
+) -> CudaKernel:
+    macros: dict[str, int | str] = {
+        **types(x, out, scale),
+        "PANEL": _ROW_BYTES // x.element_size(),
+        **vars(tile),
+        "GROUPED": int(offsets is not None),
+        "PART": f"Part::{part}",
+    }
+    return CudaKernel("stream_columns.cu", "stream_columns", tuple(macros.items()))
 
 
 def plan_walk(
@@ -306,12 +353,13 @@ def plan_walk(
 
 
 def _shares(panels: int, most: int) -> int:
-    """Blocks that walk over so many panels: as many for each of them, where that keeps nine of ten of `most` busy.
+    """Blocks that walk over so many panels: as many for each of them, where that keeps four of five of `most` busy.
 
-    Then all panels are cut at the same groups, and where these differ in size, the blocks' shares differ less.
+    Then all panels are cut at the same groups: what is read at a time are whole rows, and where groups differ in size,
+    the blocks' shares differ less.
     """
     even = most // panels * panels
-    return even if 10 * even >= 9 * most else most
+    return even if 5 * even >= 4 * most else most
 
 
 def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Target) -> int:

@@ -7,12 +7,18 @@
 // the chunks in its stages, tells them the warps of this piece in all blocks, and quantizes its piece of the chunks when it
 // knows theirs. What the ring cannot hold of a panel comes a second time.
 //
+// Large clusters leave multiprocessors idle, for each lies within one GPC. A second launch, of smaller ones, may take the
+// last columns there: it begins beside the first, and ends after it, so that a launch after both waits for both.
+//
 // Macros: those of panel.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a multiple of so many
 // rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD, chunks of a panel that
-// stay in registers, so that their stages are free while the warps wait for each other's maxima.
+// stay in registers, so that their stages are free while the warps wait for each other's maxima; PART, of the columns.
 #include "chunk.cuh"
 #include "groups.cuh"
+#include "overlap.cuh"
 #include "ring.cuh"
+
+enum class Part { ALL, FIRST, SECOND };
 
 static_assert(WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
 constexpr int TEAMS = WARPS / PIECES;  // of a warp for each piece, which take the stages in turn
@@ -52,11 +58,12 @@ struct Share {
     __forceinline__ int kept() const { return min(count, STAGES); }
 };
 
-// What a cluster does: `visit(panel, which, rows, turn)` for one panel after the other, of a matrix, of a group or of the
-// rows in none, where there are any. `same` is told what all lanes know alike.
+// What a cluster does: `visit(panel, which, rows, turn)` for one panel of columns `begin` to `end` after the other, of a
+// matrix, of a group or of the rows in none, where there are any. `same` is told what all lanes know alike.
 template <typename Same, typename Visit>
-__forceinline__ void for_each_item(int items, int panels, const int* offsets, int groups, int M, Same&& same, Visit&& visit) {
-    const int clusters = gridDim.x / CLUSTER, width = panels * PANEL;
+__forceinline__ void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
+                                   Visit&& visit) {
+    const int clusters = gridDim.x / CLUSTER, width = (end - begin + PANEL - 1) / PANEL * PANEL;
     const auto find = [&](int which) {
         const Rows rows = rows_of(which, offsets, groups, M);
         return GROUPED ? Rows{same(rows.start), same(rows.stop), which == groups} : rows;
@@ -69,7 +76,7 @@ __forceinline__ void for_each_item(int items, int panels, const int* offsets, in
             rows = find(which);
         }
         if (rows.none && rows.start == rows.stop) break;
-        visit(panel, which, rows, turn);
+        visit(begin + panel, which, rows, turn);
     }
 }
 
@@ -159,13 +166,13 @@ struct Cursor {
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + 32, RESIDENT)
     stream_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
-                   int data_n, int scale_lead, int groups, int items) {
+                   int begin, int end, int data_n, int scale_lead, int groups, int items) {
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER;
-    const int panels = (N + PANEL - 1) / PANEL;
     const uint32_t stages = uniform(shared_address(swizzled_memory()));
     const uint32_t full = stages + FULL, empty = stages + EMPTY;
 
+    if constexpr (PART == Part::FIRST) let_next_begin();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full + stage * BARRIER, 1);
@@ -185,36 +192,37 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     Ring ring;
     if (warp == WARPS) {
-        if (lane == 0) prefetch_map(x);
-        // The other warps wait for the cluster's blocks to begin, and so does this one before it waits for a warp: sanitizers
-        // let a block pass a barrier of its cluster only as a whole.
-        bool begun = false;
-        const auto wait_for_all = [&] {
-            __syncwarp();
-            if (!begun) cluster_wait<CLUSTER>();
-            begun = true;
-        };
-        const auto same = [](int value) { return value; };
-        for_each_item(items, panels, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
-            if (rows.none) return;
-            const Share share(rows, (rank + turn) % CLUSTER);
-            for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
-                const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
-                const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
-                const uint32_t barrier = full + ring.stage * BARRIER;
-                if (!begun && ring.parity != 0) wait_for_all();
-                if (lane == 0) {
+        // As the other warps do, the lanes wait for the cluster's blocks to begin: the one that copies, not before it waits
+        // for any of them. It need not, but sanitizers let a block pass a barrier of its cluster only as a whole.
+        if (lane == 0) {
+            bool begun = false;
+            prefetch_map(x);
+            const auto same = [](int value) { return value; };
+            for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+                if (rows.none) return;
+                const Share share(rows, (rank + turn) % CLUSTER);
+                for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
+                    const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
+                    const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
+                    const uint32_t barrier = full + ring.stage * BARRIER;
+                    if (!begun && ring.parity != 0) {
+                        cluster_wait_alone<CLUSTER>();
+                        begun = true;
+                    }
                     barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
                     barrier_expect(barrier, (high - low + BOX - 1) / BOX * BOX * ROW_BYTES);
                     for (int row = low; row < high; row += BOX) {
                         tma_load(stages + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row,
                                  GROUPED ? 0 : which);
                     }
+                    ring.advance();
                 }
-                ring.advance();
-            }
-        });
-        wait_for_all();
+            });
+            if (!begun) cluster_wait_alone<CLUSTER>();
+        } else {
+            cluster_wait_alone<CLUSTER>();
+        }
+        __syncwarp();
     } else {
         cluster_wait<CLUSTER>();  // the blocks that will be told of maxima have begun
         const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
@@ -242,7 +250,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             if (lane == 0) barrier_arrive(barrier);
         };
         const auto same = [](int value) { return uniform(value); };
-        for_each_item(items, panels, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+        for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
             unsigned char* const to = data + share.top + mine.group * ROWS +
                                       (static_cast<long long>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
@@ -373,4 +381,5 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
     cluster_arrive<CLUSTER>(false);
     cluster_wait<CLUSTER>();  // a block must not end while another may still tell it its maxima
+    if constexpr (PART == Part::SECOND) wait_for_launches();
 }

@@ -10,6 +10,10 @@ template <int TOGETHER>
 void cluster_wait() {
     if constexpr (TOGETHER > 1) cluster_wait();
 }
+template <int TOGETHER>
+void cluster_wait_alone() {
+    cluster_wait<TOGETHER>();
+}
 inline unsigned load_of_block(const unsigned* address, unsigned rank) {
     const auto offset = reinterpret_cast<const char*>(address) - block_memory();
     return *reinterpret_cast<const unsigned*>(memories[rank] + offset);

@@ -1,6 +1,7 @@
 // The functions of ops/cuda/mma.cuh for the CPU.
 #pragma once
 #include "convert.cuh"
+#include "overlap.cuh"
 
 inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
 
@@ -42,8 +43,6 @@ inline void store_to_block(float2* to, uint32_t rank, float2 value) {
     *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
 }
 inline void end_copies() {}
-inline void let_next_begin() {}
-inline void wait_for_launches() {}
 inline void prefetch(const void* address, unsigned bytes) {
     for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
 }
