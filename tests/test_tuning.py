@@ -331,6 +331,18 @@ def test_the_shipped_tables_are_valid() -> None:
             assert config_of(entry.config) in {replace(c, GROUP=8) for c in candidates(problem, chip.multiprocessors)}
 
 
+def test_a_sweep_of_another_day_finds_the_shipped_choices_good() -> None:
+    """`h200_second_sweep.json` is of the same products of blocks, two days later."""
+    shipped = table.read(Path(table.__file__).parent / table.SHIPPED[H200])
+    second = table.read(Path(__file__).parent / "h200_second_sweep.json")
+    found = compare.agreement(shipped, second)
+    assert found.problems == len(second.entries) == 205
+    assert found.within >= 0.9 * found.problems
+    assert found.carried > 0.995
+    for sweep in (shipped, second):
+        assert compare.regret(sweep, unseen=True).mean > 0.95
+
+
 def test_lookup_is_exact_then_by_plain_types() -> None:
     known = Table(CHIP, {PROBLEM: ENTRY})
     gradient = replace(PROBLEM, a_type="e5m2", out_type="float16")
