@@ -30,7 +30,17 @@ from test_cuda_mx_tiles import CONFIGS as MX_TILES
 from test_cuda_quantize_columns import SMALL, STREAMS, WALKS
 from torch import Tensor
 
-from fp8fn.ops.cuda import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, nvrtc, quantize_rows
+from fp8fn.ops.cuda import (
+    a16w8_tiles,
+    gemv_a16w8,
+    gemv_mx,
+    mm_a16w8,
+    mx_tiles,
+    nvrtc,
+    quantize_rows,
+    stream_columns,
+    walk_columns,
+)
 from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda import scaled_grouped_mm as grouped
 from fp8fn.ops.cuda import scaled_mm as dense
@@ -240,19 +250,19 @@ def _whole_columns(device: torch.device, target: Target) -> Launches:
     # One cluster has panel after panel; the first ring does not hold one.
     whole = (
         STREAMS[0],
-        columns._STREAMS[0][1],
-        columns._STREAMS[3][1],
-        *(tile for _, tile in columns._STREAMS_OF_FEW[3:5]),
+        stream_columns._STREAMS[0][1],
+        stream_columns._STREAMS[3][1],
+        *(tile for _, tile in stream_columns._STREAMS_OF_FEW[3:5]),
     )
-    divided = ((columns._STREAMS_OF_FEW[-1][1], (0, 128)), (columns._BESIDE, (128, width)))
+    divided = ((stream_columns._STREAMS_OF_FEW[-1][1], (0, 128)), (stream_columns._BESIDE, (128, width)))
     for stream, span in (*((tile, None) for tile in whole), *divided):
         x = torch.empty(max(64 * stream.STAGES * stream.CLUSTER, 600) + 5, width, dtype=BF16, device=device)
         name = f"{stream}" + (f" of columns {span[0]} to {span[1]}" if span else "")
-        yield name, columns.plan_stream(x, _like(x, (-1, 1)), "fp32", target, None, stream, 1, span)
-    for stream in (STREAMS[0], columns._STREAMS_OF_GROUPS[0][1], columns._STREAMS_OF_GROUPS[-1][1]):
-        yield f"grouped {stream}", columns.plan_stream(tokens, spread, "fp32", target, offsets, stream, 1)
-    for walk in (*(walk for _, walk in columns._WALKS), WALKS[1]):
-        yield f"{walk}", columns.plan_walk(tokens, spread, "fp32", target, offsets, walk, 2)
+        yield name, stream_columns.plan_part(x, _like(x, (-1, 1)), "fp32", target, None, stream, 1, span)
+    for stream in (STREAMS[0], stream_columns._STREAMS_OF_GROUPS[0][1], stream_columns._STREAMS_OF_GROUPS[-1][1]):
+        yield f"grouped {stream}", stream_columns.plan_part(tokens, spread, "fp32", target, offsets, stream, 1)
+    for walk in (*(walk for _, walk in walk_columns._WALKS), WALKS[1]):
+        yield f"{walk}", walk_columns.plan(tokens, spread, "fp32", target, offsets, walk, 2)
 
 
 def _norms(device: torch.device, target: Target) -> Launches:

@@ -16,24 +16,13 @@ from cuda_emulator import hopper_on_cpu, needs_compiler
 
 import fp8fn
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import nvrtc
+from fp8fn.ops.cuda import nvrtc, stream_columns, walk_columns
 from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.quantize import Quantized, batched
-from fp8fn.ops.cuda.quantize_columns import (
-    _LARGE_GPCS,
-    _STREAMS,
-    _STREAMS_OF_FEW,
-    _STREAMS_OF_GROUPS,
-    _TALL,
-    _TILES,
-    Stream,
-    Tile,
-    Walk,
-    default_stream,
-    default_tile,
-    default_walk,
-)
+from fp8fn.ops.cuda.quantize_columns import _LARGE_GPCS, _TALL, _TILES, Tile, default_tile
+from fp8fn.ops.cuda.stream_columns import _STREAMS, _STREAMS_OF_FEW, _STREAMS_OF_GROUPS, Stream, default_stream
+from fp8fn.ops.cuda.walk_columns import Walk, default_walk
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.quantize import quantize_kernel
@@ -62,7 +51,7 @@ _OF_MATRICES: Final = tuple(dict.fromkeys(tile for _, tile in (*_STREAMS, *_STRE
 _OF_GROUPS: Final = tuple(tile for _, tile in _STREAMS_OF_GROUPS)
 _ALL_STREAMS: Final = tuple(dict.fromkeys((*_OF_MATRICES, *_OF_GROUPS)))
 
-_ALL_WALKS: Final = tuple(walk for _, walk in columns._WALKS)
+_ALL_WALKS: Final = tuple(walk for _, walk in walk_columns._WALKS)
 
 Config: TypeAlias = "tuple[Tile, int | None] | Stream | Walk | None"
 
@@ -81,10 +70,10 @@ def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, confi
         return columns.plan(x, out, scale, SM90, offsets)
     if isinstance(config, Stream):
         clusters = None if x.is_cuda else 2  # each with panel after panel
-        return (columns.plan_stream(x, out, scale, SM90, offsets, config, clusters),)
+        return (stream_columns.plan_part(x, out, scale, SM90, offsets, config, clusters),)
     if isinstance(config, Walk):
         assert offsets is not None
-        return (columns.plan_walk(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3),)
+        return (walk_columns.plan(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3),)
     return (columns.plan_panels(x, out, scale, SM90, offsets, *config),)
 
 
@@ -205,7 +194,7 @@ def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
             out.scale.fill_(-1)
             spans = ((0, border), (border, shape[-1]))
             first, second = (
-                columns.plan_stream(x, out.batch if offsets is None else out, "fp32", SM90, offsets, tile, 2, span)
+                stream_columns.plan_part(x, out.batch if offsets is None else out, "fp32", SM90, offsets, tile, 2, span)
                 for tile, span in zip(tiles, spans, strict=True)
             )
             assert (first.overlaps, second.overlaps) == (False, True)
@@ -257,7 +246,7 @@ def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
         out.data.view(torch.uint8).fill_(0x55)
         out.scale.fill_(-1)
         with hopper_on_cpu():
-            run((columns.plan_walk(x, out, "fp32", SM90, offsets, Walk(4), blocks),))
+            run((walk_columns.plan(x, out, "fp32", SM90, offsets, Walk(4), blocks),))
         assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
 
 
@@ -310,7 +299,7 @@ def test_the_ops_take_it() -> None:
         assert same(quantize_kernel(x.mT, (1, -1)), reference.quantize(x.mT, (1, -1), E4M3, "fp32"))
         wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
         with pytest.MonkeyPatch.context() as patch:  # of two blocks for the emulator, not of 16
-            patch.setattr(columns, "_STREAMS_OF_GROUPS", ((10**9, Stream(2, 6)),))
+            patch.setattr(stream_columns, "_STREAMS_OF_GROUPS", ((10**9, Stream(2, 6)),))
             assert same(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
         for rest in (x[:, 1:], x[:1].expand(520, 72), x[:200]):
             assert same(quantize_kernel(rest, (-1, 1)), reference.quantize(rest, (-1, 1), E4M3, "fp32"))
@@ -365,7 +354,7 @@ def test_machine_code(tile: Tile) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("tile", _ALL_STREAMS, ids=str)
 def test_machine_code_of_streams(tile: Stream) -> None:
-    for launch in launches_of(columns.plan_stream, tile):
+    for launch in launches_of(stream_columns.plan_part, tile):
         if tile not in (_OF_MATRICES if launch.args["offsets"] is None else _OF_GROUPS):
             continue
         used = launch.resources()
@@ -381,7 +370,7 @@ def test_machine_code_of_walks(tile: Walk) -> None:
         x = torch.empty(1000, width, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
         out = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-        launch = columns.plan_walk(x, out, "fp32", SM90, offsets, tile)
+        launch = walk_columns.plan(x, out, "fp32", SM90, offsets, tile)
         used = launch.resources()
         assert used.spills == 0
         assert used.registers * launch.threads * tile.RESIDENT <= 65536
@@ -402,7 +391,9 @@ def test_the_ring_holds_the_rows_and_more() -> None:
 def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     def launches(x: Tensor, resident: dict[int, int], groups: int = 0) -> list[tuple[int, int, int, int]]:
         """CLUSTER, blocks, and of which columns to which."""
-        monkeypatch.setattr(columns, "_resident", lambda kernel, tile, *_: resident[tile.CLUSTER] * tile.RESIDENT)
+        monkeypatch.setattr(
+            stream_columns, "_resident", lambda kernel, tile, *_: resident[tile.CLUSTER] * tile.RESIDENT
+        )
         offsets = torch.empty(groups, device="meta", dtype=torch.int32) if groups else None
         if groups:
             out = Quantized(*empty_grouped(x, groups, (-1, 1), E4M3, "fp32"))
@@ -458,7 +449,7 @@ def test_blocks_walk_over_equal_parts_of_panels() -> None:
     for width, blocks in ((8192, 256), (5120, 240), (7168, 224), (6144, 264), (16384 + 8192, 264), (2048, 256)):
         x = torch.empty(16640, width, device="meta", dtype=BF16)
         out = Quantized(*empty_grouped(x, 64, (-1, 1), E4M3, "fp32"))
-        assert columns.plan_walk(x, out, "fp32", SM90, offsets).grid == (blocks, 1, 1)
+        assert walk_columns.plan(x, out, "fp32", SM90, offsets).grid == (blocks, 1, 1)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,5 @@
-"""Whole columns quantized on Hopper, of matrices and of groups of rows: by `stream_columns.cu`, of many small groups by
-`walk_columns.cu`, and by `quantize_columns.cu` few rows and what the copy engine does not take.
+"""Whole columns quantized on Hopper, of matrices and of groups of rows: which kernel takes them, and the launch of
+`quantize_columns.cu`, which has few rows and what the copy engine does not take.
 
 Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu` takes them.
 """
@@ -7,27 +7,24 @@ Columns that are contiguous are the rows of the transpose, and `quantize_rows.cu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda import driver, quantize_rows
-from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap, function_of
+from fp8fn.ops.cuda import quantize_rows, stream_columns, walk_columns
+from fp8fn.ops.cuda.chunk import SECTOR, scale_lead, typical_rows
+from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.prepared import Call, Step, geometry
 from fp8fn.ops.cuda.quantize import CHUNK, Quantized, accepts_rows, batched, is_aligned, types
-from fp8fn.ops.cuda.scaled_mm import SHARED_LIMIT, as_batch
+from fp8fn.ops.cuda.scaled_mm import SHARED_LIMIT
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, is_column_major, swap
 from fp8fn.ops.targets import OCP, Target
 
-_SECTOR: Final = 32  # rows, of which a block's share is a multiple
 _LARGEST_GRID: Final = 65535
-_ROW_BYTES: Final = 128  # of a panel of `stream_columns.cu`
-_PIECES: Final = _ROW_BYTES // 16  # of a row, each of which a warp has
-_CHUNK: Final = 128  # rows
+_SMALL: Final = 512  # rows; up to them the kernel without rings is as fast or faster
 
 
 @dataclass(frozen=True)
@@ -48,11 +45,11 @@ class Tile:
     @property
     def most_rows(self) -> int:
         """That a cluster can keep."""
-        return self.CLUSTER * ((SHARED_LIMIT - self.overhead) // self.PANEL // _SECTOR * _SECTOR)
+        return self.CLUSTER * ((SHARED_LIMIT - self.overhead) // self.PANEL // SECTOR * SECTOR)
 
     def rows(self, rows: int) -> int:
         """That a block keeps of a matrix or group of so many."""
-        share = -(-rows // (self.CLUSTER * _SECTOR)) * _SECTOR
+        share = -(-rows // (self.CLUSTER * SECTOR)) * SECTOR
         return min(share, self.most_rows // self.CLUSTER)
 
 
@@ -70,86 +67,6 @@ def default_tile(rows: int, cores: int) -> Tile:
     """For a matrix or a group of so many rows, on a chip of so many multiprocessors."""
     tiles = (*_TILES[:-1], *_LARGE_GPCS) if cores >= _CORES_OF_LARGE_GPCS else _TILES
     return next((tile for most, tile in tiles if rows <= most), _TALL)
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The macros of `stream_columns.cu`, which says what each is."""
-
-    CLUSTER: int = 1
-    STAGES: int = 13
-    WARPS: int = 8
-    RESIDENT: int = 1
-    BASE: int = 32
-    BOX: int = 32
-    HELD: int = 0
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: the ring, the maxima that its warps are told for two panels, barriers."""
-        told = 2 * _ROW_BYTES * self.CLUSTER * (self.WARPS // _PIECES)
-        return self.STAGES * _CHUNK * _ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * _PIECES)
-
-
-@dataclass(frozen=True)
-class Walk:
-    """The macros of `walk_columns.cu`, which says what each is."""
-
-    STAGES: int = 7
-    RESIDENT: int = 2
-    BOX: int = 32
-
-    @property
-    def shared(self) -> int:
-        """Bytes of shared memory: the ring and its barriers."""
-        return self.STAGES * (_CHUNK * _ROW_BYTES + 2 * 8)
-
-
-# The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
-# of a group. The ring has room for the panel and for what comes meanwhile.
-_STREAMS: Final = (
-    (1024, Stream(2, 6, RESIDENT=2, BOX=128)), (2048, Stream(4, 6, RESIDENT=2, BOX=128)),
-    (5120, Stream(8, 6, RESIDENT=2, BOX=128)), (7168, Stream(8, BOX=128)), (10**9, Stream(16, BOX=128)),
-)  # fmt: skip
-_STREAMS_OF_FEW: Final = (
-    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, Stream(8, 6, RESIDENT=2, BOX=128, HELD=3)),
-    (10240, Stream(16, 6, RESIDENT=2, BOX=128, HELD=3)), (10**9, Stream(16, BOX=128, HELD=4)),
-)  # fmt: skip
-_STREAMS_OF_GROUPS: Final = (
-    (1280, Stream(2, 6, RESIDENT=2, BASE=128)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
-    (7168, Stream(8)), (10**9, Stream(16, HELD=4)),
-)  # fmt: skip
-_FEW_PANELS: Final = 256
-# On multiprocessors that clusters of 16 leave idle, of up to so many rows, which it holds. Where a panel fills the
-# ring, nothing of the next comes meanwhile, and of its share of the panels it takes such a part.
-_BESIDE: Final = Stream(8, BOX=128, HELD=4)
-_MOST_BESIDE: Final = _BESIDE.CLUSTER * (_BESIDE.STAGES + _BESIDE.HELD) * _CHUNK
-_FILLED: Final = 0.7
-# As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run
-# further ahead part from those beside them, which read the other pieces of the same rows.
-_WALKS: Final = ((340, Walk(4, BOX=128)), (10**9, Walk()))
-# With fewer or more rows the other kernels are as fast or faster.
-_LEAST_WALKED: Final = 64
-_MOST_WALKED: Final = 640
-_LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
-_SMALL: Final = 512  # rows; up to them the other kernel is as fast or faster
-
-
-def default_stream(rows: int, panels: int, grouped: bool) -> Stream:
-    """For so many panels of a matrix, or of groups, of so many rows."""
-    few = _STREAMS_OF_FEW if panels <= _FEW_PANELS else _STREAMS
-    return next(tile for most, tile in (_STREAMS_OF_GROUPS if grouped else few) if rows <= most)
-
-
-def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
-    """For so many groups of an x `(M, N)`, where they are small and many enough to be walked over."""
-    rows, columns = x.shape
-    panels = -(-columns * x.element_size() // _ROW_BYTES)
-    if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
-        return None
-    if rows > groups * _MOST_WALKED:
-        return None
-    return next(walk for most, walk in _WALKS if rows <= groups * most)
 
 
 def accepts(x: Tensor, block: Block, dtype: torch.dtype, target: Target) -> str | None:
@@ -206,11 +123,11 @@ def plan(
     """The launches on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
     if not streams(x):
         return (plan_panels(x, out, scale, target, offsets),)
-    if offsets is not None and (walk := default_walk(x, offsets.shape[0], target.cores)) is not None:
-        return (plan_walk(x, out, scale, target, offsets, walk),)
-    if _typical(x.shape[-2], 0 if offsets is None else offsets.shape[0]) <= _SMALL:
+    if offsets is not None and (walk := walk_columns.default_walk(x, offsets.shape[0], target.cores)) is not None:
+        return (walk_columns.plan(x, out, scale, target, offsets, walk),)
+    if typical_rows(x.shape[-2], 0 if offsets is None else offsets.shape[0]) <= _SMALL:
         return (plan_panels(x, out, scale, target, offsets),)
-    return plan_streams(x, out, scale, target, offsets)
+    return stream_columns.plan(x, out, scale, target, offsets)
 
 
 def streams(x: Tensor) -> bool:
@@ -229,7 +146,7 @@ def plan_panels(
     """
     *batch, m, n = x.shape
     groups = 0 if offsets is None else offsets.shape[0]
-    rows = _typical(m, groups)
+    rows = typical_rows(m, groups)
     tile = tile or default_tile(rows, target.cores)
     kept = kept or tile.rows(rows)
     columns = tile.PANEL // x.element_size()
@@ -246,144 +163,9 @@ def plan_panels(
         shared=tile.overhead + kept * tile.PANEL,
         args={
             "x": x, "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "x_m": x.stride(-2),
-            "data_n": out.data.stride(-1), "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups,
+            "data_n": out.data.stride(-1), "scale_lead": scale_lead(out.scale, offsets is not None), "groups": groups,
             "kept": kept,
         },
         target=target,
         options={**macros, "KEPT": kept},
     )  # fmt: skip
-
-
-def plan_streams(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None
-) -> tuple[CudaLaunch, ...]:
-    """One launch of `stream_columns.cu`, or two where clusters of 16 leave room for others."""
-    *batch, m, n = x.shape
-    rows, count = (m, batch[0] if batch else 1) if offsets is None else (_typical(m, len(offsets)), len(offsets) + 1)
-    columns = _ROW_BYTES // x.element_size()
-    panels = -(-n // columns)
-    tile = default_stream(rows, panels * count, offsets is not None)
-    kernel = _stream_kernel(x, out, scale, offsets, tile)
-    clusters = _resident(kernel, tile, x.device, target)
-    if tile.CLUSTER == 2 * _BESIDE.CLUSTER and panels * count <= _FEW_PANELS and rows <= _MOST_BESIDE:
-        halves = _resident(_stream_kernel(x, out, scale, offsets, _BESIDE, "SECOND"), _BESIDE, x.device, target)
-        beside = halves - 2 * -(-clusters // tile.RESIDENT)  # a cluster takes the place of two of half its size
-        filled = rows > _BESIDE.CLUSTER * _BESIDE.STAGES * _CHUNK
-        if (taken := int(panels * beside / halves * (_FILLED if filled else 1))) > 0:
-            border = (panels - taken) * columns
-            return (
-                plan_stream(x, out, scale, target, offsets, tile, clusters, (0, border)),
-                plan_stream(x, out, scale, target, offsets, _BESIDE, beside, (border, n)),
-            )
-    return (plan_stream(x, out, scale, target, offsets, tile, clusters),)
-
-
-def plan_stream(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None, tile: Stream,
-    clusters: int | None = None, span: tuple[int, int] | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `stream_columns.cu`, for an x that `streams`, by so many `clusters`, by default all that fit.
-
-    With a `span` of columns it is one of two: the first of them begins at 0, the second overlaps with it.
-    """
-    *batch, m, n = x.shape
-    part = "ALL" if span is None else "SECOND" if span[0] else "FIRST"
-    begin, end = span or (0, n)
-    groups = 0 if offsets is None else offsets.shape[0]
-    columns = _ROW_BYTES // x.element_size()
-    items = -(-(end - begin) // columns) * (groups + 1 if groups else batch[0] if batch else 1)
-    kernel = _stream_kernel(x, out, scale, offsets, tile, part)
-    clusters = clusters or _resident(kernel, tile, x.device, target)
-    return CudaLaunch(
-        kernel=kernel,
-        grid=(min(items, clusters) * tile.CLUSTER, 1, 1),
-        threads=32 * (tile.WARPS + 1),
-        shared=tile.shared,
-        args={
-            # By more a miss would bring of the next panel what another cluster reads at another time: 10 % slower.
-            "x": TensorMap(as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
-            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "begin": begin, "end": end,
-            "data_n": out.data.stride(-1), "scale_lead": _scale_lead(out.scale, offsets is not None), "groups": groups,
-            "items": items,
-        },
-        target=target,
-        options=dict(kernel.macros),
-        overlaps=part == "SECOND",
-    )  # fmt: skip
-
-
-def _stream_kernel(
-    x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, tile: Stream, part: str = "ALL"
-) -> CudaKernel:
-    macros: dict[str, int | str] = {
-        **types(x, out, scale),
-        "PANEL": _ROW_BYTES // x.element_size(),
-        **vars(tile),
-        "GROUPED": int(offsets is not None),
-        "PART": f"Part::{part}",
-    }
-    return CudaKernel("stream_columns.cu", "stream_columns", tuple(macros.items()))
-
-
-def plan_walk(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor, tile: Walk | None = None,
-    blocks: int | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `walk_columns.cu`, for groups of an x `(M, N)` that `streams`, by so many `blocks`."""
-    m, n = x.shape
-    tile = tile or Walk()
-    most = target.cores * tile.RESIDENT
-    columns = _ROW_BYTES // x.element_size()
-    macros: dict[str, int | str] = {
-        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": _PIECES, **vars(tile)
-    }  # fmt: skip
-    return CudaLaunch(
-        kernel=CudaKernel("walk_columns.cu", "walk_columns", tuple(macros.items())),
-        grid=(blocks or _shares(-(-n // columns), most), 1, 1),
-        threads=32 * (_PIECES + 1),
-        shared=tile.shared,
-        args={
-            "x": TensorMap(as_batch(x), (1, tile.BOX, columns), _ROW_BYTES, promotion=_ROW_BYTES),
-            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "data_n": out.data.stride(-1),
-            "scale_lead": out.scale.stride(0), "groups": offsets.shape[0],
-        },
-        target=target,
-        options=macros,
-    )  # fmt: skip
-
-
-def _shares(panels: int, most: int) -> int:
-    """Blocks that walk over so many panels: as many for each of them, where that keeps four of five of `most` busy.
-
-    Then all panels are cut at the same groups: what is read at a time are whole rows, and where groups differ in size,
-    the blocks' shares differ less.
-    """
-    even = most // panels * panels
-    return even if 5 * even >= 4 * most else most
-
-
-def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Target) -> int:
-    """Clusters that run at once; on a device it depends on how many multiprocessors each GPC has."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            return _resident_on(kernel, tile, torch.cuda.current_device())
-    return max(1, target.cores // tile.CLUSTER) * tile.RESIDENT
-
-
-@cache
-def _resident_on(kernel: CudaKernel, tile: Stream, device: int) -> int:
-    driver.make_context_current(device)  # this thread may not have called CUDA before
-    function = function_of(kernel, tile.shared, device)
-    return driver.resident_clusters(function, tile.CLUSTER, 32 * (tile.WARPS + 1), tile.shared)
-
-
-def _typical(rows: int, groups: int) -> int:
-    """Rows to keep of a matrix, or of a group an eighth larger than the mean, which begins anywhere in a sector."""
-    return rows if groups < 2 else min(rows, -(-rows // groups) * 9 // 8) + _SECTOR - 1
-
-
-def _scale_lead(scale: Tensor, grouped: bool) -> int:
-    """From the scales of a group, or of a matrix, to those of the next."""
-    if grouped:
-        return scale.stride(0)
-    return scale.stride(0) if scale.dim() == 3 else 0

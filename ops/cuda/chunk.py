@@ -1,0 +1,24 @@
+"""What the launches of `stream_columns.cu`, `walk_columns.cu` and `quantize_columns.cu` have in common: their sizes."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from torch import Tensor
+
+SECTOR: Final = 32  # rows, of which a block's share is a multiple
+ROW_BYTES: Final = 128  # of a panel that comes in chunks
+PIECES: Final = ROW_BYTES // 16  # of a row, each of which a warp has
+CHUNK: Final = 128  # rows
+
+
+def typical_rows(rows: int, groups: int) -> int:
+    """Rows to keep of a matrix, or of a group an eighth larger than the mean, which begins anywhere in a sector."""
+    return rows if groups < 2 else min(rows, -(-rows // groups) * 9 // 8) + SECTOR - 1
+
+
+def scale_lead(scale: Tensor, grouped: bool) -> int:
+    """From the scales of a group, or of a matrix, to those of the next."""
+    if grouped:
+        return scale.stride(0)
+    return scale.stride(0) if scale.dim() == 3 else 0
