@@ -21,7 +21,7 @@ from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.quantize import Quantized, batched
 from fp8fn.ops.cuda.quantize_columns import _LARGE_GPCS, _TALL, _TILES, Tile, default_tile
-from fp8fn.ops.cuda.stream_columns import _STREAMS, _STREAMS_OF_FEW, _STREAMS_OF_GROUPS, Stream, default_stream
+from fp8fn.ops.cuda.stream_columns import _BESIDE, _STREAMS, _STREAMS_OF_FEW, _STREAMS_OF_GROUPS, Stream, default_stream
 from fp8fn.ops.cuda.walk_columns import Walk, default_walk
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import empty_data, empty_scale
@@ -47,7 +47,7 @@ STREAMS: Final = (
 # Rings that hold most of the groups below, and that hold hardly one.
 WALKS: Final = (Walk(13), Walk(3, BOX=128), Walk(2, BOX=16))
 
-_OF_MATRICES: Final = tuple(dict.fromkeys(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW)))
+_OF_MATRICES: Final = tuple(dict.fromkeys((*(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW)), _BESIDE)))
 _OF_GROUPS: Final = tuple(tile for _, tile in _STREAMS_OF_GROUPS)
 _ALL_STREAMS: Final = tuple(dict.fromkeys((*_OF_MATRICES, *_OF_GROUPS)))
 
