@@ -77,17 +77,32 @@ def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, confi
     return (columns.plan_panels(x, out, scale, SM90, offsets, *config),)
 
 
+def empty(x: Tensor, offsets: Tensor | None, dtype: torch.dtype = E4M3, scale: str = "fp32") -> Quantized:
+    """Outputs in which what is left out shows."""
+    if offsets is None:
+        out = Quantized(empty_data(x, (-1, 1), dtype), empty_scale(x, (-1, 1), scale))
+    else:
+        out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
+    for part in out:
+        part.view(torch.uint8).fill_(0x55)
+    return out
+
+
+def referred(x: Tensor, offsets: Tensor | None) -> Any:
+    """What the reference makes of it, in E4M3."""
+    if offsets is None:
+        return reference.quantize(x, (-1, 1), E4M3, "fp32")
+    return reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
+
+
 def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
-    out = Quantized(empty_data(x, (-1, 1), dtype), empty_scale(x, (-1, 1), scale))
-    out.data.view(torch.uint8).fill_(0x55)
+    out = empty(x, None, dtype, scale)
     run(planned(batched(x), out.batch, scale, None, config))
     return out
 
 
 def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
-    out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
-    out.data.view(torch.uint8).fill_(0x55)
-    out.scale.view(torch.uint8).fill_(0x55)
+    out = empty(x, offsets, dtype, scale)
     run(planned(x, out, scale, offsets, config))
     return out
 
@@ -184,14 +199,7 @@ def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
         x = torch.randn(shape, dtype=dtype)
         offsets = None if sizes is None else torch.tensor(sizes).cumsum(0).int()
         for order in (1, -1):
-            if offsets is None:
-                out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
-                wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")
-            else:
-                out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), E4M3, "fp32"))
-                wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
-            out.data.view(torch.uint8).fill_(0x55)
-            out.scale.fill_(-1)
+            out = empty(x, offsets)
             spans = ((0, border), (border, shape[-1]))
             first, second = (
                 stream_columns.plan_part(x, out.batch if offsets is None else out, "fp32", SM90, offsets, tile, 2, span)
@@ -200,7 +208,7 @@ def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
             assert (first.overlaps, second.overlaps) == (False, True)
             with hopper_on_cpu():
                 run((first, second)[::order])
-            assert same(out, wanted), (shape, sizes, order)
+            assert same(out, referred(x, offsets)), (shape, sizes, order)
 
 
 @needs_compiler
@@ -395,11 +403,7 @@ def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.Monk
             stream_columns, "_resident", lambda kernel, tile, *_: resident[tile.CLUSTER] * tile.RESIDENT
         )
         offsets = torch.empty(groups, device="meta", dtype=torch.int32) if groups else None
-        if groups:
-            out = Quantized(*empty_grouped(x, groups, (-1, 1), E4M3, "fp32"))
-        else:
-            out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
-        found = columns.plan(x, out, "fp32", SM90, offsets)
+        found = columns.plan(x, empty(x, offsets), "fp32", SM90, offsets)
         return [
             (launch.options["CLUSTER"], launch.grid[0], launch.args["begin"], launch.args["end"]) for launch in found
         ]
@@ -419,15 +423,8 @@ def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.Monk
 
 def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
     def name(x: Tensor, count: int = 0) -> str:
-        if count == 0:
-            out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
-            return names_of(columns.plan(x, out, "fp32", SM90))
-        offsets = torch.empty(count, device="meta", dtype=torch.int32)
-        out = Quantized(*empty_grouped(x, count, (-1, 1), E4M3, "fp32"))
-        return names_of(columns.plan(x, out, "fp32", SM90, offsets))
-
-    def names_of(launches: tuple[CudaLaunch, ...]) -> str:
-        return " ".join(launch.name for launch in launches)
+        offsets = torch.empty(count, device="meta", dtype=torch.int32) if count else None
+        return " ".join(launch.name for launch in columns.plan(x, empty(x, offsets), "fp32", SM90, offsets))
 
     x = torch.empty(16640, 72, device="meta", dtype=BF16)
     assert [name(x), name(x[:512]), name(x[:513])] == ["stream_columns", "quantize_columns", "stream_columns"]
@@ -458,13 +455,13 @@ def test_a_launch_after_two_that_divide_the_columns_waits_for_both(groups: int) 
     """And both for what wrote x: eagerly, on a stream of their own, and replayed as a graph."""
     offsets = torch.tensor([16500], device="cuda", dtype=torch.int32) if groups else None
     inputs = [torch.randn(16640, 5120, device="cuda", dtype=BF16) * 2**i for i in range(3)]
-    wanted = [quantized_by(reference, x, offsets) for x in inputs]
+    wanted = [referred(x, offsets) for x in inputs]
     x = torch.empty_like(inputs[0])
     right = torch.zeros((), device="cuda", dtype=torch.int64)
 
     def step(i: int) -> None:
         x.copy_(inputs[i])
-        data, scale = quantized_by(None, x, offsets)
+        data, scale = quantize_kernel(x, (-1, 1)) if offsets is None else quantize_grouped_kernel(x, offsets, (-1, 1))
         x.zero_()
         right.add_((data.view(torch.uint8) == wanted[i][0].view(torch.uint8)).all() & (scale == wanted[i][1]).all())
         data.view(torch.uint8).zero_()
@@ -486,14 +483,6 @@ def test_a_launch_after_two_that_divide_the_columns_waits_for_both(groups: int) 
     for _ in range(10):
         graph.replay()
     assert right.item() == 90
-
-
-def quantized_by(module: Any, x: Tensor, offsets: Tensor | None) -> tuple[Tensor, Tensor]:
-    if offsets is None:
-        return module.quantize(x, (-1, 1), E4M3, "fp32") if module else quantize_kernel(x, (-1, 1))
-    if module:
-        return module.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
-    return quantize_grouped_kernel(x, offsets, (-1, 1))
 
 
 @pytest.mark.gpu

@@ -7,9 +7,10 @@ from typing import Final
 from torch import Tensor
 
 SECTOR: Final = 32  # rows, of which a block's share is a multiple
-ROW_BYTES: Final = 128  # of a panel that comes in chunks
+# Of a panel that comes in chunks, as chunk.cuh has them.
+CHUNK_ROWS: Final = 128
+ROW_BYTES: Final = 128
 PIECES: Final = ROW_BYTES // 16  # of a row, each of which a warp has
-CHUNK: Final = 128  # rows
 
 
 def typical_rows(rows: int, groups: int) -> int:

@@ -121,13 +121,13 @@ def plan(
     x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None
 ) -> tuple[CudaLaunch, ...]:
     """The launches on a row-major `x (B?, M, N)`; with `offsets (E,)` the rows of a matrix are tokens of groups."""
-    if not streams(x):
-        return (plan_panels(x, out, scale, target, offsets),)
-    if offsets is not None and (walk := walk_columns.default_walk(x, offsets.shape[0], target.cores)) is not None:
-        return (walk_columns.plan(x, out, scale, target, offsets, walk),)
-    if typical_rows(x.shape[-2], 0 if offsets is None else offsets.shape[0]) <= _SMALL:
-        return (plan_panels(x, out, scale, target, offsets),)
-    return stream_columns.plan(x, out, scale, target, offsets)
+    groups = 0 if offsets is None else offsets.shape[0]
+    if streams(x):
+        if offsets is not None and (walk := walk_columns.default_walk(x, groups, target.cores)) is not None:
+            return (walk_columns.plan(x, out, scale, target, offsets, walk),)
+        if typical_rows(x.shape[-2], groups) > _SMALL:
+            return stream_columns.plan(x, out, scale, target, offsets)
+    return (plan_panels(x, out, scale, target, offsets),)
 
 
 def streams(x: Tensor) -> bool:

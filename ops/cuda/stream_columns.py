@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda import driver
-from fp8fn.ops.cuda.chunk import CHUNK, PIECES, ROW_BYTES, scale_lead, typical_rows
+from fp8fn.ops.cuda.chunk import CHUNK_ROWS, PIECES, ROW_BYTES, scale_lead, typical_rows
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap, function_of
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.quantize import Quantized, types
@@ -37,7 +37,7 @@ class Stream:
     def shared(self) -> int:
         """Bytes of shared memory: the ring, the maxima that its warps are told for two panels, barriers."""
         told = 2 * ROW_BYTES * self.CLUSTER * (self.WARPS // PIECES)
-        return self.STAGES * CHUNK * ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * PIECES)
+        return self.STAGES * CHUNK_ROWS * ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * PIECES)
 
 
 # The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
@@ -58,7 +58,7 @@ _FEW_PANELS: Final = 256
 # On multiprocessors that clusters of 16 leave idle, of up to so many rows, which it holds. Where a panel fills the
 # ring, nothing of the next comes meanwhile, and of its share of the panels it takes such a part.
 _BESIDE: Final = Stream(8, BOX=128, HELD=4)
-_MOST_BESIDE: Final = _BESIDE.CLUSTER * (_BESIDE.STAGES + _BESIDE.HELD) * CHUNK
+_MOST_BESIDE: Final = _BESIDE.CLUSTER * (_BESIDE.STAGES + _BESIDE.HELD) * CHUNK_ROWS
 _FILLED: Final = 0.7
 
 
@@ -72,27 +72,25 @@ def plan(
     x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None
 ) -> tuple[CudaLaunch, ...]:
     """The launch on all columns of `x (B?, M, N)`, or two where clusters of 16 leave room for others."""
-    *batch, m, n = x.shape
-    if offsets is None:
-        rows, count = m, batch[0] if batch else 1
-    else:
-        rows, count = typical_rows(m, offsets.shape[0]), offsets.shape[0] + 1
+    m, n = x.shape[-2:]
+    rows, count = typical_rows(m, 0 if offsets is None else offsets.shape[0]), _count(x, offsets)
     columns = ROW_BYTES // x.element_size()
     panels = -(-n // columns)
     tile = default_stream(rows, panels * count, offsets is not None)
-    kernel = _kernel(x, out, scale, offsets, tile)
-    clusters = _resident(kernel, tile, x.device, target)
     if tile.CLUSTER == 2 * _BESIDE.CLUSTER and panels * count <= _FEW_PANELS and rows <= _MOST_BESIDE:
-        halves = _resident(_kernel(x, out, scale, offsets, _BESIDE, "SECOND"), _BESIDE, x.device, target)
-        beside = halves - 2 * -(-clusters // tile.RESIDENT)  # a cluster takes the place of two of half its size
-        filled = rows > _BESIDE.CLUSTER * _BESIDE.STAGES * CHUNK
+        wholes, halves = (
+            _resident(_kernel(x, out, scale, offsets, of, part), of, x.device, target)
+            for of, part in ((tile, "FIRST"), (_BESIDE, "SECOND"))
+        )
+        beside = halves - 2 * -(-wholes // tile.RESIDENT)  # a cluster takes the place of two of half its size
+        filled = rows > _BESIDE.CLUSTER * _BESIDE.STAGES * CHUNK_ROWS
         if (taken := int(panels * beside / halves * (_FILLED if filled else 1))) > 0:
             border = (panels - taken) * columns
             return (
-                plan_part(x, out, scale, target, offsets, tile, clusters, (0, border)),
+                plan_part(x, out, scale, target, offsets, tile, wholes, (0, border)),
                 plan_part(x, out, scale, target, offsets, _BESIDE, beside, (border, n)),
             )
-    return (plan_part(x, out, scale, target, offsets, tile, clusters),)
+    return (plan_part(x, out, scale, target, offsets, tile),)
 
 
 def plan_part(
@@ -103,12 +101,11 @@ def plan_part(
 
     With a `span` of columns it is one of two: the first of them begins at 0, the second overlaps with it.
     """
-    *batch, m, n = x.shape
+    m, n = x.shape[-2:]
     part = "ALL" if span is None else "SECOND" if span[0] else "FIRST"
     begin, end = span or (0, n)
-    groups = 0 if offsets is None else offsets.shape[0]
     columns = ROW_BYTES // x.element_size()
-    items = -(-(end - begin) // columns) * (groups + 1 if groups else batch[0] if batch else 1)
+    items = -(-(end - begin) // columns) * _count(x, offsets)
     kernel = _kernel(x, out, scale, offsets, tile, part)
     clusters = clusters or _resident(kernel, tile, x.device, target)
     return CudaLaunch(
@@ -120,13 +117,20 @@ def plan_part(
             # By more a miss would bring of the next panel what another cluster reads at another time: 10 % slower.
             "x": TensorMap(as_batch(x), (1, tile.BOX, columns), ROW_BYTES, promotion=ROW_BYTES),
             "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "begin": begin, "end": end,
-            "data_n": out.data.stride(-1), "scale_lead": scale_lead(out.scale, offsets is not None), "groups": groups,
-            "items": items,
+            "data_n": out.data.stride(-1), "scale_lead": scale_lead(out.scale, offsets is not None),
+            "groups": 0 if offsets is None else offsets.shape[0], "items": items,
         },
         target=target,
         options=dict(kernel.macros),
         overlaps=part == "SECOND",
     )  # fmt: skip
+
+
+def _count(x: Tensor, offsets: Tensor | None) -> int:
+    """Matrices; or groups, and the rows in none."""
+    if offsets is not None:
+        return offsets.shape[0] + 1
+    return x.shape[0] if x.dim() == 3 else 1
 
 
 def _kernel(

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.chunk import CHUNK, PIECES, ROW_BYTES
+from fp8fn.ops.cuda.chunk import CHUNK_ROWS, PIECES, ROW_BYTES
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.quantize import Quantized, types
@@ -26,7 +26,7 @@ class Walk:
     @property
     def shared(self) -> int:
         """Bytes of shared memory: the ring and its barriers."""
-        return self.STAGES * (CHUNK * ROW_BYTES + 2 * 8)
+        return self.STAGES * (CHUNK_ROWS * ROW_BYTES + 2 * 8)
 
 
 # As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run
