@@ -1,8 +1,9 @@
 """`python -m fp8fn tune`: times configurations for the user's shapes on the user's GPU, into the user's cache.
 
-Each product of each shape is timed in turn: the model's best configurations and cuBLASLt, in random order, behind an
-emptied L2. What is found is kept in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn) after every product, so that a run that
-is interrupted goes on where it was; later calls of the library read it, and none of them times anything itself.
+Each product of each shape is timed in turn, on a chip warmed before it: the model's best configurations and cuBLASLt,
+in random order, behind an emptied L2. What is found is kept in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn) after every
+product, so that a run that is interrupted goes on where it was; later calls of the library read it, and none of them
+times anything itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Which configuration is fastest for a problem: the candidates take turns on the device, the winner has to be clear.
 
-A GPU's clock sinks as it warms, so the order of the turns is shuffled anew in each round. A turn's time is the median
-of its runs, which for a short call differ by more than calls do, and a call's that of its turns; two calls are compared
-round by round. What is far behind after the first round leaves.
+A GPU's clock sinks as it warms, and a cool one prefers other tiles: it is warmed before each problem, and the order of
+the turns is shuffled anew in each round. A turn's time is the median of its runs, which for a short call differ by more
+than calls do, and a call's that of its turns; two calls are compared round by round. What is far behind after the first
+round leaves.
 """
 
 from __future__ import annotations
@@ -26,14 +27,21 @@ _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
 # Of a median: two sweeps of one kernel on a warm H200 differ by about as much, whatever the quartiles say.
 _LEAST_SPREAD: Final = 0.005
-_BURST_US: Final = 4000.0
+_BURST_US: Final = 6000.0
+_MOST_REPEATS: Final = 30
 _FLUSH_US: Final = 80.0
+# What the power's control takes to settle after the operands of a problem were made, by far.
+_WARM_S: Final = 0.2
 
 
 class Clock(Protocol):
-    """Times calls on a device: `repeats` times in µs, each behind an emptied L2; `lead_us` is the host's head start."""
+    """Times calls on a device."""
 
-    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]: ...
+    def warm(self, seconds: float) -> None:
+        """Keeps the device as busy as products do."""
+
+    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+        """`repeats` times in µs, each behind an emptied L2; `lead_us` is the host's head start."""
 
 
 class Bench(Protocol):
@@ -59,11 +67,9 @@ class Turns:
 
 def turns_for(us: float) -> Turns:
     """Fewer for a longer call: a run of 100 ms averages over what a short one has to be repeated for."""
-    if us > 20e3:
-        return Turns(2, 1)
     if us > 4e3:
         return Turns(3, 1)
-    return Turns(5, max(1, min(20, round(_BURST_US / (us + _FLUSH_US)))))
+    return Turns(5, max(1, min(_MOST_REPEATS, round(_BURST_US / (us + _FLUSH_US)))))
 
 
 def shortlist(problem: Problem, cores: int) -> list[Config]:
@@ -82,6 +88,7 @@ def tune(problem: Problem, bench: Bench) -> Entry:
     if not calls.keys() - {PEER}:
         raise RuntimeError(f"{problem}: none of {', '.join(map(config_name, configs))} runs on {bench.chip.name}")
     turns = turns_for(microseconds(problem, configs[0], cores))
+    bench.clock.warm(_WARM_S)
     return decide(measure(calls, bench.clock, turns, stays=chosen), chosen)
 
 
