@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import a16w8_tiles, gemv_a16w8, nvrtc
+from fp8fn.ops.cuda import a16w8_tiles, captured, gemv_a16w8, nvrtc
 from fp8fn.ops.cuda import mm_a16w8 as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
@@ -83,6 +83,7 @@ def mm_a16w8_kernel(
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     operands = (x, w, w_scale) if bias is None else (x, w, w_scale, bias)
+    constant = constant or captured.readable(w, w_scale)
     key = ("mm_a16w8", tuple(w_block), out_dtype, constant, *map(kind, operands))
     call = recall(key)
     if call is not None:  # the key holds all that the checks read

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import gemv_mx, mx_tiles, nvrtc
+from fp8fn.ops.cuda import captured, gemv_mx, mx_tiles, nvrtc
 from fp8fn.ops.cuda.gemv_a16w8 import Config as CudaConfig
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.mx_tiles import Config as TilesConfig
@@ -218,6 +218,7 @@ def mx_mm_kernel(
 ) -> Tensor:  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
+    constant = constant or captured.readable(b, b_scale)
     key = ("mx_mm", out_dtype, constant, *map(kind, operands))
     call = recall(key)
     if call is not None:  # the key holds all that the checks read

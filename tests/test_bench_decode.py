@@ -92,7 +92,7 @@ def test_the_summary_of_whole_and_divided_weights() -> None:
     measured = {(1, 2304, 6144): (20, 10, 40), (1, 6144, 1536): (20, 10, 10), (1, 192, 6144): (8, 4, 2)}
     for shape, times in measured.items():
         for (peer, case, size), time in zip(
-            (("fp8fn", "w", 1), ("fp8fn", f"w{decode.CONSTANT}", 1), ("torch", "bf16", 2)), times, strict=True
+            (("fp8fn", "w", 1), ("fp8fn", f"w{decode.BEHIND_OTHERS}", 1), ("torch", "bf16", 2)), times, strict=True
         ):
             rows.append(row(shape, peer, case, size, float(time)))
     environment = {"cpu device": "x", "torch": "x", "triton": "x"}

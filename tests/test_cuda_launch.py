@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 
 from fp8fn.ops import reference
 from fp8fn.ops.code_cache import cache_dir, read_whole
-from fp8fn.ops.cuda import driver, launch, nvrtc, prepared
+from fp8fn.ops.cuda import captured, driver, launch, nvrtc, prepared
 from fp8fn.ops.cuda import scaled_mm as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch, Prepared, TensorMap, pointers
 from fp8fn.ops.cuda.nvrtc import CompilationError, Compiled, compile_kernel
@@ -353,6 +353,10 @@ class StubDriver:
         self.fail.pop("cuLaunchKernel", None) if self.fail.get("cuLaunchKernel") == driver.INVALID_CONTEXT else None
         return self._enter("cuCtxSetCurrent")
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:
+        mode._obj.value = 2 - mode._obj.value
+        return 0
+
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
         module._obj.value = 1000
         return self._enter("cuModuleLoadData")
@@ -411,6 +415,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     monkeypatch.setattr(launch, "compile_kernel", lambda kernel: Compiled(b"cubin", ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(captured, "capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
     launch.function_of.cache_clear()

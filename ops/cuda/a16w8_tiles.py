@@ -259,4 +259,5 @@ def plan(
         target=target,
         options=options,
         overlaps=True,
+        late=config.LATE,
     )  # fmt: skip

@@ -13,6 +13,7 @@ from typing import Final
 
 from torch import Tensor
 
+from fp8fn.ops.cuda import captured
 from fp8fn.ops.cuda.prepared import Call, Geometry, Step, Tape, keep, recall, record
 
 
@@ -32,8 +33,10 @@ Results = Sequence[Tensor | None]
 def chained(key: Hashable, inputs: Sequence[Tensor], run: Callable[[], Results]) -> Results:
     """`run()`, which computes with `inputs` alone and returns what it made; from the second time on as one call.
 
-    `key` determines what it launches, as for `recall`.
+    `key` determines what it launches, as for `recall`, but in a CUDA graph, where what came before matters too.
     """
+    if captured.capturing():
+        return run()
     found: Chain | None = recall(key)
     if found is None:
         with record() as tape:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Final
 
@@ -23,6 +24,8 @@ INVALID_CONTEXT: Final = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 MAP_BYTES: Final = 128
 MAP_ALIGNMENT: Final = 64
+_CAPTURE_ACTIVE: Final = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
+_CAPTURE_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAPS: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -66,12 +69,40 @@ def make_context_current(device: int) -> None:
     check(cuda.cuCtxSetCurrent(context), f"context of device {device}")
 
 
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Inside, this thread may make calls that allocate while a stream is captured."""
+    mode = ctypes.c_int(_CAPTURE_RELAXED)
+    check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "mode of capture")
+    try:
+        yield
+    finally:
+        check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "mode of capture")
+
+
+def captured(stream: int) -> tuple[int, int | None] | None:
+    """The capture's number and the node that a captured stream is behind, of which the first is behind None.
+
+    None where it is not captured, or comes behind several nodes.
+    """
+    status, capture, graph = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    nodes, count = ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_size_t()
+    failed = library().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(capture), ctypes.byref(graph), ctypes.byref(nodes),
+        ctypes.byref(count),
+    )  # fmt: skip
+    if failed or status.value != _CAPTURE_ACTIVE or count.value > 1:
+        return None
+    return capture.value, nodes[0] if count.value else None
+
+
 def load_function(cubin: bytes, entry: str, shared: int, device: int) -> int:
     """The handle of a kernel of a cubin on a device, allowed `shared` bytes of dynamic shared memory."""
     make_context_current(device)
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     cuda = library()
-    check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {entry}")
+    with relaxed_capture():
+        check(cuda.cuModuleLoadData(ctypes.byref(module), cubin), f"loading {entry}")
     check(cuda.cuModuleGetFunction(ctypes.byref(function), module, entry.encode()), f"finding {entry}")
     if shared > _STATIC_SHARED_LIMIT:
         check(cuda.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, shared), f"{shared} bytes for {entry}")

@@ -57,6 +57,13 @@ class CudaLaunch:
     reason: str = field(default="")
     overlaps: bool = False
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
+    late: bool = False
+    """Of one that overlaps, whether the next may begin only when all before it has ended."""
+
+    @property
+    def settles(self) -> bool:
+        """Whether all before it has ended when the launch after it begins."""
+        return self.late or not self.overlaps
 
     @property
     def name(self) -> str:
@@ -142,6 +149,7 @@ class Prepared:
         self._pack(launch.args)
         self._shape = (*launch.grid, launch.threads, 1, 1, launch.shared)
         self._config = driver.overlapping(launch.grid, launch.threads, launch.shared) if launch.overlaps else None
+        self.settles = launch.settles
 
     def _pack(self, args: Mapping[str, Argument]) -> None:
         sizes = [_size(arg) for arg in args.values()]

@@ -198,5 +198,6 @@ def plan(
             target=target,
             options=options,
             overlaps=True,
+            late=config.LATE,
         ),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda import captured
 from fp8fn.ops.cuda.launch import CudaLaunch, Prepared
 
 # A training step has a few launches for each of its shapes; past the limit the one that was used longest ago goes.
@@ -85,8 +86,13 @@ class Call:
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
         made = [empty(*geometry, device=self.steps[0].launch.device) for geometry in self.made]
         addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
+        device = self.steps[0].launch.device
+        window = captured.ahead(device) if (tracked := captured.capturing()) else None
         for step in self.steps:
             start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])
+        if tracked:
+            settled = any(step.launch.settles for step in self.steps)
+            captured.launched(device, frozenset() if settled else window, made)
         if (tape := _recording.tape) is not None:
             tape.append((self, inputs, made))
         return made[: self.returned]
