@@ -46,9 +46,7 @@ def readable(*tensors: Tensor) -> bool:
     window = ahead(tensors[0].device) if capturing() else None
     if window is None or any(_meet(span(x), written) for x in tensors for written in window):
         return False
-    _log.debug(
-        "captured: a weight is read early, behind %d tensors that may still be written and are others", len(window)
-    )
+    _log.debug("captured: the next launch reads its weight early; what may still run does not write it")
     return True
 
 

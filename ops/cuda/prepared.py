@@ -84,9 +84,9 @@ class Call:
     returned: int
 
     def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        made = [empty(*geometry, device=self.steps[0].launch.device) for geometry in self.made]
-        addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
         device = self.steps[0].launch.device
+        made = [empty(*geometry, device=device) for geometry in self.made]
+        addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
         window = captured.ahead(device) if (tracked := captured.capturing()) else None
         for step in self.steps:
             start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])

@@ -30,7 +30,7 @@ class Rates:
         return 0.8 * self.copy
 
 
-# Of `bench linear --suite llm84` on two days: the median of bf16 forward and backward was 687 and 705, and its copy.
+# By `bench linear --suite llm84`: the mean of two days' medians of bf16 forward and backward, 687 and 705, and a copy.
 _H200: Final = Rates(bf16=696.0, copy=3.94)
 _BY_NAME: Final[Mapping[str, Rates]] = {
     "NVIDIA H200": _H200,

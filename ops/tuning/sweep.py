@@ -25,12 +25,12 @@ Call: TypeAlias = Callable[[], Any]
 _BEST: Final = 4
 _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
-# Of a median: two sweeps of one kernel on a warm H200 differ by about as much, whatever the quartiles say.
+# Of a median, whatever the quartiles say: times of one kernel in two sweeps of a warm H200 mostly differ by more.
 _LEAST_SPREAD: Final = 0.005
 _BURST_US: Final = 6000.0
 _MOST_REPEATS: Final = 30
 _FLUSH_US: Final = 80.0
-# What the power's control takes to settle after the operands of a problem were made, by far.
+# While the operands of a problem are made the chip cools.
 _WARM_S: Final = 0.2
 
 
