@@ -27,11 +27,16 @@ _MOST_REPEATS: Final = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long is measured: `rounds` turns of each call, each turn about `burst_ms`, on a chip warmed for `warm_s`."""
+    """How long is measured: `rounds` turns of each call, each turn about `burst_ms`, on a chip warmed for `warm_s`.
+
+    Without `flush` a call begins with the L2 as the one before left it: for calls that themselves read several times
+    what it holds. A flush leaves it full of written lines, which go to memory while the next call runs.
+    """
 
     rounds: int = 5
     burst_ms: float = 25.0
     warm_s: float = 1.0
+    flush: bool = True
 
 
 DEFAULT: Final = Schedule()
@@ -72,7 +77,7 @@ class Clock(Protocol):
     def host_us(self, call: Call) -> float | None:
         """What the host takes for a launch, None where it does the work itself."""
 
-    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+    def samples(self, call: Call, repeats: int, lead_us: float, flush: bool = True) -> list[float]:
         """`repeats` times of `call`, after one more that does not count; `lead_us` is the host's head start."""
 
 
@@ -86,7 +91,7 @@ def flush_bytes(l2_bytes: int) -> int:
 
 
 class GpuClock:
-    """Times by events, each call behind a write of `flush_bytes` that empties the L2."""
+    """Times by events, each call behind a write of `flush_bytes` that empties the L2, where it is asked for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -116,11 +121,12 @@ class GpuClock:
         self.synchronize()
         return min(times) * 1e6
 
-    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+    def samples(self, call: Call, repeats: int, lead_us: float, flush: bool = True) -> list[float]:
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 1)]
         torch.cuda._sleep(int(lead_us * _CYCLES_PER_US))
         for start, end in events:
-            self._buffer.zero_()
+            if flush:
+                self._buffer.zero_()
             start.record()
             call()
             end.record()
@@ -145,7 +151,7 @@ class CpuClock:
     def host_us(self, call: Call) -> None:
         return None
 
-    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+    def samples(self, call: Call, repeats: int, lead_us: float, flush: bool = True) -> list[float]:
         times = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
@@ -172,7 +178,8 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
             hosts[key] = clock.host_us(call)
             # The flush and two events; and in a burst, with autograd's thread beside, up to 1.6 times a launch alone.
             host = 2.0 * (hosts[key] or 0.0) + 20.0
-            once = statistics.median(clock.samples(call, 3, lead_us(host, 0.0, 4))) + clock.flush_us
+            once = statistics.median(clock.samples(call, 3, lead_us(host, 0.0, 4), schedule.flush))
+            once += clock.flush_us * schedule.flush
             repeats = min(_MOST_REPEATS, max(1, round(schedule.burst_ms * 1e3 / once)))
             plans[key] = repeats, lead_us(host, once, repeats + 1)
         except Exception as error:
@@ -186,7 +193,7 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
             if key in failures:
                 continue
             try:
-                samples[key] += clock.samples(calls[key], *plans[key])
+                samples[key] += clock.samples(calls[key], *plans[key], schedule.flush)
             except Exception as error:
                 failures[key] = reason(error)
     return {key: failures[key] if key in failures else Timing(tuple(samples[key]), hosts[key]) for key in calls}
