@@ -1,13 +1,30 @@
 // Chunks of a panel: 128 rows of 128 bytes in shared memory as the copy engine's swizzle leaves them, stored turned around.
 //
-// Macros: those of panel.cuh.
+// Macros: those of panel.cuh; X_STAYS, whether the lines of x are the last to leave the L2.
 #pragma once
+#include "hopper.cuh"
 #include "panel.cuh"
 
 constexpr int ROW_BYTES = 128;
 constexpr int CHUNK = 128;  // rows
 constexpr int STAGE_BYTES = CHUNK * ROW_BYTES;
 static_assert(PANEL * ELEMENT_BYTES == ROW_BYTES);
+
+// Copies of boxes of x.
+struct Boxes {
+    const TensorMap& x;
+    uint64_t policy;
+
+    __forceinline__ explicit Boxes(const TensorMap& x) : x(x), policy(X_STAYS ? last_out_policy() : 0) {}
+
+    __forceinline__ void load(uint32_t to, uint32_t barrier, int column, int row, int matrix) const {
+        if constexpr (X_STAYS) {
+            tma_load(to, x, barrier, column, row, matrix, policy);
+        } else {
+            tma_load(to, x, barrier, column, row, matrix);
+        }
+    }
+};
 
 // Stores the rows `low` to `high` of 16: words that are whole, then what is left of the first and the last, row by row.
 __forceinline__ void store_some(unsigned char* to, uint4 out, int low, int high) {

@@ -85,14 +85,21 @@ INLINE void tma_prefetch(const TensorMap& map, int x, int y, int z) {
                  : "memory");
 }
 
+// For lines that leave the L2 first, or last.
 INLINE uint64_t first_out_policy() {
     uint64_t policy;
     asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     return policy;
 }
 
-// Lines that leave the L2 first, by `first_out_policy()`.
-INLINE void tma_load_first_out(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t policy) {
+INLINE uint64_t last_out_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+
+// A load whose lines leave the L2 as the policy has it.
+INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),

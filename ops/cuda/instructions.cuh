@@ -4,8 +4,8 @@
 enum class Fp8 { E4M3, E5M2 };
 
 // How loads of what is read once pass the caches: through L1; past it; past it, a whole line of L2 at once; past it, and
-// first to leave L2.
-enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT };
+// first to leave L2, or last.
+enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT, LAST_OUT };
 
 // Stores that leave L2 in their turn, or first.
 enum class Store { NORMAL, FIRST_OUT };
@@ -21,6 +21,12 @@ __forceinline__ uint4 load16(const void* address) {
             : "l"(address));
     } else if constexpr (HOW == Load::LINE) {
         asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+            : "l"(address));
+    } else if constexpr (HOW == Load::LAST_OUT) {
+        asm("{.reg .b64 policy;\n"
+            " createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
+            " ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;}"
             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
             : "l"(address));
     } else {

@@ -25,6 +25,7 @@ _FP8: Final = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 _LARGEST_INT32: Final = 2**31 - 1
 _LARGEST_GRID: Final = 65535
 _ALIGNMENT: Final = 16
+_L2_BYTES: Final = 50 * 2**20
 _LOG: Final = logging.getLogger("fp8fn")
 
 
@@ -145,12 +146,27 @@ def plan_quantize_both(
     return plan(x, row, col, square, scale, target, tile)
 
 
-def default_tile(x: Tensor, aligned: bool, source: str) -> Tile:
-    """The fastest of the tiles that were timed, and fewer blocks where a thread needs more registers."""
+def outgrows_l2(x: Tensor, times: int = 1) -> bool:
+    """Whether x has more bytes than the L2 of a Hopper chip, or so many times as many.
+
+    Then its lines are told to be the last that leave the L2, and what is written leaves it the sooner: on an H200
+    quantizers are 1 to 3 % faster, those of whole rows up to 9 %, and so they are together with what reads their
+    results. A smaller x, or what else there is, may be needed again.
+    """
+    return x.numel() * x.element_size() > times * _L2_BYTES
+
+
+def default_tile(x: Tensor, aligned: bool, source: str, both: bool) -> Tile:
+    """The fastest of the tiles that were timed, and fewer blocks where a thread needs more registers.
+
+    Where `both` orientations are written, x stays in the L2 from three times its size on.
+    """
     narrow = x.element_size() == 2 and aligned
-    if source == "PLAIN":
-        return Tile(BLOCKS=4 if narrow else 2)
-    return Tile(BLOCKS=2 if narrow else 1)
+    if source != "PLAIN":
+        return Tile(BLOCKS=2 if narrow else 1)
+    if narrow:
+        return Tile(BLOCKS=4, LOAD="LAST_OUT" if outgrows_l2(x, 3 if both else 1) else "CACHED")
+    return Tile(BLOCKS=2)
 
 
 def plan(
@@ -163,7 +179,7 @@ def plan(
     With `offsets (E,)` the rows of a matrix `x` are tokens of groups, and `col` holds them spread.
     """
     aligned = is_aligned(x) and (other is None or is_aligned(other))
-    tile = tile or default_tile(x, aligned, source)
+    tile = tile or default_tile(x, aligned, source, row is not None and col is not None)
     *batch, m, n = x.shape
     out = row or col
     assert out is not None

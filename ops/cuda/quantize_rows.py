@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.quantize import CHUNK, Quantized, accepts_rows, is_aligned, types
+from fp8fn.ops.cuda.quantize import CHUNK, Quantized, accepts_rows, is_aligned, outgrows_l2, types
 from fp8fn.ops.targets import OCP, Target
 
 _CHUNKS: Final = 8  # of a thread at most, so that four blocks or more share the registers of a multiprocessor
@@ -47,7 +47,7 @@ def accepts(x: Tensor, dtype: torch.dtype, target: Target) -> str | None:
 def plan(x: Tensor, out: Quantized, scale: str, target: Target, tile: Tile | None = None) -> CudaLaunch:
     """The launch on a row-major `x (B?, M, N)`."""
     *batch, m, n = x.shape
-    tile = tile or default_tile(n, x.element_size())
+    tile = tile or replace(default_tile(n, x.element_size()), LOAD="LAST_OUT" if outgrows_l2(x) else "PAST_L1")
     chunks, rows = -(-n // (32 * tile.ROW_WARPS * CHUNK)), tile.WARPS // tile.ROW_WARPS
     macros: dict[str, int | str] = {
         **types(x, out, scale),

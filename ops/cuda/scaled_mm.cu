@@ -194,7 +194,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE, b_batch,
                                            (1 << CLUSTER) - 1);
                     } else if constexpr (B_ONCE) {
-                        tma_load_first_out(to_b, b, full(s), along_k, tile.n, b_batch, first_out);
+                        tma_load(to_b, b, full(s), along_k, tile.n, b_batch, first_out);
                     } else {
                         tma_load(to_b, b, full(s), along_k, tile.n, b_batch);
                     }

@@ -10,9 +10,10 @@
 // Large clusters leave multiprocessors idle, for each lies within one GPC. A second launch, of smaller ones, may take the
 // last columns there: it begins beside the first, and ends after it, so that a launch after both waits for both.
 //
-// Macros: those of panel.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a multiple of so many
-// rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD, chunks of a panel that
-// stay in registers, so that their stages are free while the warps wait for each other's maxima; PART, of the columns.
+// Macros: those of panel.cuh; X_STAYS, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a
+// multiple of so many rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD,
+// chunks of a panel that stay in registers, so that their stages are free while the warps wait for each other's maxima;
+// PART, of the columns.
 #include "chunk.cuh"
 #include "groups.cuh"
 #include "overlap.cuh"
@@ -197,6 +198,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (lane == 0) {
             bool begun = false;
             prefetch_map(x);
+            const Boxes boxes(x);
             const auto same = [](int value) { return value; };
             for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
                 if (rows.none) return;
@@ -212,8 +214,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
                     barrier_expect(barrier, (high - low + BOX - 1) / BOX * BOX * ROW_BYTES);
                     for (int row = low; row < high; row += BOX) {
-                        tma_load(stages + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row,
-                                 GROUPED ? 0 : which);
+                        boxes.load(stages + ring.stage * STAGE_BYTES + row * ROW_BYTES, barrier, panel, top + row,
+                                   GROUPED ? 0 : which);
                     }
                     ring.advance();
                 }

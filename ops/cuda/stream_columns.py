@@ -16,7 +16,7 @@ from fp8fn.ops.cuda import driver
 from fp8fn.ops.cuda.chunk import CHUNK_ROWS, PIECES, ROW_BYTES, scale_lead, typical_rows
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap, function_of
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.quantize import Quantized, types
+from fp8fn.ops.cuda.quantize import Quantized, outgrows_l2, types
 from fp8fn.ops.cuda.scaled_mm import as_batch
 from fp8fn.ops.targets import Target
 
@@ -140,6 +140,7 @@ def _kernel(
         **types(x, out, scale),
         "PANEL": ROW_BYTES // x.element_size(),
         **vars(tile),
+        "X_STAYS": int(outgrows_l2(x)),
         "GROUPED": int(offsets is not None),
         "PART": f"Part::{part}",
     }

@@ -9,8 +9,8 @@
 //
 // The blocks share the panels' rows evenly; where a share would end inside a group, the block takes the whole group.
 //
-// Macros: those of panel.cuh, CLUSTER 1 and WARPS 8; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a
-// multiprocessor.
+// Macros: those of panel.cuh, CLUSTER 1 and WARPS 8; X_STAYS, of chunk.cuh; BOX, rows that one copy brings; STAGES;
+// RESIDENT, blocks that share a multiprocessor.
 #include "chunk.cuh"
 #include "groups.cuh"
 #include "ring.cuh"
@@ -41,15 +41,24 @@ __forceinline__ int first_from(int row, const int* offsets, int groups, int M) {
     return found;
 }
 
+// The rows that a block has, of all panels one below the other.
+struct Share {
+    int left, panel, row;  // how many, and where the first is
+
+    __forceinline__ Share(int M, int N) {
+        const unsigned panels = (N + PANEL - 1) / PANEL, rows = panels * M, each = rows / gridDim.x, rest = rows % gridDim.x;
+        const auto begin_of = [&](unsigned block) { return block * each + block * rest / gridDim.x; };
+        const unsigned from = begin_of(blockIdx.x);
+        left = begin_of(blockIdx.x + 1) - from;
+        panel = from / M;
+        row = from - panel * M;
+    }
+};
+
 // What is to be done: `visit(panel, run)` for one panel after the other.
 template <typename Visit>
 __forceinline__ void for_each_run(const int* offsets, int groups, int M, int N, Visit&& visit) {
-    const int panels = (N + PANEL - 1) / PANEL;
-    const long long rows = static_cast<long long>(panels) * M;
-    const long long from = rows * blockIdx.x / gridDim.x, to = rows * (blockIdx.x + 1) / gridDim.x;
-    int row = static_cast<int>(from % M);
-    int left = static_cast<int>(to - from);
-    for (int panel = static_cast<int>(from / M); left > 0; ++panel) {
+    for (auto [left, panel, row] = Share(M, N); left > 0; ++panel) {
         Run run;
         run.first = row > 0 ? first_from(row, offsets, groups, M) : 0;
         run.last = left < M - row ? first_from(row + left, offsets, groups, M) : groups + 1;
@@ -294,19 +303,26 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
     __syncthreads();
 
     if (warp == WARPS) {
-        if (lane == 0) prefetch_map(x);
+        // While the groups' rows are looked for a chunk comes to the L2 that is the block's, where groups are alike.
+        if (lane == 0) {
+            const Share share(M, N);
+            const int top = (share.row == 0 ? 0 : share.row + M / groups) & -CHUNK;
+            for (int row = 0; row < CHUNK; row += BOX) tma_prefetch(x, share.panel * PANEL, top + row, 0);
+        }
+        __syncwarp();
+        const Boxes boxes(x);
         Ring ring;
         for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
             const auto load = [&](int top, int low, int high) {  // of rows `low` to `high` what lies in a chunk
                 low = max(low - top, 0) / BOX * BOX;
                 high = min(high - top, CHUNK);
-                const int boxes = max(high - low + BOX - 1, 0) / BOX;
+                const int count = max(high - low + BOX - 1, 0) / BOX;
                 const uint32_t barrier = full + ring.stage * BARRIER;
                 barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
-                barrier_expect(barrier, boxes * BOX * ROW_BYTES);
-                for (int box = 0; box < boxes; ++box) {
+                barrier_expect(barrier, count * BOX * ROW_BYTES);
+                for (int box = 0; box < count; ++box) {
                     const int row = low + box * BOX;
-                    tma_load(stages_at + ring.stage * STAGE_BYTES + row * ROW_BYTES, x, barrier, panel, top + row, 0);
+                    boxes.load(stages_at + ring.stage * STAGE_BYTES + row * ROW_BYTES, barrier, panel, top + row, 0);
                 }
                 ring.advance();
             };

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.chunk import CHUNK_ROWS, PIECES, ROW_BYTES
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.quantize import Quantized, types
+from fp8fn.ops.cuda.quantize import Quantized, outgrows_l2, types
 from fp8fn.ops.cuda.scaled_mm import as_batch
 from fp8fn.ops.targets import Target
 
@@ -35,6 +35,7 @@ _WALKS: Final = ((340, Walk(4, BOX=128)), (10**9, Walk()))
 # With fewer or more rows the other kernels are as fast or faster.
 _LEAST_WALKED: Final = 64
 _MOST_WALKED: Final = 640
+_LARGEST_INT32: Final = 2**31 - 1
 _LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
 
 
@@ -44,7 +45,7 @@ def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
     panels = -(-columns * x.element_size() // ROW_BYTES)
     if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
         return None
-    if rows > groups * _MOST_WALKED:
+    if rows > groups * _MOST_WALKED or panels * rows > _LARGEST_INT32:
         return None
     return next(walk for most, walk in _WALKS if rows <= groups * most)
 
@@ -59,7 +60,8 @@ def plan(
     most = target.cores * tile.RESIDENT
     columns = ROW_BYTES // x.element_size()
     macros: dict[str, int | str] = {
-        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": PIECES, **vars(tile)
+        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": PIECES, "X_STAYS": int(outgrows_l2(x)),
+        **vars(tile),
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel("walk_columns.cu", "walk_columns", tuple(macros.items())),

@@ -100,7 +100,7 @@ inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
     if (bulk_load_count == MOST_BULK_LOADS) return break_off("more loads than the emulator has room for");
     bulk_loads[bulk_load_count++] = {{to, map, {x, y, z}}, barrier};
 }
-inline void tma_load_first_out(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
+inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
     tma_load(to, map, barrier, x, y, z);
 }
 inline void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
@@ -123,6 +123,7 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
 }
 inline void tma_prefetch(const TensorMap&, int, int, int) {}
 inline uint64_t first_out_policy() { return 0; }
+inline uint64_t last_out_policy() { return 0; }
 
 // A thread's bulk stores, each a group of its own, read shared memory when it waits for that, as late as they may.
 inline constexpr int MOST_BULK_STORES = 16;

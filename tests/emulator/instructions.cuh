@@ -3,7 +3,7 @@
 #include "cuda.h"
 
 enum class Fp8 { E4M3, E5M2 };
-enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT };
+enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT, LAST_OUT };
 enum class Store { NORMAL, FIRST_OUT };
 
 template <Load HOW>

@@ -1,0 +1,135 @@
+"""Quantizers of an x that outgrows the L2, whose lines are told to leave it last: which do so, bits, machine code."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from cuda_emulator import hopper_on_cpu, needs_compiler
+
+from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda import nvrtc, quantize, quantize_columns, quantize_rows, walk_columns
+from fp8fn.ops.cuda.launch import CudaLaunch, pointers
+from fp8fn.ops.cuda.quantize import Quantized
+from fp8fn.ops.cuda.walk_columns import Walk
+from fp8fn.ops.groups import empty_grouped
+from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.targets import SM90
+
+BF16, FP32 = torch.bfloat16, torch.float32
+E4M3 = torch.float8_e4m3fn
+ROW: Final = (1, 128)
+COLUMN: Final = (128, 1)
+LARGE: Final = (16640, 5120)  # 170 MB
+
+needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
+
+
+def empty(x: Tensor, block: Block) -> Quantized:
+    return Quantized(empty_data(x, block, E4M3), empty_scale(x, block, "fp32"))
+
+
+def by_blocks(x: Tensor, block: Block) -> CudaLaunch:
+    return quantize.plan_quantize(x, empty(x, block), block, "fp32", SM90)
+
+
+def both(x: Tensor) -> CudaLaunch:
+    return quantize.plan_quantize_both(x, empty(x, ROW), empty(x, COLUMN), False, "fp32", SM90)
+
+
+def by_rows(x: Tensor) -> CudaLaunch:
+    return quantize_rows.plan(x, empty(x, (1, -1)), "fp32", SM90)
+
+
+def by_columns(x: Tensor, groups: int = 0) -> tuple[CudaLaunch, ...]:
+    if groups == 0:
+        return quantize_columns.plan(x, empty(x, (-1, 1)), "fp32", SM90)
+    offsets = torch.empty(groups, device=x.device, dtype=torch.int32)
+    out = Quantized(*empty_grouped(x, groups, (-1, 1), E4M3, "fp32"))
+    return quantize_columns.plan(x, out, "fp32", SM90, offsets)
+
+
+def large(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+def test_what_outgrows_the_l2() -> None:
+    """50 MB; where both orientations are written, three times as much."""
+    middle, small = large(8192, 4096), large(4096, 4096)  # 67 and 34 MB
+    assert [by_blocks(x, ROW).options["LOAD"] for x in (middle, small)] == ["Load::LAST_OUT", "Load::CACHED"]
+    assert [by_rows(x).options["LOAD"] for x in (middle, small)] == ["Load::LAST_OUT", "Load::PAST_L1"]
+    assert [both(x).options["LOAD"] for x in (large(*LARGE), middle)] == ["Load::LAST_OUT", "Load::CACHED"]
+    assert by_blocks(large(*LARGE, dtype=FP32), ROW).options["LOAD"] == "Load::CACHED"  # for which there is no hint
+    assert by_blocks(large(8192, 8192)[:, 1:], ROW).options["LOAD"] == "Load::CACHED"
+    for x, groups, kernel, stays in (
+        (large(*LARGE), 0, "stream_columns", 1),
+        (large(*LARGE), 16, "stream_columns", 1),
+        (large(*LARGE), 64, "walk_columns", 1),  # which has no smaller ones
+        (large(16640, 1024), 0, "stream_columns", 0),
+        (large(16640, 1024), 16, "stream_columns", 0),
+    ):
+        launches = by_columns(x, groups)
+        assert {(launch.name, launch.options["X_STAYS"]) for launch in launches} == {(kernel, stays)}
+
+
+@needs_nvrtc
+def test_machine_code() -> None:
+    x = large(*LARGE)
+    launches = [by_blocks(x, ROW), by_blocks(x, COLUMN), by_blocks(x, (128, 128)), both(x), by_rows(x)]
+    for launch in (*launches, *(launch for groups in (0, 1, 16, 64) for launch in by_columns(x, groups))):
+        used = launch.resources()
+        assert used.spills == 0, launch.describe()
+
+
+def check(device: str) -> None:
+    def run(*launches: CudaLaunch) -> None:
+        for launch in launches:
+            launch.prepare().launch(pointers(launch.args))
+
+    def same(found: Quantized, wanted: tuple[Tensor, Tensor]) -> None:
+        for got, want in zip(found, wanted, strict=True):
+            assert torch.equal(got.float().cpu(), want.float().cpu())
+
+    x = torch.randn(400, 264, device=device, dtype=BF16)
+    for block in (ROW, COLUMN, (128, 128), (1, -1), (-1, 1)):
+        out = empty(x, block)
+        wanted = reference.quantize(x, block, E4M3, "fp32")
+        if block == (1, -1):
+            launches = (quantize_rows.plan(x, out, "fp32", SM90),)
+        elif block == (-1, 1):
+            tall = torch.cat([x, x])  # what streams
+            out, wanted = empty(tall, block), reference.quantize(tall, block, E4M3, "fp32")
+            launches = quantize_columns.plan(tall, out, "fp32", SM90)
+            assert launches[0].options["X_STAYS"] == 1
+        else:
+            launches = (quantize.plan_quantize(x, out, block, "fp32", SM90),)
+            assert launches[0].options["LOAD"] == "Load::LAST_OUT"
+        run(*launches)
+        same(out, wanted)
+    offsets = torch.tensor([0, 130, 131, 350], device=device, dtype=torch.int32)
+    out = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
+    blocks = None if x.is_cuda else 3
+    launch = walk_columns.plan(x, out, "fp32", SM90, offsets, Walk(4, BOX=128), blocks)
+    assert launch.options["X_STAYS"] == 1
+    run(launch)
+    same(out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+
+
+@needs_compiler
+def test_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "_L2_BYTES", 0)
+    with hopper_on_cpu():
+        check("cpu")
+
+
+@pytest.mark.gpu
+def test_bits_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    if targets.target_of(torch.device("cuda")).name != "sm90" or nvrtc.unavailable() is not None:
+        pytest.skip("the kernels are Hopper's, compiled by NVRTC")
+    monkeypatch.setattr(quantize, "_L2_BYTES", 0)
+    check("cuda")
