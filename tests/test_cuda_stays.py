@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Final
 
 import pytest
@@ -11,10 +12,12 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from cuda_emulator import hopper_on_cpu, needs_compiler
+from test_cuda_quantize_columns import empty as nothing
+from test_cuda_quantize_columns import needs_nvrtc, planned, run, same
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import nvrtc, quantize, quantize_columns, quantize_rows, walk_columns
-from fp8fn.ops.cuda.launch import CudaLaunch, pointers
+from fp8fn.ops.cuda import nvrtc, quantize, quantize_columns, quantize_rows
+from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.quantize import Quantized
 from fp8fn.ops.cuda.walk_columns import Walk
 from fp8fn.ops.groups import empty_grouped
@@ -26,8 +29,6 @@ E4M3 = torch.float8_e4m3fn
 ROW: Final = (1, 128)
 COLUMN: Final = (128, 1)
 LARGE: Final = (16640, 5120)  # 170 MB
-
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 
 def empty(x: Tensor, block: Block) -> Quantized:
@@ -65,6 +66,7 @@ def test_what_outgrows_the_l2() -> None:
     assert [by_rows(x).options["LOAD"] for x in (middle, small)] == ["Load::LAST_OUT", "Load::PAST_L1"]
     assert [both(x).options["LOAD"] for x in (large(*LARGE), middle)] == ["Load::LAST_OUT", "Load::CACHED"]
     assert by_blocks(large(*LARGE, dtype=FP32), ROW).options["LOAD"] == "Load::CACHED"  # for which there is no hint
+    assert by_rows(large(*LARGE, dtype=FP32)).options["LOAD"] == "Load::PAST_L1"
     assert by_blocks(large(8192, 8192)[:, 1:], ROW).options["LOAD"] == "Load::CACHED"
     for x, groups, kernel, stays in (
         (large(*LARGE), 0, "stream_columns", 1),
@@ -87,37 +89,23 @@ def test_machine_code() -> None:
 
 
 def check(device: str) -> None:
-    def run(*launches: CudaLaunch) -> None:
-        for launch in launches:
-            launch.prepare().launch(pointers(launch.args))
-
-    def same(found: Quantized, wanted: tuple[Tensor, Tensor]) -> None:
-        for got, want in zip(found, wanted, strict=True):
-            assert torch.equal(got.float().cpu(), want.float().cpu())
-
-    x = torch.randn(400, 264, device=device, dtype=BF16)
+    x = torch.randn(800, 264, device=device, dtype=BF16)  # rows enough for whole columns to stream
     for block in (ROW, COLUMN, (128, 128), (1, -1), (-1, 1)):
         out = empty(x, block)
-        wanted = reference.quantize(x, block, E4M3, "fp32")
-        if block == (1, -1):
-            launches = (quantize_rows.plan(x, out, "fp32", SM90),)
-        elif block == (-1, 1):
-            tall = torch.cat([x, x])  # what streams
-            out, wanted = empty(tall, block), reference.quantize(tall, block, E4M3, "fp32")
-            launches = quantize_columns.plan(tall, out, "fp32", SM90)
-            assert launches[0].options["X_STAYS"] == 1
+        if block == (-1, 1):
+            launches = quantize_columns.plan(x, out, "fp32", SM90)
+            assert {launch.options["X_STAYS"] for launch in launches} == {1}
         else:
-            launches = (quantize.plan_quantize(x, out, block, "fp32", SM90),)
+            by = quantize_rows.plan if block == (1, -1) else partial(quantize.plan_quantize, block=block)
+            launches = (by(x, out, scale="fp32", target=SM90),)
             assert launches[0].options["LOAD"] == "Load::LAST_OUT"
-        run(*launches)
-        same(out, wanted)
-    offsets = torch.tensor([0, 130, 131, 350], device=device, dtype=torch.int32)
-    out = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-    blocks = None if x.is_cuda else 3
-    launch = walk_columns.plan(x, out, "fp32", SM90, offsets, Walk(4, BOX=128), blocks)
-    assert launch.options["X_STAYS"] == 1
-    run(launch)
-    same(out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+        run(launches)
+        assert same(out, reference.quantize(x, block, E4M3, "fp32")), block
+    offsets = torch.tensor([0, 130, 131, 750], device=device, dtype=torch.int32)
+    launches = planned(x, out := nothing(x, offsets), "fp32", offsets, Walk(4, BOX=128))
+    assert launches[0].options["X_STAYS"] == 1
+    run(launches)
+    assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
 
 
 @needs_compiler

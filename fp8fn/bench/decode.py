@@ -3,16 +3,16 @@
 Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "batched", a weight for each
 matrix of a batch; "mx", both operands MX-FP8, beside Triton's `tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights
 of their experts. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
-one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. Where weights
-are ten times the L2, nothing else empties it. In a graph a product knows that the one before it does not write its
-weight; "behind others" are those that take it for another library's launch. TB/s counts the weights' bytes, of a large
-batch the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
+one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. Where weights are ten
+times the L2, nothing else empties it. In a graph a product knows that the one before it does not write its weight;
+"behind others" are those that take it for another library's launch. TB/s counts the weights' bytes, of a large batch
+the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from statistics import geometric_mean
 from typing import Any, Final, TypeVar
 
@@ -335,27 +335,13 @@ def summary(run: dict[str, Any]) -> str:
     return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
 
 
+_suite = partial(Suite, table=table, schedule=SCHEDULE, graphs=True)
+_of_weights = partial(_suite, axes="M,N,K", empties_l2=reads_many_l2s)
 SUITES = {
-    "decode": Suite(
-        tuple((m, n, k) for k, n in DECODE for m in ROWS),
-        decode_cases,
-        table,
-        SCHEDULE,
-        graphs=True,
-        axes="M,N,K",
-        empties_l2=reads_many_l2s,
-    ),
-    "mx": Suite(
-        tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS),
-        mx_cases,
-        table,
-        SCHEDULE,
-        graphs=True,
-        axes="M,N,K",
-        empties_l2=reads_many_l2s,
-    ),
-    "mx_moe": Suite(MX_MOE, mx_moe_cases, table, SCHEDULE, graphs=True, axes="T,N,K"),
-    "batched": Suite(BATCHED, batched_cases, table, SCHEDULE, graphs=True, axes="B,M,N,K"),
+    "decode": _of_weights(tuple((m, n, k) for k, n in DECODE for m in ROWS), decode_cases),
+    "mx": _of_weights(tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases),
+    "mx_moe": _suite(MX_MOE, mx_moe_cases, axes="T,N,K"),
+    "batched": _suite(BATCHED, batched_cases, axes="B,M,N,K"),
 }
 
 

@@ -1,5 +1,6 @@
 // Hopper's instructions as functions: mbarriers, bulk tensor copies, wgmma, and the ordering among them (PTX ISA 8.0).
 #pragma once
+#include "policies.cuh"
 
 using int32_t = int;
 using uint8_t = unsigned char;
@@ -85,20 +86,7 @@ INLINE void tma_prefetch(const TensorMap& map, int x, int y, int z) {
                  : "memory");
 }
 
-// For lines that leave the L2 first, or last.
-INLINE uint64_t first_out_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-INLINE uint64_t last_out_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-
-// A load whose lines leave the L2 as the policy has it.
+// A load whose lines leave the L2 as a policy of policies.cuh has it.
 INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"

@@ -1,5 +1,6 @@
 // The instructions that CUDA C++ has no name for, as functions: accesses of 16 bytes with hints, and conversions.
 #pragma once
+#include "policies.cuh"
 
 enum class Fp8 { E4M3, E5M2 };
 
@@ -23,18 +24,10 @@ __forceinline__ uint4 load16(const void* address) {
         asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
             : "l"(address));
-    } else if constexpr (HOW == Load::LAST_OUT) {
-        asm("{.reg .b64 policy;\n"
-            " createpolicy.fractional.L2::evict_last.b64 policy, 1.0;\n"
-            " ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;}"
-            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-            : "l"(address));
     } else {
-        asm("{.reg .b64 policy;\n"
-            " createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-            " ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], policy;}"
+        asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
             : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-            : "l"(address));
+            : "l"(address), "l"(HOW == Load::LAST_OUT ? last_out_policy() : first_out_policy()));
     }
     return v;
 }

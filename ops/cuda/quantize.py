@@ -22,7 +22,7 @@ TILE_N: Final = 128
 CHUNK: Final = 8
 _INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 _FP8: Final = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
-_LARGEST_INT32: Final = 2**31 - 1
+LARGEST_INT32: Final = 2**31 - 1
 _LARGEST_GRID: Final = 65535
 _ALIGNMENT: Final = 16
 _L2_BYTES: Final = 50 * 2**20
@@ -92,7 +92,7 @@ def accepts_rows(x: Tensor, more_blocks: int = 0) -> str | None:
     matrices = math.prod(x.shape[:-2])
     if x.stride(-1) != 1 and n > 1:
         return f"x has strides {x.stride()}, none of the last two 1"
-    if max(m, n, x.stride(-2)) > _LARGEST_INT32:
+    if max(m, n, x.stride(-2)) > LARGEST_INT32:
         return f"x has shape {tuple(x.shape)} and strides {x.stride()}, past 32 bits"
     if max(-(-m // TILE_N) + more_blocks, matrices) > _LARGEST_GRID:
         return f"x has shape {tuple(x.shape)}, more than {_LARGEST_GRID} blocks of rows or matrices"

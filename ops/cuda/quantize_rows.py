@@ -47,7 +47,10 @@ def accepts(x: Tensor, dtype: torch.dtype, target: Target) -> str | None:
 def plan(x: Tensor, out: Quantized, scale: str, target: Target, tile: Tile | None = None) -> CudaLaunch:
     """The launch on a row-major `x (B?, M, N)`."""
     *batch, m, n = x.shape
-    tile = tile or replace(default_tile(n, x.element_size()), LOAD="LAST_OUT" if outgrows_l2(x) else "PAST_L1")
+    if tile is None:
+        tile = default_tile(n, x.element_size())
+        if x.element_size() == 2 and outgrows_l2(x):  # loads of float32 take no hint
+            tile = replace(tile, LOAD="LAST_OUT")
     chunks, rows = -(-n // (32 * tile.ROW_WARPS * CHUNK)), tile.WARPS // tile.ROW_WARPS
     macros: dict[str, int | str] = {
         **types(x, out, scale),

@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.chunk import CHUNK_ROWS, PIECES, ROW_BYTES
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.quantize import Quantized, outgrows_l2, types
+from fp8fn.ops.cuda.quantize import LARGEST_INT32, Quantized, outgrows_l2, types
 from fp8fn.ops.cuda.scaled_mm import as_batch
 from fp8fn.ops.targets import Target
 
@@ -35,7 +35,6 @@ _WALKS: Final = ((340, Walk(4, BOX=128)), (10**9, Walk()))
 # With fewer or more rows the other kernels are as fast or faster.
 _LEAST_WALKED: Final = 64
 _MOST_WALKED: Final = 640
-_LARGEST_INT32: Final = 2**31 - 1
 _LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
 
 
@@ -45,7 +44,7 @@ def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
     panels = -(-columns * x.element_size() // ROW_BYTES)
     if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
         return None
-    if rows > groups * _MOST_WALKED or panels * rows > _LARGEST_INT32:
+    if rows > groups * _MOST_WALKED or panels * rows > LARGEST_INT32:
         return None
     return next(walk for most, walk in _WALKS if rows <= groups * most)
 
