@@ -157,12 +157,19 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
         operands = _rows_by_weight(m, 200, 2 * config.STAGES * config.CLUSTER * BK, WEIGHT_BLOCKS[0], device)
         yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(*operands, target, config, constant=constant)
     for m, held in a16w8_tiles._HELD.items():
+        of_others = set()
         for config, dtype in zip(dict.fromkeys(entry.config for entry in held), cycle((BF16, FP16)), strict=False):
-            config = replace(config, CLUSTER=2, HELD=config.HELD - (dtype == FP16 and m == 16))
-            operands = _rows_by_weight(m, 200, 2 * config.STAGES * BK, WEIGHT_BLOCKS[1], device, dtype=dtype)
-            yield f"M{m} constant {config}", a16w8_tiles.plan(*operands, target, config, constant=True)
+            # Those without stages are for short K, of which zeros follow here.
+            stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48
+            count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
+            config = replace(config, CLUSTER=2, STAGES=stages, HELD=count)
+            k = 2 * stages * BK - beyond
+            operands = _rows_by_weight(m, 200, k, WEIGHT_BLOCKS[1], device, dtype=dtype)
+            yield f"M{m} K{k} constant {config}", a16w8_tiles.plan(*operands, target, config, constant=True)
             config = replace(config, READY=0)
-            yield f"M{m} {config}", a16w8_tiles.plan(*operands, target, config)
+            if config not in of_others:
+                yield f"M{m} K{k} {config}", a16w8_tiles.plan(*operands, target, config)
+            of_others.add(config)
 
 
 def _mm_a16w8(device: torch.device, target: Target) -> Launches:

@@ -112,6 +112,35 @@ def test_columns_at_the_edge(n: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("k", [16, 64, 80, 112, 144, 192, 400])
+def test_zeros_follow_k(k: int, block: tuple[int, int]) -> None:
+    """Up to a multiple of 128: what lies in memory behind the last of K, of x and of w, is read as zeros."""
+    for m, dtype, fp8 in ((1, BF16, E4M3), (16, FP16, E5M2)):
+        rows = torch.full((m, k + 136), torch.nan, dtype=dtype)
+        rows[:, :k] = torch.randn(m, k)
+        w = operand(k, 70, block, dtype=fp8)
+        columns = torch.full((70, k + 144), POISON[fp8], dtype=torch.uint8)
+        columns[:, :k] = w.data.mT.view(torch.uint8)
+        x, w = rows[:, :k], ScaledTensor(columns.view(fp8)[:, :k].mT, w.scale, w.block)
+        for constant in (False, True):
+            found = emulated(x, w, constant=constant)
+            assert_right(found, x, w)
+            assert torch.equal(emulated(x, w, constant=constant, backwards=True), found)
+
+
+@needs_compiler
+@pytest.mark.parametrize("config", [Config(8, 4, 2, HELD=2), Config(16, 8, 1, 2, HELD=1, READY=1)], ids=str)
+def test_zeros_follow_k_in_registers(config: Config) -> None:
+    for k in (136, 192, 240):
+        x, w = torch.randn(7, k).bfloat16(), operand(k, 130, (128, 128))
+        found = emulated(x, w, config=config, constant=True)
+        assert_right(found, x, w)
+        other = replace(config, HELD=0, READY=0, STAGES=2)
+        assert torch.equal(emulated(x, w, config=other, constant=True), found)
+
+
+@needs_compiler
 @pytest.mark.parametrize("out", [BF16, FP16, FP32], ids=str)
 def test_outputs_and_biases(out: torch.dtype) -> None:
     """Each output is the sum rounded once."""
@@ -209,7 +238,6 @@ def test_the_op_keeps_its_call_and_takes_pointers_in_order() -> None:
     ("given", "reason"),
     [
         ({"m": 17}, "x has 17 rows, more than 16"),
-        ({"k": 6144 + 64}, "K=6208 is no multiple of 128"),
         ({"contiguous": "N"}, "columns of w are not contiguous"),
         ({"out": FP32}, "out of float32"),
         ({"batch": (3,)}, "a batch of 3"),
@@ -222,6 +250,12 @@ def test_what_another_kernel_takes(given: dict[str, Any], reason: str) -> None:
     assert reason in found
 
 
+def test_k_of_pieces_of_x() -> None:
+    x, w, *rest = unwritten(4, k=6160)
+    assert accepts(x[:, :6152], w[:6152], *rest) is None
+    assert accepts(x[:, :6148], w[:6148], *rest) == "K=6148 is no multiple of 8"
+
+
 def test_one_row_by_short_columns_is_left_to_registers() -> None:
     x, w, *_ = unwritten(1, 6144, 2048)
     assert "one row" in (untuned(x, w, False) or "")
@@ -230,14 +264,34 @@ def test_one_row_by_short_columns_is_left_to_registers() -> None:
     assert untuned(x, w, False) is None
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "left"), [(8, 512, 128, True), (8, 4096, 112, True), (8, 4096, 128, False), (9, 512, 64, False)]
+)
+def test_less_than_a_stage_is_left_to_registers(m: int, n: int, k: int, left: bool) -> None:
+    x, w, *_ = unwritten(m, n, k)
+    assert ("less than a stage" in (untuned(x, w, False) or "")) == left
+    assert untuned(x, w, True) is None
+
+
 def test_the_default_configuration() -> None:
     """At the shapes of decoding, what was the fastest on an H200 or close to it."""
     for (m, n, k, constant), name in {
         (1, 1536, 6144, True): "8x192 stages6 cluster8 resident1 held6 ready0",
         (16, 1536, 6144, True): "16x128 stages6 cluster8 resident2 late held4 ready2 over",
+        (1, 6144, 192, True): "8x64 stages2 cluster1 resident2 held2 ready2",
+        (16, 6144, 192, True): "16x192 stages2 cluster1 resident1 held2 ready2",
+        (8, 6144, 384, True): "8x192 stages3 cluster1 resident1 held3 ready3",
+        (16, 6144, 384, True): "16x192 stages3 cluster1 resident1 held3 ready3",
+        (8, 6144, 768, True): "8x192 stages6 cluster1 resident1 held6 ready6",
+        (16, 6144, 768, True): "16x128 stages2 cluster3 resident2 held2 ready2",
+        (8, 3072, 1536, True): "8x192 stages6 cluster2 resident1 held6 ready6",
+        (16, 1536, 768, True): "16x64 stages3 cluster2 resident2 late held3 ready0",
+        (16, 2304, 768, True): "16x128 stages2 cluster3 resident2 late held2 ready0",
+        (16, 6144, 1024, True): "16x128 stages2 cluster4 resident2 held1 ready1",
+        (8, 16384, 1024, True): "8x64 stages4 cluster2 resident2 held2 ready2",
         (1, 2304, 6144, True): "8x128 stages6 cluster8 resident2 held4 ready0 over",
         (4, 4096, 4096, False): "8x128 stages5 cluster4 resident2 late",
-        (8, 6144, 1536, True): "8x128 stages4 cluster3 resident2 held4 ready0",
+        (8, 6144, 1536, True): "8x192 stages6 cluster2 resident1 held6 ready0",
         (8, 6144, 2048, True): "8x128 stages4 cluster4 resident2 held2 ready2 over",
         (16, 6144, 1536, True): "16x192 stages6 cluster2 resident1 late held4 ready2",
         (16, 6144, 2048, True): "16x192 stages8 cluster2 resident1 late held6 ready2 over",
@@ -266,7 +320,10 @@ def test_the_default_configuration() -> None:
 
 
 @pytest.mark.parametrize("rows", CLASSES[:3], ids=str)
-@pytest.mark.parametrize("size", [(512, 128), (2304, 6144), (6144, 1536), (4096, 7168), (14336, 2048)])
+@pytest.mark.parametrize(
+    "size",
+    [(512, 80), (512, 128), (2304, 6144), (6144, 192), (6144, 1536), (4096, 7168), (14336, 2048)],
+)
 def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[int, int]) -> None:
     for block in BLOCKS:
         for parts in PARTS.values():
@@ -276,7 +333,7 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
 
 def launches() -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, and of other types of some."""
-    for k, n in (*DECODE, *LARGE, (3072, 3072)):
+    for k, n in (*DECODE, *LARGE, (3072, 3072), (256, 16384), (384, 2048), (512, 4096), (1008, 4096), (1024, 16384)):
         for m in (1, 4, 8, 16):
             yield plan(*unwritten(m, n, k))
             yield plan(*unwritten(m, n, k), constant=True)
@@ -318,7 +375,7 @@ def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: Target) -> None:
     """A tensor core keeps 14 bits of a sum: 1e-4 at most, of which 16 bits of output show little."""
-    for k, n in (DECODE[0], (4096, 4096), (384, 40), (128, 1000)):
+    for k, n in (DECODE[0], (4096, 4096), (384, 40), (128, 1000), (192, 6144), (80, 300), (720, 4096)):
         for m in (1, 8, 13):
             for dtype, fp8 in ((BF16, E4M3), (FP16, E5M2)):
                 x, w = on_gpu(m, n, k, block, x=dtype, fp8=fp8)

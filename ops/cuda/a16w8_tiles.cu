@@ -19,11 +19,11 @@
 // at once, or where what it asks for would keep this one waiting (LATE), when the launch before this one has ended.
 //
 // Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
-// is of ROWS for each part); SCALE (LINE, VECTOR, BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a
-// warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks
-// for at once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY
-// are waited for before x is; X_OVER, x comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0,
-// BF16, FP16, FP32).
+// is of ROWS for each part); TAIL, whether K is no multiple of 128, but one of 8, and zeros follow it; SCALE (LINE, VECTOR,
+// BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of
+// two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks for at once); STAGES, CLUSTER, RESIDENT,
+// W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY are waited for before x is; X_OVER, x
+// comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
@@ -79,7 +79,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
     const int rows = min(M - first_m, ROWS);
-    const uint32_t steps = K / STEP;
+    const uint32_t steps = TAIL ? (K + STEP - 1) / STEP : K / STEP;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     const uint32_t after_x = AT_REST + (X_OVER ? 0 : count * X_BYTES), x_scales_at = base + after_x;
     float* const x_scales = reinterpret_cast<float*>(stages + after_x);  // (count, ROWS)
@@ -173,8 +173,9 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         for (int p = 0; p < AHEAD; p++) {
             inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
             const uint16_t* const from = x_from + p * STEPS_ON * STEP;
-            taken[p][0] = load_written(from, inside[p]);
-            taken[p][1] = load_written(from + STEP / 2, inside[p]);
+            const int left = TAIL ? K - (start + first + item / X_ROWS + p * STEPS_ON) * STEP - 8 * along : STEP;
+            taken[p][0] = load_written(from, inside[p] && left > 0);
+            taken[p][1] = load_written(from + STEP / 2, inside[p] && left > STEP / 2);
         }
         hold(READY, HELD);
 #pragma unroll

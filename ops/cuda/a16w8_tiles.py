@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final, NamedTuple
@@ -20,6 +21,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 
 STEP: Final = 128  # of K in a stage
+_PIECE: Final = 8  # of x, that a thread loads
 MOST_ROWS: Final = 16
 LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
@@ -59,7 +61,7 @@ class Config:
 
     def steps(self, k: int) -> int:
         """The most that a block has."""
-        return -(-(k // STEP) // self.CLUSTER)
+        return -(-stages_of(k) // self.CLUSTER)
 
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
@@ -74,18 +76,41 @@ class Config:
         return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
 
 
+def stages_of(k: int) -> int:
+    """The last one may have zeros behind K."""
+    return -(-k // STEP)
+
+
 class Held(NamedTuple):
-    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, up to `clusters` of them along K."""
+    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, up to `clusters` of them along K.
+
+    A `config` without STAGES is for short K: a block's part, of `least` stages or more, is held as a whole.
+    """
 
     fewest: int
     most: int
     config: Config
     clusters: int = 16
+    least: int = 1
+
+    def divisions(self, steps: int) -> Iterator[tuple[int, int]]:
+        """Blocks along K, of 1 to `clusters`, and the stages that each of them has."""
+        least, most = (self.config.STAGES,) * 2 if self.config.STAGES else (self.least, self.config.HELD)
+        for cluster in range(1, self.clusters + 1):
+            stages, rest = divmod(steps, cluster)
+            if not rest and least <= stages <= most:
+                yield cluster, stages
 
 
 # By rows, the first that fits: of a constant weight, and of others.
 _HELD: Final = {
     8: (
+        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), 2, 3),
+        Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), 2),
+        Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), 2, 3),
+        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), 2),
+        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), 2),
+        Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), 2),
         Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
         Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
         Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), 4),
@@ -94,6 +119,15 @@ _HELD: Final = {
         Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
     ),
     16: (
+        Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), 1, 2),
+        Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), 2, 2),
+        Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), 3),
+        Held(1, 70, Config(16, 4, RESIDENT=2, LATE=True, HELD=3), 2),
+        Held(60, 90, Config(16, 12, RESIDENT=1, LATE=True, HELD=3), 1),
+        Held(60, 130, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4), 1),
+        Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), 4),
+        Held(90, 150, Config(16, 8, 2, RESIDENT=2, HELD=2, READY=2), 4),
+        Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), 4),
         Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), 4),
         Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
         Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
@@ -123,8 +157,8 @@ def accepts(
         return f"a batch of {out.shape[0]}"
     if out.shape[0] > MOST_ROWS:
         return f"x has {out.shape[0]} rows, more than {MOST_ROWS}"
-    if x.shape[-1] % STEP:
-        return f"K={x.shape[-1]} is no multiple of {STEP}"
+    if x.shape[-1] % _PIECE:
+        return f"K={x.shape[-1]} is no multiple of {_PIECE}"
     if not gemv_a16w8.is_k_contiguous(w):
         return "columns of w are not contiguous"
     if not gemv_a16w8.has_pieces(x):
@@ -138,8 +172,11 @@ def accepts(
 def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
     """None where it was the faster one on an H200, else why not."""
     k, n = w.shape[-2:]
-    if x.numel() == k and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
+    rows = x.numel() // k
+    if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
+    if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
+        return "up to eight rows by less than a stage of a weight that may not be read early are faster in registers"
     return None
 
 
@@ -147,13 +184,14 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
-    next one have theirs when x is there. Else it has four stages at best, 128 columns wide, for each tile reads x anew,
-    where that makes enough blocks. Else a part takes more time than x does, and fewer blocks along K have longer ones.
+    next one have theirs when x is there; of short K the blocks are few and wide, and those of several launches do. Else
+    it has four stages at best, 128 columns wide, for each tile reads x anew, where that makes enough blocks. Else a
+    part takes more time than x does, and fewer blocks along K have longer ones.
 
     Of others too the blocks of two launches find room at once, unless their parts would be too long, and the next
     launch begins late: what it asks for would delay this one. Parts of two stages, or three, are held.
     """
-    rows, steps = 8 if m <= 8 else 16, k // STEP
+    rows, steps = 8 if m <= 8 else 16, stages_of(k)
     wide, narrow = -(-n // 128), -(-n // 64)
     most = max(1, min(8, steps // 2))
     late = not constant or (rows == 16 and steps >= 16)
@@ -194,16 +232,17 @@ def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, c
     """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
     largest = 16 if cores >= _CORES_OF_LARGE_GPCS else 8
     for held in table:
-        config = held.config
-        cluster, rest = divmod(k // STEP, config.STAGES)
-        # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
-        full = parts == 3 and config.ROWS == 16 and config.HELD > 3
-        config = replace(config, CLUSTER=cluster, HELD=config.HELD - full)
-        blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
-        if rest or not 1 <= cluster <= min(largest, held.clusters) or config.shared(k, w_block, parts) > room:
-            continue
-        if held.fewest * cores <= blocks * 132 <= held.most * cores:
-            return config
+        for cluster, stages in held.divisions(stages_of(k)):
+            config = held.config
+            # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
+            full = parts == 3 and config.ROWS == 16 and config.HELD > 3
+            count = min(config.HELD, stages) - full
+            config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
+            blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
+            if cluster > largest or config.shared(k, w_block, parts) > room:
+                continue
+            if held.fewest * cores <= blocks * 132 <= held.most * cores:
+                return config
     return None
 
 
@@ -231,7 +270,8 @@ def plan(
     ahead = -(-rows * config.steps(k) * _LANES // (32 * config.WARPS_N))
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
-        "SCALE": SCALES[w_block], "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "TAIL": int(k % STEP > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
