@@ -1,9 +1,11 @@
 // Chunks of a panel: 128 rows of 128 bytes in shared memory as the copy engine's swizzle leaves them, stored turned around.
 //
-// Macros: those of panel.cuh; X_STAYS, whether the lines of x are the last to leave the L2.
+// Macros: those of panel.cuh; X_LEAVES, when the lines of x leave the L2.
 #pragma once
 #include "hopper.cuh"
 #include "panel.cuh"
+
+enum class Leaves { ANY, FIRST, LAST };  // when others do, before them, or after them
 
 constexpr int ROW_BYTES = 128;
 constexpr int CHUNK = 128;  // rows
@@ -15,10 +17,13 @@ struct Boxes {
     const TensorMap& x;
     uint64_t policy;
 
-    __forceinline__ explicit Boxes(const TensorMap& x) : x(x), policy(X_STAYS ? last_out_policy() : 0) {}
+    __forceinline__ explicit Boxes(const TensorMap& x) : x(x), policy(0) {
+        if constexpr (X_LEAVES == Leaves::FIRST) policy = first_out_policy();
+        if constexpr (X_LEAVES == Leaves::LAST) policy = last_out_policy();
+    }
 
     __forceinline__ void load(uint32_t to, uint32_t barrier, int column, int row, int matrix) const {
-        if constexpr (X_STAYS) {
+        if constexpr (X_LEAVES != Leaves::ANY) {
             tma_load(to, x, barrier, column, row, matrix, policy);
         } else {
             tma_load(to, x, barrier, column, row, matrix);

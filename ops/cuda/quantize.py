@@ -149,23 +149,24 @@ def plan_quantize_both(
 def outgrows_l2(x: Tensor, times: int = 1) -> bool:
     """Whether x has more bytes than the L2 of a Hopper chip, or so many times as many.
 
-    Then its lines are told to be the last that leave the L2, and what is written leaves it the sooner: on an H200
-    quantizers are 1 to 3 % faster, those of whole rows up to 9 %, and so they are together with what reads their
-    results. A smaller x, or what else there is, may be needed again.
+    Then its lines may be told to be the last that leave the L2, and what is written leaves it the sooner, which is
+    faster the larger x is. Of what was just written the L2 has a part: of an x of few times its size that counts more.
     """
     return x.numel() * x.element_size() > times * _L2_BYTES
 
 
-def default_tile(x: Tensor, aligned: bool, source: str, both: bool) -> Tile:
+def default_tile(x: Tensor, aligned: bool, source: str, both: bool, grouped: bool = False) -> Tile:
     """The fastest of the tiles that were timed, and fewer blocks where a thread needs more registers.
 
-    Where `both` orientations are written, x stays in the L2 from three times its size on.
+    From five times its size on x stays in the L2; of groups, where an x that was just written was not timed, from once,
+    or three times where `both` orientations are written.
     """
     narrow = x.element_size() == 2 and aligned
     if source != "PLAIN":
         return Tile(BLOCKS=2 if narrow else 1)
     if narrow:
-        return Tile(BLOCKS=4, LOAD="LAST_OUT" if outgrows_l2(x, 3 if both else 1) else "CACHED")
+        times = (3 if both else 1) if grouped else 5
+        return Tile(BLOCKS=4, LOAD="LAST_OUT" if outgrows_l2(x, times) else "CACHED")
     return Tile(BLOCKS=2)
 
 
@@ -179,7 +180,7 @@ def plan(
     With `offsets (E,)` the rows of a matrix `x` are tokens of groups, and `col` holds them spread.
     """
     aligned = is_aligned(x) and (other is None or is_aligned(other))
-    tile = tile or default_tile(x, aligned, source, row is not None and col is not None)
+    tile = tile or default_tile(x, aligned, source, row is not None and col is not None, offsets is not None)
     *batch, m, n = x.shape
     out = row or col
     assert out is not None

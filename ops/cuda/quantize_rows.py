@@ -49,7 +49,7 @@ def plan(x: Tensor, out: Quantized, scale: str, target: Target, tile: Tile | Non
     *batch, m, n = x.shape
     if tile is None:
         tile = default_tile(n, x.element_size())
-        if x.element_size() == 2 and outgrows_l2(x):  # loads of float32 take no hint
+        if x.element_size() == 2 and outgrows_l2(x, 3):  # loads of float32 take no hint
             tile = replace(tile, LOAD="LAST_OUT")
     chunks, rows = -(-n // (32 * tile.ROW_WARPS * CHUNK)), tile.WARPS // tile.ROW_WARPS
     macros: dict[str, int | str] = {

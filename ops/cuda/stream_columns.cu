@@ -10,7 +10,7 @@
 // Large clusters leave multiprocessors idle, for each lies within one GPC. A second launch, of smaller ones, may take the
 // last columns there: it begins beside the first, and ends after it, so that a launch after both waits for both.
 //
-// Macros: those of panel.cuh; X_STAYS, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a
+// Macros: those of panel.cuh; X_LEAVES, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a
 // multiple of so many rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD,
 // chunks of a panel that stay in registers, so that their stages are free while the warps wait for each other's maxima;
 // PART, of the columns.

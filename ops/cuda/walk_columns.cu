@@ -9,7 +9,7 @@
 //
 // The blocks share the panels' rows evenly; where a share would end inside a group, the block takes the whole group.
 //
-// Macros: those of panel.cuh, CLUSTER 1 and WARPS 8; X_STAYS, of chunk.cuh; BOX, rows that one copy brings; STAGES;
+// Macros: those of panel.cuh, CLUSTER 1 and WARPS 8; X_LEAVES, of chunk.cuh; BOX, rows that one copy brings; STAGES;
 // RESIDENT, blocks that share a multiprocessor.
 #include "chunk.cuh"
 #include "groups.cuh"

@@ -59,8 +59,8 @@ def plan(
     most = target.cores * tile.RESIDENT
     columns = ROW_BYTES // x.element_size()
     macros: dict[str, int | str] = {
-        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": PIECES, "X_STAYS": int(outgrows_l2(x)),
-        **vars(tile),
+        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": PIECES,
+        "X_LEAVES": f"Leaves::{'LAST' if outgrows_l2(x) else 'ANY'}", **vars(tile),
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel("walk_columns.cu", "walk_columns", tuple(macros.items())),
