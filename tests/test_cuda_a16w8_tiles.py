@@ -113,7 +113,7 @@ def test_columns_at_the_edge(n: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("k", [16, 64, 80, 112, 144, 192, 400])
+@pytest.mark.parametrize("k", [16, 112, 144, 400])
 def test_zeros_follow_k(k: int, block: tuple[int, int]) -> None:
     """Up to a multiple of 128: what lies in memory behind the last of K, of x and of w, is read as zeros."""
     for m, dtype, fp8 in ((1, BF16, E4M3), (16, FP16, E5M2)):
@@ -334,11 +334,11 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
 def launches() -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, and of other types of some."""
     for k, n in (*DECODE, *LARGE, (3072, 3072), (256, 16384), (384, 2048), (512, 4096), (1008, 4096), (1024, 16384)):
-        for m in (1, 4, 8, 16):
-            yield plan(*unwritten(m, n, k))
-            yield plan(*unwritten(m, n, k), constant=True)
-            if (k, n) not in LARGE:
-                for constant in (False, True):
+        yield plan(*unwritten(1, n, k), constant=True)
+        for m in (8, 16):
+            for constant in (False, True):
+                yield plan(*unwritten(m, n, k), constant=constant)
+                if (k, n) in DECODE:
                     yield plan(*unwritten(m, n, k, x=FP16), constant=constant)
     for block in BLOCKS:
         for m in (1, 16):

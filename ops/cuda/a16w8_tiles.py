@@ -84,7 +84,7 @@ def stages_of(k: int) -> int:
 class Held(NamedTuple):
     """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, up to `clusters` of them along K.
 
-    A `config` without STAGES is for short K: a block's part, of `least` stages or more, is held as a whole.
+    Where a `config` has no STAGES, a block's part, of `least` of them to HELD, is held as a whole.
     """
 
     fewest: int
@@ -105,12 +105,14 @@ class Held(NamedTuple):
 # By rows, the first that fits: of a constant weight, and of others.
 _HELD: Final = {
     8: (
+        # Short K.
         Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), 2, 3),
         Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), 2),
         Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), 2, 3),
         Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), 2),
         Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), 2),
         Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), 2),
+        # Longer K.
         Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
         Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
         Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), 4),
@@ -119,6 +121,7 @@ _HELD: Final = {
         Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
     ),
     16: (
+        # Short K.
         Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), 1, 2),
         Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), 2, 2),
         Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), 3),
@@ -128,6 +131,7 @@ _HELD: Final = {
         Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), 4),
         Held(90, 150, Config(16, 8, 2, RESIDENT=2, HELD=2, READY=2), 4),
         Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), 4),
+        # Longer K.
         Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), 4),
         Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
         Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
