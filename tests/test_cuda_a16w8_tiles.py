@@ -29,6 +29,7 @@ from fp8fn.ops.targets import SM90, Target
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHORT = ((256, 16384), (384, 2048), (512, 4096), (1008, 4096), (1024, 16384))  # (K, N)
 LARGE = ((4096, 28672), (14336, 4096), (4096, 4096), (28672, 8192))  # (K, N)
 
 
@@ -267,9 +268,9 @@ def test_one_row_by_short_columns_is_left_to_registers() -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "left"), [(8, 512, 128, True), (8, 4096, 112, True), (8, 4096, 128, False), (9, 512, 64, False)]
 )
-def test_less_than_a_stage_is_left_to_registers(m: int, n: int, k: int, left: bool) -> None:
+def test_no_more_than_a_stage_is_left_to_registers(m: int, n: int, k: int, left: bool) -> None:
     x, w, *_ = unwritten(m, n, k)
-    assert ("less than a stage" in (untuned(x, w, False) or "")) == left
+    assert ("no more than a stage" in (untuned(x, w, False) or "")) == left
     assert untuned(x, w, True) is None
 
 
@@ -333,13 +334,16 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
 
 def launches() -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, and of other types of some."""
-    for k, n in (*DECODE, *LARGE, (3072, 3072), (256, 16384), (384, 2048), (512, 4096), (1008, 4096), (1024, 16384)):
-        yield plan(*unwritten(1, n, k), constant=True)
-        for m in (8, 16):
-            for constant in (False, True):
-                yield plan(*unwritten(m, n, k), constant=constant)
-                if (k, n) in DECODE:
+    for k, n in (*DECODE, *LARGE, (3072, 3072)):
+        for m in (1, 4, 8, 16):
+            yield plan(*unwritten(m, n, k))
+            yield plan(*unwritten(m, n, k), constant=True)
+            if (k, n) not in LARGE:
+                for constant in (False, True):
                     yield plan(*unwritten(m, n, k, x=FP16), constant=constant)
+    for k, n in SHORT:
+        for m in (8, 16):
+            yield plan(*unwritten(m, n, k), constant=True)
     for block in BLOCKS:
         for m in (1, 16):
             yield plan(*unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32), constant=True)

@@ -77,7 +77,7 @@ class Config:
 
 
 def stages_of(k: int) -> int:
-    """The last one may have zeros behind K."""
+    """Stages that K takes, of which the last one may have zeros behind it."""
     return -(-k // STEP)
 
 
@@ -95,7 +95,8 @@ class Held(NamedTuple):
 
     def divisions(self, steps: int) -> Iterator[tuple[int, int]]:
         """Blocks along K, of 1 to `clusters`, and the stages that each of them has."""
-        least, most = (self.config.STAGES,) * 2 if self.config.STAGES else (self.least, self.config.HELD)
+        given = self.config.STAGES
+        least, most = given or self.least, given or self.config.HELD
         for cluster in range(1, self.clusters + 1):
             stages, rest = divmod(steps, cluster)
             if not rest and least <= stages <= most:
@@ -180,7 +181,7 @@ def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
     if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
     if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
-        return "up to eight rows by less than a stage of a weight that may not be read early are faster in registers"
+        return "up to eight rows by no more than a stage of a weight that may not be read early are faster in registers"
     return None
 
 
@@ -234,9 +235,9 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
 
 def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
     """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
-    largest = 16 if cores >= _CORES_OF_LARGE_GPCS else 8
+    largest, steps = 16 if cores >= _CORES_OF_LARGE_GPCS else 8, stages_of(k)
     for held in table:
-        for cluster, stages in held.divisions(stages_of(k)):
+        for cluster, stages in held.divisions(steps):
             config = held.config
             # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
             full = parts == 3 and config.ROWS == 16 and config.HELD > 3
