@@ -131,22 +131,23 @@ class TestTiming:
         monkeypatch.setattr("fp8fn.bench.timing.flush_bytes", lambda size: size)
         gpu = GpuClock(CPU)
         assert gpu.flush_us == 0.0
-        monkeypatch.setattr(gpu, "_buffer", SimpleNamespace(zero_=lambda: log.append("flush")))
+        buffer = SimpleNamespace(zero_=lambda: log.append("write"), sum=lambda: log.append("read"))
+        monkeypatch.setattr(gpu, "_buffer", buffer)
         log.clear()
         assert gpu.samples(call, 2, 3.5) == [250.0, 250.0]
-        assert log == ["sleep 7000", *["flush", "event", "call", "event"] * 3, "synchronize"]
+        assert log == ["sleep 7000", *["write", "event", "call", "event"] * 3, "synchronize"]
         log.clear()
-        assert gpu.samples(call, 2, 3.5, flush=False) == [250.0, 250.0]
-        assert log == ["sleep 7000", *["event", "call", "event"] * 3, "synchronize"]
+        assert gpu.samples(call, 2, 3.5, "reads") == [250.0, 250.0]
+        assert log == ["sleep 7000", *["read", "event", "call", "event"] * 3, "synchronize"]
         assert gpu.host_us(call) > 0
         times = interleaved({"call": call}, gpu, Schedule(rounds=2, burst_ms=1.0, warm_s=0.0))
         assert isinstance(times["call"], Timing)
         assert times["call"].samples == (250.0,) * 8  # 4 fill 1 ms
-        assert "flush" in log
+        assert "write" in log
         log.clear()
-        interleaved({"call": call}, gpu, Schedule(rounds=2, burst_ms=1.0, warm_s=0.0, flush=False))
-        assert "call" in log
-        assert "flush" not in log
+        interleaved({"call": call}, gpu, Schedule(rounds=2, burst_ms=1.0, warm_s=0.0, flush="reads"))
+        assert "read" in log
+        assert "write" not in log
 
 
 class TestAccuracy:

@@ -19,7 +19,7 @@ import fp8fn
 from fp8fn import cli
 from fp8fn.bench import decode, dot_scaled, record, tables
 from fp8fn.bench.measure import Row
-from fp8fn.bench.shapes import BATCHED, DECODE, MX_DECODE
+from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops.targets import SM90
 
 
@@ -34,12 +34,8 @@ def test_shapes() -> None:
     assert len(BATCHED) == 4 * 2 * 3 + 1
 
 
-def test_the_l2_is_flushed_where_the_weights_do_not_empty_it() -> None:
-    """64 whole weights have 604 MB or more, divided ones down to 75 MB."""
-    empties = decode.SUITES["decode"].empties_l2
-    assert {shape[1:] for shape in decode.SUITES["decode"].shapes if empties(shape)} == {(n, k) for k, n in MX_DECODE}
-    assert all(map(decode.SUITES["mx"].empties_l2, decode.SUITES["mx"].shapes))
-    assert not any(map(decode.SUITES["batched"].empties_l2, BATCHED))
+def test_the_l2_is_emptied_by_reads() -> None:
+    assert {suite.schedule.flush for suite in decode.SUITES.values()} == {"reads"}
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,6 @@ class Suite:
     graphs: bool = False
     axes: str = ""
     """The names of a shape's sizes, where they are not M,N,K or M,N."""
-    empties_l2: Callable[[tuple[int, ...]], bool] = lambda shape: False
-    """Whether any call of a shape reads so much that the next one finds nothing of its own in the L2."""
 
 
 def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Sequence[str] | None) -> int:
@@ -88,8 +86,6 @@ def _measured(
 ) -> list[Row]:
     """The rows of a shape, with nothing left of its tensors."""
     cases = [case for case in suite.cases(shape, clock.device) if case.peer in ("fp8fn", *peers)]
-    if suite.empties_l2(shape):
-        schedule = dataclasses.replace(schedule, flush=False)
     rows = measure(shape, cases, clock, schedule, suite.graphs)
     del cases
     gc.collect()

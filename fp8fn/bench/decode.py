@@ -3,8 +3,9 @@
 Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "batched", a weight for each
 matrix of a batch; "mx", both operands MX-FP8, beside Triton's `tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights
 of their experts. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
-one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. Where weights are ten
-times the L2, nothing else empties it. In a graph a product knows that the one before it does not write its weight;
+one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. The L2 is emptied by
+reads: what a write leaves there would go to memory during the first products, which write next to nothing themselves.
+In a graph a product knows that the one before it does not write its weight;
 "behind others" are those that take it for another library's launch. TB/s counts the weights' bytes, of a large batch
 the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
 """
@@ -38,20 +39,13 @@ EXPERTS: Final = 128
 TOP_K: Final = 4
 BLOCK_M: Final = 16
 COPIES: Final = 64  # of a weight of at least 1.2 MB: more than the L2
-_MANY_L2S: Final = 2**29  # bytes
 BATCHES: Final = 8
 _LARGE: Final = 2**36  # of M * N * K over a batch: one copy is more than the L2
 _SAMPLES: Final = 256
 BEHIND_OTHERS: Final = ", behind others"
 T = TypeVar("T")
 # A hundred shapes, of which a call takes some hundred microseconds: shorter turns than those of large products.
-SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2)
-
-
-def reads_many_l2s(shape: tuple[int, ...]) -> bool:
-    """Whether the weights of an `(M, N, K)`, the FP8 ones, are so large that nothing else needs to empty the L2."""
-    _, n, k = shape
-    return COPIES * n * k >= _MANY_L2S
+SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2, flush="reads")
 
 
 def behind_others(x: Any, w: Any) -> Tensor:
@@ -336,7 +330,7 @@ def summary(run: dict[str, Any]) -> str:
 
 
 _suite = partial(Suite, table=table, schedule=SCHEDULE, graphs=True)
-_of_weights = partial(_suite, axes="M,N,K", empties_l2=reads_many_l2s)
+_of_weights = partial(_suite, axes="M,N,K")
 SUITES = {
     "decode": _of_weights(tuple((m, n, k) for k, n in DECODE for m in ROWS), decode_cases),
     "mx": _of_weights(tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases),

@@ -12,11 +12,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias, TypeVar
+from typing import Any, Final, Literal, Protocol, TypeAlias, TypeVar
 
 import torch
 
 Call: TypeAlias = Callable[[], Any]
+Flush: TypeAlias = Literal["writes", "reads"]
 Key = TypeVar("Key")
 
 # `torch.cuda._sleep` counts cycles; at 2 GHz, which no GPU here passes by much, a slower clock only waits longer.
@@ -29,14 +30,14 @@ _MOST_REPEATS: Final = 50
 class Schedule:
     """How long is measured: `rounds` turns of each call, each turn about `burst_ms`, on a chip warmed for `warm_s`.
 
-    Without `flush` a call begins with the L2 as the one before left it: for calls that themselves read several times
-    what it holds. A flush leaves it full of written lines, which go to memory while the next call runs.
+    Before each call a `flush` leaves nothing of it in the L2. One that writes fills it with lines that go to memory
+    while the call runs, as behind a launch that wrote much; after one that reads they are dropped.
     """
 
     rounds: int = 5
     burst_ms: float = 25.0
     warm_s: float = 1.0
-    flush: bool = True
+    flush: Flush = "writes"
 
 
 DEFAULT: Final = Schedule()
@@ -77,7 +78,7 @@ class Clock(Protocol):
     def host_us(self, call: Call) -> float | None:
         """What the host takes for a launch, None where it does the work itself."""
 
-    def samples(self, call: Call, repeats: int, lead_us: float, flush: bool = True) -> list[float]:
+    def samples(self, call: Call, repeats: int, lead_us: float, flush: Flush = "writes") -> list[float]:
         """`repeats` times of `call`, after one more that does not count; `lead_us` is the host's head start."""
 
 
@@ -91,7 +92,7 @@ def flush_bytes(l2_bytes: int) -> int:
 
 
 class GpuClock:
-    """Times by events, each call behind a write of `flush_bytes` that empties the L2, where it is asked for."""
+    """Times by events, each call behind a write, or a read, of `flush_bytes` that empties the L2."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -121,12 +122,12 @@ class GpuClock:
         self.synchronize()
         return min(times) * 1e6
 
-    def samples(self, call: Call, repeats: int, lead_us: float, flush: bool = True) -> list[float]:
+    def samples(self, call: Call, repeats: int, lead_us: float, flush: Flush = "writes") -> list[float]:
+        empty = self._buffer.zero_ if flush == "writes" else self._buffer.sum
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 1)]
         torch.cuda._sleep(int(lead_us * _CYCLES_PER_US))
         for start, end in events:
-            if flush:
-                self._buffer.zero_()
+            empty()
             start.record()
             call()
             end.record()
@@ -151,7 +152,7 @@ class CpuClock:
     def host_us(self, call: Call) -> None:
         return None
 
-    def samples(self, call: Call, repeats: int, lead_us: float, flush: bool = True) -> list[float]:
+    def samples(self, call: Call, repeats: int, lead_us: float, flush: Flush = "writes") -> list[float]:
         times = []
         for _ in range(repeats + 1):
             start = time.perf_counter()
@@ -179,7 +180,7 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
             # The flush and two events; and in a burst, with autograd's thread beside, up to 1.6 times a launch alone.
             host = 2.0 * (hosts[key] or 0.0) + 20.0
             once = statistics.median(clock.samples(call, 3, lead_us(host, 0.0, 4), schedule.flush))
-            once += clock.flush_us * schedule.flush
+            once += clock.flush_us
             repeats = min(_MOST_REPEATS, max(1, round(schedule.burst_ms * 1e3 / once)))
             plans[key] = repeats, lead_us(host, once, repeats + 1)
         except Exception as error:
