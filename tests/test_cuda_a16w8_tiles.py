@@ -64,7 +64,7 @@ CONFIGS = [
 HELD = [
     Config(8, 12, 6, 2, 1, HELD=6, READY=2), Config(16, 8, 4, 3, 2, True, 4), Config(8, 4, 3, 1, 2, HELD=1, READY=1),
     Config(16, 12, 6, 2, 1, HELD=4, X_OVER=True), Config(8, 8, 1, 2, HELD=1, X_OVER=True),
-    Config(16, 8, 6, 1, 2, True, 3, 2, True),
+    Config(16, 8, 6, 1, 2, True, 3, 2, True), Config(16, 16, 3, 1, 1, True, 2, 0, True),
 ]  # fmt: skip
 
 
@@ -285,8 +285,8 @@ def test_the_default_configuration() -> None:
         (16, 6144, 384, True): "16x192 stages3 cluster1 resident1 held3 ready3",
         (8, 6144, 768, True): "8x192 stages6 cluster1 resident1 held6 ready6",
         (16, 6144, 768, True): "16x128 stages2 cluster3 resident2 held2 ready2",
-        (8, 3072, 1536, True): "8x192 stages6 cluster2 resident1 held6 ready6",
-        (16, 1536, 768, True): "16x64 stages3 cluster2 resident2 late held3 ready0",
+        (8, 3072, 1536, True): "8x128 stages6 cluster2 resident1 held6 ready6",
+        (16, 1536, 768, True): "16x64 stages2 cluster3 resident2 late held2 ready0",
         (16, 2304, 768, True): "16x128 stages2 cluster3 resident2 late held2 ready0",
         (16, 6144, 1024, True): "16x128 stages2 cluster4 resident2 held1 ready1",
         (8, 16384, 1024, True): "8x64 stages4 cluster2 resident2 held2 ready2",
@@ -296,8 +296,8 @@ def test_the_default_configuration() -> None:
         (8, 6144, 2048, True): "8x128 stages4 cluster4 resident2 held2 ready2 over",
         (16, 6144, 1536, True): "16x192 stages6 cluster2 resident1 late held4 ready2",
         (16, 6144, 2048, True): "16x192 stages8 cluster2 resident1 late held6 ready2 over",
-        (16, 2304, 6144, True): "16x128 stages6 cluster8 resident2 late held4 ready0 over",
-        (16, 2048, 2048, True): "16x128 stages4 cluster4 resident2 late held4 ready0",
+        (16, 2304, 6144, True): "16x256 stages6 cluster8 resident1 late held3 ready0 over",
+        (16, 2048, 2048, True): "16x128 stages2 cluster8 resident2 held2 ready2",
         (16, 4096, 4096, True): "16x128 stages3 cluster8 resident3 late",
         (4, 4096, 4096, True): "8x128 stages3 cluster8 resident3",
         (4, 4096, 14336, True): "8x128 stages4 cluster6 resident2",
@@ -313,6 +313,24 @@ def test_the_default_configuration() -> None:
         (16, 768, 6144, False): "16x64 stages6 cluster8 resident2 late",
         (16, 1024, 8192, False): "16x128 stages4 cluster8 resident2 late",
         (16, 768, 2048, False): "16x64 stages2 cluster8 resident2 late held2 ready0",
+        (4, 1536, 3072, True): "8x192 stages4 cluster6 resident1 held4 ready4",
+        (4, 768, 6144, True): "8x128 stages6 cluster8 resident1 held6 ready6",
+        (4, 3072, 2048, True): "8x128 stages8 cluster2 resident1 held8 ready8",
+        (4, 2304, 3072, True): "8x128 stages8 cluster3 resident1 held8 ready0",
+        (1, 192, 6144, True): "8x64 stages3 cluster16 resident2 held3 ready3",
+        (2, 576, 6144, True): "8x192 stages4 cluster12 resident1 held4 ready4",
+        (16, 1536, 1536, True): "16x192 stages2 cluster6 resident1 held2 ready2",
+        (16, 192, 6144, True): "16x64 stages3 cluster16 resident2 late held3 ready3",
+        (16, 768, 1536, True): "16x64 stages2 cluster6 resident2 late held2 ready0",
+        (16, 3072, 1536, True): "16x128 stages2 cluster6 resident2 held2 ready2",
+        (16, 1536, 3072, True): "16x128 stages4 cluster6 resident1 late held4 ready0",
+        (16, 3072, 2048, True): "16x128 stages2 cluster8 resident2 held1 ready1",
+        (4, 4096, 2048, False): "8x128 stages3 cluster4 resident3 late",
+        (16, 2048, 4096, False): "16x128 stages3 cluster8 resident3 late",
+        (4, 14336, 1024, False): "8x64 stages4 cluster1 resident4 late",
+        (4, 7168, 2048, False): "8x64 stages4 cluster2 resident4 late",
+        (16, 5120, 5120, False): "16x192 stages4 cluster4 resident1 late",
+        (4, 4608, 4608, False): "8x128 stages5 cluster6 resident2 late",
     }.items():
         assert str(configure(m, n, k, (128, 128), 2, 132, constant=constant)) == name
     assert configure(16, 1536, 7168, (128, 128), 2, 132, constant=True).CLUSTER == 14

@@ -21,9 +21,10 @@
 // Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
 // is of ROWS for each part); TAIL, whether K is no multiple of 128, but one of 8, and zeros follow it; SCALE (LINE, VECTOR,
 // BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of
-// two to M, up to ROWS); AHEAD (of rows and stages of x that a thread asks for at once); STAGES, CLUSTER, RESIDENT,
-// W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY are waited for before x is; X_OVER, x
-// comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16, FP16, FP32).
+// two to M, up to ROWS); LANES (8 or 16, that have a row's part of a stage), AHEAD (of those parts that a thread asks for at
+// once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY are
+// waited for before x is; X_OVER, x comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16,
+// FP16, FP32).
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
@@ -54,7 +55,7 @@ constexpr int AT_REST = (AT_SENT + 8 + 1023) / 1024 * 1024;
 constexpr int AT_X = X_OVER ? 0 : AT_REST;
 static_assert(!X_OVER || STAGES * X_BYTES <= HELD * W_BYTES);
 
-constexpr int LANES = STEP / 16;  // that have a row's part of a stage
+constexpr int PIECES = STEP / (8 * LANES);  // of eight values, that a thread has of an item
 constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
 constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
 constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
@@ -139,6 +140,11 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * STEP);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
+    // And where the thread's pairs of sums go.
+    const int own = own_column(rank, warp), pair_n = tile_n + own / 2 * 2, row = own_row();
+    OutType* const pairs = settled(out + (int64_t(first_m) + row) * N + pair_n);
+    const int room = settled(N - pair_n);
+    const int64_t next_slice = SLICES > 1 ? settled(int64_t(8) * N) : 0;
     const uint32_t from_w = base + warp / 4 * 64 * STEP, from_x = base + AT_X;
     [[maybe_unused]] uint32_t held[HELD + 1][STEP / 32][4];
     auto hold = [&](int from, int stop) {
@@ -165,42 +171,52 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         }
         read_scales();
     }
+#if BIAS
+    float2 biases[OWN_COLUMNS];
+#pragma unroll
+    for (int i = 0; i < OWN_COLUMNS; i++) {
+        const BiasType* const from = bias + int64_t(pair_n + 8 * i) * bias_n;
+        biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
+        biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
+    }
+#endif
     for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STEPS_ON) {
         auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
         bool inside[AHEAD];
-        uint4 taken[AHEAD][2];
+        uint4 taken[AHEAD][PIECES];
 #pragma unroll
         for (int p = 0; p < AHEAD; p++) {
             inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
             const uint16_t* const from = x_from + p * STEPS_ON * STEP;
             const int left = TAIL ? K - (start + first + item / X_ROWS + p * STEPS_ON) * STEP - 8 * along : STEP;
-            taken[p][0] = load_written(from, inside[p] && left > 0);
-            taken[p][1] = load_written(from + STEP / 2, inside[p] && left > STEP / 2);
+#pragma unroll
+            for (int i = 0; i < PIECES; i++)
+                taken[p][i] = load_written(from + i * 8 * LANES, inside[p] && left > i * 8 * LANES);
         }
         hold(READY, HELD);
 #pragma unroll
         for (int p = 0; p < AHEAD; p++) {
             uint32_t most = 0;
 #pragma unroll
-            for (int i = 0; i < 8; i++) most = __vmaxu2(most, word(taken[p][i / 4], i % 4) & 0x7fff7fff);
+            for (int i = 0; i < 4 * PIECES; i++) most = __vmaxu2(most, word(taken[p][i / 4], i % 4) & 0x7fff7fff);
 #pragma unroll
             for (int mask = LANES / 2; mask > 0; mask /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, mask));
             const int largest = max(most & 0xffff, most >> 16);
             const PartsScale scale = scale_of_parts<XType>(largest);
-            uint32_t parts[PARTS][4];
+            uint32_t parts[PARTS][2 * PIECES];
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const uint4& half = taken[p][i / 2];
+            for (int i = 0; i < 2 * PIECES; i++) {
+                const uint4& eight = taken[p][i / 2];
                 uint32_t of_four[PARTS];
-                split<XType, PARTS>(word(half, i % 2 * 2), word(half, i % 2 * 2 + 1), scale, of_four);
+                split<XType, PARTS>(word(eight, i % 2 * 2), word(eight, i % 2 * 2 + 1), scale, of_four);
 #pragma unroll
                 for (int part = 0; part < PARTS; part++) parts[part][i] = of_four[part];
             }
             if (X_OVER && p == 0) sync_first<THREADS>();  // all have in registers what x overwrites
             if (inside[p]) {
 #pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint32_t at = place(p) + piece(4 * i + along / 2) + along % 2 * 8;
+                for (int i = 0; i < PIECES; i++) {
+                    const uint32_t at = place(p) + piece(LANES / 2 * i + along / 2) + along % 2 * 8;
 #pragma unroll
                     for (int part = 0; part < PARTS; part++)
                         store_shared(at + part * ROWS * STEP, make_uint2(parts[part][2 * i], parts[part][2 * i + 1]));
@@ -300,16 +316,22 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     }
 #endif
 
-    if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
-    send_sums(base + AT_ARRIVED, base + AT_SENT, acc, rows, rank, warp);
-    add_sums<THREADS>(stages + AT_ARRIVED, base + AT_SENT, rows, rank, [&](int row, int column, float2 total) {
-        const int n = tile_n + column;
-        if (n >= N) return;
-        if constexpr (SCALE == LINE) total.x *= w_scales[column], total.y *= w_scales[column + 1];
+    auto store = [&](int slice, int i, float2 sums) {
+        if (8 * slice + row >= rows) return;
+        if constexpr (SCALE == LINE) {
+            const float2 scales = *reinterpret_cast<const float2*>(w_scales + (own + 8 * i) / 2 * 2);
+            sums.x *= scales.x, sums.y *= scales.y;
+        }
 #if BIAS
-        total.x += float(bias[int64_t(n) * bias_n]);
-        if (n + 1 < N) total.y += float(bias[int64_t(n + 1) * bias_n]);
+        sums.x += biases[i].x, sums.y += biases[i].y;
 #endif
-        store_pair(out + (int64_t(first_m) + row) * N + n, total.x, total.y, N - n);
-    });
+        store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
+    };
+    if constexpr (CLUSTER > 1) {
+        cluster_wait();  // all blocks have begun
+        send_sums(base + AT_ARRIVED, base + AT_SENT, acc, rows, rank, warp);
+        add_sums(stages + AT_ARRIVED, base + AT_SENT, rank, store);
+    } else {
+        turn_sums(acc, store);
+    }
 }

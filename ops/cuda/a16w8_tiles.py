@@ -25,7 +25,6 @@ _PIECE: Final = 8  # of x, that a thread loads
 MOST_ROWS: Final = 16
 LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
-_LANES: Final = 8  # that split a row's part of a stage
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
 _CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of more than 8 blocks may have no place
@@ -65,7 +64,7 @@ class Config:
 
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
-        arriving = self.CLUSTER * -(-self.WARPS_N // self.CLUSTER) * 16 * self.ROWS * 4
+        arriving = self.CLUSTER * -(-self.WARPS_N // self.CLUSTER) * 16 * self.ROWS * 4 if self.CLUSTER > 1 else 0
         steps, kind = self.steps(k), SCALES[w_block]
         scales = steps * self.BN if kind == "VECTOR" else steps * self.BN // 64 if kind == "BLOCK" else self.BN
         before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
@@ -82,7 +81,7 @@ def stages_of(k: int) -> int:
 
 
 class Held(NamedTuple):
-    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, up to `clusters` of them along K.
+    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, `along` K.
 
     Where a `config` has no STAGES, a block's part, of `least` of them to HELD, is held as a whole.
     """
@@ -90,14 +89,14 @@ class Held(NamedTuple):
     fewest: int
     most: int
     config: Config
-    clusters: int = 16
+    along: range = range(1, 17)
     least: int = 1
 
     def divisions(self, steps: int) -> Iterator[tuple[int, int]]:
-        """Blocks along K, of 1 to `clusters`, and the stages that each of them has."""
+        """Blocks along K and the stages that each of them has."""
         given = self.config.STAGES
         least, most = given or self.least, given or self.config.HELD
-        for cluster in range(1, self.clusters + 1):
+        for cluster in self.along:
             stages, rest = divmod(steps, cluster)
             if not rest and least <= stages <= most:
                 yield cluster, stages
@@ -106,34 +105,44 @@ class Held(NamedTuple):
 # By rows, the first that fits: of a constant weight, and of others.
 _HELD: Final = {
     8: (
-        # Short K.
-        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), 2, 3),
-        Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), 2),
-        Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), 2, 3),
-        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), 2),
-        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), 2),
-        Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), 2),
+        # Wholly, where two launches or more find room at once.
+        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=4, READY=4), range(4, 9), 3),
+        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=6, READY=6), range(2, 13), 6),
+        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=8, READY=8), range(2, 3), 8),
+        Held(51, 60, Config(8, 8, RESIDENT=1, HELD=8), range(3, 7), 8),
+        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), range(1, 13), 3),
+        Held(30, 110, Config(8, 4, RESIDENT=2, HELD=3, READY=3), range(16, 0, -1)),
+        Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
+        Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), range(1, 3), 3),
+        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
+        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), range(1, 3)),
+        Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
         # Longer K.
         Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
         Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
-        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), 4),
+        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), range(1, 5)),
         Held(60, 70, Config(8, 12, 6, RESIDENT=1, HELD=6)),
         Held(48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
         Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
     ),
     16: (
-        # Short K.
-        Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), 1, 2),
-        Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), 2, 2),
-        Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), 3),
-        Held(1, 70, Config(16, 4, RESIDENT=2, LATE=True, HELD=3), 2),
-        Held(60, 90, Config(16, 12, RESIDENT=1, LATE=True, HELD=3), 1),
-        Held(60, 130, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4), 1),
-        Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), 4),
-        Held(90, 150, Config(16, 8, 2, RESIDENT=2, HELD=2, READY=2), 4),
-        Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), 4),
+        # Wholly.
+        Held(40, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=3, READY=3), range(16, 17)),
+        Held(60, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=2), range(3, 17), 2),
+        Held(45, 50, Config(16, 12, RESIDENT=1, HELD=2, READY=2), range(2, 17), 2),
+        Held(30, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 17), 3),
+        Held(55, 100, Config(16, 8, RESIDENT=1, LATE=True, HELD=4), range(6, 13), 4),
+        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=2, READY=2), range(1, 17), 2),
+        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=3, READY=3), range(4, 9), 2),
+        Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 2), 2),
+        Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 3), 2),
+        Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), range(1, 4)),
+        Held(1, 70, Config(16, 4, RESIDENT=2, LATE=True, HELD=3), range(1, 3)),
+        Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 5)),
+        Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), range(1, 9)),
         # Longer K.
-        Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), 4),
+        Held(60, 80, Config(16, 16, 6, RESIDENT=1, LATE=True, HELD=3, X_OVER=True), range(8, 9)),
+        Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), range(1, 5)),
         Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
         Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
         Held(60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
@@ -142,7 +151,7 @@ _HELD: Final = {
 }
 _HELD_LATE: Final = {
     rows: (
-        Held(0, most, Config(rows, 4, 2, RESIDENT=2, LATE=True, HELD=2), 8),
+        Held(0, most, Config(rows, 4, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 9)),
         Held(0, most, Config(rows, 4, 3, RESIDENT=2, LATE=True, HELD=3)),
     )
     for rows, most in ((8, 224), (16, 132))
@@ -225,12 +234,20 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     # The most blocks along K that have equally much each and are not more than multiprocessors.
     cluster = max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and wide * c <= cores))
     if steps > _LONG * cluster:
+        # Where clusters of 6 would not all find room at once, wider blocks do, with some multiprocessors left.
+        alone = min(most, cores * 13 // (15 * -(-n // 192)))
+        if alone >= 3 and steps <= 12 * alone and 11 * wide > 3 * cores:
+            config = fitted(12, alone, 1)
+            return replace(config, STAGES=min(config.STAGES, 4))
         return fitted(8, min(most, 6, -(-steps // 4)), 2)
     if rows == 8 and (cluster <= 2 or steps <= 4 * cluster) and 10 * narrow * cluster <= 17 * cores:
-        return fitted(4, cluster, 2 if steps <= 4 * cluster else 3)
+        resident = 2 if steps <= 4 * cluster else 3 if 2 * narrow * cluster <= 3 * cores else 4
+        return fitted(4, cluster, resident)
     # Early where two launches all but fill the chip: 36 of 39 clusters of 6.
     late = cluster != 6 or 4 * wide * cluster <= 3 * cores or steps <= 4 * cluster
-    return fitted(8, cluster, 2)
+    # With two blocks on a multiprocessor a second launch of that many clusters would find no room.
+    crowded = cluster >= 4 and steps <= 4 * cluster and 20 * wide * cluster > 19 * cores
+    return fitted(8, cluster, 3 if crowded else 2)
 
 
 def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
@@ -272,7 +289,8 @@ def plan(
     (m, n), k = out.shape, x.shape[-1]
     config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
     rows = min(ceil_power_of_two(m), config.ROWS)
-    ahead = -(-rows * config.steps(k) * _LANES // (32 * config.WARPS_N))
+    parts, threads = rows * config.steps(k), 32 * config.WARPS_N
+    lanes = 16 if 16 * parts <= threads and threads // 16 % rows == 0 else 8  # for all to have work
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
         "TAIL": int(k % STEP > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
@@ -280,7 +298,8 @@ def plan(
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
-        "STAGES": config.STAGES, "X_ROWS": rows, "AHEAD": min(ahead, _MOST_AHEAD), "CLUSTER": config.CLUSTER,
+        "STAGES": config.STAGES, "X_ROWS": rows, "LANES": lanes,
+        "AHEAD": min(-(-parts * lanes // threads), _MOST_AHEAD), "CLUSTER": config.CLUSTER,
         "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
