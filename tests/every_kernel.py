@@ -158,12 +158,13 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
         yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(*operands, target, config, constant=constant)
     for m, held in a16w8_tiles._HELD.items():
         of_others = set()
-        for config, dtype in zip(dict.fromkeys(entry.config for entry in held), cycle((BF16, FP16)), strict=False):
-            # Those without stages are for short K, of which zeros follow here.
+        configs = dict.fromkeys(entry.config for entry in held)
+        for config, dtype, cluster in zip(configs, cycle((BF16, FP16)), cycle((2, 2, 1, 1)), strict=False):
+            # Those without stages hold a block's part as a whole, which zeros follow here.
             stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
-            config = replace(config, CLUSTER=2, STAGES=stages, HELD=count)
-            k = 2 * stages * BK - beyond
+            config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
+            k = cluster * stages * BK - beyond
             operands = _rows_by_weight(m, 200, k, WEIGHT_BLOCKS[1], device, dtype=dtype)
             yield f"M{m} K{k} constant {config}", a16w8_tiles.plan(*operands, target, config, constant=True)
             config = replace(config, READY=0)
