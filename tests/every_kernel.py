@@ -159,7 +159,7 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
     for m, held in a16w8_tiles._HELD.items():
         of_others = set()
         configs = dict.fromkeys(entry.config for entry in held)
-        for config, dtype, cluster in zip(configs, cycle((BF16, FP16)), cycle((2, 2, 1, 1)), strict=False):
+        for (config, cluster), dtype in zip(product(configs, (2, 1)), cycle((FP16, BF16, BF16, FP16)), strict=False):
             # Those without stages hold a block's part as a whole, which zeros follow here.
             stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)

@@ -146,6 +146,7 @@ class TestTiming:
         assert "write" in log
         log.clear()
         interleaved({"call": call}, gpu, Schedule(rounds=2, burst_ms=1.0, warm_s=0.0, flush="reads"))
+        assert "call" in log
         assert "read" in log
         assert "write" not in log
 

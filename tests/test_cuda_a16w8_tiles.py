@@ -115,7 +115,7 @@ def test_columns_at_the_edge(n: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
-@pytest.mark.parametrize("k", [16, 112, 144, 400])
+@pytest.mark.parametrize("k", [16, 64, 80, 112, 144, 192, 400])
 def test_zeros_follow_k(k: int, block: tuple[int, int]) -> None:
     """Up to a multiple of 128: what lies in memory behind the last of K, of x and of w, is read as zeros."""
     for m, dtype, fp8 in ((1, BF16, E4M3), (16, FP16, E5M2)):
@@ -353,17 +353,15 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
 
 def launches(m: int) -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, by `m` rows, and of other types of some."""
-    for k, n in (*DECODE, *LARGE, (3072, 3072)):
+    for k, n in (*DECODE, *SHORT, *LARGE, (3072, 3072)):
         yield plan(*unwritten(m, n, k))
         yield plan(*unwritten(m, n, k), constant=True)
         if (k, n) not in LARGE:
             for constant in (False, True):
                 yield plan(*unwritten(m, n, k, x=FP16), constant=constant)
-    if m >= 8:
-        for k, n in SHORT:
-            yield plan(*unwritten(m, n, k), constant=True)
-        for k, n in CROWDED:
-            yield plan(*unwritten(m, n, k))
+    for k, n in CROWDED:
+        for x in (BF16, FP16):
+            yield plan(*unwritten(m, n, k, x=x))
     if m in (1, 16):
         for block in BLOCKS:
             yield plan(*unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32), constant=True)

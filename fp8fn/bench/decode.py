@@ -5,9 +5,9 @@ matrix of a batch; "mx", both operands MX-FP8, beside Triton's `tl.dot_scaled` t
 of their experts. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
 one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. The L2 is emptied by
 reads: what a write leaves there would go to memory during the first products, which write next to nothing themselves.
-In a graph a product knows that the one before it does not write its weight;
-"behind others" are those that take it for another library's launch. TB/s counts the weights' bytes, of a large batch
-the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
+In a graph a product knows that the one before it does not write its weight; "behind others" are those that take it for
+another library's launch. TB/s counts the weights' bytes, of a large batch the operations are counted. SNR is that of
+the way from bf16 operands to a bf16 output, against float64.
 """
 
 from __future__ import annotations
@@ -330,10 +330,9 @@ def summary(run: dict[str, Any]) -> str:
 
 
 _suite = partial(Suite, table=table, schedule=SCHEDULE, graphs=True)
-_of_weights = partial(_suite, axes="M,N,K")
 SUITES = {
-    "decode": _of_weights(tuple((m, n, k) for k, n in DECODE for m in ROWS), decode_cases),
-    "mx": _of_weights(tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases),
+    "decode": _suite(tuple((m, n, k) for k, n in DECODE for m in ROWS), decode_cases),
+    "mx": _suite(tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases),
     "mx_moe": _suite(MX_MOE, mx_moe_cases, axes="T,N,K"),
     "batched": _suite(BATCHED, batched_cases, axes="B,M,N,K"),
 }

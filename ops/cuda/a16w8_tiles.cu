@@ -141,7 +141,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
     // And where the thread's pairs of sums go.
-    const int own = own_column(rank, warp), pair_n = tile_n + own / 2 * 2, row = own_row();
+    const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row();
     OutType* const pairs = settled(out + (int64_t(first_m) + row) * N + pair_n);
     const int room = settled(N - pair_n);
     const int64_t next_slice = SLICES > 1 ? settled(int64_t(8) * N) : 0;
@@ -172,9 +172,9 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         read_scales();
     }
 #if BIAS
-    float2 biases[OWN_COLUMNS];
+    float2 biases[PAIRS];
 #pragma unroll
-    for (int i = 0; i < OWN_COLUMNS; i++) {
+    for (int i = 0; i < PAIRS; i++) {
         const BiasType* const from = bias + int64_t(pair_n + 8 * i) * bias_n;
         biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
         biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
@@ -319,7 +319,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     auto store = [&](int slice, int i, float2 sums) {
         if (8 * slice + row >= rows) return;
         if constexpr (SCALE == LINE) {
-            const float2 scales = *reinterpret_cast<const float2*>(w_scales + (own + 8 * i) / 2 * 2);
+            const float2 scales = *reinterpret_cast<const float2*>(w_scales + pair + 8 * i);
             sums.x *= scales.x, sums.y *= scales.y;
         }
 #if BIAS

@@ -269,13 +269,16 @@ def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, c
 
 
 def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
-    """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
+    """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be.
+
+    Two stages' sums take `parts * ROWS` registers of a thread; more blocks than leave it 42 beside them would spill.
+    """
     wanted = min(config.steps(k), 3)
     for resident in range(config.RESIDENT, 0, -1):
         config = replace(config, STAGES=0, RESIDENT=resident)
         room = (SHARED_LIMIT // resident - RESERVED - config.shared(k, w_block, parts)) // 1024 * 1024
         stages = min(room // (config.BN * STEP + 16), max(config.steps(k), LEAST_STAGES))
-        if stages >= wanted:
+        if stages >= wanted and parts * config.ROWS + 42 <= 65536 // (resident * config.threads):
             break
     return replace(config, STAGES=max(stages, 0))
 
@@ -289,8 +292,8 @@ def plan(
     (m, n), k = out.shape, x.shape[-1]
     config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
     rows = min(ceil_power_of_two(m), config.ROWS)
-    parts, threads = rows * config.steps(k), 32 * config.WARPS_N
-    lanes = 16 if 16 * parts <= threads and threads // 16 % rows == 0 else 8  # for all to have work
+    items, threads = rows * config.steps(k), 32 * config.WARPS_N
+    lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
         "TAIL": int(k % STEP > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
@@ -299,7 +302,7 @@ def plan(
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
         "STAGES": config.STAGES, "X_ROWS": rows, "LANES": lanes,
-        "AHEAD": min(-(-parts * lanes // threads), _MOST_AHEAD), "CLUSTER": config.CLUSTER,
+        "AHEAD": min(-(-items * lanes // threads), _MOST_AHEAD), "CLUSTER": config.CLUSTER,
         "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip

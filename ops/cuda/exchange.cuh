@@ -12,7 +12,7 @@ constexpr int OWN_WARPS = (WARPS_N + CLUSTER - 1) / CLUSTER;
 constexpr int OF_THREAD = ROWS / 4;  // rows
 // (CLUSTER, columns of the block, 4, OF_THREAD)
 constexpr int SUMS_BYTES = CLUSTER > 1 ? CLUSTER * OWN_WARPS * 16 * ROWS * 4 : 0;
-constexpr int OWN_COLUMNS = CLUSTER > 1 ? 1 : 2;  // of a thread, 8 apart
+constexpr int PAIRS = CLUSTER > 1 ? 1 : 2;  // of columns that a thread stores in a row, 8 apart
 static_assert(CLUSTER == 1 || 64 * OWN_WARPS <= THREADS);
 static_assert(TILES == 1 && WARPS_K == 1 && (SLICES == 1 || SLICES % 2 == 0));
 
@@ -23,13 +23,14 @@ INLINE int bytes_of_sums(int rows, uint32_t rank) {
     return CLUSTER * own_columns(rank) * (SLICES > 1 ? 4 : (rows + 1) / 2) * OF_THREAD * 4;
 }
 
-// The first of a thread's OWN_COLUMNS, in its block, and its first row. Of two neighbouring columns one thread stores the even
-// rows, one the odd ones; further rows are 8 apart.
-INLINE int own_column(uint32_t rank, int warp) {
+// Where a thread's pairs begin, in its block, and its first row. Of two neighbouring columns one thread stores the even rows,
+// one the odd ones; further rows are 8 apart.
+INLINE int first_pair(uint32_t rank, int warp) {
     const int group = threadIdx.x % 32 / 4;
-    return CLUSTER > 1 ? 16 * OWN_WARPS * rank + warp * 8 + group : warp * 16 + group;
+    const int column = CLUSTER > 1 ? 16 * OWN_WARPS * rank + warp * 8 + group : warp * 16 + group;
+    return column / 2 * 2;
 }
-INLINE int own_row() { return 2 * (threadIdx.x % 4) + threadIdx.x / 4 % 2; }
+INLINE int first_row() { return 2 * (threadIdx.x % 4) + threadIdx.x / 4 % 2; }
 
 // A thread's column of two rows as two columns of its own row.
 INLINE float2 turned(float even_row, float odd_row) {
@@ -75,7 +76,7 @@ INLINE void add_sums(const char* sums, uint32_t barrier, uint32_t rank, Finish f
     for (int s = 0; s < SLICES; s++) finish(s, 0, turned(total[2 * s], total[2 * s + 1]));
 }
 
-// Calls `finish(slice, of OWN_COLUMNS, sums)` for what the thread of a block alone has.
+// Calls `finish(slice, of PAIRS, sums)` for what the thread of a block alone has.
 template <typename Finish>
 INLINE void turn_sums(const float (&acc)[SLICES][4], Finish finish) {
 #pragma unroll
