@@ -76,15 +76,17 @@ INLINE int bytes_of_share(int rows, uint32_t rank) {
     return CLUSTER > 1 ? min(max(rows * (BN / 2) - int(rank) * share, 0), share) * CLUSTER * 8 : 0;
 }
 
-// Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back, and then that of the
-// sums which the cluster's blocks send to this one, so many bytes.
+// Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back, and in a cluster then
+// that of the sums which its blocks send to this one, so many bytes.
 INLINE void init_barriers(uint32_t at, int stages, int bytes) {
     for (int stage = 0; stage < stages; stage++) {
         barrier_init(at + stage * 8, 1);
         barrier_init(at + (stages + stage) * 8, WARPS);
     }
-    barrier_init(at + 2 * stages * 8, 1);
-    barrier_expect(at + 2 * stages * 8, bytes);
+    if constexpr (CLUSTER > 1) {
+        barrier_init(at + 2 * stages * 8, 1);
+        barrier_expect(at + 2 * stages * 8, bytes);
+    }
     barrier_init_fence();
 }
 
