@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda import gemv_mx
-from fp8fn.ops.cuda.gemv_a16w8 import RESERVED, batch_step, ceil_power_of_two
+from fp8fn.ops.cuda.gemv_a16w8 import RESERVED, batch_step, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.cuda.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
@@ -96,7 +96,8 @@ def untuned(problem: Problem) -> str | None:
 def configure(problem: Problem) -> Config:
     """By what was timed on an H200 at the shapes of decoding.
 
-    Up to 16 rows by a constant weight: small blocks, so that those of the launch before leave room for as many. Else
+    Up to 16 rows by a constant weight: small blocks, so that those of the launch before leave room for as many. Up to
+    32 a block for each multiprocessor, beside those of the next launch; 64 by short K are two tiles of 32. Else
     seven for four multiprocessors, or three each where clusters of eight make as many. Clusters of many blocks take
     half of a multiprocessor each: of thirds, three would lie on some, and none on others. More than 32 rows are divided
     among two warpgroups of one block where K is short, or among two pairs of blocks where those fill three each.
@@ -112,6 +113,13 @@ def configure(problem: Problem) -> Config:
     if rows <= 16 and problem.constant:
         late = rows == 16 and steps >= 16
         return _with_stages(Config(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4, LATE=late), k)
+    if problem.constant and rows == 32 and tiles <= cores * 11 // 10:
+        cluster = clusters(cores * 11 // 10)
+        if floor_power_of_two(cluster) * _MOST_STEPS >= steps:
+            cluster = floor_power_of_two(cluster)
+        return _with_stages(Config(rows, 4, 2, 0, cluster, LATE=True), k)
+    if problem.constant and rows == 64 and 2 * cores < 4 * tiles <= 3 * cores and steps <= 12:
+        return _with_stages(Config(32, 4, 2, 0, LATE=True), k)
     cluster = clusters(cores * 7 // 4)
     if 2 * cores < tiles * _MOST_CLUSTER <= 3 * cores and steps >= 4 * _MOST_CLUSTER:
         cluster = _MOST_CLUSTER
