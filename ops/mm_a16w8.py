@@ -108,11 +108,11 @@ def mm_a16w8_kernel(
     return out
 
 
-def _are_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, target: targets.Target) -> bool:
-    """Whether the kernel of few rows is the faster one: past 32 only where the other has few tiles, of a long K."""
+def _are_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, target: targets.Target, constant: bool) -> bool:
+    """Whether the kernel of few rows is the faster one."""
     x, out = gemv_a16w8.as_matrix(x, w, bias, out)
     (m, n), batches = out.shape[-2:], out.shape[0] if out.dim() == 3 else 1
-    return m <= 32 or cuda.is_starved(m, n, x.shape[-1], batches, target.cores)
+    return cuda.is_starved(m, n, x.shape[-1], batches, target.cores, constant=constant)
 
 
 def _plan(
@@ -122,7 +122,7 @@ def _plan(
     """In CUDA C++, of up to 16 rows by `a16w8_tiles`, of others that are few by `gemv_a16w8` and of many by `mm_a16w8`;
     what none takes in Triton.
 
-    Only `a16w8_tiles` has a use for a `constant` weight: the others wait for what came before them, then read it.
+    A `constant` weight is nothing to `gemv_a16w8` and Triton: they wait for what came before them, then read it.
     """
     operands = (x, w, w_scale, w_block, bias, out, target)
     missing = nvrtc.unavailable()
@@ -130,10 +130,10 @@ def _plan(
         return a16w8_tiles.plan(*operands, constant=constant)
     few = missing or gemv_a16w8.accepts(*operands)
     many = missing or cuda.accepts(*operands)
-    if few is None and (many is not None or _are_few(x, w, bias, out, target)):
+    if few is None and (many is not None or _are_few(x, w, bias, out, target, constant)):
         return gemv_a16w8.plan(*operands)
     if many is None:
-        return cuda.plan(*operands)
+        return cuda.plan(*operands, constant=constant)
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
 
     because = f"no CUDA C++: {few}" if few == many else f"no CUDA C++: {few}; {many}"

@@ -181,6 +181,11 @@ def _mm_a16w8(device: torch.device, target: Target) -> Launches:
     for config in (mm_a16w8.Config(128, 1, 1, MATH=1, RESIDENT=4), mm_a16w8.Config(64, 1, 3, K_PARTS=2, RESIDENT=1)):
         operands = _rows_by_weight(config.BM + 9, config.BN + 8, config.STAGES * BK, WEIGHT_BLOCKS[0], device)
         yield f"{config} all of K in flight", mm_a16w8.plan(*operands, target, config)
+        yield f"constant {config} all of K in flight", mm_a16w8.plan(*operands, target, config, constant=True)
+    for config in (mm_a16w8.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), mm_a16w8.Config(32, 1, 2, RESIDENT=2)):
+        for k in (config.STAGES * BK, 2 * config.STAGES * BK + 144):
+            operands = _rows_by_weight(config.BM + 9, config.BN + 8, k, WEIGHT_BLOCKS[0], device)
+            yield f"constant K{k} {config}", mm_a16w8.plan(*operands, target, config, constant=True)
 
 
 def _mx(m: int, n: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, None, Tensor]:

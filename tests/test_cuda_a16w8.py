@@ -228,12 +228,13 @@ MANY = [
     many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, RESIDENT=1),
     many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
     many.Config(128, 1, 4, K_PARTS=2, RESIDENT=1), many.Config(64, 1, 3, K_PARTS=2, RESIDENT=1),
+    many.Config(32, 1, 3, RESIDENT=2),
 ]  # fmt: skip
 
 
 def many_rows(
     x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: many.Config | None = None, *, target: Target = FEW,
-    backwards: bool = False,
+    backwards: bool = False, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     """Their product between two guards, in memory that was NaN before; on the CPU it is emulated."""
     n = w.shape[-1]
@@ -241,7 +242,7 @@ def many_rows(
     out = memory[512:-512].view(*x.shape[:-1], n).fill_(torch.nan)
     given = (x, w.data, w.scale, w.block, bias, out, target)
     assert many.accepts(*given) is None
-    launch = many.plan(*given, config)
+    launch = many.plan(*given, config, constant=constant)
     if x.device.type == "cpu":
         emulate(launch, backwards=backwards)
     else:
@@ -259,7 +260,7 @@ def test_every_division_of_many_rows(config: many.Config) -> None:
         for m, n, k, batch in ((config.BM + 9, config.BN + 8, 272, ()), (33, 72, 128, (2,))):
             x, w = torch.randn(*batch, m, k).to(x_dtype), operand(k, n, block, dtype=fp8, batch=batch)
             bias = torch.randn(n)
-            out = many_rows(x, w, bias, config, backwards=backwards)
+            out = many_rows(x, w, bias, config, backwards=backwards, constant=backwards)
             assert snr(out, exact(x, w, bias)) > (50 if x_dtype == BF16 else 68), (m, n, k)
 
 
@@ -450,6 +451,10 @@ def test_a_short_k_is_in_flight_as_a_whole() -> None:
     assert choose(64, 128, 128, 512) == (128, 64, 2)
     assert choose(128, 128, 128, 512) == (128, 128, 1)
     assert choose(128, 64, 128, 512) == (64, 64, 2)
+    assert choose(32, 64, 1024, 256) == (64, 128, 1)
+    assert choose(64, 32, 512, 128) == (32, 64, 1)
+    assert choose(64, 32, 128, 512) == choose(1, 32, 14336, 6144) == choose(64, 1, 128, 256) == (32, 64, 2)
+    assert choose(64, 32, 512, 512) == choose(16, 32, 4096, 384) == (32, 128, 1)
     for k, in_flight in ((100, 1), (129, 1), (512, 1), (513, 0)):
         launch = many.plan(*operands(64, 512, k, batch=(4,)))
         assert (launch.options["ONCE"], launch.options["IN_FLIGHT"]) == (int(k <= 128), in_flight)
@@ -458,14 +463,26 @@ def test_a_short_k_is_in_flight_as_a_whole() -> None:
 
 
 @needs_nvrtc
-def test_the_kernel_of_few_rows_serves_more_where_the_other_has_few_tiles() -> None:
-    def entry(m: int, n: int, k: int) -> str:
-        x, w, scale, block, bias, out, target = operands(m, n, k)
-        return op._plan(x, w, scale, block, bias, out, target).name
+def test_which_kernel_serves_few_rows() -> None:
+    """That of many where it has tiles for most multiprocessors, or K is short; as was timed on an H200."""
 
-    assert [entry(m, 1536, 6144) for m in (32, 64, 256)] == ["gemv_a16w8"] * 2 + ["mm_a16w8"]
-    assert [entry(m, 6144, 2048) for m in (32, 33, 64, 128)] == ["gemv_a16w8"] + ["mm_a16w8"] * 3
-    assert [entry(m, 256, 512) for m in (32, 33)] == ["gemv_a16w8", "mm_a16w8"]
+    def entry(m: int, n: int, k: int, *batch: int, constant: bool = False) -> str:
+        x, w, scale, block, bias, out, target = operands(m, n, k, batch=batch)
+        return op._plan(x, w, scale, block, bias, out, target, constant).name
+
+    few, many, tiles = "gemv_a16w8", "mm_a16w8", "a16w8_tiles"
+    assert [entry(m, 1536, 6144) for m in (32, 64, 256)] == [few, few, many]
+    assert [entry(m, 6144, 2048) for m in (32, 33, 64, 128)] == [few, many, many, many]
+    assert [entry(m, 256, 512) for m in (16, 17, 32, 33)] == [tiles, many, many, many]
+    assert [entry(32, n, k) for n, k in ((768, 768), (768, 1024), (2304, 2048), (2304, 3072))] == [many, few, many, few]
+    assert [entry(32, n, 6144) for n in (6144, 7680, 14336)] == [few, many, many]
+    assert [entry(32, 6144, k, constant=True) for k in (1536, 2048, 3072)] == [many, many, few]
+    assert [entry(m, 512, 128, 16) for m in (1, 2, 8, 16, 32)] == [few, many, many, many, many]
+    assert [entry(m, 512, 128, 128) for m in (1, 8, 9)] == [few, few, many]
+    assert entry(1, 512, 128, 16, constant=True) == many
+    assert [entry(m, 128, 512, 64) for m in (1, 8, 9, 32)] == [few, few, many, many]
+    assert [entry(m, 128, 512, 16) for m in (8, 16, 17)] == [few, few, many]
+    assert [entry(16, 512, 1024, batches) for batches in (16, 64)] == [few, many]
 
 
 @needs_nvrtc
@@ -482,14 +499,46 @@ def test_many_rows_take_the_weight_from_registers_and_spill_none(block: Block, t
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("k", [512, 1024])
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_constant_weight_of_few_tiles_is_read_before_the_wait(constant: bool, k: int, tmp_path: Path) -> None:
+    """And its scales; x, the bias and the output are not."""
+    launch = many.plan(*operands(32, 128, k, batch=(64,), bias=FP32), constant=constant)
+    assert launch.options["W_CONSTANT"] == constant
+    sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
+    copying, multiplying = [i for i, text in enumerate(sass) if "ACQBULK" in text]  # those who wait
+
+    def count(pattern: str, start: int, stop: int | None) -> int:
+        return sum(re.search(pattern, text) is not None for text in sass[start:stop])
+
+    loads = r"UTMALDG|\bLDG\."
+    assert (count("UTMALDG", 0, copying) > 0) is constant
+    assert count(r"\bLDG\.|\bSTG|UTMASTG", 0, copying) == 0
+    assert (count(r"\bLDG\.", copying, multiplying) > 0) is constant
+    assert count(loads, multiplying, None) > 0
+    assert count(r"\bSTG|UTMASTG", copying, multiplying) == 0
+
+
+def test_large_tiles_wait_for_a_constant_weight() -> None:
+    def early(m: int, n: int, k: int) -> int:
+        return int(many.plan(*operands(m, n, k, batch=(64,)), constant=True).options["W_CONSTANT"])
+
+    assert [early(m, 128, k) for m in (32, 64, 128) for k in (128, 512)] == [1] * 6
+    assert [early(m, 128, 640) for m in (32, 64, 128)] == [1, 0, 0]
+    assert early(256, 4096, 4096) == 0
+
+
+@needs_nvrtc
 @by_block
 def test_no_default_of_many_rows_spills(block: Block) -> None:
     for batches, m, n, k in (
         (16, 128, 512, 128), (16, 64, 512, 128), (16, 64, 128, 512), (16, 128, 128, 512), (64, 128, 128, 512),
         (128, 128, 128, 512), (128, 64, 128, 512), (1, 128, 6144, 2048), (1, 64, 6144, 2048), (1, 256, 4096, 1024),
+        (16, 32, 512, 128), (64, 32, 128, 512), (64, 32, 512, 512), (32, 64, 1024, 256),
     ):  # fmt: skip
-        launch = many.plan(*operands(m, n, k, block, batch=(batches,), bias=FP32))
-        assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
+        for constant in (False, True) if k <= 512 else (False,):
+            launch = many.plan(*operands(m, n, k, block, batch=(batches,), bias=FP32), constant=constant)
+            assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
 def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
@@ -574,7 +623,11 @@ def test_values_of_batches(contiguous: str, hopper: Target) -> None:
         if m <= 128:
             x, w = on_gpu(m, n, k, (128, 128), contiguous=contiguous, batch=(batch,))
             bias = torch.randn(batch, 1, n, device="cuda", dtype=BF16)
-            assert snr(product(x, w, bias), exact(x, w, bias)) > 50
+            expected = exact(x, w, bias)
+            assert snr(product(x, w, bias), expected) > 50
+            for constant in (False, True):
+                found = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block, bias, None, constant)
+                assert snr(found, expected) > 45
 
 
 @pytest.mark.gpu
@@ -625,7 +678,7 @@ def test_what_is_not_finite_among_many_rows_stays_in_its_row_and_column(hopper: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 16, 64, 1000])
+@pytest.mark.parametrize("m", [1, 16, 24, 64, 1000])
 def test_a_thousand_runs_give_one_bit_pattern(m: int, hopper: Target) -> None:
     x, w = on_gpu(m, 1040, 6144, (128, 128))
     run = partial(torch.ops.fp8fn.mm_a16w8, x, w.data, w.scale, w.block)

@@ -64,13 +64,22 @@ def product(x: Tensor, w: ScaledTensor) -> Tensor:
     return found
 
 
+# Rows, N and K, and batches: of up to 16 rows by one kernel, of more and of batches by another.
+CHAINS = [
+    *((m, size, ()) for m in (1, 2, 8, 16) for size in (1024, 2048, 3072)),
+    *((m, size, ()) for m in (24, 64, 100) for size in (128, 512, 1024)),
+    *((m, size, (48,)) for m in (1, 16, 32, 128) for size in (128, 256, 512)),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1024, 2048, 3072])
-@pytest.mark.parametrize("m", [1, 2, 8, 16])
-def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, size: int, hopper: Target) -> None:
+@pytest.mark.parametrize(("m", "size", "batch"), CHAINS)
+def test_a_chain_takes_each_product_as_the_next_one_s_x(
+    m: int, size: int, batch: tuple[int, ...], hopper: Target
+) -> None:
     """Of 24 weights in a CUDA graph, replayed a hundred times with another x: as with a wait before each launch."""
-    weights = [on_gpu(m, size, size, (128, 128))[1] for _ in range(24)]
-    x = torch.randn(m, size, device="cuda").bfloat16()
+    weights = [on_gpu(m, size, size, (128, 128), batch=batch)[1] for _ in range(24)]
+    x = torch.randn(*batch, m, size, device="cuda").bfloat16()
     torch.cuda.synchronize()
 
     def chain(wait: bool) -> Tensor:
@@ -95,13 +104,12 @@ def test_a_chain_takes_each_product_as_the_next_one_s_x(m: int, size: int, hoppe
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1024, 2048, 3072])
-@pytest.mark.parametrize("m", [1, 8, 16])
-def test_launches_without_anything_between_them(m: int, size: int, hopper: Target) -> None:
+@pytest.mark.parametrize(("m", "size", "batch"), CHAINS)
+def test_launches_without_anything_between_them(m: int, size: int, batch: tuple[int, ...], hopper: Target) -> None:
     """The next launch begins while this one runs: each x was written by the launch right before."""
-    weights = [on_gpu(m, size, size, (128, 128))[1] for _ in range(24)]
-    weights = [ScaledTensor(w.data, w.scale / 64, w.block) for w in weights]
-    x = torch.randn(m, size, device="cuda").bfloat16()
+    weights = [on_gpu(m, size, size, (128, 128), batch=batch)[1] for _ in range(24)]
+    weights = [ScaledTensor(w.data, w.scale * size**-0.5, w.block) for w in weights]
+    x = torch.randn(*batch, m, size, device="cuda").bfloat16()
     torch.cuda.synchronize()
     expected = x
     for w in weights:

@@ -14,11 +14,13 @@
 // Both operands come by TMA, w into W_STAGES and slices of x into X_STAGES: those of w are free again once they are widened.
 // Of large tiles a block is PERSISTENT: a warpgroup that copies keeps the stages full and leaves its registers to the others.
 // Small ones have a block each, and RESIDENT of them on a multiprocessor hide one another's latency; with IN_FLIGHT there
-// is room for all of K. The launch begins while the one before it ends, and until then has the weight brought to the L2.
+// is room for all of K. The launch begins while the one before it ends, and until then has the weight brought to the L2; of
+// a weight that is constant (W_CONSTANT: nothing that may still run writes it or its scales) such a block fills the stages,
+// and widens the first of them.
 //
 // Macros: INPUT (BF16, FP16; and in the generated wgmma), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK as in
 // gemv_a16w8.cu), MATH (1 or 2), K_PARTS (1 or 2), WIDTH, SLICES, W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT,
-// IN_FLIGHT, RESIDENT, GROUP, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
+// IN_FLIGHT, RESIDENT, GROUP, W_CONSTANT, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
 #include "groups.cuh"
 #include "mma.cuh"
 
@@ -50,6 +52,7 @@ static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take 
 static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a k-block takes the place of a k-block");
 static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
 static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of their own");
+static_assert(!W_CONSTANT || !PERSISTENT, "of a later tile the weight is read after the wait in any case");
 static_assert(!TURNS || (PERSISTENT && MATH == 2), "one of two warpgroups");
 
 constexpr int AT_X = W_STAGES * W_BYTES;
@@ -129,15 +132,15 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         tma_load(to, x, barrier, k * BK, m, batch);
         tma_load(to + X_HALF, x, barrier, k * BK + 64, m, batch);
     };
-    auto prefetch_w = [&](const Tile& tile) {
-        for (int k = 0; k < min(PREFETCHED, tile.k_stop); k++) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
+    auto prefetch_w = [&](const Tile& tile, int from) {
+        for (int k = from; k < min(PREFETCHED, tile.k_stop); k++) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
     };
     RingOf<W_STAGES> ring_w;
     RingOf<X_STAGES> ring_x;
     if (PERSISTENT && warpgroup == MATH) {
         if constexpr (MATH == 2) give_registers<24>();
         if (warp == 0 && elect()) {
-            prefetch_w(walk.at(begin));
+            prefetch_w(walk.at(begin), 0);
             wait_for_launches();
             for (int index = begin; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
@@ -157,10 +160,14 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         if constexpr (!PERSISTENT) {
             if (threadIdx.x < 32 && elect()) {
                 const Tile tile = walk.at(begin);
-                prefetch_w(tile);
+                const int ahead = min(W_STAGES, tile.k_stop);
+                if constexpr (W_CONSTANT) {
+                    for (int k = 0; k < ahead; k++) load_w(tile, k, k);
+                }
+                if constexpr (!W_CONSTANT || !IN_FLIGHT) prefetch_w(tile, W_CONSTANT ? ahead : 0);
                 wait_for_launches();
-                for (int k = 0; k < min(W_STAGES, tile.k_stop); k++) {
-                    load_w(tile, k, k);
+                for (int k = 0; k < ahead; k++) {
+                    if constexpr (!W_CONSTANT) load_w(tile, k, k);
                     for (int slice = 0; slice < SLICES; slice++) load_x(tile, k * SLICES + slice, k, slice);
                 }
             }
@@ -202,7 +209,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
 
         // Large tiles have registers for what a tile ends with only where it ends.
         constexpr bool EARLY = !PERSISTENT;
-        wait_for_launches();
+        if constexpr (!W_CONSTANT) wait_for_launches();
         if (TURNS && warpgroup == 1) pass_turn(1);  // the first is the other's
         for (int index = begin; walk.reaches(index); index += step) {
             const Tile tile = walk.at(index);
@@ -210,7 +217,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             Pair next = {1.0f, 1.0f}, last = {1.0f, 1.0f}, added = {0.0f, 0.0f};
             if constexpr (!HOLDS || EARLY) next = scales_of(tile, HOLDS ? 0 : part);
             if constexpr (HOLDS) last = next;
-            if constexpr (EARLY) added = bias_of(tile);
+            if constexpr (EARLY && !W_CONSTANT) added = bias_of(tile);
 
             // A thread has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, which are one piece of a line; pieces
             // of a line are exchanged by the swizzle.
@@ -247,6 +254,12 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 for (int piece = 0; piece < BK / 16; piece++) {  // all widened before the first product reads them
 #pragma unroll
                     for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
+                }
+                if constexpr (W_CONSTANT) {  // a block has one tile
+                    if (k == tile.k_start + part) {
+                        wait_for_launches();
+                        added = bias_of(tile);
+                    }
                 }
                 [[maybe_unused]] const RingOf<X_STAGES> first_x = ring_x;
                 auto start = [&](float(&d)[WIDTH / 2], bool onto) {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -73,6 +73,7 @@ _SQUARE: Final = Config(128, 1, 4, TURNS=True)
 # And what a row of each costs beside the first, which is as large as the registers allow.
 _LARGE: Final = ((Config(160, TURNS=True), 1.0), (Config(256, 1, TURNS=True), 1.035), (_SQUARE, 1.3))
 _SMALLEST: Final = Config(64, 1, 6, TURNS=True)
+FEW: Final = 32  # rows
 _SHORT: Final = 4  # k-blocks: as many as all are in flight
 
 
@@ -87,6 +88,8 @@ def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
     Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
     128 rows where K is short.
     """
+    if m <= FEW:
+        return _choose_few(m, n, -(-k // BK), batches, cores)
     if m <= 128 and k <= BK:
         return _choose_once(m, n, batches, cores)
     if m <= 128 and k <= BK * _SHORT:
@@ -104,6 +107,14 @@ def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
     return _SQUARE if m > 64 else _SMALLEST
 
 
+def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
+    """Up to 32 rows: two warpgroups share K as long as two blocks on each multiprocessor do it, else the columns."""
+    if blocks == 1:
+        return Config(32, 1, 1, MATH=1, RESIDENT=4)
+    shared = Config(32, 1, min(blocks, 4), K_PARTS=2, RESIDENT=2)
+    return shared if n <= 64 or tiles(m, n, batches, shared) <= 2 * cores else replace(shared, K_PARTS=1)
+
+
 def _choose_once(m: int, n: int, batches: int, cores: int) -> Config:
     """Of one k-block: four blocks a multiprocessor, of 64 rows where those of 128 would be one or two for each."""
     wide = Config(128, 1, 1, MATH=1, RESIDENT=4)
@@ -118,12 +129,30 @@ def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Conf
         config = Config(width, 1, blocks, K_PARTS=2, RESIDENT=1 if width > 32 else 2)
         if tiles(m, n, batches, config) <= most:
             return config
-    return _SQUARE if m > 64 else Config(64, 1, blocks, K_PARTS=2, RESIDENT=2)
+    if m > 64:
+        once = Config(128, 1, 2, RESIDENT=1)
+        return once if tiles(m, n, batches, once) <= cores else _SQUARE
+    return Config(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
 
 
-def is_starved(m: int, n: int, k: int, batches: int, cores: int) -> bool:
-    """Whether there are so few tiles, none of which shares a long K, that four of five multiprocessors have none."""
-    return k > BK * _SHORT and tiles(m, n, batches, _SMALLEST) * 5 < cores
+def is_starved(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool = False) -> bool:
+    """Whether there are so few tiles, none of which shares a long K, that `gemv_a16w8` was the faster one on an H200.
+
+    Up to 16 rows it is unless a batch has many tiles or K is short; up to eight, of a batch by more than a k-block too.
+    """
+    blocks = -(-k // BK)
+    if m > FEW:
+        return blocks > _SHORT and tiles(m, n, batches, _SMALLEST) * 5 < cores
+    count = tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
+    if m > 16:
+        if blocks <= 6 or 10 * count >= 9 * cores:
+            return False
+        return blocks > 16 or 5 * count < cores or (not constant and blocks * count > 8 * cores)
+    if batches == 1:
+        return True
+    if m > 8:
+        return blocks > 1 and 2 * count <= 3 * cores and (blocks > _SHORT or 3 * count < cores)
+    return blocks > 1 or count > 4 * cores or (m == 1 and not constant)
 
 
 def accepts(
@@ -152,16 +181,19 @@ def accepts(
 
 def plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None,
+    config: Config | None = None, *, constant: bool = False,
 ) -> CudaLaunch:  # fmt: skip
     """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
 
+    A constant weight is read early by small tiles: of larger ones with more of K than is in flight it did not pay.
     `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
     """
     x, out = as_matrix(x, w, bias, out)
     (m, n), k = out.shape[-2:], x.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     config = config or choose_config(m, n, k, batches, target.cores)
+    in_flight = config.RESIDENT > 0 and k <= BK * config.STAGES
+    early = constant and (in_flight or (config.RESIDENT > 0 and config.BM <= FEW))
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
@@ -171,8 +203,8 @@ def plan(
         "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
         "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
         "TURNS": int(config.TURNS), "ONCE": int(k <= BK), "PERSISTENT": int(config.RESIDENT == 0),
-        "IN_FLIGHT": int(config.RESIDENT > 0 and k <= BK * config.STAGES), "RESIDENT": max(config.RESIDENT, 1),
-        "GROUP": config.GROUP,
+        "IN_FLIGHT": int(in_flight), "RESIDENT": max(config.RESIDENT, 1),
+        "GROUP": config.GROUP, "W_CONSTANT": int(early),
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel(
