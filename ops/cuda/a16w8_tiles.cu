@@ -90,14 +90,18 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         barrier_expect(full(stage), W_BYTES);
         tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, 0);
     };
-    if (HELD > 0 ? warp == 0 && elect() : threadIdx.x == THREADS) {
-        init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
-        for (int step = 0; HELD > 0 && step < STAGES; step++) {
-            if constexpr (W_CONSTANT)
-                load(step, step);
-            else
-                tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+    if (threadIdx.x == (HELD > 0 ? 0 : THREADS)) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
+    if (HELD > 0 && warp == 0) {
+        __syncwarp();
+        if (elect()) {
+            for (int step = 0; step < STAGES; step++) {
+                if constexpr (W_CONSTANT)
+                    load(step, step);
+                else
+                    tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+            }
         }
+        __syncwarp();
     }
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
