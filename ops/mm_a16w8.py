@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import a16w8_tiles, captured, gemv_a16w8, nvrtc
+from fp8fn.ops.cuda import a16w8_tiles, captured, gemv_a16w8, nvrtc, splitk_a16w8
 from fp8fn.ops.cuda import mm_a16w8 as cuda
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
@@ -108,19 +109,12 @@ def mm_a16w8_kernel(
     return out
 
 
-def _are_few(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, target: targets.Target, constant: bool) -> bool:
-    """Whether the kernel of few rows is the faster one."""
-    x, out = gemv_a16w8.as_matrix(x, w, bias, out)
-    (m, n), batches = out.shape[-2:], out.shape[0] if out.dim() == 3 else 1
-    return cuda.is_starved(m, n, x.shape[-1], batches, target.cores, constant=constant)
-
-
 def _plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target,
     constant: bool = False,
 ) -> Launch | CudaLaunch:  # fmt: skip
-    """In CUDA C++, of up to 16 rows by `a16w8_tiles`, of others that are few by `gemv_a16w8` and of many by `mm_a16w8`;
-    what none takes in Triton.
+    """In CUDA C++, of up to 16 rows by `a16w8_tiles` or `gemv_a16w8`, of up to 128 by `splitk_a16w8` where that has few
+    tiles, of others by `mm_a16w8`; what none takes in Triton.
 
     A `constant` weight is nothing to `gemv_a16w8` and Triton: they wait for what came before them, then read it.
     """
@@ -128,9 +122,14 @@ def _plan(
     missing = nvrtc.unavailable()
     if missing is None and (a16w8_tiles.accepts(*operands) or a16w8_tiles.untuned(x, w, constant)) is None:
         return a16w8_tiles.plan(*operands, constant=constant)
+    m = gemv_a16w8.as_matrix(x, w, bias, out)[0].shape[-2]
+    problem = m, out.shape[-1], x.shape[-1], math.prod(out.shape[:-1]) // m, target.cores
     few = missing or gemv_a16w8.accepts(*operands)
     many = missing or cuda.accepts(*operands)
-    if few is None and (many is not None or _are_few(x, w, bias, out, target, constant)):
+    split = missing or splitk_a16w8.accepts(*operands)
+    if split is None and (splitk_a16w8.untuned(*problem) is None or (many is not None and m > 16)):
+        return splitk_a16w8.plan(*operands, constant=constant)
+    if few is None and (many is not None or cuda.is_slow(*problem, constant=constant)):
         return gemv_a16w8.plan(*operands)
     if many is None:
         return cuda.plan(*operands, constant=constant)

@@ -28,6 +28,7 @@ from test_cuda_grouped import GROUPS, ends
 from test_cuda_mx import CONFIGS as MX_GEMVS
 from test_cuda_mx_tiles import CONFIGS as MX_TILES
 from test_cuda_quantize_columns import SMALL, STREAMS, WALKS
+from test_cuda_splitk_a16w8 import CONFIGS as SPLITS
 from torch import Tensor
 
 from fp8fn.ops.cuda import (
@@ -38,6 +39,7 @@ from fp8fn.ops.cuda import (
     mx_tiles,
     nvrtc,
     quantize_rows,
+    splitk_a16w8,
     stream_columns,
     walk_columns,
 )
@@ -71,8 +73,8 @@ def launches(device: torch.device | str, target: Target) -> Launches:
     few = replace(target, multiprocessors=2)  # so that a persistent block has tile after tile
     for kernels, on in (
         (_scaled_mm, few), (_scaled_grouped_mm, few), (_gemv_a16w8, target), (_a16w8_tiles, target),
-        (_mm_a16w8, few), (_gemv_mx, target), (_mx_tiles, target), (_quantize, target), (_quantize_grouped, target),
-        (_whole_rows, target), (_whole_columns, target), (_norms, target),
+        (_mm_a16w8, few), (_splitk_a16w8, target), (_gemv_mx, target), (_mx_tiles, target), (_quantize, target),
+        (_quantize_grouped, target), (_whole_rows, target), (_whole_columns, target), (_norms, target),
     ):  # fmt: skip
         for form, launch in kernels(made, on):
             yield f"{launch.kernel.file} {form}", launch
@@ -186,6 +188,14 @@ def _mm_a16w8(device: torch.device, target: Target) -> Launches:
         for k in (config.STAGES * BK, 2 * config.STAGES * BK + 144):
             operands = _rows_by_weight(config.BM + 9, config.BN + 8, k, WEIGHT_BLOCKS[0], device)
             yield f"constant K{k} {config}", mm_a16w8.plan(*operands, target, config, constant=True)
+
+
+def _splitk_a16w8(device: torch.device, target: Target) -> Launches:
+    for config, block in zip(SPLITS, cycle(WEIGHT_BLOCKS), strict=False):
+        k = (2 * config.STAGES + 1) * config.CLUSTER * BK + 16
+        operands = _rows_by_weight(config.ROWS + 9, config.BN + 6, k, block, device)
+        for constant in (False, True):
+            yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(*operands, target, config, constant=constant)
 
 
 def _mx(m: int, n: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, None, Tensor]:

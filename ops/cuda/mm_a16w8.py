@@ -135,23 +135,13 @@ def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Conf
     return Config(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
 
 
-def is_starved(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool = False) -> bool:
-    """Whether there are so few tiles, none of which shares a long K, that `gemv_a16w8` was the faster one on an H200.
-
-    Up to 16 rows it is unless a batch has many tiles or K is short; up to eight, of a batch by more than a k-block too.
-    """
-    blocks = -(-k // BK)
-    if m > FEW:
-        return blocks > _SHORT and tiles(m, n, batches, _SMALLEST) * 5 < cores
-    count = tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
-    if m > 16:
-        if blocks <= 6 or 10 * count >= 9 * cores:
-            return False
-        return blocks > 16 or 5 * count < cores or (not constant and blocks * count > 8 * cores)
-    if batches == 1:
-        return True
+def is_slow(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool = False) -> bool:
+    """Whether `gemv_a16w8` was the faster one on an H200: up to 16 rows, unless those of a batch have a short K."""
+    if m > 16 or batches == 1:
+        return m <= 16
+    blocks, count = -(-k // BK), tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
     if m > 8:
-        return blocks > 1 and 2 * count <= 3 * cores and (blocks > _SHORT or 3 * count < cores)
+        return blocks > _SHORT or (blocks > 1 and 3 * count < cores)
     return blocks > 1 or count > 4 * cores or (m == 1 and not constant)
 
 

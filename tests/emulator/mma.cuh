@@ -135,8 +135,11 @@ struct Warpgroup {
     int arrived;
     unsigned round;
 };
-inline Warpgroup warpgroups[MOST_THREADS / 128];
-inline void meet_group() { meet(warpgroups[current / 128].arrived, warpgroups[current / 128].round, 128); }
+inline Warpgroup warpgroups[MOST_BLOCKS][MOST_THREADS / 128];
+inline void meet_group() {
+    Warpgroup& group = warpgroups[cluster_rank()][current % thread_count / 128];
+    meet(group.arrived, group.round, 128);
+}
 
 // Of operands that bulk copies have put into shared memory, swizzled, in rows of 128 bytes.
 inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {

@@ -1,0 +1,186 @@
+"""17 to 128 rows by an FP8 weight, K shared by clusters: what it accepts, its configuration, its launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from torch import Tensor
+
+from fp8fn.ops.cuda import gemv_a16w8
+from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, floor_power_of_two, scale_step
+from fp8fn.ops.cuda.gemv_mx import PREFETCHED
+from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.nvrtc import CudaKernel
+from fp8fn.ops.cuda.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, map_fault
+from fp8fn.ops.cuda.wgmma import wgmma_source
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import Target
+
+STEP: Final = 128  # of K in a stage
+_LEAST_STAGES: Final = 2  # of a ring
+_MOST_CLUSTER: Final = 8
+_SHORT: Final = 4  # stages of K
+
+
+@dataclass(frozen=True)
+class Config:
+    """How blocks divide a product; `splitk_a16w8.cu` says what each does.
+
+    `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
+    a multiprocessor at once; `LATE`, when the next launch may begin.
+    """
+
+    ROWS: int
+    WARPS_N: int = 4
+    STAGES: int = 0
+    CLUSTER: int = 1
+    RESIDENT: int = 2
+    LATE: bool = False
+
+    @property
+    def BN(self) -> int:
+        return 16 * self.WARPS_N
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.WARPS_N + 1)
+
+    def shared(self, k: int, w_block: Block) -> int:
+        """Bytes of shared memory: stages, sums that arrive, barriers, and the scales of a block's part of K."""
+        arriving = self.CLUSTER * -(-self.WARPS_N // self.CLUSTER) * 16 * self.ROWS * 4 if self.CLUSTER > 1 else 0
+        steps, kind = -(-stages_of(k) // self.CLUSTER), SCALES[w_block]
+        scales = steps * self.BN if kind == "VECTOR" else steps * self.BN // 64 if kind == "BLOCK" else self.BN
+        return self.STAGES * ((self.BN + 2 * self.ROWS) * STEP + 16) + arriving + 24 + scales * 4
+
+    def __str__(self) -> str:
+        late = " late" * self.LATE
+        return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
+
+
+def accepts(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
+) -> str | None:
+    """None where `plan` takes these operands, else the reason why not."""
+    if (reason := gemv_a16w8.accepts(x, w, w_scale, w_block, bias, out, target)) is not None:
+        return reason
+    x, out = as_matrix(x, w, bias, out)
+    for name, operand in (("x", x), ("w.mT", w.mT)):
+        if (fault := map_fault(operand)) is not None:
+            return f"{name} {fault}"
+    (m, n), k = out.shape[-2:], x.shape[-1]
+    config = configure(m, n, k, out.shape[0] if out.dim() == 3 else 1, w_block, target.cores)
+    if config.STAGES < _LEAST_STAGES:
+        return f"the scales of K={k} do not fit into shared memory"
+    return None
+
+
+def untuned(m: int, n: int, k: int, batches: int, cores: int) -> str | None:
+    """None where it was the faster one on an H200, else why not: `mm_a16w8` or `gemv_a16w8` was."""
+    tiles, steps = _tiles(n, batches), stages_of(k)
+    if m <= 8 or (m <= 16 and (batches == 1 or (steps <= _SHORT and 3 * tiles < cores))):
+        return f"M={m} is few rows"
+    if steps == 1:
+        return f"K={k} is one stage"
+    if m <= 32:
+        full = tiles > (cores if steps <= 2 * _SHORT else 2 * cores)
+    elif m <= 64:
+        full = 10 * tiles > (8 if _SHORT < steps <= 8 * _SHORT else 10) * cores
+    else:
+        full = 2 * tiles > cores or (steps <= _SHORT and 10 * tiles * -(-m // 32) > 11 * cores)
+    return f"{tiles} tiles of 64 columns keep most multiprocessors busy" if full else None
+
+
+def configure(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, *, constant: bool = False) -> Config:
+    """By what was timed on an H200, in chains of products.
+
+    Of little to do there is about a block for each multiprocessor, beside those of the next launch, which begins late.
+    Else there are as many as find room at once, of four stages of K or more, and the next launch begins late where it
+    may not read early, or would put its blocks beside whole tiles. 64 rows have half as many blocks: sums take longer.
+    """
+    columns, steps = _tiles(n, batches), stages_of(k)
+    halves = columns * -(-m // 32)
+    rows = 32 if m <= 32 or (halves * steps < 11 * cores and 10 * halves <= 11 * cores) else 64
+    tiles = columns * -(-m // rows)
+    little = tiles * steps < (11 if rows == 32 else 13) * cores
+    if little:
+        cluster = floor_power_of_two(max(1, cores * (44 if rows == 32 else 30) // 40 // tiles))
+    else:
+        cluster = cores * (104 if rows == 32 else 70) // 40 // tiles
+        if cluster <= 1 and tiles <= cores and steps > 8 * _SHORT:
+            cluster = 2
+    least = 2 if 5 * tiles * (steps // 4) < 2 * cores else 4  # stages of a block
+    cluster = max(1, min(cluster, steps // least, _MOST_CLUSTER))
+    resident = 3 if rows == 32 and not little and cluster > 1 else 2
+    late = little or not constant or cluster == 1
+    return with_stages(Config(rows, 4, 0, cluster, resident, late), k, w_block)
+
+
+def _tiles(n: int, batches: int) -> int:
+    """Of 64 columns."""
+    return -(-n // 64) * batches
+
+
+def stages_of(k: int) -> int:
+    """Stages that K takes, of which the last one may have zeros behind it."""
+    return -(-k // STEP)
+
+
+def with_stages(config: Config, k: int, w_block: Block) -> Config:
+    """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
+    each = -(-stages_of(k) // config.CLUSTER)
+    for resident in range(config.RESIDENT, 0, -1):
+        room = SHARED_LIMIT // resident - RESERVED - replace(config, STAGES=0).shared(k, w_block)
+        stages = min(room // ((config.BN + 2 * config.ROWS) * STEP + 16), max(each, _LEAST_STAGES))
+        if stages >= min(each, 3):
+            break
+    return replace(config, STAGES=max(stages, 0), RESIDENT=resident)
+
+
+def plan(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config | None = None, *, constant: bool = False,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
+
+    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
+    """
+    x, out = as_matrix(x, w, bias, out)
+    (m, n), k = out.shape[-2:], x.shape[-1]
+    batches = out.shape[0] if out.dim() == 3 else 1
+    config = config or configure(m, n, k, batches, w_block, target.cores, constant=constant)
+    macros: dict[str, int | str] = {
+        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
+        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    options = {
+        "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1, "STAGES": config.STAGES,
+        "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
+    }  # fmt: skip
+    kind = "bf16" if INPUTS[x.dtype] == "BF16" else "f16"
+    grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches
+    resident = min(grid[0] * grid[1] * grid[2], target.cores * config.RESIDENT)
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "splitk_a16w8.cu", "splitk_a16w8", (*macros.items(), *options.items()),
+            wgmma_source(config.ROWS, kind, kind, a_in_registers=True),
+        ),
+        grid=grid,
+        threads=config.threads,
+        shared=config.shared(k, w_block),
+        args={
+            "x": TensorMap(as_batch(x), (1, config.ROWS, 64), 128),
+            "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128),
+            "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
+            "prefetched": PREFETCHED // (resident * config.BN * STEP),
+            "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+            "s_batch": w_scale.stride(0) if w_scale.dim() == 3 else 0, "s_k": w_scale.stride(-2),
+            "s_n": scale_step(w_scale, w_block),
+            "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
+            "bias_n": 0 if bias is None else bias.stride(-1),
+        },
+        target=target,
+        options=options,
+        overlaps=True,
+        late=config.LATE,
+    )  # fmt: skip
