@@ -77,9 +77,9 @@ def gemm(
     or its scales while this product and the work enqueued just before it run: it was loaded and the device synchronized
     since, or it was written before the CUDA graph began whose part this product is, as weights of inference are. A
     kernel may then read it before earlier launches of the stream have ended, and with a weight that one of them still
-    writes the result would be wrong. Of few rows on Hopper, in MX-FP8's product and where the FP8 matrix unit serves
-    another FP8 weight, it takes less time, and sums over K may have another order than without it; elsewhere, and with
-    `prequant`, it has no effect. While a CUDA graph is captured no promise is needed for its first launch, nor behind
+    writes the result would be wrong. Of few rows on Hopper, up to 64 in MX-FP8's product and up to 128 of 16 bits by
+    another FP8 weight, it mostly takes less time, and sums over K may have another order than without it; elsewhere,
+    and with `prequant`, it has no effect. While a CUDA graph is captured no promise is needed for its first launch, nor behind
     launches of fp8fn: what those write is known, and a weight that they do not is read as early.
 
     Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.

@@ -525,6 +525,14 @@ def test_arguments() -> None:
     assert peer_names("none") == ()
 
 
+def test_the_l2_is_emptied_by_reads_before_quantizers() -> None:
+    from fp8fn.bench import moe, quant
+
+    flushed_by_reads = {name for name, suite in moe.SUITES.items() if suite.schedule.flush == "reads"}
+    assert flushed_by_reads == {"quant", "weights"}
+    assert quant.SUITES["quant"].schedule.flush == "reads"
+
+
 @pytest.mark.parametrize("module", ["dense", "wgrad", "linear", "quant"])
 def test_suites(module: str) -> None:
     """Which shapes a name on the command line stands for."""

@@ -27,6 +27,8 @@ def test_shapes() -> None:
     assert len(DECODE) == len(set(DECODE)) == 27  # (1536, 1536) is a part of two
     assert {(6144, 288), (256, 6144), (768, 1536)} < set(DECODE)
     assert decode.SUITES["decode"].shapes[:3] == ((1, 2304, 6144), (4, 2304, 6144), (16, 2304, 6144))
+    assert decode.SUITES["rows"].shapes[:2] == ((32, 2304, 6144), (64, 2304, 6144))
+    assert len(decode.SUITES["rows"].shapes) == 7 * 3
     assert decode.SUITES["mx"].shapes[:2] == ((1, 2304, 6144), (2, 2304, 6144))
     assert len(decode.SUITES["mx"].shapes) == 4 * 7
     assert decode.SUITES["mx_moe"].shapes[-1] == (64, 1536, 6144)

@@ -163,6 +163,9 @@ def test_the_default_configuration() -> None:
         (96, 288, 6144, True): "32x64 stages6 cluster8 resident2 late",
         (128, 1536, 2048, True): "64x64 stages4 cluster2 resident2 late",
         (128, 2048, 384, True): "32x64 stages3 cluster1 resident2 late",
+        (128, 2304, 1024, True): "64x64 stages4 cluster1 resident2 late",
+        (64, 2304, 1024, True): "32x64 stages7 cluster1 resident2 late",
+        (96, 768, 768, True): "32x64 stages2 cluster3 resident2 late",
         (128, 4096, 4096, True): "64x64 stages4 cluster1 resident2 late",
     }.items():
         assert str(configure(m, n, k, 1, (128, 128), 132, constant=constant)) == name
@@ -192,7 +195,7 @@ def test_which_products_it_serves() -> None:
     assert entry(32, 28672, 4096) == many
     assert [entry(m, 512, 1024, 8) for m in (8, 9, 17)] == [few, split, split]
     assert [entry(m, 128, 512, 64) for m in (8, 16, 64, 128)] == [few, split, split, many]
-    assert [entry(m, 128, 512, 16) for m in (16, 17, 128)] == [few, split, split]
+    assert [entry(m, 128, 512, 16) for m in (8, 9, 128)] == [few, split, split]
     assert [entry(m, 512, 1024, 64) for m in (16, 17)] == [few, many]
     assert entry(32, 2300, 6144) == entry(32, 2300, 256) == split  # rows of the output are no multiple of 16 bytes
     assert entry(32, 2304, 6144, contiguous="N") == few

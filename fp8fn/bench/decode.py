@@ -1,13 +1,13 @@
 """Few rows by an FP8 weight, beside bf16: `python -m fp8fn bench decode`.
 
-Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "batched", a weight for each
-matrix of a batch; "mx", both operands MX-FP8, beside Triton's `tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights
-of their experts. A call goes round several weights, so that neither finds its weight in L2, and figures are those of
-one product, in "mx_moe" of one for all tokens: µs of a CUDA graph's replay, else of launches. The L2 is emptied by
-reads: what a write leaves there would go to memory during the first products, which write next to nothing themselves.
-In a graph a product knows that the one before it does not write its weight; "behind others" are those that take it for
-another library's launch. TB/s counts the weights' bytes, of a large batch the operations are counted. SNR is that of
-the way from bf16 operands to a bf16 output, against float64.
+Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "rows", by the 32, 64 and
+128 of as many sequences; "batched", a weight for each matrix of a batch; "mx", both operands MX-FP8, beside Triton's
+`tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights of their experts. A call goes round several weights, so that
+neither finds its weight in L2, and figures are those of one product, in "mx_moe" of one for all tokens: µs of a CUDA
+graph's replay, else of launches. The L2 is emptied by reads: what a write leaves there would go to memory during the
+first products, which write next to nothing themselves. In a graph a product knows that the one before it does not write
+its weight; "behind others" are those that take it for another library's launch. TB/s counts the weights' bytes, of a
+large batch the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from fp8fn.bench.accuracy import snr_db, worst
 from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
-from fp8fn.bench.shapes import BATCHED, DECODE, MX_DECODE, MX_MOE
+from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, MX_DECODE, MX_MOE
 from fp8fn.bench.timing import Call, Schedule
 from fp8fn.ops.cuda import captured
 from fp8fn.ops.targets import target_of
 
 BLOCK: Final = (128, 128)
 ROWS: Final = (1, 4, 16)
+BATCH_ROWS: Final = (32, 64, 128)
 MX_ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
 EXPERTS: Final = 128
 TOP_K: Final = 4
@@ -332,6 +333,7 @@ def summary(run: dict[str, Any]) -> str:
 _suite = partial(Suite, table=table, schedule=SCHEDULE, graphs=True)
 SUITES = {
     "decode": _suite(tuple((m, n, k) for k, n in DECODE for m in ROWS), decode_cases),
+    "rows": _suite(tuple((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS), decode_cases),
     "mx": _suite(tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS), mx_cases),
     "mx_moe": _suite(MX_MOE, mx_moe_cases, axes="T,N,K"),
     "batched": _suite(BATCHED, batched_cases, axes="B,M,N,K"),

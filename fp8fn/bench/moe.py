@@ -4,7 +4,8 @@ Suites: "forward", `(M, K)` tokens by `(E, K, N)` experts, on quantized operands
 those experts, summed over each one's tokens; "mlp", forward and backward of `expert_mlp`, quantization counted, where N
 is the intermediate size and K the model's; "layer", one layer of experts: the product, and forward and backward with
 quantization counted, beside one product for each expert; "quant", quantizers of M tokens of N columns in G groups;
-"weights", those of `(E, K, N)`. Tokens are shared out evenly, or by Zipf's law (1.2).
+"weights", those of `(E, K, N)`. Tokens are shared out evenly, or by Zipf's law (1.2). Before products the L2 is emptied
+by writes, before quantizers by reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from fp8fn.bench.command import Suite
 from fp8fn.bench.experts import Experts
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
-from fp8fn.bench.quant import bytes_moved
+from fp8fn.bench.quant import SCHEDULE, bytes_moved
 from fp8fn.bench.timing import Call
 from fp8fn.ops.groups import spread_blocks
 
@@ -250,8 +251,8 @@ SUITES = {
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
     "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
     "layer": Suite(LAYERS, layer_cases, tables.layers, axes="E,M,N,K"),
-    "quant": Suite(TOKENS, quant_cases, tables.quant, axes="G,M,N"),
-    "weights": Suite(WEIGHTS, weight_cases, tables.quant, axes="E,K,N"),
+    "quant": Suite(TOKENS, quant_cases, tables.quant, SCHEDULE, axes="G,M,N"),
+    "weights": Suite(WEIGHTS, weight_cases, tables.quant, SCHEDULE, axes="E,K,N"),
 }
 
 

@@ -93,6 +93,7 @@ TABLES: Final = (
     Table("decoder", "decoder.json", tables.linear),
     Table("decode-summary", "decode.json", decode.summary),
     Table("decode", "decode.json", decode.table),
+    Table("decode-rows", "decode_rows.json", decode.table),
     Table("decode-batched", "decode_batched.json", decode.table),
     Table("decode-batched-large", "decode_batched_large.json", decode.table),
     Table("decode-mx", "decode_mx.json", decode.table),

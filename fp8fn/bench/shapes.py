@@ -65,6 +65,9 @@ def _decode() -> tuple[tuple[int, int], ...]:
 # Whole, and divided among 2, 4 and 8 along N or K.
 DECODE: Final = _decode()
 
+# (K, N) of weights by the rows of as many sequences: those, and of Llama-3.1-8B's attention and MLP.
+BATCH_DECODE: Final = (*MX_DECODE, (4096, 4096), (4096, 14336), (14336, 4096))
+
 # (T, N, K) of tokens by their experts.
 MX_MOE: Final = tuple((tokens, 1536, 6144) for tokens in (1, 2, 4, 8, 16, 32, 64))
 

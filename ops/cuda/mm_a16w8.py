@@ -141,7 +141,7 @@ def is_slow(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool 
         return m <= 16
     blocks, count = -(-k // BK), tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
     if m > 8:
-        return blocks > _SHORT or (blocks > 1 and 3 * count < cores)
+        return blocks > _SHORT
     return blocks > 1 or count > 4 * cores or (m == 1 and not constant)
 
 

@@ -78,7 +78,7 @@ def accepts(
 def untuned(m: int, n: int, k: int, batches: int, cores: int) -> str | None:
     """None where it was the faster one on an H200, else why not: `mm_a16w8` or `gemv_a16w8` was."""
     tiles, steps = _tiles(n, batches), stages_of(k)
-    if m <= 8 or (m <= 16 and (batches == 1 or (steps <= _SHORT and 3 * tiles < cores))):
+    if m <= 8 or (m <= 16 and batches == 1):
         return f"M={m} is few rows"
     if steps == 1:
         return f"K={k} is one stage"
@@ -87,7 +87,7 @@ def untuned(m: int, n: int, k: int, batches: int, cores: int) -> str | None:
     elif m <= 64:
         full = 10 * tiles > (8 if _SHORT < steps <= 8 * _SHORT else 10) * cores
     else:
-        full = 2 * tiles > cores or (steps <= _SHORT and 10 * tiles * -(-m // 32) > 11 * cores)
+        full = 2 * tiles > cores
     return f"{tiles} tiles of 64 columns keep most multiprocessors busy" if full else None
 
 
@@ -100,11 +100,12 @@ def configure(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, 
     """
     columns, steps = _tiles(n, batches), stages_of(k)
     halves = columns * -(-m // 32)
-    rows = 32 if m <= 32 or (halves * steps < 11 * cores and 10 * halves <= 11 * cores) else 64
+    rows = 32 if m <= 32 or (halves <= cores and halves * steps < 11 * cores) else 64
     tiles = columns * -(-m // rows)
     little = tiles * steps < (11 if rows == 32 else 13) * cores
     if little:
-        cluster = floor_power_of_two(max(1, cores * (44 if rows == 32 else 30) // 40 // tiles))
+        wanted = cores * (44 if rows == 32 else 30) // 40
+        cluster = floor_power_of_two(wanted // tiles) if 2 * tiles <= cores and tiles <= wanted else 1
     else:
         cluster = cores * (104 if rows == 32 else 70) // 40 // tiles
         if cluster <= 1 and tiles <= cores and steps > 8 * _SHORT:
