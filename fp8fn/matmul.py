@@ -79,8 +79,8 @@ def gemm(
     kernel may then read it before earlier launches of the stream have ended, and with a weight that one of them still
     writes the result would be wrong. Of few rows on Hopper, up to 64 in MX-FP8's product and up to 128 of 16 bits by
     another FP8 weight, it mostly takes less time, and sums over K may have another order than without it; elsewhere,
-    and with `prequant`, it has no effect. While a CUDA graph is captured no promise is needed for its first launch, nor behind
-    launches of fp8fn: what those write is known, and a weight that they do not is read as early.
+    and with `prequant`, it has no effect. While a CUDA graph is captured no promise is needed for its first launch,
+    nor behind launches of fp8fn: what those write is known, and a weight that they do not is read as early.
 
     Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
     """

@@ -25,19 +25,10 @@
 // once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY are
 // waited for before x is; X_OVER, x comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16,
 // FP16, FP32).
+#include "a16w8.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
-
-#if INPUT == BF16
-using XType = Bf16;
-#else
-using XType = Fp16;
-#endif
-
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
 
 constexpr int STEP = 128;  // of K in a stage
 constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
@@ -127,15 +118,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     }
 
     float acc[SLICES][4] = {};
-    auto read_scales = [&] {
-        constexpr int ALONG = SCALE == BLOCK ? GROUPS : BN;
-        for (int i = threadIdx.x; i < (SCALE == LINE ? BN : count * ALONG); i += THREADS) {
-            const int step = i / ALONG, column = min(tile_n + i % ALONG * (BN / ALONG), N - 1);
-            const int n = SCALE == BLOCK ? column / 128 : column;
-            w_scales[i] = load_constant(w_scale + int64_t(SCALE == LINE ? 0 : start + step) * s_k + int64_t(n) * s_n);
-        }
-    };
-    if constexpr (W_CONSTANT) read_scales();
+    auto read = [&] { read_scales<BN, THREADS>(w_scales, w_scale, start, count, tile_n, N, s_k, s_n); };
+    if constexpr (W_CONSTANT) read();
 
     // Lanes of an item have one row's part of a stage; X_ROWS items in turn have the rows of a stage. Where the first
     // item's values lie is known before they may be read.
@@ -173,7 +157,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
                 for (int step = 0; step < STAGES; step++) load(step, step);
             __syncwarp();
         }
-        read_scales();
+        read();
     }
 #if BIAS
     float2 biases[PAIRS];

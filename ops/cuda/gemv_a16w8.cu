@@ -19,17 +19,8 @@
 // bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, CHUNK, RESIDENT (blocks of a multiprocessor),
 // OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR (one
 // a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
+#include "a16w8.cuh"
 #include "narrow.cuh"
-
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
-
-#if INPUT == BF16
-using XType = Bf16;
-#else
-using XType = Fp16;
-#endif
 
 constexpr int UNIT = K_CONTIGUOUS ? 64 : 32;  // of K
 constexpr int DEPTH = UNIT / 4;  // of K, that a thread has of a unit

@@ -21,18 +21,14 @@
 // Macros: INPUT (BF16, FP16; and in the generated wgmma), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK as in
 // gemv_a16w8.cu), MATH (1 or 2), K_PARTS (1 or 2), WIDTH, SLICES, W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT,
 // IN_FLIGHT, RESIDENT, GROUP, W_CONSTANT, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
+#include "a16w8.cuh"
 #include "groups.cuh"
-#include "mma.cuh"
 
 #define GROUPED DENSE
 #define CLUSTER 1
 #define SPLIT 1
 #define SHARE_B 1
 #define B_ONCE 0
-
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
 
 constexpr int WARPGROUP = 128;
 constexpr int THREADS = (MATH + PERSISTENT) * WARPGROUP;
@@ -59,12 +55,6 @@ constexpr int AT_X = W_STAGES * W_BYTES;
 constexpr int AT_OUT = AT_X + X_STAGES * X_BYTES;
 constexpr int AT_BARRIERS = AT_OUT + 2 * BN / 64 * OUT_BYTES;
 static_assert(K_PARTS == 1 || AT_OUT >= BM * 64 * 4, "sums take the place of the stages");
-
-#if INPUT == BF16
-using XType = Bf16;
-#else
-using XType = Fp16;
-#endif
 
 #include "ring.cuh"
 #include "tiles.cuh"
@@ -219,8 +209,6 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             if constexpr (HOLDS) last = next;
             if constexpr (EARLY && !W_CONSTANT) added = bias_of(tile);
 
-            // A thread has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, which are one piece of a line; pieces
-            // of a line are exchanged by the swizzle.
             for (int k = tile.k_start + part; k < tile.k_stop; k += K_PARTS) {
                 const int stage_w = ring_w.stage;
                 [[maybe_unused]] const uint32_t parity = ring_w.parity;
@@ -238,23 +226,13 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     last = unit;
                 }
                 uint32_t a[BK / 16][4];
-#pragma unroll
-                for (int piece = 0; piece < BK / 16; piece++) {
-                    const uint32_t at = base + stage_w * W_BYTES + line * 128 + ((piece ^ (line % 8)) * 16) + lane % 4 * 2;
-                    widen<XType, FP8>(load_shared_pair_of_bytes(at) | load_shared_pair_of_bytes(at + 8) << 16, a[piece][0],
-                                      a[piece][2]);
-                    widen<XType, FP8>(load_shared_pair_of_bytes(at + 1024) | load_shared_pair_of_bytes(at + 1032) << 16,
-                                      a[piece][1], a[piece][3]);
+                widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t(&fragment)[4]) {
                     if constexpr (IN_UNITS) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) a[piece][i] = multiply_pairs<XType>(a[piece][i], powers[i % 2]);
+                        for (int i = 0; i < 4; i++) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
                     }
-                }
-#pragma unroll
-                for (int piece = 0; piece < BK / 16; piece++) {  // all widened before the first product reads them
-#pragma unroll
-                    for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
-                }
+                });
+                settle_fragments(a);
                 if constexpr (W_CONSTANT) {  // a block has one tile
                     if (k == tile.k_start + part) {
                         wait_for_launches();

@@ -13,18 +13,9 @@
 // Macros: INPUT (BF16, FP16; and in the generated `wgmma`, which is of ROWS), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK
 // as in gemv_a16w8.cu), ROWS (a multiple of 16), TILES (1), WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER,
 // RESIDENT, W_CONSTANT, LATE, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+#include "a16w8.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"
-
-#if INPUT == BF16
-using XType = Bf16;
-#else
-using XType = Fp16;
-#endif
-
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
 
 constexpr int STEP = 128;        // of K in a stage
 constexpr int PIECES = STEP / 16;  // of K, that a wgmma multiplies
@@ -53,7 +44,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
-    const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
+    const int lane = threadIdx.x % 32;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS, matrix = blockIdx.z;
     const int rows = min(M - first_m, ROWS);
@@ -98,22 +89,17 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         return;
     }
 
-    auto read_scales = [&] {
-        constexpr int ALONG = SCALE == BLOCK ? GROUPS : BN;
+    auto read = [&] {
         const float* const from = w_scale + int64_t(matrix * w_batched) * s_batch;
-        for (int i = threadIdx.x; i < (SCALE == LINE ? BN : count * ALONG); i += THREADS) {
-            const int step = i / ALONG, column = min(tile_n + i % ALONG * (BN / ALONG), N - 1);
-            const int n = SCALE == BLOCK ? column / 128 : column;
-            w_scales[i] = load_constant(from + int64_t(SCALE == LINE ? 0 : start + step) * s_k + int64_t(n) * s_n);
-        }
+        read_scales<BN, THREADS>(w_scales, from, start, count, tile_n, N, s_k, s_n);
     };
-    if constexpr (W_CONSTANT) read_scales();
+    if constexpr (W_CONSTANT) read();
     // Where the thread's pairs of sums go.
     const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row(), room = N - pair_n;
     OutType* const pairs = out + (int64_t(matrix) * M + first_m + row) * N + pair_n;
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
-    if constexpr (!W_CONSTANT) read_scales();
+    if constexpr (!W_CONSTANT) read();
 #if BIAS
     float2 biases[PAIRS];
 #pragma unroll
@@ -125,28 +111,13 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
 #endif
     sync_first<THREADS>();
 
-    const int column = warp * 16 + group;  // and column + 8
-    // A thread has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, which are one piece of a line; pieces of a line are
-    // exchanged by the swizzle.
+    const int column = warp * 16 + lane / 4;  // and column + 8
     auto take = [&](uint32_t(&a)[PIECES][4], int stage) {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {
-            const uint32_t at = base + stage * W_BYTES + column * STEP + ((piece ^ column % 8) * 16) + quarter * 2;
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                const uint32_t from = at + half * 8 * STEP;
-                widen<XType, FP8>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16, a[piece][half],
-                                  a[piece][half + 2]);
-            }
-        }
+        widen_lines<FP8>(a, base + stage * W_BYTES, column, [](auto&) {});
     };
     float acc[SLICES][4] = {}, d[ROWS / 2];
     auto multiply = [&](uint32_t(&a)[PIECES][4], int stage) {
-#pragma unroll
-        for (int piece = 0; piece < PIECES; piece++) {  // all widened before the first product reads them
-#pragma unroll
-            for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
-        }
+        settle_fragments(a);
         const uint32_t from = base + AT_X + stage * X_BYTES;
         const uint64_t low = matrix_descriptor(from), high = matrix_descriptor(from + X_HALF);
         fence_registers(d);
