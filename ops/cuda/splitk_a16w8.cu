@@ -17,7 +17,7 @@
 #include "exchange.cuh"
 #include "ring.cuh"
 
-constexpr int STEP = 128;        // of K in a stage
+constexpr int STEP = 128;  // of K in a stage
 constexpr int PIECES = STEP / 16;  // of K, that a wgmma multiplies
 constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
 static_assert(WARPS_N % 4 == 0);
