@@ -199,6 +199,9 @@ def test_which_products_it_serves() -> None:
 
     few, many, tiles, split = "gemv_a16w8", "mm_a16w8", "a16w8_tiles", "splitk_a16w8"
     assert [entry(m, 2304, 6144) for m in (16, 17, 64, 128, 129)] == [tiles, split, split, split, many]
+    assert [entry(m, 1536, 6144) for m in (32, 64, 256)] == [split, split, many]
+    assert [entry(m, 6144, 2048) for m in (32, 33, 64, 128)] == [split, split, split, many]
+    assert [entry(m, 256, 512) for m in (32, 33)] == [split] * 2
     assert [entry(m, 6144, 1536) for m in (32, 64, 65)] == [split, split, many]
     assert [entry(m, 7168, k) for m in (32, 64) for k in (512, 2048, 6144)] == [split] * 3 + [split, many, split]
     assert [entry(m, 2048, k) for m in (17, 128) for k in (128, 256, 640)] == [many, split, split] * 2

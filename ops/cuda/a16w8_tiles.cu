@@ -161,12 +161,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     }
 #if BIAS
     float2 biases[PAIRS];
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const BiasType* const from = bias + int64_t(pair_n + 8 * i) * bias_n;
-        biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
-        biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
-    }
+    read_biases(biases, bias, 0, pair_n, room, bias_n);
 #endif
     for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STEPS_ON) {
         auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
@@ -315,11 +310,5 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
 #endif
         store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
     };
-    if constexpr (CLUSTER > 1) {
-        cluster_wait();  // all blocks have begun
-        send_sums(base + AT_ARRIVED, base + AT_SENT, acc, rows, rank, warp);
-        add_sums(stages + AT_ARRIVED, base + AT_SENT, rank, store);
-    } else {
-        turn_sums(acc, store);
-    }
+    finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);
 }

@@ -64,15 +64,25 @@ class Config:
 
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
-        arriving = self.CLUSTER * -(-self.WARPS_N // self.CLUSTER) * 16 * self.ROWS * 4 if self.CLUSTER > 1 else 0
-        steps, kind = self.steps(k), SCALES[w_block]
-        scales = steps * self.BN if kind == "VECTOR" else steps * self.BN // 64 if kind == "BLOCK" else self.BN
+        steps, arriving = self.steps(k), arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
         before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
-        return before + steps * self.ROWS * ((0 if self.X_OVER else parts * STEP) + 4) + scales * 4
+        x = steps * self.ROWS * ((0 if self.X_OVER else parts * STEP) + 4)
+        return before + x + scale_bytes(steps, self.BN, w_block)
 
     def __str__(self) -> str:
         late = " late" * self.LATE + f" held{self.HELD} ready{self.READY}" * (self.HELD > 0) + " over" * self.X_OVER
         return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
+
+
+def arriving_bytes(rows: int, warps_n: int, cluster: int) -> int:
+    """Of the sums that a cluster's blocks send to one (`exchange.cuh`)."""
+    return cluster * -(-warps_n // cluster) * 16 * rows * 4 if cluster > 1 else 0
+
+
+def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
+    """Of the scales of a block's part of K, `steps` stages, in shared memory (`a16w8.cuh`)."""
+    kind = SCALES[w_block]
+    return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
 
 
 def stages_of(k: int) -> int:

@@ -32,6 +32,17 @@ INLINE int first_pair(uint32_t rank, int warp) {
 }
 INLINE int first_row() { return 2 * (threadIdx.x % 4) + threadIdx.x / 4 % 2; }
 
+// The biases of a thread's pairs, of which the first is that of column `first`, where `room` columns begin; those of the
+// matrix begin at `start`.
+INLINE void read_biases(float2 (&biases)[PAIRS], const BiasType* bias, int64_t start, int first, int room, int bias_n) {
+#pragma unroll
+    for (int i = 0; i < PAIRS; i++) {
+        const BiasType* const from = bias + start + int64_t(first + 8 * i) * bias_n;
+        biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
+        biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
+    }
+}
+
 // A thread's column of two rows as two columns of its own row.
 INLINE float2 turned(float even_row, float odd_row) {
     const int odd = threadIdx.x / 4 % 2;
@@ -83,5 +94,18 @@ INLINE void turn_sums(const float (&acc)[SLICES][4], Finish finish) {
     for (int s = 0; s < SLICES; s++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) finish(s, half, turned(acc[s][2 * half], acc[s][2 * half + 1]));
+    }
+}
+
+// The end of a block: those two, or what the thread of a block alone has. `sums` is where SUMS_BYTES begin in `memory`.
+template <typename Finish>
+INLINE void finish_sums(const float (&acc)[SLICES][4], const char* memory, uint32_t sums, uint32_t barrier, int rows,
+                        uint32_t rank, int warp, Finish finish) {
+    if constexpr (CLUSTER > 1) {
+        cluster_wait();  // all blocks have begun
+        send_sums(shared_address(memory) + sums, barrier, acc, rows, rank, warp);
+        add_sums(memory + sums, barrier, rank, finish);
+    } else {
+        turn_sums(acc, finish);
     }
 }

@@ -202,10 +202,9 @@ def plan(
     k_contiguous = is_k_contiguous(w)
     config = config or choose_config(m, n, k, batches, k_contiguous, target.cores)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
-    macros: dict[str, int | str] = {
-        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "K_CONTIGUOUS": int(k_contiguous),
-        "EVEN_K": int(k % 16 == 0), "X_PIECES": int(has_pieces(x)), "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    macros = {
+        **types_of(x, w, w_block, bias, out), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
+        "X_PIECES": int(has_pieces(x)),
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
@@ -221,9 +220,7 @@ def plan(
             "received": received,
             "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
             "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
-            "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
-            "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
-            "bias_n": 0 if bias is None else bias.stride(-1),
+            **column_steps(w_scale, w_block, bias),
         },
         target=target,
         options={**options, "K_CONTIGUOUS": int(k_contiguous)},
@@ -236,6 +233,23 @@ def call(launch: CudaLaunch, out: Tensor) -> Call:
     has_bias = launch.args["bias"] is not None
     pointers = (0, 1, 2, 3 if has_bias else None, 4 if has_bias else 3)
     return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+
+
+def types_of(x: Tensor, w: Tensor, w_block: Block, bias: Tensor | None, out: Tensor) -> dict[str, int | str]:
+    """The macros that say what the operands are."""
+    return {
+        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
+        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+
+
+def column_steps(w_scale: Tensor, w_block: Block, bias: Tensor | None) -> dict[str, int]:
+    """The arguments that say where scales and biases of columns lie, in the order of the kernels."""
+    return {
+        "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
+        "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
+        "bias_n": 0 if bias is None else bias.stride(-1),
+    }  # fmt: skip
 
 
 def batch_step(x: Tensor) -> int:

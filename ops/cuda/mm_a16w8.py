@@ -8,10 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, SCALES, as_matrix, call, scale_step
+from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, SCALES, as_matrix, call, column_steps, types_of
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.scaled_mm import BK, LARGEST, OUT, TYPES, as_batch, map_fault
+from fp8fn.ops.cuda.scaled_mm import BK, LARGEST, as_batch, map_fault
 from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import OCP, Target
@@ -137,8 +137,10 @@ def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Conf
 
 def is_slow(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool = False) -> bool:
     """Whether `gemv_a16w8` was the faster one on an H200: up to 16 rows, unless those of a batch have a short K."""
-    if m > 16 or batches == 1:
-        return m <= 16
+    if m > 16:
+        return False
+    if batches == 1:
+        return True
     blocks, count = -(-k // BK), tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
     if m > 8:
         return blocks > _SHORT
@@ -183,12 +185,9 @@ def plan(
     batches = out.shape[0] if out.dim() == 3 else 1
     config = config or choose_config(m, n, k, batches, target.cores)
     in_flight = config.RESIDENT > 0 and k <= BK * config.STAGES
-    early = constant and (in_flight or (config.RESIDENT > 0 and config.BM <= FEW))
+    early = constant and config.RESIDENT > 0 and (in_flight or config.BM <= FEW)
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
-    macros: dict[str, int | str] = {
-        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
+    macros = types_of(x, w, w_block, bias, out)
     options = {
         "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
         "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
@@ -209,10 +208,7 @@ def plan(
             "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
             "w_scale": w_scale, "bias": bias, "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
             "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
-            "s_batch": w_scale.stride(0) if w_scale.dim() == 3 else 0, "s_k": w_scale.stride(-2),
-            "s_n": scale_step(w_scale, w_block),
-            "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
-            "bias_n": 0 if bias is None else bias.stride(-1),
+            **column_steps(w_scale, w_block, bias),
         },
         target=target,
         options=options,

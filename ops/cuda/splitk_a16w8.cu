@@ -102,12 +102,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if constexpr (!W_CONSTANT) read();
 #if BIAS
     float2 biases[PAIRS];
-#pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
-        const BiasType* const from = bias + int64_t(matrix) * bias_batch + int64_t(pair_n + 8 * i) * bias_n;
-        biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
-        biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
-    }
+    read_biases(biases, bias, int64_t(matrix) * bias_batch, pair_n, room, bias_n);
 #endif
     sync_first<THREADS>();
 
@@ -175,11 +170,5 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
 #endif
         store_pair(pairs + int64_t(8 * slice) * N + 8 * i, sums.x, sums.y, room - 8 * i);
     };
-    if constexpr (CLUSTER > 1) {
-        cluster_wait();  // all blocks have begun
-        send_sums(base + AT_ARRIVED, base + AT_SENT, acc, rows, rank, warp);
-        add_sums(stages + AT_ARRIVED, base + AT_SENT, rank, store);
-    } else {
-        turn_sums(acc, store);
-    }
+    finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);
 }

@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda import gemv_a16w8
-from fp8fn.ops.cuda.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, floor_power_of_two, scale_step
+from fp8fn.ops.cuda.a16w8_tiles import LEAST_STAGES, STEP, arriving_bytes, scale_bytes, stages_of
+from fp8fn.ops.cuda.gemv_a16w8 import RESERVED, as_matrix, column_steps, floor_power_of_two, types_of
 from fp8fn.ops.cuda.gemv_mx import PREFETCHED
 from fp8fn.ops.cuda.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.nvrtc import CudaKernel
-from fp8fn.ops.cuda.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, map_fault
+from fp8fn.ops.cuda.scaled_mm import SHARED_LIMIT, as_batch, map_fault
 from fp8fn.ops.cuda.wgmma import wgmma_source
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 
-STEP: Final = 128  # of K in a stage
-_LEAST_STAGES: Final = 2  # of a ring
 _MOST_CLUSTER: Final = 8
 _SHORT: Final = 4  # stages of K
 
@@ -46,12 +46,19 @@ class Config:
     def threads(self) -> int:
         return 32 * (self.WARPS_N + 1)
 
+    @property
+    def stage(self) -> int:
+        """Bytes of shared memory: both operands and two barriers."""
+        return (self.BN + 2 * self.ROWS) * STEP + 16
+
+    def steps(self, k: int) -> int:
+        """The most that a block has."""
+        return -(-stages_of(k) // self.CLUSTER)
+
     def shared(self, k: int, w_block: Block) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and the scales of a block's part of K."""
-        arriving = self.CLUSTER * -(-self.WARPS_N // self.CLUSTER) * 16 * self.ROWS * 4 if self.CLUSTER > 1 else 0
-        steps, kind = -(-stages_of(k) // self.CLUSTER), SCALES[w_block]
-        scales = steps * self.BN if kind == "VECTOR" else steps * self.BN // 64 if kind == "BLOCK" else self.BN
-        return self.STAGES * ((self.BN + 2 * self.ROWS) * STEP + 16) + arriving + 24 + scales * 4
+        arriving = arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
+        return self.STAGES * self.stage + arriving + 24 + scale_bytes(self.steps(k), self.BN, w_block)
 
     def __str__(self) -> str:
         late = " late" * self.LATE
@@ -70,7 +77,7 @@ def accepts(
             return f"{name} {fault}"
     (m, n), k = out.shape[-2:], x.shape[-1]
     config = configure(m, n, k, out.shape[0] if out.dim() == 3 else 1, w_block, target.cores)
-    if config.STAGES < _LEAST_STAGES:
+    if config.STAGES < LEAST_STAGES:
         return f"the scales of K={k} do not fit into shared memory"
     return None
 
@@ -104,10 +111,10 @@ def configure(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, 
     tiles = columns * -(-m // rows)
     little = tiles * steps < (11 if rows == 32 else 13) * cores
     if little:
-        wanted = cores * (44 if rows == 32 else 30) // 40
-        cluster = floor_power_of_two(wanted // tiles) if 2 * tiles <= cores and tiles <= wanted else 1
+        wanted = cores * 11 // 10 if rows == 32 else cores * 3 // 4
+        cluster = floor_power_of_two(wanted // tiles) if 2 * tiles <= cores else 1
     else:
-        cluster = cores * (104 if rows == 32 else 70) // 40 // tiles
+        cluster = (cores * 13 // 5 if rows == 32 else cores * 7 // 4) // tiles
         if cluster <= 1 and tiles <= cores and steps > 8 * _SHORT:
             cluster = 2
     least = 2 if 5 * tiles * (steps // 4) < 2 * cores else 4  # stages of a block
@@ -122,18 +129,13 @@ def _tiles(n: int, batches: int) -> int:
     return -(-n // 64) * batches
 
 
-def stages_of(k: int) -> int:
-    """Stages that K takes, of which the last one may have zeros behind it."""
-    return -(-k // STEP)
-
-
 def with_stages(config: Config, k: int, w_block: Block) -> Config:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
-    each = -(-stages_of(k) // config.CLUSTER)
+    steps = config.steps(k)
     for resident in range(config.RESIDENT, 0, -1):
         room = SHARED_LIMIT // resident - RESERVED - replace(config, STAGES=0).shared(k, w_block)
-        stages = min(room // ((config.BN + 2 * config.ROWS) * STEP + 16), max(each, _LEAST_STAGES))
-        if stages >= min(each, 3):
+        stages = min(room // config.stage, max(steps, LEAST_STAGES))
+        if stages >= min(steps, 3):
             break
     return replace(config, STAGES=max(stages, 0), RESIDENT=resident)
 
@@ -150,15 +152,12 @@ def plan(
     (m, n), k = out.shape[-2:], x.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     config = config or configure(m, n, k, batches, w_block, target.cores, constant=constant)
-    macros: dict[str, int | str] = {
-        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
+    macros = types_of(x, w, w_block, bias, out)
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1, "STAGES": config.STAGES,
         "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
     }  # fmt: skip
-    kind = "bf16" if INPUTS[x.dtype] == "BF16" else "f16"
+    kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches
     resident = min(grid[0] * grid[1] * grid[2], target.cores * config.RESIDENT)
     return CudaLaunch(
@@ -175,10 +174,7 @@ def plan(
             "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
             "prefetched": PREFETCHED // (resident * config.BN * STEP),
             "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
-            "s_batch": w_scale.stride(0) if w_scale.dim() == 3 else 0, "s_k": w_scale.stride(-2),
-            "s_n": scale_step(w_scale, w_block),
-            "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
-            "bias_n": 0 if bias is None else bias.stride(-1),
+            **column_steps(w_scale, w_block, bias),
         },
         target=target,
         options=options,
