@@ -36,6 +36,14 @@ def test_shapes() -> None:
     assert len(BATCHED) == 4 * 2 * 3 + 1
 
 
+def test_operations_are_counted_of_large_batches_alone() -> None:
+    def counted(batch: int, *shape: int, copies: int) -> set[float]:
+        return {case.operations for case in decode.cases(decode.Weights(batch, shape, copies, torch.device("cpu")))}
+
+    assert counted(0, 128, 14336, 4096, copies=64) == counted(16, 32, 128, 512, copies=8) == {0.0}
+    assert counted(16, 4096, 4096, 4096, copies=1) == {2.0 * 16 * 4096**3}
+
+
 def test_the_l2_is_emptied_by_reads() -> None:
     assert {suite.schedule.flush for suite in decode.SUITES.values()} == {"reads"}
 

@@ -115,7 +115,7 @@ class Weights:
 
 def cases(weights: Weights) -> list[Case]:
     products = weights.M * weights.elements
-    operations = 2 * products if products >= _LARGE else 0.0
+    operations = 2 * products if weights.lead and products >= _LARGE else 0.0
     multiply = torch.bmm if weights.lead else torch.mm
     found = [
         weights.case("fp8fn", "w in 128x128", 1, lambda: weights.round(fp8fn.gemm, weights.quantized), operations),
