@@ -52,6 +52,7 @@ def test_the_l2_is_emptied_by_reads() -> None:
     ("suite", "shape", "cases", "copies"),
     [
         ("decode", "3,96,128", 3, 2),
+        ("decode", "1,96,128", 4, 2),
         ("batched", "2,3,96,128", 3, 8),
         ("mx", "3,96,128", 3, 2),
         ("mx_moe", "5,32,64", 2, 1),
@@ -109,11 +110,12 @@ def test_the_summary_of_whole_and_divided_weights() -> None:
             (("fp8fn", "w", 1), ("fp8fn", f"w{decode.BEHIND_OTHERS}", 1), ("torch", "bf16", 2)), times, strict=True
         ):
             rows.append(row(shape, peer, case, size, float(time)))
+    rows.append(row((1, 192, 6144), "torch", decode.COPY, 2, 4.0))
     environment = {"cpu device": "x", "torch": "x", "triton": "x"}
     run = {"date": "x", "environment": environment, "results": {"copy_tb_s": 4.0, "rows": rows}}
     lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in decode.summary(run).splitlines()[2:4]]
     # Bytes of both over µs, 1.42 and 0.94 TB/s, are 35 and 24 % of 4.
     assert lines == [
-        ["1", "2 whole", "1.00x (0.50x)", "29 % (24 %)", "2.00x (1.00x)", "58 % (47 %)"],
-        ["1", "1 divided", "0.25x (0.25x)", "7 % (7 %)", "0.50x (0.50x)", "15 % (15 %)"],
+        ["1", "2 whole", "1.00x (0.50x)", "29 % (24 %)", "", "2.00x (1.00x)", "58 % (47 %)", ""],
+        ["1", "1 divided", "0.25x (0.25x)", "7 % (7 %)", "25 % (25 %)", "0.50x (0.50x)", "15 % (15 %)", "50 % (50 %)"],
     ]

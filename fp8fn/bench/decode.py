@@ -6,8 +6,9 @@ Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 a
 neither finds its weight in L2, and figures are those of one product, in "mx_moe" of one for all tokens: µs of a CUDA
 graph's replay, else of launches. The L2 is emptied by reads: what a write leaves there would go to memory during the
 first products, which write next to nothing themselves. In a graph a product knows that the one before it does not write
-its weight; "behind others" are those that take it for another library's launch. TB/s counts the weights' bytes, of a
-large batch the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
+its weight; "behind others" are those that take it for another library's launch. By one row the weights' bytes are
+copied beside it, a launch for each: what launches of that size can do. TB/s counts the weights' bytes, of a large batch
+the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ BATCHES: Final = 8
 _LARGE: Final = 2**36  # of M * N * K over a batch: one copy is more than the L2
 _SAMPLES: Final = 256
 BEHIND_OTHERS: Final = ", behind others"
+COPY: Final = "copy of as much"
 T = TypeVar("T")
 # A hundred shapes, of which a call takes some hundred microseconds: shorter turns than those of large products.
 SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2, flush="reads")
@@ -138,7 +140,22 @@ def cases(weights: Weights) -> list[Case]:
 
 def decode_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     """Of one `(M, N, K)`."""
-    return cases(Weights(0, shape, COPIES if device.type == "cuda" else 2, device))
+    weights = Weights(0, shape, COPIES if device.type == "cuda" else 2, device)
+    found = cases(weights)
+    if weights.M == 1:
+        found.append(Case("torch", COPY, partial(_copy, weights), bytes=2 * weights.elements))
+    return found
+
+
+def _copy(weights: Weights) -> Call:
+    sources = [w.data for w in weights.quantized]
+    targets = [torch.empty_like(source) for source in sources]
+
+    def call() -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    return call
 
 
 def batched_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
@@ -274,13 +291,14 @@ def microseconds(row: Row) -> float | None:
     sizes = 1.0
     for size in (*row.shape[:-3], *row.shape[-2:]):
         sizes *= size
-    copies = row.bytes / sizes / (2 if row.case == "bf16" else 1)
+    copies = row.bytes / sizes / (2 if row.case in ("bf16", COPY) else 1)
     return None if per_call is None else per_call / copies
 
 
 def table(run: dict[str, Any]) -> str:
     """A line for each shape: µs of a product, TB/s of the weight's bytes (or TFLOP/s), the others' time over ours."""
     rows = tables.rows_of(run)
+    copies = {row.shape[1:]: microseconds(row) for row in rows if row.case == COPY}  # by the first of M
     labels = list(dict.fromkeys(row.label for row in rows))
     mine = next(label for label in labels if label.startswith("fp8fn "))
     others = [label for label in labels if label in ("torch bf16", "triton dot_scaled")]
@@ -290,6 +308,8 @@ def table(run: dict[str, Any]) -> str:
     for shape in dict.fromkeys(row.shape for row in rows):
         found = {row.label: row for row in rows if row.shape == shape}
         times = {label: (row.graph_us or row.us) if of_call else microseconds(row) for label, row in found.items()}
+        if shape[1:] in copies:
+            times[f"torch {COPY}"] = copies[shape[1:]]
         ours, rate = times.get(mine), ""
         if ours is not None:
             row = found[mine]
@@ -309,12 +329,13 @@ def table(run: dict[str, Any]) -> str:
 
 
 def summary(run: dict[str, Any]) -> str:
-    """By rows, of the whole weights and the divided ones: bf16's time over ours and the share of a copy's bandwidth.
+    """By rows, of the whole weights and the divided ones: bf16's time over ours and shares of a copy's bandwidth.
 
-    Geometric means, and the least in brackets.
+    That of a large copy, and of one launch that copies the weight's bytes. Geometric means, and the least in brackets.
     """
     rows, copy = tables.rows_of(run), run["results"]["copy_tb_s"]
     lines = []
+    as_much = {row.shape[1:]: row.bytes / row.graph_us / 1e6 for row in rows if row.case == COPY and row.graph_us}
     for divided, m in sorted({((k, n) not in MX_DECODE, m) for m, n, k in (row.shape for row in rows)}):
         of = [row for row in rows if row.shape[0] == m and ((row.shape[2], row.shape[1]) not in MX_DECODE) == divided]
         bf16 = {row.shape: row.graph_us for row in of if row.case == "bf16"}
@@ -322,12 +343,20 @@ def summary(run: dict[str, Any]) -> str:
         for label in dict.fromkeys(row.label for row in of if row.peer == "fp8fn"):
             times = {row.shape: row.graph_us for row in of if row.label == label}
             faster = [theirs / ours for shape, ours in times.items() if ours and (theirs := bf16[shape])]
-            shares = [100 * row.bytes / row.graph_us / 1e6 / copy for row in of if row.label == label and row.graph_us]
+            rates = {row.shape[1:]: row.bytes / row.graph_us / 1e6 for row in of if row.label == label and row.graph_us}
             cells.append(f"{geometric_mean(faster):.2f}x ({min(faster):.2f}x)")
-            cells.append(f"{geometric_mean(shares):.0f} % ({min(shares):.0f} %)")
+            cells.append(_shares([rate / copy for rate in rates.values()]))
+            cells.append(_shares([rate / as_much[weight] for weight, rate in rates.items() if weight in as_much]))
         lines.append([str(m), f"{len(bf16)} {'divided' if divided else 'whole'}", *cells])
-    headers = ("M", "weights", "over bf16", "of a copy", "behind others over bf16", "behind others, of a copy")
+    of_copies = "of a copy", "of a copy of as much"
+    behind = (f"behind others{header}" for header in (" over bf16", *(f", {header}" for header in of_copies)))
+    headers = ("M", "weights", "over bf16", *of_copies, *behind)
     return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
+
+
+def _shares(shares: Sequence[float]) -> str:
+    """Geometric mean and least, or nothing of none."""
+    return f"{100 * geometric_mean(shares):.0f} % ({100 * min(shares):.0f} %)" if shares else ""
 
 
 _suite = partial(Suite, table=table, schedule=SCHEDULE, graphs=True)
