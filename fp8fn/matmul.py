@@ -53,11 +53,11 @@ def gemm(
     the tensor and in `bias`, to any order in reverse mode; the `ScaledTensor` is a constant. The other way around,
     `a` quantized, is the transposed product, and column-major.
 
-    On Hopper up to 16 rows of 16 bits, where K is a multiple of 8, mostly go to the FP8 matrix unit as sums of two
-    e4m3 values, or of three, with a power of two for each row and 128 of K: exactly, but for elements 2**14 times
-    smaller than the largest of their 128. 128 products are summed in 14 bits, so that the result is off by about
-    1e-4 of the terms' size before it is rounded; `out_dtype=torch.float32` takes another kernel. Inf makes its row
-    Inf, with the sign of the sum of its products where there are several in 128 of K.
+    On Hopper up to 8 rows of 16 bits, and 9 to 16 by weights of some megabytes, where K is a multiple of 8, mostly go
+    to the FP8 matrix unit as sums of two e4m3 values, or of three, with a power of two for each row and 128 of K:
+    exactly, but for elements 2**14 times smaller than the largest of their 128. 128 products are summed in 14 bits, so
+    that the result is off by about 1e-4 of the terms' size before it is rounded; `out_dtype=torch.float32` takes
+    another kernel. Inf makes its row Inf, with the sign of the sum of its products where there are several in 128 of K.
 
     Row `i` of a product with a `ScaledTensor` has the same bits whatever the other rows hold, and whatever `M` is as
     long as one kernel and one configuration of it serve. Of MX-FP8 that is up to 16 rows (on gfx950 up to 7, and from 8

@@ -113,23 +113,25 @@ def _plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target,
     constant: bool = False,
 ) -> Launch | CudaLaunch:  # fmt: skip
-    """In CUDA C++, of up to 16 rows by `a16w8_tiles` or `gemv_a16w8`, of up to 128 by `splitk_a16w8` where that has few
-    tiles, of others by `mm_a16w8`; what none takes in Triton.
+    """In CUDA C++: of up to 128 rows by `splitk_a16w8` where that has few tiles, of others up to 16 by `a16w8_tiles` or
+    `gemv_a16w8`, of more by `mm_a16w8`; what none takes in Triton.
 
     A `constant` weight is nothing to `gemv_a16w8` and Triton: they wait for what came before them, then read it.
     """
     operands = (x, w, w_scale, w_block, bias, out, target)
     missing = nvrtc.unavailable()
+    m = gemv_a16w8.as_matrix(x, w, bias, out)[0].shape[-2]
+    sizes = m, out.shape[-1], x.shape[-1], math.prod(out.shape[:-1]) // m
+    split = missing or splitk_a16w8.accepts(*operands)
+    if split is None and splitk_a16w8.untuned(*sizes, w_block, target.cores, constant=constant) is None:
+        return splitk_a16w8.plan(*operands, constant=constant)
     if missing is None and (a16w8_tiles.accepts(*operands) or a16w8_tiles.untuned(x, w, constant)) is None:
         return a16w8_tiles.plan(*operands, constant=constant)
-    m = gemv_a16w8.as_matrix(x, w, bias, out)[0].shape[-2]
-    problem = m, out.shape[-1], x.shape[-1], math.prod(out.shape[:-1]) // m, target.cores
     few = missing or gemv_a16w8.accepts(*operands)
     many = missing or cuda.accepts(*operands)
-    split = missing or splitk_a16w8.accepts(*operands)
-    if split is None and (splitk_a16w8.untuned(*problem) is None or (many is not None and m > 16)):
+    if split is None and many is not None and m > a16w8_tiles.MOST_ROWS:
         return splitk_a16w8.plan(*operands, constant=constant)
-    if few is None and (many is not None or cuda.is_slow(*problem, constant=constant)):
+    if few is None and (many is not None or cuda.is_slow(*sizes, target.cores, constant=constant)):
         return gemv_a16w8.plan(*operands)
     if many is None:
         return cuda.plan(*operands, constant=constant)

@@ -192,7 +192,8 @@ def _mm_a16w8(device: torch.device, target: Target) -> Launches:
 
 def _splitk_a16w8(device: torch.device, target: Target) -> Launches:
     for config, block in zip(SPLITS, cycle(WEIGHT_BLOCKS), strict=False):
-        k = (2 * config.STAGES + 1) * config.CLUSTER * BK + 16
+        stages = config.STAGES if config.HELD else 2 * config.STAGES + 1
+        k = stages * config.CLUSTER * BK + (-112 if config.HELD else 16)
         operands = _rows_by_weight(config.ROWS + 9, config.BN + 6, k, block, device)
         for constant in (False, True):
             yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(*operands, target, config, constant=constant)

@@ -470,10 +470,10 @@ def test_which_kernel_serves_few_rows() -> None:
         x, w, scale, block, bias, out, target = operands(m, n, k, batch=batch)
         return op._plan(x, w, scale, block, bias, out, target, constant).name
 
-    few, many, tiles = "gemv_a16w8", "mm_a16w8", "a16w8_tiles"
+    few, many, split, tiles = "gemv_a16w8", "mm_a16w8", "splitk_a16w8", "a16w8_tiles"
     assert [entry(m, 6144, 2048) for m in (65, 128)] == [many] * 2
     assert [entry(m, 256, 128) for m in (16, 17, 32, 33)] == [tiles, many, many, many]
-    assert [entry(m, 512, 128, 16) for m in (1, 2, 8, 16, 32)] == [few, many, many, many, many]
+    assert [entry(m, 512, 128, 16) for m in (1, 2, 8, 16, 32)] == [few, many, many, split, many]
     assert [entry(m, 512, 128, 128) for m in (1, 8, 9)] == [few, few, many]
     assert entry(1, 512, 128, 16, constant=True) == many
     assert [entry(m, 512, 512, 64) for m in (1, 8, 9, 32)] == [few, few, many, many]

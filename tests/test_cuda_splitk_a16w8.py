@@ -1,4 +1,4 @@
-"""17 to 128 rows by an FP8 weight, K shared by clusters: emulated on the CPU, as machine code, and on a GPU."""
+"""9 to 128 rows by an FP8 weight, K shared by clusters: emulated on the CPU, as machine code, and on a GPU."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from fp8fn.ops.targets import SM90, SM100, Target
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCK = (128, 128)
 LARGE = ((4096, 14336), (14336, 4096), (5120, 5120), (7168, 512), (8192, 8192))  # (K, N)
 
 
@@ -51,10 +52,19 @@ def assert_right(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None 
     assert snr(found, exact(x, w, bias)) > 100
 
 
+HELD = [
+    Config(16, 4, 1, 5, HELD=1), Config(16, 8, 2, 3, 1, HELD=2), Config(32, 4, 6, 2, LATE=True, HELD=5),
+    Config(64, 4, 3, 1, LATE=True, HELD=2),
+]  # fmt: skip
 CONFIGS = [
     Config(32, 4, 3, 1), Config(32, 4, 2, 3, 3), Config(64, 4, 2, 4, LATE=True), Config(64, 8, 3, 2, 1),
-    Config(16, 4, 4, 2), Config(128, 4, 2, 8, 1), Config(32, 8, 2, 7, 1, LATE=True),
+    Config(16, 4, 4, 2), Config(128, 4, 2, 8, 1), Config(32, 8, 2, 7, 1, LATE=True), *HELD,
 ]  # fmt: skip
+
+
+def depth(config: Config, k: int) -> int:
+    """Of parts in flight as a whole the ragged K that they are of, of others `k`."""
+    return config.STAGES * config.CLUSTER * 128 - 120 if config.HELD else k
 
 
 @needs_compiler
@@ -62,8 +72,8 @@ CONFIGS = [
 def test_every_division_of_the_work(config: Config) -> None:
     """Blocks along K with more and with less, stages filled anew, N and K ragged, rows in several tiles."""
     for x_dtype, fp8, block in ((BF16, E4M3, (128, 128)), (FP16, E5M2, (128, 1)), (BF16, E5M2, (-1, 1))):
-        m, n = min(config.ROWS + 5, 128), 70
-        x, w = torch.randn(m, 1160).to(x_dtype), operand(1160, n, block, dtype=fp8)
+        m, n, k = min(config.ROWS + 5, 128), 70, depth(config, 1160)
+        x, w = torch.randn(m, k).to(x_dtype), operand(k, n, block, dtype=fp8)
         found = emulated(x, w, config=config)
         assert_right(found, x, w)
         assert torch.equal(emulated(x, w, config=config, constant=True, backwards=True), found)
@@ -73,7 +83,7 @@ def test_every_division_of_the_work(config: Config) -> None:
 @pytest.mark.parametrize("m", [17, 31, 32, 33, 64, 65, 127, 128])
 def test_rows_have_the_same_bits_in_any_number_of_them(m: int) -> None:
     x, w = torch.randn(128, 768).bfloat16(), operand(768, 72, (128, 128))
-    for config in (Config(32, 4, 2, 3), Config(64, 4, 3, 2)):
+    for config in (Config(32, 4, 2, 3), Config(64, 4, 3, 2), Config(32, 4, 3, 2, HELD=3)):
         assert torch.equal(emulated(x[:m], w, config=config), emulated(x, w, config=config)[:m])
     assert_right(emulated(x[:m], w), x[:m], w)
 
@@ -93,7 +103,7 @@ def test_ragged_shapes(n: int, block: Block) -> None:
 def test_outputs_and_biases(out: torch.dtype) -> None:
     """Each output is the sum rounded once."""
     x, w = torch.randn(18, 704).bfloat16(), operand(704, 70, (128, 128))
-    for config in (Config(32, 4, 2, 3), Config(32, 4, 3)):
+    for config in (Config(32, 4, 2, 3), Config(32, 4, 3), Config(16, 4, 2, 3, HELD=2)):
         for bias in (None, torch.randn(70), torch.randn(140).bfloat16()[::2], torch.randn(70).half()):
             wide, found = (emulated(x, w, bias, config, out=dtype) for dtype in (FP32, out))
             assert_right(wide, x, w, bias)
@@ -104,10 +114,10 @@ def test_outputs_and_biases(out: torch.dtype) -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_batches(batch: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     (size,) = batch[0] or batch[1]
-    for block, m in (((128, 128), 18), ((-1, 1), 33)):
+    ring, whole = Config(32, 4, 2, 2), Config(16, 4, 3, 1, HELD=3)
+    for block, m, config in (((128, 128), 18, ring), ((-1, 1), 33, ring), ((128, 1), 18, whole)):
         x, w = torch.randn(*batch[0], m, 328).bfloat16(), operand(328, 40, block, batch=batch[1])
         for bias in (None, torch.randn(40), torch.randn(size, 40).half(), torch.randn(size, 1, 40)):
-            config = Config(32, 4, 2, 2)
             for view in (x, x.movedim(0, -2).contiguous().movedim(-2, 0)):
                 assert_right(emulated(view, w, bias, config), x, w, bias)
 
@@ -119,10 +129,11 @@ def test_what_is_not_finite_stays_in_its_row_and_column(block: Block) -> None:
         x, w = torch.randn(40, 648).bfloat16(), operand(648, 140, block, dtype=fp8)
         x[3, 647], x[38, 0] = torch.nan, torch.inf
         w.data.view(torch.uint8)[647, 130] = POISON[fp8]
-        finite = emulated(x, w).isfinite()
-        touched = torch.zeros_like(finite)
-        touched[[3, 38]] = touched[:, 130:131] = True
-        assert torch.equal(~finite, touched)
+        for config in (Config(64, 4, 3, 2), Config(32, 4, 3, 2, HELD=3)):
+            finite = emulated(x, w, config=config).isfinite()
+            touched = torch.zeros_like(finite)
+            touched[[3, 38]] = touched[:, 130:131] = True
+            assert torch.equal(~finite, touched)
 
 
 @needs_compiler
@@ -161,23 +172,35 @@ def test_the_default_configuration() -> None:
     for (m, n, k, constant), name in {
         (32, 2304, 6144, True): "32x64 stages3 cluster8 resident3",
         (32, 6144, 2048, False): "32x64 stages3 cluster3 resident3 late",
-        (32, 6144, 1536, True): "32x64 stages7 cluster1 resident2 late",
-        (32, 768, 2048, True): "32x64 stages2 cluster8 resident2 late",
+        (32, 6144, 1536, True): "32x64 stages6 cluster2 resident2 held5",
+        (32, 768, 2048, True): "16x64 stages2 cluster8 resident3 held2",
         (32, 14336, 4096, True): "32x64 stages7 cluster1 resident2 late",
         (32, 1536, 6144, False): "32x64 stages6 cluster4 resident2 late",
         (64, 2304, 6144, True): "64x64 stages3 cluster6 resident2",
-        (64, 2048, 1024, True): "32x64 stages4 cluster2 resident2 late",
+        (64, 2048, 1024, True): "32x64 stages4 cluster2 resident2 late held4",
         (128, 2304, 6144, True): "64x64 stages3 cluster3 resident2",
         (64, 1536, 6144, True): "64x64 stages4 cluster4 resident2 late",
-        (64, 6144, 512, True): "64x64 stages4 cluster1 resident2 late",
+        (64, 6144, 512, True): "64x64 stages4 cluster1 resident2 late held4",
         (64, 8192, 8192, True): "64x64 stages4 cluster2 resident2",
-        (96, 288, 6144, True): "32x64 stages6 cluster8 resident2 late",
+        (96, 288, 6144, True): "32x64 stages6 cluster8 resident2 late held5",
         (128, 1536, 2048, True): "64x64 stages4 cluster2 resident2 late",
-        (128, 2048, 384, True): "32x64 stages3 cluster1 resident2 late",
+        (128, 2048, 384, True): "32x64 stages3 cluster1 resident2 late held3",
         (128, 2304, 1024, True): "64x64 stages4 cluster1 resident2 late",
-        (64, 2304, 1024, True): "32x64 stages7 cluster1 resident2 late",
-        (96, 768, 768, True): "32x64 stages2 cluster3 resident2 late",
+        (64, 2304, 1024, True): "32x64 stages4 cluster2 resident2 late held4",
+        (96, 768, 768, True): "32x64 stages6 cluster1 resident2 held5",
         (128, 4096, 4096, True): "64x64 stages4 cluster1 resident2 late",
+        (16, 1536, 768, True): "16x64 stages2 cluster3 resident2 held2",
+        (16, 6144, 192, True): "16x128 stages2 cluster1 resident1 held2",
+        (16, 384, 6144, True): "16x64 stages4 cluster12 resident2 held4",
+        (16, 768, 1536, False): "16x64 stages2 cluster6 resident2 late held2",
+        (9, 6144, 768, True): "16x128 stages6 cluster1 resident1 held6",
+        (32, 1536, 768, True): "16x64 stages2 cluster3 resident3 held2",
+        (32, 2304, 3072, True): "32x64 stages4 cluster6 resident2 held4",
+        (32, 768, 1536, False): "16x64 stages2 cluster6 resident3 late held2",
+        (64, 2304, 1536, True): "32x64 stages6 cluster2 resident2 late held5",
+        (64, 6144, 256, True): "32x64 stages2 cluster1 resident2 held2",
+        (128, 1536, 1536, True): "32x64 stages6 cluster2 resident2 late held5",
+        (32, 192, 14336, True): "16x64 stages7 cluster16 resident2 held6",
     }.items():
         assert str(configure(m, n, k, 1, (128, 128), 132, constant=constant)) == name
     for k, n in (*DECODE, *LARGE):
@@ -185,13 +208,14 @@ def test_the_default_configuration() -> None:
             for block in BLOCKS:
                 chosen = configure(m, n, k, 4, block, 132)
                 assert chosen.shared(k, block) <= (227 << 10) // chosen.RESIDENT - (1 << 10)
-                assert chosen.STAGES >= 2
-                assert max(1, k // 256) >= chosen.CLUSTER
+                assert (1 if chosen.HELD else 2) <= chosen.STAGES
+                assert max(1, k // (128 if chosen.HELD else 256)) >= chosen.CLUSTER
 
 
 @needs_nvrtc
 def test_which_products_it_serves() -> None:
-    """Of more than 16 rows, eight in a batch, unless there are tiles for larger blocks; as was timed on an H200."""
+    """Of more than 16 rows, eight in a batch or by a small weight, unless there are tiles for larger blocks; as was
+    timed on an H200."""
 
     def entry(m: int, n: int, k: int, *batch: int, **kwargs: Any) -> str:
         x, w, scale, block, bias, out, target = operands(m, n, k, batch=batch, **kwargs)
@@ -204,7 +228,8 @@ def test_which_products_it_serves() -> None:
     assert [entry(m, 256, 512) for m in (32, 33)] == [split] * 2
     assert [entry(m, 6144, 1536) for m in (32, 64, 65)] == [split, split, many]
     assert [entry(m, 7168, k) for m in (32, 64) for k in (512, 2048, 6144)] == [split] * 3 + [split, many, split]
-    assert [entry(m, 2048, k) for m in (17, 128) for k in (128, 256, 640)] == [many, split, split] * 2
+    assert [entry(m, 2048, k) for m in (17, 128) for k in (128, 256, 640)] == [split] * 3 + [many, split, split]
+    assert [entry(m, 1536, 768) for m in (8, 9, 16, 32)] == [tiles, split, split, split]
     assert [entry(m, 14336, 4096) for m in (32, 33)] == [split, many]
     assert entry(32, 28672, 4096) == many
     assert [entry(m, 512, 1024, 8) for m in (8, 9, 17)] == [few, split, split]
@@ -213,14 +238,14 @@ def test_which_products_it_serves() -> None:
     assert [entry(m, 512, 1024, 64) for m in (16, 17)] == [few, many]
     assert entry(32, 2300, 6144) == entry(32, 2300, 256) == split  # rows of the output are no multiple of 16 bytes
     assert entry(32, 2304, 6144, contiguous="N") == few
-    assert untuned(32, 2304, 120, 1, 132) == "K=120 is one stage"
-    assert untuned(8, 2304, 6144, 1, 132) == "M=8 is few rows"
-    assert untuned(32, 28672, 4096, 1, 132) == "448 tiles of 64 columns keep most multiprocessors busy"
+    assert untuned(32, 8192, 120, 8, BLOCK, 132) == "K=120 is one stage"
+    assert untuned(8, 2304, 6144, 1, BLOCK, 132) == "M=8 is few rows"
+    assert untuned(32, 28672, 4096, 1, BLOCK, 132) == "448 tiles of 64 columns keep most multiprocessors busy"
 
 
 def launches() -> Iterator[CudaLaunch]:
     for i, (k, n) in enumerate((*DECODE, *LARGE)):
-        for m in (32, 64, 128):
+        for m in (16, 32, 64, 128):
             yield plan(*operands(m, n, k), constant=i % 2 == 0)
     for m in (32, 64):
         for block in BLOCKS:
@@ -253,9 +278,26 @@ def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant
     assert not any("QGMMA" in text for text in sass)
 
 
+@needs_nvrtc
+@pytest.mark.parametrize("constant", [False, True])
+def test_machine_code_of_a_whole_part_has_a_constant_weight_widened_before_it_waits(
+    constant: bool, tmp_path: Path
+) -> None:
+    launch = plan(*operands(16, 1536, 768, bias=FP32), Config(16, 4, 3, 2, HELD=3), constant=constant)
+    sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
+    (waiting,) = [i for i, text in enumerate(sass) if "ACQBULK" in text]  # no warp that copies waits by itself
+    for pattern in (r"UTMALDG", r"\bLDG\.", "F2FP.F16.E4M3"):  # the weight, its scales, its values widened
+        before = [re.search(pattern, text) is not None for text in sass[:waiting]]
+        assert any(before) is constant, pattern
+        assert constant or any(re.search(pattern, text) for text in sass[waiting:]), pattern
+    assert not any(re.search(r"\bSTG|GMMA", text) for text in sass[:waiting])
+    assert any("UTMALDG" in text for text in sass[waiting:])  # x
+    assert sum("HGMMA.64x16x16.F32.BF16" in text for text in sass) == 3 * 8
+
+
 @pytest.mark.gpu
 @by_block
-@pytest.mark.parametrize("m", [17, 32, 63, 100, 128])
+@pytest.mark.parametrize("m", [9, 16, 17, 32, 63, 100, 128])
 def test_values_on_a_gpu(m: int, block: Block, hopper: Target) -> None:
     for k, n in (*DECODE, *LARGE):
         x_dtype, fp8 = (BF16, E4M3) if n % 256 else (FP16, E5M2)
@@ -274,17 +316,18 @@ def test_values_on_a_gpu(m: int, block: Block, hopper: Target) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_every_division_of_the_work_on_a_gpu(config: Config, block: Block, hopper: Target) -> None:
     for m, n, k, batch in ((config.ROWS + 5, config.BN + 6, 2064, ()), (20, 200, 4096, (3,)), (3, 1000, 1168, ())):
-        x, w = on_gpu(m, n, k, block, batch=batch)
+        x, w = on_gpu(m, n, depth(config, k), block, batch=batch)
         bias = torch.randn(n, device="cuda")
-        out = torch.full((*batch, m, n), torch.nan, device="cuda")
-        plan(x, w.data, w.scale, w.block, bias, out, hopper, config).run()
-        assert snr(out, exact(x, w, bias)) > 100
+        for constant in (False, True):
+            out = torch.full((*batch, m, n), torch.nan, device="cuda")
+            plan(x, w.data, w.scale, w.block, bias, out, hopper, config, constant=constant).run()
+            assert snr(out, exact(x, w, bias)) > 100
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [17, 64, 128])
-def test_a_thousand_runs_and_a_graph_give_one_bit_pattern(m: int, hopper: Target) -> None:
-    x, w = on_gpu(m, 2304, 6144, (128, 128))
+@pytest.mark.parametrize(("m", "n", "k"), [(17, 2304, 6144), (64, 2304, 6144), (128, 2304, 6144), (16, 1536, 2048)])
+def test_a_thousand_runs_and_a_graph_give_one_bit_pattern(m: int, n: int, k: int, hopper: Target) -> None:
+    x, w = on_gpu(m, n, k, (128, 128))
 
     def run() -> Tensor:
         found: Tensor = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block, None, None, True)

@@ -85,6 +85,11 @@ def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
     return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
 
 
+def largest_cluster(cores: int) -> int:
+    """Blocks that find a place together on a GPU of so many multiprocessors."""
+    return 16 if cores >= _CORES_OF_LARGE_GPCS else 8
+
+
 def stages_of(k: int) -> int:
     """Stages that K takes, of which the last one may have zeros behind it."""
     return -(-k // STEP)
@@ -262,7 +267,7 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
 
 def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
     """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
-    largest, steps = 16 if cores >= _CORES_OF_LARGE_GPCS else 8, stages_of(k)
+    largest, steps = largest_cluster(cores), stages_of(k)
     for held in table:
         for cluster, stages in held.divisions(steps):
             config = held.config

@@ -76,12 +76,12 @@ INLINE int bytes_of_share(int rows, uint32_t rank) {
     return CLUSTER > 1 ? min(max(rows * (BN / 2) - int(rank) * share, 0), share) * CLUSTER * 8 : 0;
 }
 
-// Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back, and in a cluster then
-// that of the sums which its blocks send to this one, so many bytes.
-INLINE void init_barriers(uint32_t at, int stages, int bytes) {
+// Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back (or so many `arrivals`),
+// and in a cluster then that of the sums which its blocks send to this one, so many bytes.
+INLINE void init_barriers(uint32_t at, int stages, int bytes, int arrivals = WARPS) {
     for (int stage = 0; stage < stages; stage++) {
         barrier_init(at + stage * 8, 1);
-        barrier_init(at + (stages + stage) * 8, WARPS);
+        barrier_init(at + (stages + stage) * 8, arrivals);
     }
     if constexpr (CLUSTER > 1) {
         barrier_init(at + 2 * stages * 8, 1);

@@ -1,18 +1,21 @@
-// 17 to 128 rows by an FP8 weight on Hopper, K shared by the blocks of a cluster: out (B, M, N) = x (B, M, K) · (w (B, K, N)
-// * w_scale) + bias, x of 16 bits.
+// Rows by an FP8 weight on Hopper, K shared by the blocks of a cluster: out (B, M, N) = x (B, M, K) · (w (B, K, N) * w_scale)
+// + bias, x of 16 bits.
 //
 // As in mm_a16w8.cu outᵀ = wᵀ xᵀ is what is computed: a warpgroup widens 64 columns of w from FP8 into registers, 128 of K at
 // a time, which are the left operand of wgmma; ROWS of x are the right one. It widens the next stage while the tensor core
 // multiplies. Each product is scaled and added in float32. One warp keeps STAGES of 128 of K of both operands full by bulk
-// copies. Sums of a cluster's blocks meet by `exchange.cuh`.
+// copies. Where the stages are all of a block's part of K, the first of them are widened while x is on its way (HELD), and
+// no warp is needed to fill them anew. Sums of a cluster's blocks meet by `exchange.cuh`.
 //
 // The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
-// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
-// at once, or where what it asks for would keep this one waiting (LATE), when the launch before this one has ended.
+// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages, and what is HELD is widened.
+// The next launch may begin at once, or where what it asks for would keep this one waiting (LATE), when the launch before this
+// one has ended.
 //
 // Macros: INPUT (BF16, FP16; and in the generated `wgmma`, which is of ROWS), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK
 // as in gemv_a16w8.cu), ROWS (a multiple of 16), TILES (1), WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER,
-// RESIDENT, W_CONSTANT, LATE, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// RESIDENT, W_CONSTANT, LATE, HELD (stages that are widened ahead, at least two of several, or 0), OUT (BF16, FP16, FP32), BIAS
+// (0, BF16, FP16, FP32).
 #include "a16w8.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"
@@ -20,13 +23,16 @@
 constexpr int STEP = 128;  // of K in a stage
 constexpr int PIECES = STEP / 16;  // of K, that a wgmma multiplies
 constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
+constexpr int SLOTS = HELD > 0 ? HELD : 2;  // for stages in registers
+constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
 static_assert(WARPS_N % 4 == 0);
+static_assert(HELD <= STAGES && (HELD != 1 || STAGES == 1));
 
 constexpr int W_BYTES = BN * STEP, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in two times 64 of K
 constexpr int AT_X = STAGES * W_BYTES;
 constexpr int AT_ARRIVED = AT_X + STAGES * X_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
-constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
+constexpr int AT_EMPTY = AT_FULL + STAGES * 8;  // or, where the weight is held, of x
 constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
 constexpr int AT_SCALES = (AT_SENT + 8 + 15) / 16 * 16;
 
@@ -34,7 +40,7 @@ extern "C" __global__ void
 #if CLUSTER > 1
 __cluster_dims__(CLUSTER, 1, 1)
 #endif
-__launch_bounds__(THREADS + 32, RESIDENT)
+__launch_bounds__(THREADS + COPIES, RESIDENT)
 splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
              const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
              int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
@@ -49,41 +55,53 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS, matrix = blockIdx.z;
     const int rows = min(M - first_m, ROWS);
     const uint32_t steps = (K + STEP - 1) / STEP;
-    const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
+    const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);  // (count, BN or GROUPS), (BN) of LINE
 
-    if (threadIdx.x == THREADS) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
+    auto load_w = [&](int stage, int step) {
+        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, matrix * w_batched);
+    };
+    auto load_x = [&](int stage, int step, uint32_t barrier) {
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * STEP + half * 64, first_m,
+                     matrix * x_batched);
+    };
+    auto prefetch_w = [&](int from, int stop) {
+        for (int step = from; step < stop; step++) tma_prefetch(w, (start + step) * STEP, tile_n, matrix * w_batched);
+    };
+    if (threadIdx.x == (HELD > 0 ? 0 : THREADS))
+        init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank), HELD > 0 ? 1 : WARPS);
+    if (HELD > 0 && warp == 0) {
+        __syncwarp();
+        if (elect()) {
+            if constexpr (!W_CONSTANT) prefetch_w(0, STAGES);
+            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); step++) {
+                barrier_expect(full(step), W_BYTES);
+                load_w(step, step);
+            }
+        }
+        __syncwarp();
+    }
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
-    if (warp == WARPS) {
+    if (HELD == 0 && warp == WARPS) {
         if (elect()) {
-            auto load_w = [&](int stage, int step) {
-                barrier_expect(full(stage), W_BYTES + X_BYTES);
-                tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, matrix * w_batched);
-            };
-            auto load_x = [&](int stage, int step) {
-#pragma unroll
-                for (int half = 0; half < 2; half++)
-                    tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, full(stage), (start + step) * STEP + half * 64,
-                             first_m, matrix * x_batched);
-            };
             const int ahead = min(STAGES, count);
-            if constexpr (W_CONSTANT) {
-                for (int step = 0; step < ahead; step++) load_w(step, step);
-            }
-            for (int step = W_CONSTANT ? ahead : 0; step < min(prefetched, count); step++)
-                tma_prefetch(w, (start + step) * STEP, tile_n, matrix * w_batched);
+            auto expect = [&](int stage) { barrier_expect(full(stage), W_BYTES + X_BYTES); };
+            for (int step = 0; step < (W_CONSTANT ? ahead : 0); step++) expect(step), load_w(step, step);
+            prefetch_w(W_CONSTANT ? ahead : 0, min(prefetched, count));
             wait_for_launches();
             for (int step = 0; step < ahead; step++) {
-                if constexpr (!W_CONSTANT) load_w(step, step);
-                load_x(step, step);
+                if constexpr (!W_CONSTANT) expect(step), load_w(step, step);
+                load_x(step, step, full(step));
             }
             Ring ring;
             for (int step = ahead; step < count; step++, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
-                load_w(ring.stage, step);
-                load_x(ring.stage, step);
+                expect(ring.stage), load_w(ring.stage, step);
+                load_x(ring.stage, step, full(ring.stage));
             }
         }
         return;
@@ -92,26 +110,49 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     auto read = [&] {
         const float* const from = w_scale + int64_t(matrix * w_batched) * s_batch;
         read_scales<BN, THREADS>(w_scales, from, start, count, tile_n, N, s_k, s_n);
+        sync_first<THREADS>();
     };
     if constexpr (W_CONSTANT) read();
     // Where the thread's pairs of sums go.
-    const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row(), room = N - pair_n;
-    OutType* const pairs = out + (int64_t(matrix) * M + first_m + row) * N + pair_n;
+    const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row();
+    OutType* const pairs = settled(out + (int64_t(matrix) * M + first_m + row) * N + pair_n);
+    const int room = settled(N - pair_n);
+    const int64_t next_slice = SLICES > 1 ? settled(int64_t(8) * N) : 0;
+    const int column = warp * 16 + lane / 4;  // and column + 8
+    using Widened = uint32_t[PIECES][4];
+    Widened a[SLOTS];
+    auto take = [&](Widened& a, int stage) { widen_lines<FP8>(a, base + stage * W_BYTES, column, [](auto&) {}); };
+    auto hold = [&](int step) {
+        barrier_wait(full(step), 0);
+        take(a[step % SLOTS], step);
+        settle_fragments(a[step % SLOTS]);
+    };
+#pragma unroll
+    for (int step = 0; step < (W_CONSTANT ? HELD : 0); step++) hold(step);
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
-    if constexpr (!W_CONSTANT) read();
+    if (HELD > 0 && warp == 0) {
+        if (elect()) {
+            for (int step = 0; step < STAGES; step++) {
+                if constexpr (!W_CONSTANT) {
+                    barrier_expect(full(step), W_BYTES);
+                    load_w(step, step);
+                }
+                barrier_expect(empty(step), X_BYTES);
+                load_x(step, step, empty(step));
+            }
+        }
+        __syncwarp();
+    }
 #if BIAS
     float2 biases[PAIRS];
     read_biases(biases, bias, int64_t(matrix) * bias_batch, pair_n, room, bias_n);
 #endif
-    sync_first<THREADS>();
+    if constexpr (!W_CONSTANT) read();
 
-    const int column = warp * 16 + lane / 4;  // and column + 8
-    auto take = [&](uint32_t(&a)[PIECES][4], int stage) {
-        widen_lines<FP8>(a, base + stage * W_BYTES, column, [](auto&) {});
-    };
-    float acc[SLICES][4] = {}, d[ROWS / 2];
-    auto multiply = [&](uint32_t(&a)[PIECES][4], int stage) {
+    float acc[SLICES][4] = {};
+    using Product = float[ROWS / 2];
+    auto multiply = [&](Product& d, Widened& a, int stage) {
         settle_fragments(a);
         const uint32_t from = base + AT_X + stage * X_BYTES;
         const uint64_t low = matrix_descriptor(from), high = matrix_descriptor(from + X_HALF);
@@ -122,11 +163,10 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         wgmma_commit();
         fence_registers(d);
     };
-    auto add = [&](int step) {
+    auto add = [&](Product& d, int step) {
         float left = 1.0f, right = 1.0f;
         if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
         if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
-        wgmma_wait<0>();
         fence_registers(d);
 #pragma unroll
         for (int s = 0; s < SLICES; s++) {
@@ -134,17 +174,37 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             for (int i = 0; i < 4; i++) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? left : right, acc[s][i]);
         }
     };
+#if HELD
+    Product d[2];
+#pragma unroll
+    for (int step = 0; step < (W_CONSTANT ? 0 : HELD); step++) hold(step);
+#pragma unroll
+    for (int step = 0; step <= STAGES; step++) {
+        if (step < STAGES) {
+            barrier_wait(empty(step), 0);
+            multiply(d[step % 2], a[step % SLOTS], step);
+        }
+        if (step == 0) continue;
+        if (step < STAGES)
+            wgmma_wait<1>();
+        else
+            wgmma_wait<0>();
+        add(d[(step - 1) % 2], step - 1);
+        if (step - 1 + HELD < STAGES) hold(step - 1 + HELD);
+    }
+#else
+    Product d;
     Ring ring, next;
-    uint32_t a[2][PIECES][4];
     // Multiplies what `mine` has, the stage of `step`, and takes the next one meanwhile.
-    auto turn = [&](uint32_t(&mine)[PIECES][4], uint32_t(&other)[PIECES][4], int step) {
-        multiply(mine, ring.stage);
+    auto turn = [&](Widened& mine, Widened& other, int step) {
+        multiply(d, mine, ring.stage);
         if (step + 1 < count) {
             barrier_wait(full(next.stage), next.parity);
             take(other, next.stage);
             next.advance();
         }
-        add(step);
+        wgmma_wait<0>();
+        add(d, step);
         if (lane == 0) barrier_arrive(empty(ring.stage));
         ring.advance();
     };
@@ -158,6 +218,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         turn(a[0], a[1], step);
         if (step + 1 < count) turn(a[1], a[0], step + 1);
     }
+#endif
 
     auto store = [&](int slice, int i, float2 sums) {
         if (8 * slice + row >= rows) return;
@@ -168,7 +229,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
 #if BIAS
         sums.x += biases[i].x, sums.y += biases[i].y;
 #endif
-        store_pair(pairs + int64_t(8 * slice) * N + 8 * i, sums.x, sums.y, room - 8 * i);
+        store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
     };
     finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);
 }
