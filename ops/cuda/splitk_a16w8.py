@@ -142,7 +142,7 @@ _WHOLE_LATE: Final = {
         Whole(16, 100, Config(16, HELD=6, LATE=True), range(1, 4)),
         Whole(100, 150, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 4), range(8, 0, -1)),
         Whole(150, 210, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 2)),
-        Whole(16, 132, Config(16, RESIDENT=3, HELD=3, LATE=True), range(4, 5), range(8, 0, -1)),
+        Whole(110, 132, Config(16, RESIDENT=3, HELD=3, LATE=True), range(4, 5), range(2, 3)),
         Whole(16, 132, Config(16, RESIDENT=3, HELD=3, LATE=True), range(4, 5), range(16, 12, -1)),
         Whole(16, 132, Config(16, HELD=6, LATE=True), range(7, 8), range(16, 12, -1)),
         Whole(132, 264, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 2), range(1, 2)),
@@ -204,7 +204,7 @@ def _whole(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, con
     if m <= _FEW:
         return None
     steps = stages_of(k)
-    for entry in (_WHOLE if constant else _WHOLE_LATE)[max(16, ceil_power_of_two(m))]:
+    for entry in (_WHOLE if constant else _WHOLE_LATE).get(max(16, ceil_power_of_two(m)), ()):
         config = entry.config
         tiles = -(-n // config.BN) * -(-m // config.ROWS) * batches
         for cluster in entry.along:
