@@ -86,10 +86,13 @@ class Weights:
         return [fp8fn.quantize(self.one(seed), BLOCK) for seed in range(self.copies)]
 
     def round(self, multiply: Callable[[Any, Any], Tensor], weights: Sequence[Any], x: Any = None) -> Call:
-        """`multiply` by each weight, of which the last product is returned."""
+        """`multiply` by each weight, of which the last product is returned; behind others the first is, too."""
         x = self.x if x is None else x
+        before = torch.empty(1, device=self.device) if multiply is behind_others else None
 
         def call() -> Tensor:
+            if before is not None:
+                before.zero_()
             for w in weights:
                 out = multiply(x, w)
             return out
