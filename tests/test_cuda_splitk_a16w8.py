@@ -64,7 +64,7 @@ CONFIGS = [
 
 def depth(config: Config, k: int) -> int:
     """Of parts in flight as a whole the ragged K that they are of, of others `k`."""
-    return config.STAGES * config.CLUSTER * 128 - 120 if config.HELD else k
+    return config.STAGES * config.CLUSTER * 128 - 112 if config.HELD else k
 
 
 @needs_compiler
