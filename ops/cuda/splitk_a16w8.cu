@@ -29,6 +29,7 @@ static_assert(WARPS_N % 4 == 0);
 static_assert(HELD <= STAGES && (HELD != 1 || STAGES == 1));
 
 constexpr int W_BYTES = BN * STEP, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in two times 64 of K
+constexpr int FILLED = HELD > 0 ? W_BYTES : W_BYTES + X_BYTES;  // bytes that the barrier of a stage counts
 constexpr int AT_X = STAGES * W_BYTES;
 constexpr int AT_ARRIVED = AT_X + STAGES * X_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
@@ -59,6 +60,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);  // (count, BN or GROUPS), (BN) of LINE
 
     auto load_w = [&](int stage, int step) {
+        barrier_expect(full(stage), FILLED);
         tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, matrix * w_batched);
     };
     auto load_x = [&](int stage, int step, uint32_t barrier) {
@@ -76,10 +78,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         __syncwarp();
         if (elect()) {
             if constexpr (!W_CONSTANT) prefetch_w(0, STAGES);
-            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); step++) {
-                barrier_expect(full(step), W_BYTES);
-                load_w(step, step);
-            }
+            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); step++) load_w(step, step);
         }
         __syncwarp();
     }
@@ -89,18 +88,17 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             const int ahead = min(STAGES, count);
-            auto expect = [&](int stage) { barrier_expect(full(stage), W_BYTES + X_BYTES); };
-            for (int step = 0; step < (W_CONSTANT ? ahead : 0); step++) expect(step), load_w(step, step);
+            for (int step = 0; step < (W_CONSTANT ? ahead : 0); step++) load_w(step, step);
             prefetch_w(W_CONSTANT ? ahead : 0, min(prefetched, count));
             wait_for_launches();
             for (int step = 0; step < ahead; step++) {
-                if constexpr (!W_CONSTANT) expect(step), load_w(step, step);
+                if constexpr (!W_CONSTANT) load_w(step, step);
                 load_x(step, step, full(step));
             }
             Ring ring;
             for (int step = ahead; step < count; step++, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
-                expect(ring.stage), load_w(ring.stage, step);
+                load_w(ring.stage, step);
                 load_x(ring.stage, step, full(ring.stage));
             }
         }
@@ -134,10 +132,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (HELD > 0 && warp == 0) {
         if (elect()) {
             for (int step = 0; step < STAGES; step++) {
-                if constexpr (!W_CONSTANT) {
-                    barrier_expect(full(step), W_BYTES);
-                    load_w(step, step);
-                }
+                if constexpr (!W_CONSTANT) load_w(step, step);
                 barrier_expect(empty(step), X_BYTES);
                 load_x(step, step, empty(step));
             }

@@ -154,8 +154,6 @@ _WHOLE_LATE: Final = {
         Whole(16, 100, Config(32, HELD=5, LATE=True), range(1, 4), range(1, 5)),
         Whole(60, 84, Config(32, HELD=5, LATE=True), range(1, 5), range(12, 0, -1)),
     ),
-    64: (),
-    128: (),
 }
 
 
