@@ -614,6 +614,10 @@ def test_no_flipped_byte_passes(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"in\.safetensors is there and not of this conversion: "):
             convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
         assert path.read_bytes() == damaged
+    for length in (len(whole) - 1, len(whole) + 1):
+        path.write_bytes((whole + b"\0")[:length])
+        with pytest.raises(ValueError, match=f"it is damaged: it has {length} bytes of {len(whole)};"):
+            convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
     path.write_bytes(whole)
     text = convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options(include=("a",)))
     assert "1 files, 0 written now, 1 complete before" in text
