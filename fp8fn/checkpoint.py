@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,13 +16,17 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
-from fp8fn.ops.layout import BLOCKS, Block, scale_shape, turned
+from fp8fn.ops.layout import BLOCKS, Block, known_block, scale_shape, turned
 from fp8fn.scaled_tensor import ScaledTensor
 
 # `layer.weight` has its scales in `layer.weight_scale_inv`: DeepSeek-V3's name for what dequantizes.
 SCALE_SUFFIX: Final = "_scale_inv"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _USUAL: Final[Block] = (128, 128)
+# A model's name on the Hugging Face Hub, which is no folder's unless the model was downloaded to one.
+_HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+# Characters of a name from a file that an error repeats: an index may hold names of any length.
+_REPEATED: Final = 80
 
 
 def load_blockwise(
@@ -40,9 +47,11 @@ def load_blockwise(
     Scales may be float32, bfloat16 and float16, which become float32, or float8_e8m0fnu. The order is the files', the
     shards' that in which the index names them.
 
-    Raises `FileNotFoundError` for a file that is not there and `ValueError`, naming file and tensor, for one that is
-    damaged or cut off, an index that disagrees with its shards, and a weight and scales that do not belong together.
+    Raises `FileNotFoundError` for a file that is not there, `OSError` for one that cannot be read, and `ValueError`,
+    naming file and tensor, for one that is damaged or cut off, an index that disagrees with its shards, a weight and
+    scales that do not belong together, and scales that are not all finite and positive.
     """
+    target = torch.device(device)
     checkpoint = find(path)
     owners = open_all(checkpoint)
     declared = _declared_block(checkpoint.folder / "config.json")
@@ -64,7 +73,6 @@ def load_blockwise(
             )
         else:
             tensors[name] = value
-    target = torch.device(device)
     # Only now, for all are checked: a large checkpoint takes minutes to copy.
     return tensors if target.type == "cpu" else {name: _moved(value, target) for name, value in tensors.items()}
 
@@ -81,11 +89,16 @@ class Checkpoint:
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
     """The checkpoint that a file, an index or a folder is."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be a str or an os.PathLike, not {type(path).__name__}")
     path = Path(path)
-    if path.is_dir():
+    # `os.path` answers False for a name that no file can have (too long, or with a zero byte), where `Path` raises.
+    if os.path.isdir(path):
         path = _of_folder(path)
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist; pass a safetensors file, its index, or their folder")
+    if not os.path.exists(path):
+        raise FileNotFoundError(
+            f"{_short(str(path))} does not exist; pass a safetensors file, its index, or their folder{_download(path)}"
+        )
     if path.suffix != ".json":
         return Checkpoint(path.parent, (path,))
     content = read_json(path)
@@ -93,31 +106,59 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path}: no index of safetensors files: it has no weight_map from tensors to files")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise ValueError(f"{path}: tensor {name!r} is said to be in {file!r}; that must be a file beside the index")
-        if not (path.parent / file).exists():
-            raise FileNotFoundError(f"{path}: tensor {name!r} is said to be in {file!r}, which does not exist")
+        said = f"{path}: tensor {_short(name)!r} is said to be in {_short(file)!r}"
+        if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+            raise ValueError(f"{said}; that must be a file beside the index")
+        if not os.path.exists(path.parent / file):
+            raise FileNotFoundError(f"{said}, which does not exist")
     files = tuple(path.parent / file for file in dict.fromkeys(weight_map.values()))
     return Checkpoint(path.parent, files, path, weight_map)
 
 
+def _download(path: Path) -> str:
+    """What to do where a path that does not exist may be a model's name."""
+    name = path.as_posix()
+    if not _HUB_NAME.fullmatch(name) or path.suffix in (".safetensors", ".json"):
+        return ""
+    return f". If it is a model of the Hugging Face Hub, download it first: hf download {name} --local-dir {name}"
+
+
+def _short(value: object) -> object:
+    """A value for a message: a long text is cut in its middle."""
+    if not isinstance(value, str) or len(value) <= _REPEATED:
+        return value
+    return f"{value[: _REPEATED // 2]}...{value[-_REPEATED // 2 :]}"
+
+
 def _of_folder(folder: Path) -> Path:
+    try:
+        # `Path.glob` takes a folder that may not be read for an empty one.
+        files = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
+    except OSError as error:
+        raise _unreadable(folder, error) from error
     for pattern, usual in ((f"*{_INDEX_SUFFIX}", f"model{_INDEX_SUFFIX}"), ("*.safetensors", "model.safetensors")):
-        found = sorted(folder.glob(pattern))
-        if folder / usual in found:
+        found = [file for file in files if fnmatchcase(file, pattern)]
+        if usual in found:
             return folder / usual
         if len(found) == 1:
-            return found[0]
+            return folder / found[0]
         if found:
-            names = ", ".join(file.name for file in found[:4]) + (", ..." if len(found) > 4 else "")
+            names = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
             raise ValueError(f"{folder} has {len(found)} files {pattern} ({names}) and no {usual}; pass one of them")
     raise FileNotFoundError(f"{folder} has no *.safetensors and no *{_INDEX_SUFFIX}")
+
+
+def _unreadable(path: Path, error: OSError) -> OSError:
+    """The same error as one sentence that begins with the path."""
+    return type(error)(f"{path} cannot be read: {error.strerror or error}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file."""
     try:
         content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON: {error}") from None
     if not isinstance(content, dict):
@@ -153,10 +194,14 @@ def _opened(path: Path) -> Any:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("checkpoints need safetensors: pip install safetensors") from error
-    if not path.is_file():
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"{path} is a folder; its name is that of a safetensors file")
+    if not os.path.isfile(path):
         raise FileNotFoundError(f"{path} does not exist, or is no file; pass a safetensors file")
     try:
         return safe_open(str(path), framework="pt")
+    except OSError as error:
+        raise _unreadable(path, error) from error
     except SafetensorError as error:
         raise ValueError(f"{path}: no whole safetensors file: {_cut_off(path) or error}") from error
 
@@ -208,15 +253,24 @@ class _Declared:
 
 
 def _declared_block(config: Path) -> _Declared | None:
-    if not config.exists():
+    if not os.path.lexists(config):  # a link to nothing is an error, not a checkpoint without a config
         return None
     quantization = read_json(config).get("quantization_config")
-    sizes = quantization.get("weight_block_size") if isinstance(quantization, dict) else None
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{config}: quantization_config={quantization!r} must be a JSON object")
+    sizes = quantization.get("weight_block_size")
     if sizes is None:
         return None
-    block = tuple(sizes) if isinstance(sizes, list) else sizes
-    if block not in BLOCKS:
-        raise ValueError(f"{config}: weight_block_size={sizes} is no block of fp8fn; it must be one of {BLOCKS}")
+    # 128.0 == 128 and True == 1, but a kernel takes neither.
+    whole = isinstance(sizes, list) and all(type(size) is int for size in sizes)
+    block = known_block(sizes) if whole else None
+    if block is None:
+        raise ValueError(
+            f"{config}: weight_block_size={_short(repr(sizes))} is no block of fp8fn; it must be a list of two ints, "
+            f"one of {list(map(list, BLOCKS))}"
+        )
     return _Declared(config, block)
 
 
@@ -233,6 +287,7 @@ def _scaled(name: str, data: Tensor, shard: Shard, scales: Shard, declared: _Dec
             f"{scales.path}: tensor {scale_name!r} is {short_name(scale.dtype)}; scales must be float32, bfloat16, "
             "float16 or float8_e8m0fnu"
         )
+    _check_scales(scales.path, scale_name, scale)
     if not scale.ndim:  # one for the whole tensor
         scale = scale.expand(*data.shape[:-2], 1, 1)
     usual = _USUAL if declared is None else declared.block
@@ -246,6 +301,21 @@ def _scaled(name: str, data: Tensor, shard: Shard, scales: Shard, declared: _Dec
     # A copy, 1/4096 of the weight, whose rows begin where TMA can address them.
     scale = turned(scale if scale.dtype in SCALE_DTYPES else scale.float(), column_major=False)
     return ScaledTensor(data, scale, fitting[0])
+
+
+def _check_scales(path: Path, name: str, scale: Tensor) -> None:
+    """Refuses scales with which no weight can be right; one pass over them, before they are copied anyway."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        wrong = scale.view(torch.uint8) == 0xFF  # NaN; this format has no sign, no zero and no Inf
+    else:
+        wrong = ~((scale > 0) & (scale < math.inf))
+    count = int(wrong.sum())
+    if count:
+        first = tuple(wrong.nonzero()[0].tolist())
+        raise ValueError(
+            f"{path}: tensor {name!r} has {count} of {scale.numel()} scales that are NaN, infinite, zero or negative; "
+            f"the first is {scale.float()[first].item()} at {list(first)}. Every scale must be finite and positive"
+        )
 
 
 def _moved(value: ScaledTensor | Tensor, device: torch.device) -> ScaledTensor | Tensor:

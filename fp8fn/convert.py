@@ -2,14 +2,16 @@
 
 INPUT is a safetensors file, an index or a folder; OUTPUT gets files of the same names, the index, and config.json with
 a `quantization_config`, as transformers reads it. `X.weight` becomes FP8 and `X.weight_scale_inv`; the rest is copied.
-Each weight is compared with its source as it is written: under 25 dB of signal to noise the command fails and names it.
-A file gets its name when it is complete, so that the same command, started again, goes on where it was interrupted.
+Each weight is compared with its source as it is written: under 25 dB of signal to noise, or with NaN or Inf in it, the
+command fails and names it. A file gets its name when it is complete and on the disk, so that the same command, started
+again, goes on where it was interrupted: it keeps files of the same source and options whose checksums agree.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import glob
 import hashlib
 import importlib.util
@@ -19,12 +21,14 @@ import os
 import re
 import shutil
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, Final, Literal
+from typing import Any, BinaryIO, Final, Literal
 
 import torch
 from torch import Tensor
@@ -46,26 +50,43 @@ _BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 _SLICE: Final = 2**23
 _COPY: Final = 2**26
 _WORST: Final = 8
-# In a file's metadata, which source and options it is from.
+# In a file's metadata: the source and the options, as JSON, and the CRC-32 of each tensor, eight digits each. CRC-32
+# finds what a disk or a copy damages, and takes 0.25 s for 1 GB (SHA-256: 0.6 s, BLAKE2b: 1.1 s).
 _ORIGIN: Final = "fp8fn.convert"
+_SUMS: Final = "fp8fn.convert.crc32"
+# What of each source tensor is hashed: all of a small one, else pieces from its first byte to its last.
+_WHOLE: Final = 2**16
+_PIECE: Final = 2**12
+_PIECES: Final = 8
 _UNFINISHED: Final = ".unfinished"
+_LOCK: Final = ".fp8fn-convert.lock"
+# What a system says when a disk or a user's share of it is full.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 # Changes when what is written for the same source and options does.
-_VERSION: Final = 1
+_VERSION: Final = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts, and prints the worst weights; 1 where the conversion failed."""
+    """Converts, and prints the worst weights; 1 where the conversion failed, 130 where it was interrupted."""
     parser = _parser()
     args = parser.parse_args(argv)
-    for module in ("safetensors", "tabulate", "tqdm"):
+    for module in ("filelock", "safetensors", "tabulate", "tqdm"):
         if importlib.util.find_spec(module) is None:
             parser.error(f"needs {module}: pip install {module}")
     options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude))
     try:
         print(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        # Not "[Errno 13] Permission denied: 'PATH'", as `str` has it where the system named the file.
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"{parser.prog}: {message}", file=sys.stderr)
+        return 1
+    except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print(f"{parser.prog}: interrupted; run the same command again to resume", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -77,6 +98,13 @@ class Options:
     scale: Literal["fp32", "pow2"] = "fp32"
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # (128.0, 128.0) == (128, 128), and would be written to config.json as floats.
+        if self.block not in _BLOCKS.values() or not all(type(size) is int for size in self.block):
+            raise ValueError(
+                f"block={self.block!r} is no block of a weight (N, K); it must be one of {list(_BLOCKS.values())}"
+            )
 
     def take(self, name: str, tensor: Tensor) -> bool:
         """Whether a tensor goes to FP8: by default weights of linear layers, else what `include` names."""
@@ -109,6 +137,8 @@ def convert(
     from tqdm import tqdm
 
     checkpoint = find(source)
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"{output} is a file; name a folder for the output")
     if output.exists() and output.samefile(checkpoint.folder):
         raise ValueError(f"{output} is the folder of the input; name another for the output")
     plans = [_planned(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
@@ -117,28 +147,35 @@ def convert(
     texts = _texts(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
     # Files go to their places when all are there: until then an older conversion stays as it is.
     unfinished = output / _UNFINISHED
-    if not overwrite:
-        _check_room(output, plans, texts)
-    unfinished.mkdir(parents=True, exist_ok=True)
-    todo = [plan for plan in plans if not any(plan.is_in(folder) for folder in (output, unfinished))]
-    verified: list[Verified] = []
-    size = sum(shard.tensor(name).nbytes for shard in (plan.shard for plan in todo) for name in shard.names)
-    with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, disable=not todo) as bar:
-        for plan in todo:
-            bar.set_description(plan.shard.path.name)
-            with _replacing(unfinished / plan.shard.path.name) as file:
-                verified += _write(file, plan, options, torch.device(device), bar.update)
-    made = [unfinished / plan.shard.path.name for plan in plans if plan.is_in(unfinished)]
-    if made and checkpoint.index is not None:
-        (output / checkpoint.index.name).unlink(missing_ok=True)  # never one with files of two conversions
-    for path in made:
-        path.replace(output / path.name)
-    for name, text in texts.items():
-        if not (output / name).exists() or (output / name).read_bytes() != text:
-            with _replacing(output / name) as file:
-                file.write(text)
-    shutil.rmtree(unfinished)
-    return report(verified, plans, len(plans) - len(todo), output)
+    with _alone_in(output):
+        found = _compared(plans, (output, unfinished))
+        if not overwrite:
+            _check_room(output, found, texts)
+        unfinished.mkdir(exist_ok=True)
+        whole = {path for path, difference in found.items() if difference is None}
+        todo = [plan for plan in plans if whole.isdisjoint((output / plan.name, unfinished / plan.name))]
+        verified: list[Verified] = []
+        size = sum(shard.tensor(name).nbytes for shard in (plan.shard for plan in todo) for name in shard.names)
+        with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, disable=not todo) as bar:
+            for plan in todo:
+                bar.set_description(plan.name)
+                with _replacing(unfinished / plan.name) as file:
+                    verified += _write(file, plan, options, torch.device(device), bar.update)
+        made = [unfinished / plan.name for plan in plans if plan in todo or unfinished / plan.name in whole]
+        if made and checkpoint.index is not None:
+            (output / checkpoint.index.name).unlink(missing_ok=True)  # never one with files of two conversions
+        for path in made:
+            path.replace(output / path.name)
+        for name, text in texts.items():
+            if not (output / name).exists() or (output / name).read_bytes() != text:
+                with _replacing(output / name) as file:
+                    file.write(text)
+        shutil.rmtree(unfinished)
+    # Of two files of one name, the one in `.unfinished` is the later.
+    reasons = {path.name: difference.reason for path, difference in found.items() if difference is not None}
+    kept = [plan.name for plan in plans if plan not in todo]
+    again = {plan.name: reasons[plan.name] for plan in todo if plan.name in reasons}
+    return report(verified, plans, kept, again, output)
 
 
 @dataclass(frozen=True)
@@ -159,14 +196,66 @@ class _Plan:
     shard: Shard
     entries: tuple[_Entry, ...]
     converted: frozenset[str]
-    origin: str
+    origin: Mapping[str, Any]
 
-    def is_in(self, folder: Path) -> bool:
-        """Whether the folder has the file, whole, of this source and these options."""
+    @property
+    def name(self) -> str:
+        return self.shard.path.name
+
+    def header(self, sums: str) -> bytes:
+        """The file's bytes before its tensors; their number does not depend on what `sums` has for digits."""
+        offsets = self.offsets
+        described: dict[str, object] = {
+            # Sorted, for safetensors gives the source's in another order each time.
+            "__metadata__": {
+                "format": "pt",
+                **dict(sorted(self.shard.metadata.items())),
+                _ORIGIN: json.dumps(self.origin),
+                _SUMS: sums,
+            },
+            **{
+                entry.name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "data_offsets": [offsets[entry.name], offsets[entry.name] + entry.nbytes],
+                }
+                for entry in self.entries
+            },
+        }
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def difference(self, path: Path, progress: Callable[[int], object]) -> _Difference | None:
+        """How a file differs from the one that this plan writes; None where all of its bytes agree."""
         try:
-            return Shard(folder / self.shard.path.name).metadata.get(_ORIGIN) == self.origin
-        except (OSError, ValueError):
-            return False
+            with path.open("rb") as file:
+                return self._difference(file, progress)
+        except OSError as error:
+            return _Difference(f"it cannot be read: {error.strerror}")
+
+    def _difference(self, file: BufferedReader, progress: Callable[[int], object]) -> _Difference | None:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        begin = 8 + int.from_bytes(prefix, "little")
+        text = file.read(begin - 8) if begin <= size else b""
+        try:
+            metadata = json.loads(text).get("__metadata__", {})
+            origin, sums = metadata.get(_ORIGIN), metadata.get(_SUMS)
+        except (ValueError, AttributeError, RecursionError):
+            return _Difference("its header cannot be read")
+        if origin is None:
+            return _Difference("another program wrote it")
+        if origin != json.dumps(self.origin):
+            return _Difference(_change(origin, self.origin))
+        if not isinstance(sums, str) or prefix + text != self.header(sums):
+            return _Difference("its header is damaged", damaged=True)
+        if size != begin + self.nbytes:
+            return _Difference(f"it is damaged: it has {size} bytes of {begin + self.nbytes}", damaged=True)
+        for position, entry in enumerate(self.entries):
+            if f"{_read_sum(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
+                return _Difference(f"it is damaged: tensor {entry.name!r} is not as it was written", damaged=True)
+        return None
 
     @property
     def offsets(self) -> dict[str, int]:
@@ -179,6 +268,84 @@ class _Plan:
     @property
     def nbytes(self) -> int:
         return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Why a file is not the one that a plan writes; `damaged` where it was, for its header is of the plan's origin."""
+
+    reason: str
+    damaged: bool = False
+
+
+def _change(text: object, origin: Mapping[str, Any]) -> str:
+    """What differs between the origin in a file and the one that it should have."""
+    try:
+        stored = json.loads(str(text))
+        if stored["version"] != origin["version"]:
+            return "another version of fp8fn wrote it"
+        options, source = dict(stored["options"]), dict(stored["source"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "another version of fp8fn wrote it"
+    for name, value in origin["options"].items():
+        if options.get(name) != value:
+            return f"it was made with other options: {name} was {json.dumps(options.get(name))}, is {json.dumps(value)}"
+    for name, reason in (
+        ("header", "its source has other tensors, types, shapes or metadata"),
+        ("data", "its source has other values"),
+        ("mtime", "its source was modified since"),
+    ):
+        if source.get(name) != origin["source"][name]:
+            return reason
+    return "its source is another file"
+
+
+def _read_sum(file: BufferedReader, size: int, progress: Callable[[int], object]) -> int:
+    """The CRC-32 of the next bytes of a file."""
+    buffer = memoryview(bytearray(min(size, 2**20)))
+    crc = 0
+    while size and (count := file.readinto(buffer[: min(size, len(buffer))])):
+        crc = zlib.crc32(buffer[:count], crc)
+        size -= count
+        progress(count)
+    return crc
+
+
+def _compared(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Difference | None]:
+    """The files of the plans' names that are there, and how each differs from what its plan writes."""
+    from tqdm import tqdm
+
+    there = {folder / plan.name: plan for folder in folders for plan in plans if os.path.lexists(folder / plan.name)}
+    size = sum(path.stat().st_size for path in there if path.is_file())
+    with tqdm(total=size, desc="checking", unit="B", unit_scale=True, unit_divisor=1024, disable=not there) as bar:
+        return {path: plan.difference(path, bar.update) for path, plan in there.items()}
+
+
+def _source(path: Path) -> dict[str, object]:
+    """What tells a source file from others of its name, shapes and time: its header, and pieces of every tensor.
+
+    Two files of one header and time whose tensors differ nowhere in these pieces are taken for one.
+    """
+    with path.open("rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+        begin = file.tell()
+        data = hashlib.sha256()
+        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        for first, last in sorted(tuple(entry["data_offsets"]) for entry in tensors.values()):
+            for start, stop in _pieces(last - first):
+                file.seek(begin + first + start)
+                data.update(file.read(stop - start))
+        stat = os.fstat(file.fileno())
+    header = hashlib.sha256(text).hexdigest()
+    return {"name": path.name, "mtime": stat.st_mtime_ns, "header": header, "data": data.hexdigest()}
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """The parts of so many bytes that are hashed: both ends, and some at equal distances between them."""
+    if size <= _WHOLE:
+        return [(0, size)]
+    starts = [index * (size - _PIECE) // (_PIECES - 1) for index in range(_PIECES)]
+    return [(start, start + _PIECE) for start in starts]
 
 
 def _planned(shard: Shard, options: Options) -> _Plan:
@@ -201,10 +368,9 @@ def _planned(shard: Shard, options: Options) -> _Plan:
             entries.append(_Entry(name, dtype, shape, tensor.nbytes, tensor.element_size()))
     # Wide types first, as safetensors' own writer has it: then each tensor begins at a multiple of its element.
     entries.sort(key=lambda entry: -entry.itemsize)
-    stat = shard.path.stat()
-    origin = {"version": _VERSION, "name": shard.path.name, "size": stat.st_size, "mtime": stat.st_mtime_ns}
-    described = json.dumps({**origin, **asdict(options)}, sort_keys=True)
-    return _Plan(shard, tuple(entries), frozenset(converted), hashlib.sha256(described.encode()).hexdigest())
+    origin = {"version": _VERSION, "options": asdict(options), "source": _source(shard.path)}
+    # As it is read back: its tuples are lists.
+    return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))
 
 
 def _texts(checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options: Options) -> dict[str, bytes]:
@@ -224,7 +390,7 @@ def _texts(checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options:
         kept = metadata if isinstance(metadata, dict) else {}
         texts[checkpoint.index.name] = _json({
             "metadata": {**kept, "total_size": sum(plan.nbytes for plan in plans)},
-            "weight_map": {entry.name: plan.shard.path.name for plan in plans for entry in plan.entries},
+            "weight_map": {entry.name: plan.name for plan in plans for entry in plan.entries},
         })  # fmt: skip
     return texts
 
@@ -251,20 +417,57 @@ def _quantization_config(plans: Sequence[_Plan], options: Options) -> dict[str, 
     }
 
 
-def _check_room(output: Path, plans: Sequence[_Plan], texts: Mapping[str, bytes]) -> None:
+def _check_room(output: Path, found: Mapping[Path, _Difference | None], texts: Mapping[str, bytes]) -> None:
     """What is in the output must be of this conversion, or it would be replaced, or be taken for a part of it."""
-    ours = {plan.shard.path.name: plan for plan in plans}
     for folder in (output, output / _UNFINISHED):
         for path in sorted(folder.iterdir()) if folder.exists() else ():
             if path.suffix == ".safetensors":
-                same = path.name in ours and ours[path.name].is_in(folder)
+                difference = found[path] if path in found else _Difference("the input has no file of that name")
+                # No one else writes to the folder of what is unfinished: what is damaged there is made again.
+                if difference is not None and difference.damaged and folder != output:
+                    difference = None
+            elif path.name not in texts or (path.is_file() and path.read_bytes() == texts[path.name]):
+                difference = None
             else:
-                same = path.name not in texts or path.read_bytes() == texts[path.name]
-            if not same:
+                difference = _Difference("its content is another")
+            if difference is not None:
                 raise ValueError(
-                    f"{path} is there and not of this conversion (another source, other options, or damaged); name "
-                    "another folder, or give --overwrite"
+                    f"{path} is there and not of this conversion: {difference.reason}; name another folder, or give "
+                    "--overwrite"
                 )
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Makes the folder and keeps other conversions out of it; afterwards removes what is empty and was made here."""
+    from filelock import FileLock, Timeout, UnixFileLock
+
+    made = not output.exists()
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / _LOCK
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise BlockingIOError(
+            f"another convert is writing to {output}; wait until it has ended, or name another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (output / _UNFINISHED).rmdir()
+        # On POSIX while the lock is held, else it could be the next holder's; Windows removes no file that is open.
+        early = isinstance(lock, UnixFileLock)
+        with suppress(OSError):
+            if early:
+                path.unlink()
+        lock.release()
+        with suppress(OSError):
+            if not early:
+                path.unlink(missing_ok=True)
+            if made:
+                output.rmdir()
 
 
 @contextmanager
@@ -279,8 +482,17 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(target)
-    except BaseException:
-        partial.unlink(missing_ok=True)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            free = shutil.disk_usage(target.parent).free
+            raise OSError(
+                error.errno,
+                f"{error.strerror} ({free / 2**20:,.0f} MiB are free there); make room and run the same command again "
+                "to resume",
+                str(target),
+            ) from error
         raise
 
 
@@ -288,48 +500,50 @@ def _write(
     file: BinaryIO, plan: _Plan, options: Options, device: torch.device, progress: Callable[[int], object]
 ) -> list[Verified]:
     """The file, one slice of a tensor in memory at a time."""
-    offsets = plan.offsets
-    header: dict[str, object] = {
-        "__metadata__": {"format": "pt", **plan.shard.metadata, _ORIGIN: plan.origin},
-        **{
-            entry.name: {
-                "dtype": entry.dtype,
-                "shape": entry.shape,
-                "data_offsets": [offsets[entry.name], offsets[entry.name] + entry.nbytes],
-            }
-            for entry in plan.entries
-        },
-    }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    start = 8 + len(text)
+    offsets, sums = plan.offsets, {}
+    start = len(plan.header("0" * 8 * len(plan.entries)))
     verified = []
     for name in plan.shard.names:
         tensor = plan.shard.tensor(name)
         file.seek(start + offsets[name])
         if name not in plan.converted:
+            crc = 0
             for part in tensor.contiguous().view(-1).view(torch.uint8).split(_COPY) if tensor.numel() else ():
-                _write_bytes(file, part)
+                crc = _write_bytes(file, part, crc)
                 progress(part.numel())
+            sums[name] = crc
             continue
-        scales, snr_db = _write_quantized(file, tensor, options, device, progress)
-        if snr_db < LEAST_SNR_DB:
-            raise ValueError(
-                f"{plan.shard.path}: tensor {name!r} has {snr_db:.1f} dB of signal to noise in FP8, under "
-                f"{LEAST_SNR_DB:.0f}; leave it as it is with --exclude {name!r}"
+        written = _write_quantized(file, tensor, options, device, progress)
+        if not written.snr_db >= LEAST_SNR_DB:
+            reason = (
+                "has NaN or Inf, for whose blocks there is no scale"
+                if math.isnan(written.snr_db)
+                else f"has {written.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
             )
+            raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}; leave it as it is with --exclude {name!r}")
         file.seek(start + offsets[name + SCALE_SUFFIX])
-        _write_bytes(file, scales)
-        verified.append(Verified(name, tuple(tensor.shape), snr_db))
+        sums[name], sums[name + SCALE_SUFFIX] = written.crc, _write_bytes(file, written.scales, 0)
+        verified.append(Verified(name, tuple(tensor.shape), written.snr_db))
+    # Last, since it has the checksums.
+    file.seek(0)
+    file.write(plan.header("".join(f"{sums[entry.name]:08x}" for entry in plan.entries)))
     return verified
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The CRC-32 of a weight's data, its scales, which are not written yet, and its SNR: inf of zeros, NaN of NaN."""
+
+    crc: int
+    scales: Tensor
+    snr_db: float
 
 
 def _write_quantized(
     file: BinaryIO, weight: Tensor, options: Options, device: torch.device, progress: Callable[[int], object]
-) -> tuple[Tensor, float]:
-    """Writes the data; returns the scales, and the SNR: inf of zeros, NaN of a weight with NaN or Inf."""
-    signal = noise = 0.0
+) -> _Written:
+    """Writes the data."""
+    signal, noise, crc = 0.0, 0.0, 0
     scales = []
     # Whole blocks of rows at once.
     rows = max(_SLICE // weight.shape[-1] // options.block[0], 1) * options.block[0]
@@ -337,36 +551,40 @@ def _write_quantized(
         for part in matrix.split(rows):
             exact = part.to(device)
             q = quantize(exact, options.block, dtype=torch.float8_e4m3fn, scale=options.scale)
-            _write_bytes(file, q.data)
+            crc = _write_bytes(file, q.data, crc)
             scales.append(q.scale.cpu().flatten())
             reference = exact.double()
             signal += reference.square().sum().item()
             noise += (dequantize(q, torch.float32).double() - reference).square().sum().item()
             progress(part.nbytes)
     if noise == 0:
-        return torch.cat(scales), math.inf
+        return _Written(crc, torch.cat(scales), math.inf)
     ratio = signal / noise if math.isfinite(signal) else math.nan
-    return torch.cat(scales), 10 * math.log10(ratio) if ratio else -math.inf
+    return _Written(crc, torch.cat(scales), 10 * math.log10(ratio) if ratio else -math.inf)
 
 
-def _write_bytes(file: BinaryIO, tensor: Tensor) -> None:
-    """A tensor's bytes without a copy of them; NumPy, which has this too, is no dependency."""
+def _write_bytes(file: BinaryIO, tensor: Tensor, crc: int) -> int:
+    """Writes a tensor's bytes, without a copy of them; returns the CRC-32 of them after those that `crc` is of.
+
+    NumPy, which has this too, is no dependency.
+    """
     flat = tensor.view(torch.uint8).cpu().contiguous()
-    file.write((ctypes.c_char * flat.numel()).from_address(flat.data_ptr()))
+    data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    file.write(data)
+    return zlib.crc32(data, crc)
 
 
-def report(verified: Sequence[Verified], plans: Sequence[_Plan], complete: int, output: Path) -> str:
-    """The worst weights first, then what was written in all."""
+def report(
+    verified: Sequence[Verified], plans: Sequence[_Plan], kept: Sequence[str], again: Mapping[str, str], output: Path
+) -> str:
+    """The worst weights first, then what was written in all, and why what was there was kept or written again."""
     from tabulate import tabulate
 
     lines = []
-    worst = sorted(verified, key=lambda weight: -math.inf if math.isnan(weight.snr_db) else weight.snr_db)[:_WORST]
+    worst = sorted(verified, key=lambda weight: weight.snr_db)[:_WORST]
     if worst:
         rows = [(weight.name, "x".join(map(str, weight.shape)), f"{weight.snr_db:.1f}") for weight in worst]
         lines += [tabulate(rows, ("worst weights", "shape", "SNR, dB"), disable_numparse=True), ""]
-    broken = sum(math.isnan(weight.snr_db) for weight in verified)
-    if broken:
-        lines.append(f"{broken} weights have NaN or Inf in the source, and in FP8")
     count = sum(len(plan.converted) for plan in plans)
     left = sum(len(plan.shard.names) for plan in plans) - count
     before = sum(plan.shard.path.stat().st_size for plan in plans)
@@ -374,7 +592,11 @@ def report(verified: Sequence[Verified], plans: Sequence[_Plan], complete: int, 
     lines.append(
         f"{count} weights in FP8, {left} tensors as they were: {before / 2**20:,.1f} MiB to {after / 2**20:,.1f} MiB"
     )
-    lines.append(f"{len(plans)} files, {len(plans) - complete} written now, {complete} complete before, in {output}")
+    written = len(plans) - len(kept)
+    lines.append(f"{len(plans)} files, {written} written now, {len(kept)} complete before, in {output}")
+    if kept:
+        lines.append(f"kept, of this source and these options, and with the right checksums: {', '.join(kept)}")
+    lines += [f"written again: {name}: {reason}" for name, reason in again.items()]
     return "\n".join(lines)
 
 

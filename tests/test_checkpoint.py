@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -157,6 +159,34 @@ def test_the_config_decides_or_disagrees(tmp_path: Path) -> None:
         fp8fn.load_blockwise(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [128.0, 128.0], [128, 128.0], ["128", "128"], "128,128", "ab", 128, 128.0, True, [True, 128], [128], [],
+        [128, 128, 128], [-128, 128], [-2, -2], [0, 0], [128, None], [[128], [128]], {"0": 128, "1": 128}, {},
+        [math.nan, 128], [1e999, 128], [10**30, 128],
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_a_block_size_is_two_ints(tmp_path: Path, sizes: object) -> None:
+    """Also where the value equals the right one in Python: 128.0 == 128 and True == 1."""
+    save_file(quantized(128, 256, block=(1, 128)), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"weight_block_size": sizes}}))
+    with pytest.raises(ValueError, match=r"config\.json: weight_block_size=") as error:
+        fp8fn.load_blockwise(tmp_path)
+    said = f"={json.loads(json.dumps(sizes))!r} is no block of fp8fn; it must be a list of two ints, one of [[1, 128], "
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize("quantization", [[], "fp8", 128, True])
+def test_a_quantization_config_is_an_object(tmp_path: Path, quantization: object) -> None:
+    save_file(quantized(256, 384), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.raises(ValueError, match="must be a JSON object") as error:
+        fp8fn.load_blockwise(tmp_path)
+    assert f"config.json: quantization_config={quantization!r} must" in str(error.value)
+
+
 def test_an_index_names_its_shards_in_order(tmp_path: Path) -> None:
     first, second = quantized(130, 140, name="b.weight"), quantized(150, 160, name="a.weight")
     # The weight in one shard, its scales in another.
@@ -182,7 +212,7 @@ def test_data_are_the_mapped_file_s(tmp_path: Path) -> None:
     header = json.dumps(entries).encode()
     header += b" " * (-len(header) % 8)
     with path.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(len(header).to_bytes(8, "little") + header + torch.ones(scales).numpy().tobytes())
         file.truncate(8 + len(header) + extra + size)
     code = """if True:
         import resource, sys, torch, fp8fn
@@ -224,6 +254,55 @@ def test_without_safetensors_the_error_says_what_to_install(tmp_path: Path, monk
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match="pip install safetensors"):
         fp8fn.load_blockwise(tmp_path)
+
+
+# Scales that no weight can have.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1.0, 0.0, -0.0])
+def test_a_scale_must_be_finite_and_positive(tmp_path: Path, dtype: torch.dtype, wrong: float) -> None:
+    written = quantized(300, 200)
+    scale = written["layer.weight_scale_inv"].to(dtype)
+    scale[1, 1] = scale[2, 0] = wrong
+    files = {
+        "1.safetensors": {"layer.weight": written["layer.weight"]},
+        "2.safetensors": {"layer.weight_scale_inv": scale},
+    }
+    write_index(tmp_path, files)
+    with pytest.raises(ValueError, match=r"2\.safetensors: tensor 'layer.weight_scale_inv' has 2 of 6 scales") as error:
+        fp8fn.load_blockwise(tmp_path)
+    assert f"the first is {wrong} at [1, 1]. Every scale must be finite and positive" in str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, 0.0, -2.0])
+def test_one_scale_of_a_tensor_must_be_finite_and_positive(tmp_path: Path, wrong: float) -> None:
+    written = {**quantized(2, 160, 288), "layer.weight_scale_inv": torch.tensor(wrong)}
+    save_file(written, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"has 1 of 1 scales that are NaN, infinite, zero or negative") as error:
+        fp8fn.load_blockwise(tmp_path)
+    assert f"the first is {wrong} at []." in str(error.value)
+
+
+def test_an_e8m0_scale_must_not_be_nan(tmp_path: Path) -> None:
+    """0xFF is NaN; 0x00 is 2**-127 and 0xFE 2**127, which are scales."""
+    codes = torch.tensor([[0x00, 0xFE], [0x7F, 0xFF], [1, 0xFF]], dtype=torch.uint8)
+    written = {**quantized(300, 200), "layer.weight_scale_inv": codes.view(torch.float8_e8m0fnu)}
+    save_file(written, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"'layer.weight_scale_inv' has 2 of 6 scales.*the first is nan at \[1, 1\]"):
+        fp8fn.load_blockwise(tmp_path)
+    codes[codes == 0xFF] = 0xFE
+    save_file(written, tmp_path / "model.safetensors")
+    loaded = scaled(fp8fn.load_blockwise(tmp_path)["layer.weight"]).scale
+    assert loaded.view(torch.uint8).tolist() == [[0x00, 0xFE], [0x7F, 0xFE], [1, 0xFE]]
+
+
+@pytest.mark.parametrize("least", [torch.finfo(torch.float32).smallest_normal, 1e-45, torch.finfo(torch.float32).max])
+def test_small_and_large_scales_are_scales(tmp_path: Path, least: float) -> None:
+    written = {**quantized(300, 200), "layer.weight_scale_inv": torch.full((3, 2), least)}
+    save_file(written, tmp_path / "model.safetensors")
+    loaded = scaled(fp8fn.load_blockwise(tmp_path)["layer.weight"]).scale
+    assert torch.equal(loaded, torch.full((3, 2), least))
 
 
 # Files that are damaged.
@@ -313,8 +392,6 @@ def test_an_index_that_disagrees_with_its_shards(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"index.json: tensor 'bias' is said to be in '1.safetensors', which does not"):
         fp8fn.load_blockwise(tmp_path)
     write_index(tmp_path, files, bias="../2.safetensors")
-    with pytest.raises(ValueError, match=r"index.json: tensor 'bias' is said to be in '../2.safetensors'; that must"):
-        fp8fn.load_blockwise(tmp_path)
     write_index(tmp_path, {**files, "1.safetensors": {**one, "bias": torch.ones(3)}})
     with pytest.raises(ValueError, match=r"2\.safetensors: tensor 'bias' is in 1\.safetensors too"):
         fp8fn.load_blockwise(tmp_path)
@@ -338,6 +415,172 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has 2 files \*\.safetensors \(a\.safetensors, b\.safetensors\)"):
         fp8fn.load_blockwise(tmp_path)
     assert list(fp8fn.load_blockwise(tmp_path / "b.safetensors")) == ["x"]
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../2.safetensors", "/2.safetensors", "sub/2.safetensors", "./2.safetensors", "2.safetensors/", "..", ".", "",
+        None, 2, ["2.safetensors"], {},
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_an_index_names_files_beside_itself(tmp_path: Path, file: object) -> None:
+    folder = tmp_path / "in"
+    (folder / "sub").mkdir(parents=True)
+    for place in (tmp_path, folder, folder / "sub"):
+        save_file({"bias": torch.ones(3)}, place / "2.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"bias": file}}))
+    with pytest.raises(ValueError, match=r"index\.json: tensor 'bias' is said to be in ") as error:
+        fp8fn.load_blockwise(folder)
+    assert f"said to be in {file!r}; that must be a file beside the index" in str(error.value)
+
+
+@pytest.mark.parametrize("file", ["gone.safetensors", "a" * 300 + ".safetensors", "a\0b", "\ud800"])
+def test_an_index_that_names_a_file_that_is_not_there(tmp_path: Path, file: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"bias": file}}))
+    shown = file if len(file) < 80 else "a" * 40 + "..." + "a" * 28 + ".safetensors"
+    with pytest.raises(FileNotFoundError, match="tensor 'bias' is said to be in ") as error:
+        fp8fn.load_blockwise(tmp_path)
+    assert f"is said to be in {shown!r}, which does not exist" in str(error.value)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    index = write_index(tmp_path, {"1.safetensors": {"bias": torch.ones(3)}})
+    (tmp_path / "1.safetensors").unlink()
+    (tmp_path / "1.safetensors").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"1\.safetensors is a folder; its name is that of a safetensors file"):
+        fp8fn.load_blockwise(tmp_path)
+    index.unlink()
+    index.mkdir()
+    save_file({"bias": torch.ones(3)}, tmp_path / "2.safetensors")
+    # A folder's own name does not make it a file of the checkpoint.
+    assert list(fp8fn.load_blockwise(tmp_path)) == ["bias"]
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"config\.json cannot be read: Is a directory"):
+        fp8fn.load_blockwise(tmp_path)
+    (tmp_path / "config.json").rmdir()
+    (tmp_path / "config.json").symlink_to("gone.json")
+    with pytest.raises(FileNotFoundError, match=r"config\.json cannot be read: No such file"):
+        fp8fn.load_blockwise(tmp_path)
+
+
+@pytest.mark.parametrize("function", ["scandir", "read_bytes", "safe_open"])
+def test_what_may_not_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """Root, as which CI runs, may read everything; so the system's answer is given here."""
+    import safetensors
+
+    write_index(tmp_path, {"1.safetensors": {"bias": torch.ones(3)}})
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    owner, name = {
+        "scandir": (os, tmp_path.name),
+        "read_bytes": (Path, "model.safetensors.index.json"),
+        "safe_open": (safetensors, "1.safetensors"),
+    }[function]
+    monkeypatch.setattr(owner, function, refuse)
+    with pytest.raises(PermissionError, match=rf"{name} cannot be read: Permission denied$") as error:
+        fp8fn.load_blockwise(tmp_path)
+    assert str(error.value).startswith(str(tmp_path))
+
+
+def test_a_model_of_the_hub_is_to_be_downloaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = "hf download Qwen/Qwen3-8B-FP8 --local-dir Qwen/Qwen3-8B-FP8"
+    for path in ("Qwen/Qwen3-8B-FP8", Path("Qwen/Qwen3-8B-FP8")):
+        with pytest.raises(FileNotFoundError, match=f"^Qwen/Qwen3-8B-FP8 does not exist; .*first: {command}$"):
+            fp8fn.load_blockwise(path)
+    # What the command makes is then found.
+    (tmp_path / "Qwen" / "Qwen3-8B-FP8").mkdir(parents=True)
+    save_file({"bias": torch.ones(3)}, tmp_path / "Qwen" / "Qwen3-8B-FP8" / "model.safetensors")
+    assert list(fp8fn.load_blockwise("Qwen/Qwen3-8B-FP8")) == ["bias"]
+    for path in ("Qwen/gone.safetensors", "Qwen/gone.index.json", "../gone/x", "/gone/x", "a/b/c", "gone", "a/b c"):
+        with pytest.raises(FileNotFoundError, match=r"does not exist; pass a safetensors file.*or their folder$"):
+            fp8fn.load_blockwise(path)
+
+
+def test_paths_that_no_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path, shown in (("a" * 300, "a" * 40 + r"\.\.\." + "a" * 40), ("a\0b", "a\0b"), ("", r"\.")):
+        with pytest.raises(FileNotFoundError, match=f"^{shown} (does not exist; pass a safetensors file|has no)"):
+            fp8fn.load_blockwise(path)
+    for value, kind in ((None, "NoneType"), (b"model.safetensors", "bytes"), (3, "int"), ([tmp_path], "list")):
+        with pytest.raises(TypeError, match=f"path must be a str or an os.PathLike, not {kind}"):
+            fp8fn.load_blockwise(value)  # type: ignore[arg-type]
+
+
+def test_a_device_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="device type at start of device string: foo"):
+        fp8fn.load_blockwise(tmp_path / "gone.safetensors", device="foo")
+
+
+# What the parsers say to anything: an error of ours that begins with a path, or tensors.
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=8,
+)
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["F8_E4M3", "F32", "F16", "F8_E8M0", "F4", "BOOL", "?"]) | JSON,
+        "shape": st.lists(st.integers(0, 4) | st.integers(), max_size=3) | JSON,
+        "data_offsets": st.lists(st.integers(0, 32) | st.integers() | st.floats(), min_size=1, max_size=3) | JSON,
+    }
+)
+NAMES = st.sampled_from(["w", "w_scale_inv", "__metadata__"]) | st.text(max_size=6)
+
+
+def outcome(folder: Path) -> None:
+    """Loads a folder of which the files are anything."""
+    message, loaded = str(folder), {}
+    try:
+        loaded = fp8fn.load_blockwise(folder)
+    except (ValueError, FileNotFoundError) as error:
+        message = str(error)
+    assert message.startswith(str(folder))
+    for value in loaded.values():
+        if isinstance(value, fp8fn.ScaledTensor):
+            assert {type(size) for size in value.block} == {int}
+            assert bool((value.scale.float() > 0).all())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    header=st.dictionaries(NAMES, ENTRY | JSON, max_size=3) | JSON,
+    data=st.binary(max_size=40),
+    extra=st.integers(-3, 3),
+)
+def test_any_header(tmp_path_factory: pytest.TempPathFactory, header: object, data: bytes, extra: int) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any_header"
+    folder.mkdir(exist_ok=True)
+    text = json.dumps(header).encode()
+    content = max(len(text) + extra, 0).to_bytes(8, "little") + text + data
+    (folder / "model.safetensors").write_bytes(content)
+    outcome(folder)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    weight_map=st.dictionaries(NAMES, st.sampled_from(["1.safetensors", "2"]) | JSON) | JSON,
+    quantization=st.fixed_dictionaries({"weight_block_size": JSON}) | JSON,
+    index=st.none() | JSON,
+    config=st.none() | JSON,
+)
+def test_any_index_and_any_config(
+    tmp_path_factory: pytest.TempPathFactory, weight_map: object, quantization: object, index: object, config: object
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "any_index"
+    folder.mkdir(exist_ok=True)
+    save_file(quantized(2, 3, name="w"), folder / "1.safetensors")
+    (folder / "config.json").write_text(json.dumps(config or {"quantization_config": quantization}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index or {"weight_map": weight_map}))
+    outcome(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    outcome(folder)
 
 
 def test_equal_shapes_of_scales_are_equal_scales() -> None:
