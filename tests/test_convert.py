@@ -279,8 +279,10 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert run(tmp_path / "in", tmp_path / "whole") == 0
     with monkeypatch.context() as patch:
         patch.setattr(convert, "quantize", failing(after, interrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "in", tmp_path / "out")
+        capsys.readouterr()
+        assert run(tmp_path / "in", tmp_path / "out") == 130
+    message = "python -m fp8fn convert: interrupted; run the same command again to resume"
+    assert capsys.readouterr().err.splitlines()[-1] == message
     unfinished = tmp_path / "out" / ".unfinished"
     assert os.listdir(tmp_path / "out") == [unfinished.name]
     whole, left = content(tmp_path / "whole"), content(unfinished)
@@ -318,8 +320,7 @@ def test_what_a_killed_run_leaves_has_no_final_name(tmp_path: Path, monkeypatch:
     assert left[1] == "model-00001-of-00003.safetensors"
     with monkeypatch.context() as patch:
         patch.setattr(convert, "quantize", failing(0, interrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "in", tmp_path / "out")
+        assert run(tmp_path / "in", tmp_path / "out") == 130
     assert os.listdir(tmp_path / "out" / ".unfinished") == left[1:]
     assert run(tmp_path / "in", tmp_path / "out") == 0
     assert run(tmp_path / "in", tmp_path / "whole") == 0
@@ -345,8 +346,7 @@ def test_a_run_interrupted_while_files_go_to_their_places(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", counting)
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "in", tmp_path / "out", "--overwrite")
+        assert run(tmp_path / "in", tmp_path / "out", "--overwrite") == 130
     with pytest.raises(ValueError, match="has 3 files"):
         fp8fn.load_blockwise(tmp_path / "out")
     assert run(tmp_path / "in", tmp_path / "out", "--overwrite") == 0
@@ -361,8 +361,7 @@ def test_an_overwriting_run_leaves_a_good_output_until_all_is_there(
     before = content(tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setattr(convert, "quantize", failing(5, interrupt))
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "in", tmp_path / "out", "--scale", "pow2", "--overwrite")
+        assert run(tmp_path / "in", tmp_path / "out", "--scale", "pow2", "--overwrite") == 130
     assert content(tmp_path / "out") == before
     # What the interrupted run left is neither lost without --overwrite nor taken for this conversion's with it.
     assert run(tmp_path / "in", tmp_path / "out") == 1
