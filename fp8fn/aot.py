@@ -3,7 +3,8 @@
 For sm90 and each linear layer: its three products, in the configurations that the tables and the model choose, and the
 quantizers of its input, weight and gradient, for training and for inference. For gfx950: all kernels in HIP, which
 serve every shape. A process that runs the layer later finds them in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn), which
-may be copied from one machine to another.
+may be copied from one machine to another: it takes files of its own user and of root that nobody else may write. Exit
+status 1 where a kernel does not compile, or is not in the cache at the end.
 """
 
 from __future__ import annotations
@@ -15,18 +16,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 
-from fp8fn.ops import targets
-from fp8fn.ops.code_cache import cache_dir
+from fp8fn.ops import code_cache, targets
 from fp8fn.ops.cuda import nvrtc, quantize
 from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.nvrtc import CudaKernel, compile_kernel
+from fp8fn.ops.cuda.nvrtc import CudaKernel
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
 from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
@@ -44,27 +44,56 @@ _Kernel = TypeVar("_Kernel")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles what the options name, and prints how many kernels there are and where they went."""
+    """Compiles what the options name, and prints how many kernels there are and where; 1 where one was not kept."""
     parser = _parser()
     args = parser.parse_args(argv)
     if (problem := (build if args.arch == "gfx950" else nvrtc).unavailable()) is not None:
         parser.error(problem)
     if importlib.util.find_spec("tqdm") is None:
         parser.error("needs tqdm: pip install tqdm")
-    (_hip if args.arch == "gfx950" else _cuda)(parser, args)
-    return 0
+    try:
+        outcome = (_hip if args.arch == "gfx950" else _cuda)(parser, args)
+    except (nvrtc.CompilationError, build.CompilationError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    print(outcome)
+    if outcome.lost:
+        print(
+            f"{parser.prog}: {outcome.folder} does not keep kernels: set {code_cache.VARIABLE} to a folder that you "
+            "can write and others can't",
+            file=sys.stderr,
+        )
+    return int(outcome.lost > 0)
 
 
-def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Outcome:
+    """How many kernels were asked for, how many of them the cache had before and has now, and where it is."""
+
+    what: str
+    asked: int
+    before: int
+    kept: int
+    folder: Path
+
+    @property
+    def lost(self) -> int:
+        return self.asked - self.kept
+
+    def __str__(self) -> str:
+        counts = f"{self.asked} kernels, {self.asked - self.before} compiled now, {self.before} there before"
+        return f"{self.what}:\n{counts}, {f'{self.lost} not kept ' if self.lost else ''}in {self.folder}"
+
+
+def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
     if args.shapes or args.suite or args.model:
         parser.error("--arch gfx950 compiles kernels that serve every shape: leave --shapes, --suite and --model out")
     kernels = variants.kernels(_INPUTS[args.dtype])
-    report = _compile(build.compile_kernel, kernels, build.code_dir())
-    print(f"every kernel in HIP for {args.arch}, with outputs in {args.dtype}:")
-    print(report)
+    what = f"every kernel in HIP for {args.arch}, with outputs in {args.dtype}"
+    return _compile(what, kernels, build.compile_kernel, build.cache_path)
 
 
-def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
     if not (args.shapes or args.suite or args.model):
         parser.error("one of the arguments --shapes --suite --model is required")
     try:
@@ -74,9 +103,8 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         kernels = kernels_of(shapes, recipe, _INPUTS[args.dtype], target, chip)
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
-    report = _compile(compile_kernel, kernels, cache_dir() / "cubin")
-    print(f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors:")
-    print(report)
+    what = f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
+    return _compile(what, kernels, nvrtc.compile_kernel, nvrtc.cache_path)
 
 
 def chip_and_target() -> tuple[Chip, Target]:
@@ -102,16 +130,37 @@ def kernels_of(
     return tuple(found)
 
 
-def _compile(compile_: Callable[[_Kernel], object], kernels: Sequence[_Kernel], folder: Path) -> str:
-    """Into the cache, with a bar; and how many were new. Compilers let go of Python's lock: one a processor."""
+def _compile(
+    what: str,
+    kernels: Sequence[_Kernel],
+    compile_: Callable[[_Kernel], object],
+    path_of: Callable[[_Kernel], Path],
+) -> Outcome:
+    """Into the cache, with a bar. Compilers release Python's lock: one thread a processor.
+
+    A kernel counts as kept when it can be read back, not when its compilation returned.
+    """
     from tqdm import tqdm
 
-    before = _names(folder)
+    def compiled(kernel: _Kernel) -> tuple[bool, bool]:
+        path = path_of(kernel)
+        before = code_cache.read_whole(path) is not None
+        if not before:
+            compile_(kernel)
+        return before, before or code_cache.read_whole(path) is not None
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(kernels), unit="kernel") as bar:
-        for _ in pool.map(compile_, kernels):
-            bar.update()
-    new = len(_names(folder) - before)
-    return f"{len(kernels)} kernels, {new} compiled now, {len(kernels) - new} there before, in {folder}"
+        found = []
+        try:
+            for each in pool.map(compiled, kernels):
+                found.append(each)
+                bar.update()
+        except BaseException:  # Ctrl-C, or a kernel that does not compile: those that have not begun are left
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    before, kept = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
+    folder = path_of(kernels[0]).parent if kernels else code_cache.cache_dir()
+    return Outcome(what, len(kernels), before, kept, folder)
 
 
 def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
@@ -174,10 +223,6 @@ def _sides(block: Block) -> tuple[tuple[Block, bool], tuple[Block, bool]]:
 
 def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major: bool | None) -> quantize.Quantized:
     return quantize.Quantized(empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major))
-
-
-def _names(folder: Path) -> set[str]:
-    return {path.name for path in folder.glob("*")}
 
 
 def _parser() -> argparse.ArgumentParser:

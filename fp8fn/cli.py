@@ -12,10 +12,14 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Command:
-    """A command; its module is imported only when it is run, so that help stays quick."""
+    """A command; its module is imported only when it is run, so that help stays quick.
+
+    `interrupted` is a sentence for whoever stops it with Ctrl-C: what is kept, and how to go on.
+    """
 
     summary: str
     module: str
+    interrupted: str = "nothing more is written"
 
 
 @dataclass(frozen=True)
@@ -26,14 +30,26 @@ class Group:
     commands: Mapping[str, Command | Group]
 
 
+# What a shell reports of a process that SIGINT ended. 1 is a command's own verdict: in the demo, that FP8 is worse.
+INTERRUPTED: Final = 130
+
 COMMANDS: Final = Group(
     "FP8 matrix multiplication for PyTorch.",
     {
         "demo": Command("train a small GPT with and without FP8, and compare", "fp8fn.demo.command"),
         "env": Command("print versions, devices and the kernels that serve them", "fp8fn.environment"),
-        "tune": Command("time the products of your shapes, and keep the fastest configurations", "fp8fn.tune"),
-        "aot": Command("compile a model's kernels ahead of time, with no GPU", "fp8fn.aot"),
-        "convert": Command("write a bf16 checkpoint in FP8, as DeepSeek-V3's are", "fp8fn.convert"),
+        "tune": Command(
+            "time the products of your shapes, and keep the fastest configurations", "fp8fn.tune",
+            "what is tuned is kept; run the same command again to resume",
+        ),
+        "aot": Command(
+            "compile a model's kernels ahead of time, with no GPU", "fp8fn.aot",
+            "what is compiled is kept; run the same command again to resume",
+        ),
+        "convert": Command(
+            "write a bf16 checkpoint in FP8, as DeepSeek-V3's are", "fp8fn.convert",
+            "run the same command again to resume",
+        ),
         "isa": Command("read AMD's machine code: instructions, registers, modelled cycles", "fp8fn.isa"),
         "bench": Group(
             "Measurements.",
@@ -55,7 +71,7 @@ COMMANDS: Final = Group(
             },
         ),
     },
-)
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +84,11 @@ def _dispatch(group: Group, argv: list[str], program: str) -> int:
     if isinstance(command, Group):
         return _dispatch(command, argv[1:], f"{program} {argv[0]}")
     if isinstance(command, Command):
-        return int(importlib.import_module(command.module).main(argv[1:]))
+        try:
+            return int(importlib.import_module(command.module).main(argv[1:]))
+        except KeyboardInterrupt:
+            print(f"\n{program} {argv[0]}: interrupted; {command.interrupted}", file=sys.stderr)
+            return INTERRUPTED
     parser = _parser(group, program)
     if not argv:
         parser.print_help(sys.stderr)

@@ -36,6 +36,7 @@ from torch import Tensor
 from fp8fn.checkpoint import SCALE_SUFFIX, Checkpoint, Shard, find, open_all, read_json
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, short_name
 from fp8fn.ops.layout import Block, scale_shape
+from fp8fn.options import device
 from fp8fn.quantization import dequantize, quantize
 from fp8fn.site import LEAST_K, LEAST_N
 
@@ -622,6 +623,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="tensors to leave as they are")
     parser.add_argument("--overwrite", action="store_true", help="replace what another conversion left in OUTPUT")
     parser.add_argument(
-        "--device", type=torch.device, default=torch.device("cpu"), help="that quantizes, by default %(default)s"
+        "--device", type=device, default=torch.device("cpu"), help="that quantizes, by default %(default)s"
     )
     return parser

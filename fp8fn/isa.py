@@ -8,6 +8,7 @@ instructions' rates (`fp8fn/ops/tuning/amd_model.py`), never measured.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -34,12 +35,14 @@ from fp8fn.ops.tuning.amd_model import (
     kernel_of,
     waves_per_simd,
 )
+from fp8fn.options import output_file
 from fp8fn.tune import sizes
 from fp8fn.version import __version__
 
 TARGETS: Final[Mapping[str, Target]] = {"gfx942": GFX942, "gfx950": GFX950}
 SHAPE: Final = (4096, 4096, 4096)
 _EXPERTS: Final = 8
+NEEDS_TRITON: Final = "needs Triton, whose compiler writes the machine code: pip install triton (on Linux)"
 
 # a_block, b_block, and along which axis a and b are contiguous, for the scaled products.
 PRODUCTS: Final[Mapping[str, tuple[Block, Block, str, str]]] = {
@@ -58,6 +61,8 @@ def main(argv: Sequence[str]) -> int:
     """Prints the figures of what the options name; with --write-tables, the tables of ops/tuning instead."""
     parser = _parser()
     args = parser.parse_args(argv)
+    if importlib.util.find_spec("triton") is None:
+        parser.error(NEEDS_TRITON)
     if args.write_tables:
         for arch in TARGETS if args.arch is None else (args.arch,):
             path = Path(tuning.__path__[0]) / f"amd_{arch}.json"
@@ -392,7 +397,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", metavar="CFG", help="a product's chosen configuration beside this one, such as 256x128w8s2n16h"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
         "--write-tables", action="store_true", help="compile the candidates and write ops/tuning/amd_*.json"
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
@@ -23,6 +24,7 @@ from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
 from fp8fn.bench.timing import clock_of
 from fp8fn.environment import describe
 from fp8fn.ops import targets
+from fp8fn.ops.code_cache import VARIABLE
 from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.tuning import compare, table
@@ -32,6 +34,7 @@ from fp8fn.ops.tuning.model import ranked
 from fp8fn.ops.tuning.problem import PRODUCTS, Problem, chip_of, linear_problems
 from fp8fn.ops.tuning.sweep import Bench, tune
 from fp8fn.ops.tuning.table import Entry
+from fp8fn.options import gpu, output_file
 
 SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
     "llm84": tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),
@@ -58,7 +61,11 @@ def main(argv: Sequence[str], bench: Bench | None = None) -> int:
     except ValueError as error:
         parser.error(f"--recipe {args.recipe}: {error}")
     bench = bench or _gpu_bench(parser, args.device, warm=bool(problems))
-    left = sweep(problems, bench, force=args.force, budget=args.budget)
+    try:
+        left = sweep(problems, bench, force=args.force, budget=args.budget)
+    except NotKept as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
     found = table.users(bench.chip)
     if problems:
         print(report({p: found.entries[p] for p in problems if p in found.entries}, bench.chip.multiprocessors))
@@ -67,6 +74,10 @@ def main(argv: Sequence[str], bench: Bench | None = None) -> int:
         table.write(args.export, found)
         print(f"{len(found.entries)} products of the {bench.chip.name} written to {args.export}")
     return 0
+
+
+class NotKept(RuntimeError):
+    """The user's table can't be written; the message says where it is, and what to do."""
 
 
 def problems_of(shapes: Iterable[tuple[int, ...]], products: Sequence[str], recipe: Recipe) -> tuple[Problem, ...]:
@@ -88,7 +99,12 @@ def sweep(problems: Sequence[Problem], bench: Bench, *, force: bool = False, bud
             if budget is not None and time.perf_counter() - began >= budget:
                 break
             bar.set_description(str(problem))
-            table.add(bench.chip, {problem: tune(problem, bench)}, origin)
+            entry = tune(problem, bench)
+            try:
+                table.add(bench.chip, {problem: entry}, origin)
+            except OSError as error:
+                why = f"{table.user_path(bench.chip)} can't be written ({error.strerror or error})"
+                raise NotKept(f"{why}: set {VARIABLE} to a folder that you can write") from error
             gc.collect()  # the operands of the last problem: up to 15 GB
             done += 1
             bar.update()
@@ -199,8 +215,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--recipe", default="blockwise", help="whose blocks (default: %(default)s)")
     parser.add_argument("--budget", type=_seconds, metavar="SECONDS", help="start no further product after this time")
     parser.add_argument("--force", action="store_true", help="measure again what the cache has")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="by default %(default)s")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="then write all that the cache has for the chip")
+    parser.add_argument("--device", type=gpu, default=torch.device("cuda"), help="by default %(default)s")
+    parser.add_argument(
+        "--export", type=output_file, metavar="FILE", help="then write all that the cache has for the chip"
+    )
     parser.add_argument(
         "--compare", type=Path, nargs=2, metavar="FILE", help="how far two exported tables agree; measures nothing"
     )

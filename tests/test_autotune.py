@@ -39,6 +39,27 @@ class Mlp(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, False),
+        ({"max_autotune": True}, True),
+        ({"max_autotune_gemm": True}, True),
+        ({"max_autotune": True, "autotune_in_subproc": True}, False),
+        ({"max_autotune_gemm": True, "autotune_in_subproc": True}, False),
+        ({"max_autotune": True, "pipeline_max_autotune_gemm": True}, False),
+        ({"max_autotune_gemm": True, "pipeline_max_autotune_gemm": True}, False),
+    ],
+    ids=str,
+)
+def test_no_choices_for_processes_that_do_not_know_them(settings: dict[str, bool], expected: bool) -> None:
+    off = dict.fromkeys(
+        ("max_autotune", "max_autotune_gemm", "autotune_in_subproc", "pipeline_max_autotune_gemm"), False
+    )
+    with torch._inductor.config.patch({**off, **settings}):
+        assert autotune.wanted() is expected
+
+
 def step(module: Callable[[Tensor], Tensor], model: Mlp, x: Tensor) -> list[Tensor]:
     """Forward and backward: out and all gradients."""
     x = x.detach().requires_grad_()

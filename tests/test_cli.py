@@ -50,7 +50,7 @@ def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.
         (("demo", "--steps", "0"), "'0' is no positive whole number"),
         (("demo", "--recipe", "blokwise"), "did you mean 'blockwise'"),
         (("demo", "--device", "tpu9"), "'tpu9' is no device"),
-        (("demo", "--device", "meta"), "fp8fn has no kernels for 'meta'"),
+        (("demo", "--device", "meta"), "fp8fn has no kernels for 'meta' here"),
         (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),
         (("demo", "--size", "huge"), "invalid choice: 'huge'"),
         ((), "demo"),

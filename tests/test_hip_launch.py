@@ -83,7 +83,7 @@ def test_the_second_time_a_kernel_comes_from_the_cache(kernel: HipKernel, cache:
     assert [compile_kernel(kernel) for _ in range(3)] == [b"code 1"] * 3
     assert len(compiled) == 1
     (file,) = (cache / "hip").iterdir()
-    assert build.code_dir() == cache / "hip"
+    assert build.cache_path(kernel) == file
     assert re.fullmatch(r"fill-gfx950-[0-9a-f]{32}\.hsaco", file.name)
 
 
@@ -135,7 +135,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_a_compiler_the_cache_serves_and_the_rest_says_what_to_do(kernel: HipKernel, no_compiler: None) -> None:
-    build.write(build._cached(kernel), b"code from elsewhere")
+    build.write(build.cache_path(kernel), b"code from elsewhere")
     assert compile_kernel(kernel) == b"code from elsewhere"
     with pytest.raises(NoCompiler, match="no compiler for HIP is here: set ROCM_PATH") as raised:
         compile_kernel(replace(kernel, macros=()))

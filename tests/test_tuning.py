@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -386,7 +387,7 @@ def test_tables_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     save({PROBLEM: ENTRY})
     reads: list[Path] = []
     read = table.read
-    monkeypatch.setattr(table, "read", lambda path: (reads.append(path), read(path))[1])
+    monkeypatch.setattr(table, "read", lambda path, *more: (reads.append(path), read(path, *more))[1])
     for _ in range(3):
         assert choose_config(PROBLEM, 132, table.tables(CHIP)).config == W
     assert reads == [table.user_path(CHIP)]
@@ -853,7 +854,7 @@ def test_an_interrupted_run_goes_on_where_it_was() -> None:
 
 def test_a_budget_ends_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seconds = iter(range(0, 1000, 10))
-    monkeypatch.setattr(command.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(command, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     status, bench = run(*SHAPES, "--budget", "25")
     assert (status, len(bench.asked)) == (0, 2)
     assert "2 of 5 products are tuned" in capsys.readouterr().out

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from fp8fn.bench import record, tables
+from fp8fn import options
+from fp8fn.bench import plot, record, tables
 from fp8fn.bench.measure import Case, Row, copy_rate, measure
 from fp8fn.bench.peers import PEERS
 from fp8fn.bench.timing import DEFAULT, Clock, Schedule, clock_of
@@ -47,6 +48,8 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
+    if args.plot and (fault := plot.fault(args.plot)):
+        parser.error(f"--plot {fault}")
     device = args.device or torch.device("cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU here; --device cpu with a small --shape shows what is measured")
@@ -75,8 +78,6 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     run = record.make(benchmark, results)
     print(suite.table(run))
     if args.plot:
-        from fp8fn.bench import plot
-
         plot.write(run, args.plot)
     return int(any(row.wrong or (row.peer == "fp8fn" and row.us is None) for row in rows))
 
@@ -145,7 +146,9 @@ def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> arg
         help=f"whom to measure beside fp8fn; by default {','.join(PEERS)}; none for nobody",
     )
     parser.add_argument("--rounds", type=_rounds, metavar="R", help="turns of each call; by default the suite's")
-    parser.add_argument("--device", type=torch.device, help="where to measure; by default cuda")
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="draw them to FILE (needs matplotlib)")
+    parser.add_argument("--device", type=options.device, help="where to measure; by default cuda")
+    parser.add_argument(
+        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
+    )
+    parser.add_argument("--plot", type=options.output_file, metavar="FILE", help="draw them to FILE (needs matplotlib)")
     return parser

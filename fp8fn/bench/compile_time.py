@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8fn import lowering
+from fp8fn import lowering, options
 from fp8fn.bench.decoder import Decoder
 from fp8fn.bench.record import write
 
@@ -112,7 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--layers", type=_positive, default=32, metavar="L", help="of the model; by default 32")
     parser.add_argument("--rounds", type=_positive, default=5, metavar="R", help="of each way; by default 5")
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
+    parser.add_argument(
+        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
+    )
     args = parser.parse_args(argv)
     seconds = measure(args.layers, args.rounds)
     for name, samples in seconds.items():

@@ -28,6 +28,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8fn import options
 from fp8fn.bench import record, tables
 from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.llama import A16W8, MX, SIZES, ConstantA16W8, ConstantMX, Generator, Hold, Plain, Size
@@ -256,8 +257,10 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=_positive, metavar="T", help="tokens of a loop; by default 255, 31 on a CPU")
     parser.add_argument("--rounds", type=_positive, default=7, metavar="R", help="loops of each way; by default 7")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cuda"), help="by default cuda")
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
+    parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="by default cuda")
+    parser.add_argument(
+        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
+    )
     args = parser.parse_args(argv)
     cuda = args.device.type == "cuda"
     if cuda and not torch.cuda.is_available():

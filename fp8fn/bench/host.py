@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 
 import fp8fn
+from fp8fn import options
 from fp8fn.bench.record import write
 
 # Microseconds, and seconds for the first call and the import.
@@ -91,7 +92,9 @@ def first_call(runs: int = 4) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; exit status 1 where a bar is passed."""
     parser = argparse.ArgumentParser(prog="fp8fn bench host", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
+    parser.add_argument(
+        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
+    )
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU here; `bench overhead` measures the host's side on the CPU")

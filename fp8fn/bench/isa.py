@@ -7,14 +7,16 @@ Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_mod
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from fp8fn import options
 from fp8fn.bench import record, tables
 from fp8fn.bench.shapes import LLM84
-from fp8fn.isa import OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
+from fp8fn.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning import amd
@@ -40,11 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Writes the results of both architectures, or of one."""
     parser = argparse.ArgumentParser(prog="python -m fp8fn bench isa", description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", choices=TARGETS, help="of this architecture only")
-    parser.add_argument("--folder", type=Path, default=RESULTS, help="where to write (default: %(default)s)")
+    parser.add_argument(
+        "--folder", type=options.output_folder, default=RESULTS, help="where to write (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
+    if importlib.util.find_spec("triton") is None:
+        parser.error(NEEDS_TRITON)
     for arch in TARGETS if args.arch is None else (args.arch,):
         path = args.folder / f"isa-{arch}.json"
-        record.write(str(path), "isa", results(arch))
+        record.write(path, "isa", results(arch))
         print(table(record.read(path)), end="\n\n")
         print(f"wrote {path}")
     return 0

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 import fp8fn
+from fp8fn import options
 from fp8fn.bench.record import write
 from fp8fn.ops import reference
 
@@ -63,7 +64,9 @@ def measure(rounds: int = 2000, repeats: int = 10) -> dict[str, Overhead]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table; exit status 1 where a bar is passed."""
     parser = argparse.ArgumentParser(prog="fp8fn bench overhead", description=__doc__)
-    parser.add_argument("--json", metavar="FILE", help="write the figures and the environment to FILE")
+    parser.add_argument(
+        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
+    )
     args = parser.parse_args(argv)
     results = measure()
     for name, result in results.items():

@@ -7,8 +7,10 @@ layers as speedups over bf16. Grays, hatches and markers tell cases apart, so th
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import cycle
+from pathlib import Path
 from typing import Any, Final
 
 from fp8fn.bench import record
@@ -16,13 +18,24 @@ from fp8fn.bench.llm84 import pairs
 from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import LLM84
 from fp8fn.bench.tables import provenance, rate, rows_of
+from fp8fn.options import output_file
 
+_DRAWN: Final = "dense, wgrad, linear or quant"
 _HATCHES: Final = ("//", "..", "xx", "", "\\\\", "oo", "++", "--")
 _GRAYS: Final = ("0.55", "0.75", "0.9", "0.4", "0.65", "0.85", "0.5", "0.95")
 _MARKERS: Final = ("s", "^", "D", "v", "P", "X", "<", ">")
 
 
-def write(run: dict[str, Any], path: str) -> None:
+def fault(path: Path) -> str | None:
+    """Why matplotlib can't draw to a file of this name, or None."""
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    ending = path.suffix[1:].lower()
+    return None if not ending or ending in known else f"{path}: no format {ending!r}; use {', '.join(sorted(known))}"
+
+
+def write(run: dict[str, Any], path: str | Path) -> None:
     """Draws `run`, as `record.read` returns it, to `path`, in the format that its ending names."""
     from matplotlib.figure import Figure
 
@@ -46,10 +59,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn bench plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN.json", help="figures of dense, wgrad, linear or quant")
-    parser.add_argument("figure", metavar="FIGURE", help="the file to draw to")
+    parser.add_argument("run", metavar="RUN.json", help=f"figures of {_DRAWN}")
+    parser.add_argument("figure", type=output_file, metavar="FIGURE", help="the file to draw to")
     args = parser.parse_args(argv)
-    write(record.read(args.run), args.figure)
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("needs matplotlib: pip install matplotlib")
+    if (problem := fault(args.figure)) is not None:
+        parser.error(problem)
+    try:
+        run = record.read(args.run)
+        drawable = bool(rows_of(run) and run["results"]["suite"] and provenance(run))
+    except OSError as error:
+        parser.error(f"{args.run} can't be read: {error.strerror}; --json of {_DRAWN} writes such a file")
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # no JSON, or another's
+        drawable = False
+    if not drawable:
+        parser.error(f"{args.run} is no run of {_DRAWN}, as their --json writes it")
+    write(run, args.figure)
     return 0
 
 

@@ -123,8 +123,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where a table is stale")
     args = parser.parse_args(argv)
     path = Path("README.md")
-    text = path.read_text(encoding="utf-8")
-    new = rewritten(text)
+    try:
+        text = path.read_text(encoding="utf-8")
+        new = rewritten(text)
+    except OSError as error:
+        parser.error(f"{path.absolute()} can't be read ({error.strerror}): run it in a checkout of fp8fn")
+    except ValueError as error:
+        parser.error(f"{path.absolute()} is not fp8fn's ({error}): run it in a checkout of fp8fn")
     if args.check:
         print("README.md is up to date" if new == text else "README.md is stale: python -m fp8fn bench readme")
         return int(new != text)

@@ -21,7 +21,7 @@ def make(benchmark: str, results: Any) -> dict[str, Any]:
     }
 
 
-def write(path: str, benchmark: str, results: Any) -> None:
+def write(path: str | Path, benchmark: str, results: Any) -> None:
     """Writes `results` with their provenance as JSON."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(make(benchmark, results), file, indent=1)

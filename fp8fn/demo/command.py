@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import fp8fn
+from fp8fn import options
 from fp8fn.bench import record
 from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import standard_library
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     _explain(model, plan, arguments.recipe)
     pairs = compare(model, corpus, plan, in_fp8(arguments.recipe), progress=_progress, seeds=arguments.seeds)
     if arguments.json:
-        record.write(str(arguments.json), "demo", results(pairs, plan, arguments.model, size, arguments.recipe))
+        record.write(arguments.json, "demo", results(pairs, plan, arguments.model, size, arguments.recipe))
 
     print(f"\n{table(pairs)}\n")
     if device.type == "cpu":
@@ -92,10 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         "the same batches: compiled by Inductor as it is, and compiled by fp8fn with its GEMMs in FP8. Prints which "
         "GEMMs were substituted, the final losses, the speeds and the bytes saved for the backward.",
         epilog="Exit status: 0 if FP8's final validation loss is at most 1 % above the baseline's, with --seeds in the "
-        "mean over the pairs, else 1; 2 if the demo could not run.",
+        "mean over the pairs, else 1; 2 if the demo could not run; 130 if it was interrupted.",
     )
     parser.add_argument(
-        "--device", type=_device, default=_default_device(), help="cpu, cuda or cuda:N (default here: %(default)s)"
+        "--device",
+        type=options.device,
+        default=_default_device(),
+        help="cpu, cuda or cuda:N (default here: %(default)s)",
     )
     parser.add_argument(
         "--model", choices=MODELS, default="gpt", help="gpt, or moe: with 8 experts in each layer (default: gpt)"
@@ -116,26 +120,20 @@ def _parser() -> argparse.ArgumentParser:
         help="train N pairs, of seeds SEED, SEED + 1 and so on, and compare their means (default: %(default)s)",
     )
     parser.add_argument(
-        "--plot", type=_path, default=Path("fp8fn-demo.png"), metavar="PATH", help="PNG to write (default: %(default)s)"
+        "--plot",
+        type=options.output_file,
+        default=Path("fp8fn-demo.png"),
+        metavar="PATH",
+        help="PNG to write (default: %(default)s)",
     )
-    parser.add_argument("--json", type=_path, metavar="PATH", help="write what was measured, and where, to PATH")
+    parser.add_argument(
+        "--json", type=options.output_file, metavar="PATH", help="write what was measured, and where, to PATH"
+    )
     return parser
 
 
 def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; use cpu, cuda or cuda:N") from None
-    if device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"fp8fn has no kernels for {text!r}; use cpu, cuda or cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise argparse.ArgumentTypeError(f"{text!r} is not there: torch sees {torch.cuda.device_count()} GPUs")
-    return device
 
 
 def _positive(text: str) -> int:
@@ -152,14 +150,6 @@ def _rate(text: str) -> float:
     if not 0 < rate < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return rate
-
-
-def _path(text: str) -> Path:
-    # Before hours of training, not after them.
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} can't be written: it must be a file in a folder that exists")
-    return path
 
 
 def _recipe(text: str) -> str:

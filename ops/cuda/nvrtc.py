@@ -1,7 +1,7 @@
 """CUDA C++ to machine code by NVRTC, which every CUDA build of PyTorch brings along; results are kept on disk.
 
-No GPU is needed to compile. A cubin is cached in `FP8FN_CACHE_DIR` (default `~/.cache/fp8fn`), named by the hash of all
-that it depends on: the sources, the macros, the options and NVRTC's version.
+No GPU is needed to compile. A cubin is cached in `code_cache.cache_dir()`, named by the hash of all that it depends
+on: the sources, the macros, the options and NVRTC's version.
 """
 
 from __future__ import annotations
@@ -50,18 +50,21 @@ class Compiled:
 
 def compile_kernel(kernel: CudaKernel, arch: str = "sm_90a", *, verbose: bool = False) -> Compiled:
     """The cubin of a kernel, from the cache where it is there; `verbose` always compiles, for ptxas's report."""
-    options = (*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{name}={value}" for name, value in kernel.macros))
-    source = kernel.generated + f'#line 1 "{kernel.file}"\n' + _text(kernel.file)
-    headers = _headers()
+    source, headers, options = _input(kernel, arch)
     if verbose:
         return _compile(source, kernel.file, headers, (*options, "--ptxas-options=-v"))
-    digest = hashlib.sha256(repr((source, headers, options, version())).encode()).hexdigest()
-    path = cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"
+    path = cache_path(kernel, arch)
     if (cubin := read_whole(path)) is not None:
         return Compiled(cubin, "")
     compiled = _compile(source, kernel.file, headers, options)
     write(path, compiled.cubin)
     return compiled
+
+
+def cache_path(kernel: CudaKernel, arch: str = "sm_90a") -> Path:
+    """The file that has a kernel's cubin once it is compiled."""
+    digest = hashlib.sha256(repr((*_input(kernel, arch), version())).encode()).hexdigest()
+    return cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"
 
 
 @cache
@@ -80,6 +83,12 @@ def unavailable() -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+def _input(kernel: CudaKernel, arch: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """The source, its headers and the options."""
+    options = (*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{name}={value}" for name, value in kernel.macros))
+    return kernel.generated + f'#line 1 "{kernel.file}"\n' + _text(kernel.file), _headers(), options
 
 
 @cache

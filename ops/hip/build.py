@@ -1,8 +1,8 @@
 """HIP to machine code by clang: that of the user's ROCm, else that of the `ziglang` package; results are kept on disk.
 
-Neither a GPU nor ROCm's headers are needed to compile. A code object is cached in `FP8FN_CACHE_DIR` (default
-`~/.cache/fp8fn`), named by the hash of the sources, the macros, the options and the architecture; not of the compiler,
-so that one that was compiled elsewhere serves a machine without any.
+Neither a GPU nor ROCm's headers are needed to compile. A code object is cached in
+`code_cache.cache_dir()`, named by the hash of the sources, the macros, the options and the architecture; not of the
+compiler, so that one that was compiled elsewhere serves a machine without any.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class NoCompiler(CompilationError):
 
 def compile_kernel(kernel: HipKernel) -> bytes:
     """The code object of a kernel, from the cache where it is there."""
-    path = _cached(kernel)
+    path = cache_path(kernel)
     if (code := read_whole(path)) is not None:
         return code
     if (missing := unavailable()) is not None:
@@ -67,9 +67,11 @@ def compile_kernel(kernel: HipKernel) -> bytes:
     return code
 
 
-def code_dir() -> Path:
-    """Where code objects are kept."""
-    return cache_dir() / "hip"
+def cache_path(kernel: HipKernel) -> Path:
+    """The file that has a kernel's code object once it is compiled."""
+    everything = repr((_text(kernel.source), _headers(), _OPTIONS, kernel))
+    digest = hashlib.sha256(everything.encode()).hexdigest()
+    return cache_dir() / "hip" / f"{kernel.entry}-{kernel.arch}-{digest[:32]}.hsaco"
 
 
 @cache
@@ -81,12 +83,6 @@ def unavailable() -> str | None:
         "no compiler for HIP is here: set ROCM_PATH to an installation of ROCm, or pip install 'fp8fn[hip-compile]', "
         "or bring the cache of a machine that ran python -m fp8fn aot --arch gfx950"
     )
-
-
-def _cached(kernel: HipKernel) -> Path:
-    everything = repr((_text(kernel.source), _headers(), _OPTIONS, kernel))
-    digest = hashlib.sha256(everything.encode()).hexdigest()
-    return code_dir() / f"{kernel.entry}-{kernel.arch}-{digest[:32]}.hsaco"
 
 
 @cache

@@ -32,6 +32,7 @@ _UNSCALED: Final = (Config(), Config(BN=192), Config(MATH=3))
 _FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
 # Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
 _RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
+_LARGEST_GROUP: Final = 64  # rows of tiles; past 64 of 64 rows no L2 holds what they share
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
 _NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:s(\d+))?")
 
@@ -51,6 +52,14 @@ def candidates(problem: Problem, cores: int) -> tuple[Config, ...]:
     return tuple(found)
 
 
+def runs(problem: Problem, config: Config) -> bool:
+    """Whether the kernel can multiply a problem in a configuration, however slowly."""
+    if replace(config, SPLIT=1, GROUP=Config.GROUP) not in tiles(problem) or config.GROUP > _LARGEST_GROUP:
+        return False
+    shared = config.SPLIT in _RESIDENT_CLUSTERS and _can_share(config, -(-problem.k // BK), config.SPLIT)
+    return config.SPLIT == 1 or shared
+
+
 def tile_count(problem: Problem, config: Config) -> int:
     """Output tiles, of all batches; each counts once for every block of threads that shares its K."""
     return -(-problem.m // config.BM) * -(-problem.n // config.BN) * problem.batch * config.SPLIT
@@ -61,13 +70,17 @@ def _splits(tile: Config, count: int, blocks: int, cores: int) -> list[int]:
 
     None where a tile is several products, which take turns at the registers: 1.2 to 1.4x the time of the fastest tile.
     """
-    if tile.BM * tile.BN > _LARGEST_SPLIT or tile.SLICES_N > 1:
-        return []
     return [
         split
         for split, share in _RESIDENT_CLUSTERS.items()
-        if count * split <= share * cores and blocks >= split * _FEWEST_BLOCKS and tile.BM % (16 * split) == 0
+        if count * split <= share * cores and _can_share(tile, blocks, split)
     ]
+
+
+def _can_share(tile: Config, blocks: int, split: int) -> bool:
+    """Whether `split` blocks of threads can share the `blocks` of K of a tile, resident at once or not."""
+    small = tile.BM * tile.BN <= _LARGEST_SPLIT and tile.SLICES_N == 1
+    return small and blocks >= split * _FEWEST_BLOCKS and tile.BM % (16 * split) == 0
 
 
 def config_name(config: Config) -> str:

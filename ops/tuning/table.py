@@ -1,26 +1,27 @@
 """Tables of measured configurations: the one shipped for a chip, and the user's own in the cache; JSON, one row a line.
 
-A user's file that cannot be read is left out with a warning. It is replaced whole, under a lock, with what is there
-merged in: processes that tune at the same time keep each other's rows.
+A user's file that cannot be read is left out with a warning, and so is each row that is none: a table changes how fast
+a product is, and never whether it runs. The file is replaced whole, under a lock, with what is there merged in:
+processes that tune at the same time keep each other's rows.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
+import math
 import re
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
-from fp8fn.ops.code_cache import cache_dir
-from fp8fn.ops.cuda.scaled_mm import KINDS
-from fp8fn.ops.tuning.candidates import config_of
+from filelock import FileLock
+
+from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
+from fp8fn.ops.cuda.scaled_mm import KINDS, OUT, TYPES
+from fp8fn.ops.formats import short_name
+from fp8fn.ops.tuning.candidates import config_of, runs
 from fp8fn.ops.tuning.problem import Chip, Problem
 
 FORMAT: Final = 1
@@ -31,7 +32,9 @@ COLUMNS: Final = (
     "config", "times_us", "spread_us", "peer_us",
 )  # fmt: skip
 _FOLDER: Final = Path(__file__).parent
-_LOG: Final = logging.getLogger("fp8fn")
+_LARGEST_SIZE: Final = 2**63 - 1  # of a tensor
+_FP8: Final = frozenset(map(short_name, TYPES))
+_OUT: Final = frozenset(map(short_name, OUT))
 
 
 @dataclass(frozen=True)
@@ -110,52 +113,118 @@ def user_path(chip: Chip) -> Path:
 
 
 def _read_users(path: Path, chip: Chip) -> Table | None:
+    faults: list[str] = []
     try:
-        table = read(path)
+        table = read(path, faults)
         if table.chip != chip:
             raise ValueError(f"is of {table.chip}")
-        return table
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
-        _LOG.warning("tuning: %s is left out: %s; delete it, or run `python -m fp8fn tune` again", path, error)
+        warn_once(f"tuning: {path} is left out: {error}; delete it, or run `python -m fp8fn tune` again")
         return None
+    if faults:
+        more = f", and {len(faults) - 1} more rows of it" if len(faults) > 1 else ""
+        warn_once(f"tuning: {path}: {faults[0]}; it is left out{more}. Tune these shapes again")
+    return table if table.entries or not faults else None
 
 
-def read(path: Path) -> Table:
-    """The table of a file; OSError or ValueError where it is none."""
-    return replace(parse(json.loads(path.read_text(encoding="utf-8"))), name=path.name)
+def read(path: Path, faults: list[str] | None = None) -> Table:
+    """The table of a file; OSError or ValueError where it is none.
+
+    A row that is none is a ValueError too, or a sentence in `faults`, where that is given.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+    return replace(parse(document, faults), name=path.name)
 
 
-def parse(document: Any) -> Table:
-    """The table of a file's contents."""
+def parse(document: Any, faults: list[str] | None = None) -> Table:
+    """The table of a file's contents; `faults` as in `read`."""
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("columns") != list(COLUMNS):
         raise ValueError(f"it is no table of format {FORMAT}")
+    name, count, rows, origin = (document.get(key) for key in ("chip", "multiprocessors", "rows", "origin"))
+    if not isinstance(name, str) or not _is_size(count) or not isinstance(rows, list):
+        raise ValueError("it needs a chip, a number of multiprocessors, and a list of rows")
+    entries: dict[Problem, Entry] = {}
+    for number, row in enumerate(rows, 1):
+        fault = _fault_of_row(row)
+        if fault is None:
+            problem, entry = _entry_of_row(row)
+            entries[problem] = entry
+        elif faults is None:
+            raise ValueError(f"row {number} {fault}")
+        else:
+            faults.append(f"row {number} {fault}")
+    return Table(Chip(name, count), entries, origin if isinstance(origin, dict) else {})
+
+
+def _fault_of_row(row: Any) -> str | None:
+    """Why a row is none, to go on after "row 3 ", or None."""
+    if not isinstance(row, list) or len(row) != len(COLUMNS):
+        return f"is no list of {len(COLUMNS)} values"
+    cells = dict(zip(COLUMNS, row, strict=True))
+    for column in ("M", "N", "K", "batch"):
+        if not _is_size(cells[column]):
+            return f"has {_shown(cells[column])} as {column}, which has to be a positive whole number"
+    kinds = [cells["a_scale"], cells["b_scale"]]
+    if kinds not in [list(known) for known in KINDS]:
+        return f"has scales of no kind: {_shown(kinds)}"
+    for column, types in (("a_type", _FP8), ("b_type", _FP8), ("out_type", _OUT)):
+        if cells[column] not in list(types):  # a list: what is in a file need not have a hash
+            return f"has {_shown(cells[column])} as {column}, which has to be one of {', '.join(sorted(types))}"
+    times, spread, peer_us = cells["times_us"], cells["spread_us"], cells["peer_us"]
+    if not isinstance(times, dict) or not all(map(_is_time, times.values())):
+        return f"has {_shown(times)} as times_us, which have to be positive numbers"
+    if not _is_number(spread) or spread < 0:
+        return f"has {_shown(spread)} as spread_us, which has to be a number of at least 0"
+    if peer_us is not None and not _is_time(peer_us):
+        return f"has {_shown(peer_us)} as peer_us, which has to be null or a positive number"
+    if not isinstance(cells["config"], str) or cells["config"] not in times:
+        return f"has no time of its configuration {_shown(cells['config'])}"
     try:
-        chip = Chip(str(document["chip"]), int(document["multiprocessors"]))
-        entries = dict(_entry_of_row(row) for row in document["rows"])
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"its contents are off: {type(error).__name__}: {error}") from error
-    return Table(chip, entries, document.get("origin", {}))
+        configs = {name: config_of(name) for name in times}
+    except ValueError as error:
+        return f"has a time of no configuration: {error!s:.80}"
+    if not runs(_problem_of_row(row), configs[cells["config"]]):
+        return f"has the configuration {cells['config']}, in which the kernel can't multiply its problem"
+    return None
+
+
+def _is_size(value: Any) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= _LARGEST_SIZE
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value is a finite float, or an int that has one."""
+    return type(value) in (int, float) and -math.inf < value < math.inf and abs(value) < 1e300
+
+
+def _is_time(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _problem_of_row(row: list[Any]) -> Problem:
+    m, n, k, batch, a_scale, b_scale, a_type, b_type, out_type, *_ = row
+    return Problem(m, n, k, a_scale, b_scale, batch, a_type, b_type, out_type)
 
 
 def _entry_of_row(row: list[Any]) -> tuple[Problem, Entry]:
-    m, n, k, batch, a_scale, b_scale, a_type, b_type, out_type, config, times, spread, peer_us = row
-    problem = Problem(int(m), int(n), int(k), a_scale, b_scale, int(batch), a_type, b_type, out_type)
-    if problem.kinds not in KINDS:
-        raise ValueError(f"row {row} has scales of no kind")
-    config_of(config)
-    entry = Entry(
-        config, {str(name): float(us) for name, us in times.items()}, float(spread),
-        None if peer_us is None else float(peer_us),
-    )  # fmt: skip
-    if config not in entry.times:
-        raise ValueError(f"row {row} has no time of its configuration")
-    return problem, entry
+    """Of a row without a fault."""
+    *_, config, times, spread, peer_us = row
+    found = {name: float(us) for name, us in times.items()}
+    return _problem_of_row(row), Entry(config, found, float(spread), None if peer_us is None else float(peer_us))
 
 
 def write(path: Path, table: Table) -> None:
-    """Replaces the file whole."""
+    """Replaces the file whole; OSError where it can't be written."""
     rows = sorted(table.entries.items(), key=lambda row: (row[0].kinds, row[0].m, row[0].n, row[0].k, repr(row[0])))
     head = {
         "format": FORMAT, "chip": table.chip.name, "multiprocessors": table.chip.multiprocessors,
@@ -163,31 +232,28 @@ def write(path: Path, table: Table) -> None:
     }  # fmt: skip
     lines = ",\n".join("  " + json.dumps(_row_of_entry(problem, entry), ensure_ascii=False) for problem, entry in rows)
     text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [' + (f"\n{lines}\n " if lines else "") + "]\n}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, delete=False) as file:
-        file.write(text)
-    try:
-        os.chmod(file.name, 0o644)  # a temporary file is its owner's alone
-        os.replace(file.name, path)
-    except OSError:
-        os.unlink(file.name)
-        raise
+    replace_whole(path, text.encode())
 
 
 def _row_of_entry(problem: Problem, entry: Entry) -> list[Any]:
     return [
         problem.m, problem.n, problem.k, problem.batch, problem.a_scale, problem.b_scale,
         problem.a_type, problem.b_type, problem.out_type,
-        entry.config, {name: round(us, 2) for name, us in entry.times.items()}, round(entry.spread, 2),
-        None if entry.peer_us is None else round(entry.peer_us, 2),
+        entry.config, {name: _rounded(us) for name, us in entry.times.items()}, round(entry.spread, 2),
+        None if entry.peer_us is None else _rounded(entry.peer_us),
     ]  # fmt: skip
+
+
+def _rounded(us: float) -> float:
+    """To 10 ns, and never to the 0 that no row may have."""
+    return max(round(us, 2), 0.01)
 
 
 def add(chip: Chip, entries: Mapping[Problem, Entry], origin: Mapping[str, str]) -> Table:
     """Puts entries into the user's table, before all else that is there by now, and returns it."""
     path = user_path(chip)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(path.with_suffix(".lock")):
+    path.parent.mkdir(0o755, parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):  # the system's own: a process that dies leaves none behind
         before = _read_users(path, chip)
         table = Table(chip, {**(before.entries if before else {}), **entries}, origin, path.name)
         write(path, table)
@@ -197,13 +263,3 @@ def add(chip: Chip, entries: Mapping[Problem, Entry], origin: Mapping[str, str])
 def users(chip: Chip) -> Table:
     """The user's table of a chip as it is on disk now, empty where there is none."""
     return _read_users(user_path(chip), chip) or Table(chip, {})
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Waits for the lock; it is the kernel's, so that a process that dies leaves none behind."""
-    import fcntl
-
-    with open(path, "a", encoding="utf-8") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
