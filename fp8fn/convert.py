@@ -68,7 +68,7 @@ _VERSION: Final = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts, and prints the worst weights; 1 where the conversion failed, 130 where it was interrupted."""
+    """Converts, and prints the worst weights; 1 where the conversion failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     for module in ("filelock", "safetensors", "tabulate", "tqdm"):
@@ -85,9 +85,6 @@ def main(argv: Sequence[str]) -> int:
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"{parser.prog}: interrupted; run the same command again to resume", file=sys.stderr)
-        return 130
     return 0
 
 
@@ -367,8 +364,9 @@ def _planned(shard: Shard, options: Options) -> _Plan:
         else:
             dtype, shape = shard.header(name)
             entries.append(_Entry(name, dtype, shape, tensor.nbytes, tensor.element_size()))
-    # Wide types first, as safetensors' own writer has it: then each tensor begins at a multiple of its element.
-    entries.sort(key=lambda entry: -entry.itemsize)
+    # Wide types first, as safetensors' own writer has it: then each tensor begins at a multiple of its element. Then by
+    # name: safetensors lists tensors of no elements in another order in each process.
+    entries.sort(key=lambda entry: (-entry.itemsize, entry.name))
     origin = {"version": _VERSION, "options": asdict(options), "source": _source(shard.path)}
     # As it is read back: its tuples are lists.
     return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))

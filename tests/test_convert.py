@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn import cli, convert
+from fp8fn.checkpoint import Shard
 from fp8fn.convert import Options
 
 pytest.importorskip("safetensors")
@@ -714,6 +715,22 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     for out in ("1", "2"):
         convert.convert(tmp_path / "in.safetensors", tmp_path / out, Options(include=("a",)))
     assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_tensors_of_no_elements_come_in_any_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share an offset, and safetensors lists such tensors in another order in each process."""
+    tensors = {"a": torch.randn(4, 5), **{f"empty{i}": torch.empty(0, 8) for i in range(4)}}
+    save_file(tensors, tmp_path / "in.safetensors")
+    opened = Shard.__init__
+    for reverse in (False, True):
+
+        def ordered(self: Shard, path: Path, reverse: bool = reverse) -> None:
+            opened(self, path)
+            self.names = tuple(sorted(self.names, reverse=reverse))
+
+        monkeypatch.setattr(Shard, "__init__", ordered)
+        convert.convert(tmp_path / "in.safetensors", tmp_path / str(reverse), Options(include=("a",)))
+    assert content(tmp_path / "False") == content(tmp_path / "True")
 
 
 # Refusals.
