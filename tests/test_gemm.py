@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import fp8fn
 from fp8fn import Recipe
-from fp8fn.meta.single_level import goes_unseen
+from fp8fn.meta.single_level import goes_unseen, is_last, nothing_watches
 from fp8fn.ops.layout import swap
 from fp8fn.ops.recipe import PRESETS
 
@@ -413,3 +413,27 @@ def test_who_listens_to_an_op_sees_its_call() -> None:
         pass
 
     assert not goes_unseen(x.as_subclass(Wrapped))
+
+
+KINDS_OF_TENSOR = {
+    "negative": lambda: torch.randn(4, 4, dtype=torch.complex64).conj().imag,
+    "conjugate": lambda: torch.randn(4, 4, dtype=torch.complex64).conj(),
+    "zero": lambda: torch._efficientzerotensor((4, 4)),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "mkldnn": lambda: torch.randn(4, 4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(4)]),
+    "functional": lambda: torch._to_functional_tensor(torch.randn(4, 4)),
+    "meta": lambda: torch.randn(4, 4, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors
+@pytest.mark.parametrize("kind", KINDS_OF_TENSOR)
+def test_tensors_that_are_not_what_their_memory_holds_go_through_the_dispatcher(kind: str) -> None:
+    """Of every place: an op's Autograd kernel asks the keys of a call, `gemm` those of its tensors."""
+    x, special = torch.randn(4, 4), KINDS_OF_TENSOR[kind]()
+    assert not goes_unseen(special)
+    assert not goes_unseen(x, None, special)
+    assert not nothing_watches(x, special)
+    assert is_last(torch._C._dispatch_keys(x))
+    assert not is_last(torch._C._dispatch_keys(special))
