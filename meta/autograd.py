@@ -153,18 +153,18 @@ def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cu
 def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
     """An Autograd kernel: `track` where autograd has to know of the call, else the op below it.
 
-    `on_cpu` and `on_cuda` are the op's implementations, called directly where no other part of PyTorch listens: a
-    second pass of the dispatcher would cost 2 µs of the 10 that a call may.
+    `on_cpu` and `on_cuda` are the op's implementations, called directly where the dispatcher would do so next: a second
+    pass of it would cost 2 µs of the 10 that a call may. `keys` are the dispatcher's, of the whole call.
     """
 
     @cache
     def overload() -> Any:
         return getattr(torch.ops.fp8fn, name).default
 
-    def kernel(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if single_level.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
             return track(x, *args, **kwargs)
-        if single_level.nothing_listens(x, *args):
+        if single_level.is_last(keys):
             if x.is_cuda:
                 return on_cuda(x, *args, **kwargs)
             if x.is_cpu:

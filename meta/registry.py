@@ -20,7 +20,8 @@ class Op:
     """One op of `torch.ops.fp8fn`.
 
     A leaf op has a `reference` (CPU), a `kernel` (CUDA and HIP), a `fake` and an `autograd` kernel. A composite op is
-    written with other ops (`composite`), and gets the first three from them; its autograd is inside.
+    written with other ops (`composite`), and gets the first three from them; its autograd is inside. `autograd`
+    takes the dispatcher's keys of the call before its arguments.
     """
 
     schema: str
@@ -47,7 +48,7 @@ def declare(op: Op) -> Op:
         ("CompositeImplicitAutograd", op.composite),
     ):
         if implementation is not None:
-            LIBRARY.impl(name, implementation, key)
+            LIBRARY.impl(name, implementation, key, with_keyset=key == "Autograd")
     if op.fake is not None:
         torch.library.register_fake(f"fp8fn::{name}", op.fake, lib=LIBRARY)
         torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, remembered.rule(), lib=LIBRARY)

@@ -15,7 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import fp8fn
 from fp8fn import Recipe
-from fp8fn.meta.single_level import goes_unseen
+from fp8fn.meta.single_level import goes_unseen, is_last, nothing_watches
 from fp8fn.ops.layout import swap
 from fp8fn.ops.recipe import PRESETS
 
@@ -376,6 +376,46 @@ def test_second_derivative(scale: Any) -> None:
         torch.testing.assert_close(g, p)
 
 
+# Each operand has a block and a type that no other has, so that a recipe in another's place shows.
+DISTINCT = Recipe(
+    activation_block=(1, 128), weight_block=(-1, 1), gradient_block=(1, 32),
+    activation_dtype=torch.float8_e4m3fn, weight_dtype=torch.float8_e4m3fnuz, gradient_dtype=torch.float8_e5m2,
+    second_order=True,
+)  # fmt: skip
+
+
+def test_each_derivative_is_the_product_of_its_own_recipe() -> None:
+    """The gradients of kept operands, and of those gradients, against float64 products of dequantized operands."""
+    recipe, scale = DISTINCT, "fp32"
+    activation, weight, gradient = (
+        (getattr(recipe, f"{name}_block"), getattr(recipe, f"{name}_dtype"))
+        for name in ("activation", "weight", "gradient")
+    )
+    a, b, grad = (normal(*shape, dtype=FP32).requires_grad_() for shape in ((48, 160), (160, 96), (48, 96)))
+    dgrad, wgrad = torch.autograd.grad(fp8fn.gemm(a, b, recipe=recipe), (a, b), grad, create_graph=True)
+
+    def product(left: Tensor, left_as: Any, right: Tensor, right_block: tuple[int, int], right_dtype: Any) -> Tensor:
+        return dequantized(left, *left_as, scale) @ dequantized(right, right_block, right_dtype, scale)
+
+    x, w, g = a.detach(), b.detach(), grad.detach()
+    by_gradient = swap(gradient[0]), gradient[1]  # on the right of a wgrad
+    assert snr(dgrad, product(g, gradient, w.mT, *weight)) > 100
+    assert snr(wgrad, product(x.mT, activation, g, *by_gradient)) > 100
+    of_dgrad, of_wgrad = normal(48, 160, dtype=FP32), normal(160, 96, dtype=FP32)
+    for got, want in zip(
+        torch.autograd.grad(dgrad, (grad, b), of_dgrad),
+        (product(of_dgrad, gradient, w, *weight), product(g.mT, gradient, of_dgrad, *by_gradient).mT),
+        strict=True,
+    ):
+        assert snr(got, want) > 100
+    for got, want in zip(
+        torch.autograd.grad(wgrad, (a, grad), of_wgrad),
+        (product(of_wgrad, gradient, g.mT, *by_gradient).mT, product(x, activation, of_wgrad, *by_gradient)),
+        strict=True,
+    ):
+        assert snr(got, want) > 100
+
+
 def test_bias_of_any_stride(device: torch.device) -> None:
     a, b = (fp8fn.quantize(torch.randn(64, 128, device=device), (1, 128)) for _ in range(2))
     bias = torch.randn(128, device=device)
@@ -413,3 +453,27 @@ def test_who_listens_to_an_op_sees_its_call() -> None:
         pass
 
     assert not goes_unseen(x.as_subclass(Wrapped))
+
+
+KINDS_OF_TENSOR = {
+    "negative": lambda: torch.randn(4, 4, dtype=torch.complex64).conj().imag,
+    "conjugate": lambda: torch.randn(4, 4, dtype=torch.complex64).conj(),
+    "zero": lambda: torch._efficientzerotensor((4, 4)),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "mkldnn": lambda: torch.randn(4, 4).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(4)]),
+    "functional": lambda: torch._to_functional_tensor(torch.randn(4, 4)),
+    "meta": lambda: torch.randn(4, 4, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors
+@pytest.mark.parametrize("kind", KINDS_OF_TENSOR)
+def test_tensors_that_are_not_what_their_memory_holds_go_through_the_dispatcher(kind: str) -> None:
+    """Of every place: an op's Autograd kernel asks the keys of a call, `gemm` those of its tensors."""
+    x, special = torch.randn(4, 4), KINDS_OF_TENSOR[kind]()
+    assert not goes_unseen(special)
+    assert not goes_unseen(x, None, special)
+    assert not nothing_watches(x, special)
+    assert is_last(torch._C._dispatch_keys(x))
+    assert not is_last(torch._C._dispatch_keys(special))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from samples import SAMPLES
-from test_gemm import gradients, normal, relative_error, saved_by, second_derivative, snr
+from test_gemm import dequantized, gradients, normal, relative_error, saved_by, second_derivative, snr
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.func import grad, vjp, vmap
@@ -468,6 +468,37 @@ def test_second_derivatives(kind: str) -> None:
     assert torch.equal(kept[0], plain[0])
     for g, p in zip(kept[1], plain[1], strict=True):
         torch.testing.assert_close(g, p)
+
+
+@EACH_KIND
+def test_each_gradient_of_kept_operands_is_the_product_of_its_own_recipe(kind: str) -> None:
+    """Of three types, one for each operand: float64 products of what each group's operands dequantize to."""
+    types = {"x": torch.float8_e4m3fn, "w": torch.float8_e4m3fnuz, "g": torch.float8_e5m2}
+    recipe = Recipe(
+        activation_dtype=types["x"], weight_dtype=types["w"], gradient_dtype=types["g"], second_order=True
+    )  # fmt: skip
+    offsets = ends_of((30, 0, 50))
+    a, b = operands(kind, 80, 130, 70, 3, dtype=FP32)
+    grad = normal(*((80, 70) if kind == "rows" else (3, 130, 70)), dtype=FP32)
+    _, (da, db) = gradients(lambda a, b: fp8fn.grouped_gemm(a, b, offsets, recipe=recipe), grad, a, b)
+
+    def product(left: Tensor, left_type: str, right: Tensor, right_type: str, right_block: tuple[int, int]) -> Tensor:
+        rows = dequantized(left, (1, 128), types[left_type], "fp32")
+        return rows @ dequantized(right, right_block, types[right_type], "fp32")
+
+    square, columns = (128, 128), (128, 1)
+    for group, (start, end) in enumerate(spans(offsets)):
+        if start == end:
+            continue
+        part = slice(start, end)
+        if kind == "rows":
+            got, want = da[part], product(grad[part], "g", b[group].mT, "w", square)
+            got_b, want_b = db[group], product(a[part].mT, "x", grad[part], "g", columns)
+        else:
+            got, want = da[:, part].mT, product(b[part], "w", grad[group].mT, "g", columns)
+            got_b, want_b = db[part], product(a[:, part].mT, "x", grad[group], "g", columns)
+        assert snr(got, want) > 100
+        assert snr(got_b, want_b) > 100
 
 
 @pytest.mark.parametrize(

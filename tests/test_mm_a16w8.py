@@ -358,3 +358,23 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
                 op(x, w.data, w.scale, block, bias).float(), found, rtol=2 * torch.finfo(dtype).eps, atol=2e-3
             )
             assert_near(op(found, w.mT.data, w.mT.scale, w.mT.block, None, FP32), found, w.mT)
+
+
+@pytest.mark.parametrize("prequant", [False, True])
+def test_the_gradient_of_an_x_beside_a_batch_of_weights_is_rounded_once(prequant: bool, device: torch.device) -> None:
+    """Of two weights that almost cancel: rounded to bfloat16 before they are summed, two terms would leave 20 dB."""
+    one = fp8fn.quantize(torch.randn(1, 128, 128, device=device), (128, 128))
+    data = one.data.view(torch.uint8)
+    changed = (torch.rand(data.shape, device=device) < 1 / 64) & (data & 0x7F < 0x78)
+    nearly = ((data ^ 0x80) + changed.to(torch.uint8)).view(one.data.dtype)
+    w = fp8fn.ScaledTensor(
+        torch.cat([data, nearly.view(torch.uint8)]).view(one.data.dtype), torch.cat([one.scale] * 2), (128, 128)
+    )
+    x = torch.randn(16, 128, device=device).bfloat16().requires_grad_()
+    grad = torch.randn(16, 128, device=device).sign()  # which FP8 holds
+    out = fp8fn.gemm(x, w, prequant=prequant)
+    assert out.shape == (2, 16, 128)
+    (dx,) = torch.autograd.grad(out, x, grad.bfloat16().expand(2, -1, -1))
+    exact = grad.double() @ (w.data.double() * one.scale.double()).sum(0).mT
+    assert dx.dtype == torch.bfloat16
+    assert (dx - exact).norm() <= 2**-6 * exact.norm()

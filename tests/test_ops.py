@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fp8fn
 from fp8fn.meta.registry import OPS
+from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import BLOCKS
 
@@ -123,6 +124,96 @@ def test_opcheck_gemm_with_gradients(
     args = sample.with_tensors(tuple(t.clone().requires_grad_() for t in sample.tensors))
     result = fp8_opcheck(op_of("gemm").default, args, sample.kwargs)
     assert set(result.values()) == {"SUCCESS"}
+
+
+def with_bits(x: Tensor, bits: str) -> tuple[Tensor, Tensor]:
+    """A tensor that PyTorch has to change before a kernel may read its memory, and what its values are."""
+    if bits == "negative":
+        return torch._neg_view(-x), x
+    zero = torch._efficientzerotensor(x.shape, dtype=x.dtype, device=x.device)  # of no memory
+    return zero, torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+
+
+def memory_of(x: Any) -> Any:
+    """A tensor as a kernel has it, by its address: without PyTorch's bits."""
+    if not isinstance(x, Tensor) or type(x) is not Tensor:
+        return x
+    assert x.untyped_storage().data_ptr() or x.numel() == 0, "a kernel would read at address 0"
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+
+
+@pytest.fixture
+def reads_memory(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU's implementations read their inputs by address, as those of a GPU do."""
+    if device.type == "cpu":
+        for name in {*reference.__all__} - {"dequantize", "dequantize_grouped"}:  # PyTorch's own ops on a GPU too
+            plain = getattr(reference, name)
+            by_address = lambda *args, plain=plain: plain(*map(memory_of, args))  # noqa: E731
+            monkeypatch.setattr(reference, name, by_address)
+
+
+def largest_sample(name: str, device: torch.device) -> Sample:
+    """The sample that gives the most of the optional tensors."""
+    return max(SAMPLES[name](0, device), key=lambda sample: (len(sample.tensors), sample.tensors[0].numel()))
+
+
+@pytest.mark.parametrize("bits", ["negative", "zero"])
+@pytest.mark.parametrize("name", OPS)
+def test_bits_of_a_tensor_are_no_part_of_its_memory(
+    name: str, bits: str, device: torch.device, reads_memory: None
+) -> None:
+    """Each argument in its turn, and then all, is `z.conj().imag`, or a tensor of zeros that has no memory."""
+    op, sample = op_of(name), largest_sample(name, device)
+    free = [i for i, x in enumerate(sample.tensors) if x.dtype not in NARROW]  # FP8 has no negative of its bytes
+    op(*sample.args, **sample.kwargs)  # what a GPU keeps of calls is of tensors without bits
+    for places in ([i] for i in free) if bits == "zero" else (*([i] for i in free), free):
+        given, values = list(sample.tensors), list(sample.tensors)
+        for i in places:
+            given[i], values[i] = with_bits(values[i], bits)
+        with torch.no_grad():
+            actual = op(*sample.with_tensors(tuple(given)), **sample.kwargs)
+            expected = op(*sample.with_tensors(tuple(values)), **sample.kwargs)
+        (assert_same_bits if is_exact(name, device) else assert_near)(actual, expected)
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8"])
+@pytest.mark.parametrize("warm", [True, False])
+def test_gradients_of_tensors_with_bits(recipe: str, warm: bool, device: torch.device, reads_memory: None) -> None:
+    a, b, grad = (torch.randn(*shape, device=device) for shape in ((64, 256), (256, 128), (64, 128)))
+
+    def gradients(a: Tensor, b: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+        leaves = a.detach().requires_grad_(), b.detach().requires_grad_()
+        out = fp8fn.gemm(*leaves, recipe=recipe)
+        return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+    if warm:  # on a GPU the second run begins to start launches together
+        expected = [gradients(a, b, grad) for _ in range(3)][-1]
+    negative = [with_bits(x, "negative")[0] for x in (a, b, grad)]
+    actual = [gradients(*negative) for _ in range(3)]
+    expected = gradients(a, b, grad)
+    for each in actual:
+        assert_near(each, expected)
+
+
+@pytest.mark.parametrize("scale", ["fp32", "e8m0"])
+def test_scaled_tensors_whose_parts_have_bits(scale: str, device: torch.device, reads_memory: None) -> None:
+    """`fp8fn.gemm` on a GPU calls their kernel itself."""
+    a_block, b_block = ((1, 128), (128, 128)) if scale == "fp32" else ((1, 32), (32, 1))
+    a = fp8fn.quantize(torch.randn(64, 256, device=device), a_block, scale=scale)
+    b = fp8fn.quantize(torch.randn(128, 256, device=device).mT, b_block, scale=scale)
+    bias = torch.randn(128, device=device)
+    expected = [fp8fn.gemm(a, b, bias=bias) for _ in range(2)][-1]
+    assert_near(fp8fn.gemm(a, b, bias=with_bits(bias, "negative")[0]), expected)
+    if scale == "fp32":
+        a_bits, b_bits = (fp8fn.ScaledTensor(q.data, with_bits(q.scale, "negative")[0], q.block) for q in (a, b))
+        assert_near(fp8fn.gemm(a_bits, b, bias=bias), expected)
+        assert_near(fp8fn.gemm(a, b_bits, bias=bias), expected)
+        x = torch.randn(3, 256, device=device)
+        for given in (x, with_bits(x, "negative")[0]):
+            assert_near(fp8fn.gemm(given, b_bits, bias=bias), fp8fn.gemm(x, b, bias=bias))
+        assert_near(fp8fn.dequantize(a_bits), fp8fn.dequantize(a))
+    no_data = torch._efficientzerotensor(a.shape, dtype=a.data.dtype, device=device)
+    assert_near(fp8fn.gemm(fp8fn.ScaledTensor(no_data, a.scale, a.block), b, bias=bias), bias.bfloat16().expand(64, -1))
 
 
 @pytest.mark.parametrize(("name", "label"), CASES)
