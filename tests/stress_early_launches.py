@@ -655,8 +655,10 @@ class Stress:
             # Not by torch.cuda.graph, which empties PyTorch's cache each time.
             with torch.cuda.stream(torch.cuda.Stream(self.device)), answers() as said:
                 graph.capture_begin()
-                outs = captured_part()
-                graph.capture_end()
+                try:
+                    outs = captured_part()
+                finally:
+                    graph.capture_end()
             self.synchronize()
 
         def run(index: int) -> Sequence[Tensor]:
