@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -176,7 +176,7 @@ def _a16w8(sizes: Sizes, make: Maker) -> Iterator[Case]:
             yield case("128x128", m, _SQUARE, constant=constant)
     for m in sizes.rows[::3]:
         yield case("columns", m, (128, 1), bias=True)
-        yield case("by rows", m, (1, -1), by_columns=False, dtype=FP16)
+        yield case("by rows", m, (-1, 1), by_columns=False, dtype=FP16)
         yield case("batch", m, _SQUARE, batch=(4,), bias=True)
         yield case("whole batch", m, (-1, -1), batch=(3,), constant=True)
 
@@ -528,25 +528,15 @@ class Stress:
             with patched(captured, "readable", lambda *tensors, early=early: early):
                 if jobs > 1:  # NVRTC compiles without Python's lock
                     pool = ThreadPoolExecutor(jobs)
-                    futures = {pool.submit(self._try, case): case for case in found if not case.fault}
+                    futures = {pool.submit(_compile, case): case for case in found if not case.fault}
                     _, late = wait(futures, timeout=max(until - time.monotonic(), 0))
                     for future in late:
                         futures[future].fault = "refused: it was not compiled in time"
                     pool.shutdown(cancel_futures=True)
                 for case in found:
                     if not case.fault:
-                        with launches_seen() as seen:
-                            self._try(case)
-                        case.kernels[early] |= seen
+                        case.kernels[early] |= _launched(case)
         self.synchronize()
-
-    def _try(self, case: Case) -> None:
-        try:
-            case.product(*case.make())
-        except Refused as reason:
-            case.fault = f"refused: {reason}"
-        except Exception as error:
-            case.fault = f"{type(error).__name__}: {error}"
 
     def run(self, case: Case, mode: str, rounds: int, start: int) -> None:
         """`rounds` checks of a case in a mode, the values in turn from `start` on."""
@@ -672,6 +662,26 @@ class Stress:
             return outs
 
         return Run(run, tuple(said))
+
+
+def _compile(case: Case) -> None:
+    """Compiles what a case launches; whether that works is for `_launched` to say."""
+    with suppress(Exception):
+        case.product(*case.make())
+
+
+def _launched(case: Case) -> set[str]:
+    """The names of the kernels of a case, or why it does not run, in its `fault`."""
+    try:
+        values = case.make()
+        with launches_seen() as seen:
+            case.product(*values)
+        return seen
+    except Refused as reason:
+        case.fault = f"refused: {reason}"
+    except Exception as error:
+        case.fault = f"{type(error).__name__}: {error}"
+    return set()
 
 
 @dataclass(frozen=True)
