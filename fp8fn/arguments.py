@@ -55,7 +55,7 @@ def checked(together: Together | None = None, /, **checks: Check) -> Callable[[C
 def _first_wrong(
     fn: Callable[..., Any], checks: Mapping[str, Check], together: Together | None, args: Any, kwargs: Any
 ) -> TypeError | ValueError | None:
-    """The error of the first argument that does not fit, None where none is wrong: the call failed by something else."""
+    """The error of the first argument that does not fit; None where the call failed by something else."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
     except TypeError:  # an argument is missing, or unknown: Python has named it

@@ -71,9 +71,7 @@ def grouped_gemm(
     )
 
 
-@checked(
-    x=arguments.floats, w_gate_up=arguments.floats, w_down=arguments.floats, offsets=arguments.offsets
-)
+@checked(x=arguments.floats, w_gate_up=arguments.floats, w_down=arguments.floats, offsets=arguments.offsets)
 def expert_mlp(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: Recipe | str = BLOCKWISE
 ) -> Tensor:

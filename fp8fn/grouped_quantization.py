@@ -17,6 +17,7 @@ _FORMAT: Final[dict[str, arguments.Check]] = {
     "block": arguments.tokens_block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
 }  # fmt: skip
 
+
 @checked(x=arguments.floats, offsets=arguments.offsets, **_FORMAT)
 def quantize_grouped(
     x: Tensor,

@@ -20,6 +20,7 @@ _FORMAT: Final[dict[str, arguments.Check]] = {
     "block": arguments.block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
 }  # fmt: skip
 
+
 @checked(x=arguments.matrix, **_FORMAT)
 def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32") -> ScaledTensor:
     """`x (..., M, N)` in FP8, one scale for each block of `r x c` elements.

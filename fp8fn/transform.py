@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import string
 from collections.abc import Callable, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -67,7 +68,7 @@ _LATER: Final = (
 
 def _check_at_once(fn: Callable[..., Any]) -> None:
     """TypeError for a function that a call does not run to its end."""
-    called = fn.forward if isinstance(fn, torch.nn.Module) else fn if inspect.isclass(fn) else fn.__call__
+    called: Any = None if inspect.isclass(fn) else getattr(fn, "forward" if isinstance(fn, nn.Module) else "__call__")
     for kind, is_of in (
         ("generator", inspect.isgeneratorfunction),
         ("coroutine", inspect.iscoroutinefunction),
@@ -90,7 +91,7 @@ class _Call(NamedTuple):
     bias: Any = None
     out: Any = None
     shape: Sequence[int] | None = None
-    order: Sequence[int] | None = None
+    order: tuple[int, ...] | None = None
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> _Call | None:
@@ -119,6 +120,12 @@ def _inner(input: Any, other: Any, *, out: Any = None) -> _Call | None:
 
 
 def _einsum(equation: Any, *operands: Any) -> _Call | None:
+    if len(operands) == 4 and isinstance(equation, Tensor):  # by lists of axes: a, [0, 1], b, [1, 2], [0, 2]
+        a, (first, b, second, last) = equation, operands
+        if any(axis < 0 for axis in (*first, *second, *last)):
+            return None
+        *given, result = ("".join(string.ascii_letters[axis] for axis in axes) for axes in (first, second, last))
+        return _einsum(f"{','.join(given)}->{result}", a, b)
     listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
     if len(listed) != 2 or not isinstance(equation, str):
         return None
@@ -132,7 +139,7 @@ def _einsum(equation: Any, *operands: Any) -> _Call | None:
 
 def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> _Call | None:
     if isinstance(dims, int):
-        left, right = range(a.ndim - dims, a.ndim), range(dims)
+        left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
     elif isinstance(dims, (list, tuple)) and len(dims) == 2 and all(isinstance(d, (list, tuple)) for d in dims):
         if any(not -x.ndim <= axis < x.ndim for x, axes in zip((a, b), dims, strict=True) for axis in axes):
             return None

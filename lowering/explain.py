@@ -26,7 +26,6 @@ from fp8fn.ops import mx_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
-from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.estimate import Times
 from fp8fn.ops.tuning.problem import Chip
 from fp8fn.site import Site, Where, check_where, takes_everything

@@ -1,6 +1,6 @@
 """Arguments of a wrong kind: each public function names the argument, its value and what would work.
 
-A row is a call, the exception, and what its message must have. The calls of the ops below, through `torch.ops`, keep the
+A row is a call, the exception, and what its message must have. Calls of the ops below, through `torch.ops`, keep the
 dispatcher's own errors.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import fp8fn
-from fp8fn import GroupedScaledTensor, Recipe, ScaledTensor, arguments
+from fp8fn import arguments
 from fp8fn.ops.layout import BLOCKS
 
 BF16 = torch.bfloat16
@@ -176,7 +176,12 @@ GROUPS: list[Case] = [
     ("a matrix", lambda: f.quantize_grouped(A, ENDS[None]), ValueError, ("offsets has shape (1, 2)", "(E,)")),
     ("none at all", lambda: f.quantize_grouped(A, ENDS[:0]), ValueError, ("offsets has shape (0,)", "E >= 1")),
     ("device", lambda: f.quantize_grouped(A, ENDS.to("meta")), ValueError, ("x is on cpu", "offsets on meta", "move")),
-    ("quantized x", lambda: f.quantize_grouped(Q, ENDS), TypeError, ("x is a ScaledTensor, in FP8 already", "bfloat16")),
+    (
+        "quantized x",
+        lambda: f.quantize_grouped(Q, ENDS),
+        TypeError,
+        ("x is a ScaledTensor, in FP8 already", "bfloat16"),
+    ),
     ("axis", lambda: f.quantize_grouped(A, ENDS, 2), ValueError, ("axis=2", "0 for groups of rows")),
     ("block", lambda: f.quantize_grouped(A, ENDS, block=64), ValueError, ("block=64", "128", "-1")),
     ("recipe", lambda: f.grouped_gemm(A, EXPERTS, ENDS, recipe=3), TypeError, ("recipe=3", "fp8fn.Recipe")),
@@ -208,15 +213,30 @@ OTHERS: list[Case] = [
     ("None", lambda: f.dequantize(None), TypeError, ("dequantize: q is a NoneType", "fp8fn.quantize")),
     ("a name", lambda: f.dequantize(Q, "bf16"), TypeError, ("dequantize: dtype='bf16'", "torch.bfloat16")),
     ("grouped", lambda: f.dequantize(G, torch.int8), TypeError, ("dequantize: dtype=torch.int8", "torch.bfloat16")),
-    ("twice", lambda: f.quantize(Q, (1, 128)), TypeError, ("quantize: x is a ScaledTensor, in FP8 already", "bfloat16")),
+    (
+        "twice",
+        lambda: f.quantize(Q, (1, 128)),
+        TypeError,
+        ("quantize: x is a ScaledTensor, in FP8 already", "bfloat16"),
+    ),
     ("vector", lambda: f.quantize(A[0], (1, 128)), ValueError, ("quantize: x has shape (128,)", "x[None]")),
     ("eps as text", lambda: f.quantize_rms_norm(A, A[0], "x"), TypeError, ("eps='x' is a str", "1e-6")),
     ("eps of None", lambda: f.quantize_rms_norm_dual(A, A[0], None), TypeError, ("eps=None is a NoneType", "1e-6")),
-    ("scale", lambda: f.ScaledTensor(Q.data, 1.0, (1, 128)), TypeError, ("ScaledTensor: scale=1.0 is a float", "tensor")),
+    (
+        "scale",
+        lambda: f.ScaledTensor(Q.data, 1.0, (1, 128)),
+        TypeError,
+        ("ScaledTensor: scale=1.0 is a float", "tensor"),
+    ),
     ("data", lambda: f.ScaledTensor(ARRAY, Q.scale, (1, 128)), TypeError, ("data=array(", "is a ndarray", "tensors")),
     ("both", lambda: f.ScaledTensor([1], [1], (1, 128)), TypeError, ("ScaledTensor: data=[1] is a list", "in_dims")),
     ("no scale", lambda: f.ScaledTensor(Q.data, None, (1, 128)), TypeError, ("scale=None is a NoneType", "tensors")),
-    ("block", lambda: f.ScaledTensor(Q.data, Q.scale, 128), TypeError, ("ScaledTensor: block=128 is a int", "(1, 128)")),
+    (
+        "block",
+        lambda: f.ScaledTensor(Q.data, Q.scale, 128),
+        TypeError,
+        ("ScaledTensor: block=128 is a int", "(1, 128)"),
+    ),
     ("floats", lambda: f.ScaledTensor(Q.data, Q.scale, (1.0, 128.0)), ValueError, ("block=(1.0, 128.0)", "(1, 128)")),
     ("axes' block", lambda: f.ScaledTensor(0, 0, (1, 2)), ValueError, ("ScaledTensor: block=(1, 2)", "(1, 128)")),
     ("a device", lambda: Q.to(BF16), TypeError, ("device=torch.bfloat16 is a dtype", "fp8fn.dequantize(q, dtype)")),
@@ -236,7 +256,7 @@ OTHERS: list[Case] = [
     *(
         (
             f"groups' {name}",
-            lambda given={name: value}: f.GroupedScaledTensor(  # noqa: B006
+            lambda given={name: value}: f.GroupedScaledTensor(
                 **{"data": G.data, "scale": G.scale, "offsets": G.offsets, "axis": 0, "block": 128, "size": 32, **given}
             ),
             TypeError,
@@ -246,7 +266,12 @@ OTHERS: list[Case] = [
     ),
     ("Recipe of a name", lambda: f.Recipe("blockwise"), TypeError, ("'blockwise'", "positional", "fp8fn.BLOCKWISE")),
     ("of another", lambda: f.Recipe("MXFP8"), TypeError, ("'MXFP8'", "that preset is fp8fn.MXFP8", "recipe=")),
-    ("of a block", lambda: f.Recipe((1, 128)), TypeError, ("(1, 128) is given as a positional", "Recipe(scale='pow2')")),
+    (
+        "of a block",
+        lambda: f.Recipe((1, 128)),
+        TypeError,
+        ("(1, 128) is given as a positional", "Recipe(scale='pow2')"),
+    ),
     ("second_order", lambda: f.Recipe(second_order="no"), TypeError, ("second_order='no' is a str", "True or False")),
     ("a number", lambda: f.Recipe(second_order=1), TypeError, ("second_order=1 is a int", "True or False")),
     ("Recipe's floats", lambda: f.Recipe(weight_block=(128.0, 128.0)), ValueError, ("(128.0, 128.0)", "(128, 128)")),

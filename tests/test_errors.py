@@ -58,7 +58,12 @@ GEMM: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     ("bias's shape", lambda: fp8fn.gemm(A, B, bias=B[0, :40]), ValueError, ("bias has shape (40,)", "must be (48,)")),
     ("bias's rank", lambda: fp8fn.gemm(A, B, bias=B[:1]), ValueError, ("bias has shape (1, 48)", "must be (48,)")),
     ("bias's dtype", lambda: fp8fn.gemm(A, B, bias=B[0].int()), TypeError, ("bias has dtype torch.int32", "use")),
-    ("out_dtype", lambda: fp8fn.gemm(A, B, out_dtype=torch.int8), TypeError, ("out_dtype=torch.int8", "use torch.bfloat16")),
+    (
+        "out_dtype",
+        lambda: fp8fn.gemm(A, B, out_dtype=torch.int8),
+        TypeError,
+        ("out_dtype=torch.int8", "use torch.bfloat16"),
+    ),
     ("recipe's name", lambda: fp8fn.gemm(A, B, recipe="rowise"), ValueError, ("'rowise'", "did you mean 'rowwise'")),
     ("recipe's type", lambda: fp8fn.gemm(A, B, recipe=8), TypeError, ("recipe=8", "pass an fp8fn.Recipe")),  # type: ignore[arg-type]
     (

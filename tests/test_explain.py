@@ -125,7 +125,7 @@ def test_a_product_has_its_own_multiprocessors() -> None:
 
 def test_wrong_use() -> None:
     model, x = meta(64)
-    with pytest.raises(ValueError, match="target='sm80' is not known; use one of 'sm89', 'sm90'.* 'h100', 'h200'"):
+    with pytest.raises(ValueError, match=r"target='sm80' is not known; use one of 'sm89', 'sm90'.* 'h100', 'h200'"):
         fp8fn.explain(model, x, target="sm80")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="measure=True needs a GPU"):

@@ -160,7 +160,7 @@ def test_a_block_is_a_tuple_of_ints(block: Any) -> None:
 @pytest.mark.parametrize("block", [(128.0, 1.0), (128, True), (128, 1, 1), (128,)], ids=repr)
 def test_a_block_of_something_else(block: Any) -> None:
     for name in ("weight_block", "activation_block", "gradient_block"):
-        with pytest.raises(ValueError, match="is not a block of fp8fn; use one of .*128, 1") as raised:
+        with pytest.raises(ValueError, match=r"is not a block of fp8fn; use one of .*128, 1") as raised:
             Recipe(**{name: block})
         assert f"Recipe: {name}={block}" in str(raised.value)
 

@@ -150,7 +150,9 @@ def test_equal_is_identical(q: ScaledTensor) -> None:
 
 def test_compiled_code_is_kept_for_another_tensor_of_the_kind(q: ScaledTensor, fresh_dynamo: None) -> None:
     """`==` by identity makes no guard on which tensor it was."""
-    counter = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
     compiled = torch.compile(lambda q: fp8fn.dequantize(q), backend=counter, fullgraph=True)
     for x in (q, copy.deepcopy(q), fp8fn.quantize(torch.randn(77, 200), (1, 128))):
         assert torch.equal(compiled(x), fp8fn.dequantize(x))
