@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import string
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 
 class Product(NamedTuple):
@@ -16,6 +17,16 @@ class Product(NamedTuple):
     b: tuple[int, ...]
     out: tuple[int, ...]
     contracted: int
+
+    def repeats(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
+        """Whether tensors of these shapes are summed over an axis of which one has a size of 1, which is repeated.
+
+        Symbolic sizes are not compared, for that would be a guard.
+        """
+        left = [a[axis] for axis in self.a[len(self.a) - self.contracted :]]
+        right = [b[axis] for axis in self.b[: self.contracted]]
+        pairs = zip(left, right, strict=True)
+        return any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in pairs)
 
 
 def as_product(equation: str, a_ndim: int, b_ndim: int) -> Product | None:

@@ -156,11 +156,13 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> _Call | None:
 
 
 def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None:
-    """The operands of a contraction as two matrices, or None where one has a size of 1 that PyTorch repeats."""
+    """The operands of a contraction as two matrices, or None for what is one of vectors, or repeats an axis."""
+    if product.repeats(a.shape, b.shape):
+        return None
     many = product.contracted
     a, b = a.permute(product.a), b.permute(product.b)
     rows, columns = a.shape[: a.ndim - many], b.shape[many:]
-    if a.shape[a.ndim - many :] != b.shape[:many] or not rows or not columns:
+    if not rows or not columns:
         return None
     left = a.flatten(a.ndim - many) if many > 1 else a
     right = b.flatten(0, many - 1) if many > 1 else b

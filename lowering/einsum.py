@@ -28,7 +28,7 @@ def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
         if not is_weight(b):
             continue
         product = as_product(equation, _value(a).dim(), _value(b).dim())
-        if product is not None:
+        if product is not None and not product.repeats(_value(a).shape, _value(b).shape):
             _spell(gm.graph, node, a, b, product)
 
 

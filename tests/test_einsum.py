@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8fn
-from fp8fn.lowering.einsum import as_product
+from fp8fn.contraction import as_product
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,24 @@ def test_a_models_einsums(dynamic: bool, fresh_dynamo: None) -> None:
     for got, want in ((out, expected), (grad, wanted)):
         assert got.shape == want.shape
         assert 5e-3 < float((got - want).detach().norm() / want.detach().norm()) < 0.1  # FP8, and no more
+
+
+@pytest.mark.parametrize("rows", [1, 256])
+def test_an_axis_of_one_element_is_repeated(rows: int, fresh_dynamo: None) -> None:
+    """As PyTorch does: that is no product of matrices, and no reason to fail."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(rows, 128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("ij,jk->ik", x, self.weight)
+
+    model, x = Sums(), torch.randn(32, 257 - rows)
+    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, fullgraph=True)
+    want = x.sum(1, keepdim=True) * model.weight.sum(0)
+    torch.testing.assert_close(compiled(x), want, rtol=1e-4, atol=1e-4)
 
 
 def test_explain_names_their_weights(fresh_dynamo: None) -> None:
