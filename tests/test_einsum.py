@@ -84,8 +84,8 @@ def test_a_model_that_repeats_an_axis(fresh_dynamo: None) -> None:
             return torch.einsum("ij,jk->ik", x, self.weight)
 
     model, x = Sums(), torch.randn(32, 1)
-    compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, fullgraph=True)
-    torch.testing.assert_close(compiled(x), x * model.weight.sum(0), rtol=1e-4, atol=1e-4)
+    (row,) = fp8fn.explain(model, x, where="*", show=False).rows  # what the backend decides, without a compilation
+    assert row.reason == "einsum is not matched"
 
 
 def test_explain_names_their_weights(fresh_dynamo: None) -> None:
