@@ -7,6 +7,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
+from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.scaled_tensor import ScaledTensor
@@ -14,6 +16,13 @@ from fp8fn.scaled_tensor import ScaledTensor
 Operand: TypeAlias = "Tensor | ScaledTensor | GroupedScaledTensor"
 
 
+@checked(
+    a=arguments.grouped_operand,
+    b=arguments.grouped_operand,
+    offsets=arguments.optional_offsets,
+    bias=arguments.bias,
+    out_dtype=arguments.out_dtype,
+)
 def grouped_gemm(
     a: Operand,
     b: Operand,
@@ -26,8 +35,9 @@ def grouped_gemm(
     """The products of groups in FP8, by the conventions of `torch._grouped_mm`, summed in float32 and rounded once.
 
     `offsets` is int32 `(E,)` and holds where each group ends; the first begins at 0, and a group may be empty. The
-    ends must not decrease, which cannot be checked without waiting for the device; where they do, rows may be left
-    unwritten, but nothing outside of a tensor is read or written. No token is padded or moved for it.
+    ends must not decrease. On the CPU that is checked; on a GPU it would have to be waited for, and where they do
+    decrease, rows may be left unwritten, but nothing outside of a tensor is read or written. No token is padded or
+    moved for it.
 
     - `a (M, K) @ b (E, K, N)` → `(M, N)`: group `g` of rows by `b[g]`. Rows past the last offset are zeros.
     - `a (M, K) @ b (K, N)` → `(E, M, N)`: of each group of K its own product, zeros for an empty one.
@@ -61,6 +71,7 @@ def grouped_gemm(
     )
 
 
+@checked(x=arguments.floats, w_gate_up=arguments.floats, w_down=arguments.floats, offsets=arguments.offsets)
 def expert_mlp(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: Recipe | str = BLOCKWISE
 ) -> Tensor:

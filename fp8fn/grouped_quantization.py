@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
+from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops.formats import ScaleFormat
 from fp8fn.scaled_tensor import ScaledTensor
 
+_FORMAT: Final[dict[str, arguments.Check]] = {
+    "block": arguments.tokens_block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
+}  # fmt: skip
 
+
+@checked(x=arguments.floats, offsets=arguments.offsets, **_FORMAT)
 def quantize_grouped(
     x: Tensor,
     offsets: Tensor,
@@ -25,7 +34,8 @@ def quantize_grouped(
         x: bfloat16, float16 or float32, any strides, any sizes.
         offsets: int32 `(E,)`, `E >= 1`, on the device of `x`: where each group ends along `axis`, ascending, as
             `torch._grouped_mm` takes them. Groups may be empty. Tokens past the last offset belong to none and become
-            zeros; an offset past the tokens counts as their number. Nothing waits for the device.
+            zeros; an offset past the tokens counts as their number. Nothing waits for the device: ends that descend
+            are an error on the CPU, and on a GPU leave elements unwritten.
         axis: 0 where rows are tokens, 1 where columns are: the transpose of the same on `x.mT`.
         block: 128, with tokens spread so that each group begins at a multiple of a `unit` of rows, 128 where
             `M // 128 >= 4 * E` and else 32 (`fp8fn.ops.groups`), as an expert's gradient of its weight contracts them;
@@ -48,6 +58,7 @@ def quantize_grouped(
     return GroupedScaledTensor(data, scales, offsets, axis, block, x.shape[0])
 
 
+@checked(x=arguments.floats, offsets=arguments.offsets, **_FORMAT)
 def quantize_grouped_dual(
     x: Tensor,
     offsets: Tensor,

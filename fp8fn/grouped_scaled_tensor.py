@@ -12,10 +12,11 @@ from torch import Tensor
 from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.groups import ROWS, spread_blocks, spread_rows
-from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.layout import WHOLE, moved
+from fp8fn.scaled_tensor import check_device, check_parts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GroupedScaledTensor:
     """FP8 `data` of `size` tokens in `E` groups along `axis`, the `scale` that DEquantizes it, the groups' END offsets.
 
@@ -32,6 +33,8 @@ class GroupedScaledTensor:
     - `x ≈ data.float() * scale`, with each scale repeated over the tokens it holds for;
     - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu.
 
+    `==` and `hash` go by identity.
+
     Raises `ValueError` or `TypeError` where one of the shapes or types does not hold; no value is read.
     """
 
@@ -43,8 +46,8 @@ class GroupedScaledTensor:
     size: int
 
     def __post_init__(self) -> None:
-        # Under pytree.tree_map a leaf may be anything, an in_dim of vmap for one.
-        if all(isinstance(leaf, Tensor) for leaf in (self.data, self.scale, self.offsets)):
+        check_parts("GroupedScaledTensor", data=self.data, scale=self.scale, offsets=self.offsets)
+        if isinstance(self.data, Tensor):
             _check(self)
 
     @property
@@ -84,10 +87,8 @@ class GroupedScaledTensor:
 
     def to(self, device: torch.device | str) -> GroupedScaledTensor:
         """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
-        data, scale = (
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
-            for t in (self.data, self.scale)
-        )
+        check_device("GroupedScaledTensor.to", device)
+        data, scale = moved(self.data, device), moved(self.scale, device)
         return GroupedScaledTensor(data, scale, self.offsets.to(device), self.axis, self.block, self.size)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,6 +117,10 @@ class GroupedScaledTensor:
 
 def _check(q: GroupedScaledTensor) -> None:
     name = "GroupedScaledTensor"
+    for field in ("axis", "block", "size"):
+        value = getattr(q, field)
+        if not isinstance(value, (int, torch.SymInt)):
+            raise TypeError(f"{name}: {field}={value!r} is a {type(value).__name__}; use an int")
     if q.axis not in (0, 1):
         raise ValueError(f"{name}: axis={q.axis} is none of a matrix; use 0 for groups of rows, 1 for columns")
     if q.block not in (ROWS, WHOLE):
@@ -155,7 +160,14 @@ def _flatten_with_keys(q: GroupedScaledTensor) -> tuple[list[tuple[pytree.KeyEnt
 
 def _unflatten(leaves: Any, context: tuple[int, int, int]) -> GroupedScaledTensor:
     data, scale, offsets = leaves
-    return GroupedScaledTensor(data, scale, offsets, *context)
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return GroupedScaledTensor(data, scale, offsets, *context)
+    # Under pytree.tree_map a leaf may be anything.
+    made = object.__new__(GroupedScaledTensor)
+    fields = ("data", "scale", "offsets", "axis", "block", "size")
+    for name, value in zip(fields, (*leaves, *context), strict=True):
+        object.__setattr__(made, name, value)
+    return made
 
 
 pytree.register_pytree_node(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
+from fp8fn.arguments import checked
 from fp8fn.meta.single_level import goes_unseen
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import Quantized, default_out_dtype, product
@@ -24,6 +27,15 @@ _ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
 }  # fmt: skip
 
 
+@checked(
+    arguments.product_of("a", "b", transposed=False),
+    a=arguments.activation,
+    b=arguments.weight,
+    bias=arguments.bias,
+    out_dtype=arguments.out_dtype,
+    prequant=arguments.flag,
+    constant=arguments.flag,
+)
 def gemm(
     a: Tensor | ScaledTensor,
     b: Tensor | ScaledTensor,
@@ -84,6 +96,9 @@ def gemm(
 
     Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
     """
+    if constant is not False or prequant is not False:
+        arguments.flag("gemm", "constant", constant)
+        arguments.flag("gemm", "prequant", prequant)
     if constant and not (isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor)):
         raise ValueError(
             "gemm: constant=True is for a weight in FP8, and a and b are tensors, quantized at each call; pass "
@@ -103,6 +118,18 @@ def gemm(
     return torch.ops.fp8fn.gemm(a, b, bias, key, out_dtype)  # type: ignore[no-any-return]
 
 
+_gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # whose names of the arguments `linear` has not
+
+
+@checked(
+    arguments.product_of("x", "weight", transposed=True),
+    x=arguments.activation,
+    weight=arguments.weight,
+    bias=arguments.bias,
+    out_dtype=arguments.out_dtype,
+    prequant=arguments.flag,
+    constant=arguments.flag,
+)
 def linear(
     x: Tensor | ScaledTensor,
     weight: Tensor | ScaledTensor,
@@ -114,7 +141,7 @@ def linear(
     constant: bool = False,
 ) -> Tensor:
     """`torch.nn.functional.linear` in FP8: `x (..., K) @ weight (N, K)ᵀ + bias (N)` → `(..., N)`; see `gemm`."""
-    return gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant, constant=constant)
+    return _gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant, constant=constant)
 
 
 def _scaled_product(

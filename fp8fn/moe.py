@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
+from fp8fn.arguments import checked
 from fp8fn.ops import sort_tokens as sorting
 from fp8fn.scaled_tensor import ScaledTensor
 
 
+@checked(topk_ids=arguments.tensor, num_experts=arguments.count, block_m=arguments.count)
 def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
     """The experts chosen for each token, `topk_ids (T, top_k)`, as the tiles of ids that `moe_gemm` takes.
 
@@ -32,6 +35,17 @@ def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tenso
     return sorting.sort_tokens(topk_ids, num_experts, block_m)
 
 
+@checked(
+    a=arguments.quantized,
+    w=arguments.quantized,
+    sorted_token_ids=arguments.tensor,
+    expert_ids=arguments.tensor,
+    num_tokens_post_padded=arguments.tensor,
+    top_k=arguments.count,
+    a_div=arguments.optional_count,
+    token_weights=arguments.optional_tensor,
+    out_dtype=arguments.out_dtype,
+)
 def moe_gemm(
     a: ScaledTensor,
     w: ScaledTensor,
@@ -65,9 +79,6 @@ def moe_gemm(
 
     Raises `ValueError` or `TypeError` for shapes, blocks, dtypes or devices that do not fit.
     """
-    for name, operand in (("a", a), ("w", w)):
-        if not isinstance(operand, ScaledTensor):
-            raise TypeError(f"moe_gemm: {name} is a {type(operand).__name__}; use a ScaledTensor, of fp8fn.quantize")
     args = (a.data, a.scale, a.block, w.data, w.scale, w.block, sorted_token_ids, expert_ids, num_tokens_post_padded)
     a_div = top_k if a_div is None else a_div
     return torch.ops.fp8fn.moe_gemm(*args, top_k, a_div, token_weights, out_dtype)  # type: ignore[no-any-return]

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
+from fp8fn.arguments import checked
+from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat
 from fp8fn.ops.layout import Block, swap
 from fp8fn.scaled_tensor import ScaledTensor
 
+# The arguments that every quantizer has.
+_FORMAT: Final[dict[str, arguments.Check]] = {
+    "block": arguments.block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
+}  # fmt: skip
 
+
+@checked(x=arguments.matrix, **_FORMAT)
 def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32") -> ScaledTensor:
     """`x (..., M, N)` in FP8, one scale for each block of `r x c` elements.
 
@@ -35,6 +44,7 @@ def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale
     return ScaledTensor(data, scales, block)
 
 
+@checked(x=arguments.matrix, **_FORMAT)
 def quantize_dual(
     x: Tensor, block: Block = (1, 128), *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32"
 ) -> tuple[ScaledTensor, ScaledTensor]:
@@ -48,6 +58,7 @@ def quantize_dual(
     return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
 
 
+@checked(gate=arguments.matrix, up=arguments.matrix, **_FORMAT)
 def quantize_silu_mul(
     gate: Tensor,
     up: Tensor,
@@ -66,6 +77,7 @@ def quantize_silu_mul(
     return ScaledTensor(data, scales, block)
 
 
+@checked(gate=arguments.matrix, up=arguments.matrix, **_FORMAT)
 def quantize_silu_mul_dual(
     gate: Tensor,
     up: Tensor,
@@ -79,6 +91,7 @@ def quantize_silu_mul_dual(
     return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
 
 
+@checked(x=arguments.matrix, weight=arguments.floats, eps=arguments.epsilon, **_FORMAT)
 def quantize_rms_norm(
     x: Tensor,
     weight: Tensor,
@@ -99,6 +112,7 @@ def quantize_rms_norm(
     return ScaledTensor(data, scales, block)
 
 
+@checked(x=arguments.matrix, weight=arguments.floats, eps=arguments.epsilon, **_FORMAT)
 def quantize_rms_norm_dual(
     x: Tensor,
     weight: Tensor,
@@ -113,8 +127,14 @@ def quantize_rms_norm_dual(
     return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
 
 
-def dequantize(q: ScaledTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """`data * scale` in float32, rounded once to `dtype` (bfloat16, float16 or float32): `(..., M, N)`."""
+@checked(q=arguments.any_quantized, dtype=arguments.out_dtype)
+def dequantize(q: ScaledTensor | GroupedScaledTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """`data * scale` in float32, rounded once to `dtype` (bfloat16, float16 or float32), in the shape of `q`.
+
+    Of a `GroupedScaledTensor` tokens are in the order that was quantized; those past the last offset are zeros.
+    """
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dequantize: dtype={dtype} is not an output type; use bfloat16, float16 or float32")
+    if isinstance(q, GroupedScaledTensor):
+        return q.dequantize(dtype)
     return reference.dequantize(q.data, q.scale, cast(Block, tuple(q.block))).to(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,14 +11,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.ops.formats import SCALE_DTYPES, fp8_max, short_name
-from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.layout import Block, known_block, moved, swap, unknown_block
 from fp8fn.ops.scaled_mm import check_operand
+from fp8fn.ops.values import can_be_read
 
 # Elements whose codes are counted at once: `bincount` makes eight bytes of each.
 _SLICE: Final = 2**24
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ScaledTensor:
     """FP8 `data`, the `scale` that DEquantizes it, and the `block` that shares one scale: a frozen pytree.
 
@@ -29,6 +31,8 @@ class ScaledTensor:
     - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu;
     - the shape is logical, the strides are the kernel's business: `quantize` stores both as the GEMM loads them.
 
+    `==` and `hash` go by identity, as those of a module do: `torch.equal` of the parts compares values.
+
     Raises `ValueError` or `TypeError` where one of them does not hold.
     """
 
@@ -37,9 +41,14 @@ class ScaledTensor:
     block: Block
 
     def __post_init__(self) -> None:
-        # Under pytree.tree_map a leaf may be anything, an in_dim of vmap for one.
         if isinstance(self.data, Tensor) and isinstance(self.scale, Tensor):
-            check_operand("ScaledTensor", self.data, self.scale, self.block)
+            object.__setattr__(self, "block", check_operand("ScaledTensor", self.data, self.scale, self.block))
+            return
+        check_parts("ScaledTensor", data=self.data, scale=self.scale)
+        pair = known_block(self.block)
+        if pair is None:
+            raise unknown_block("ScaledTensor: block", self.block)
+        object.__setattr__(self, "block", pair)
 
     @property
     def shape(self) -> torch.Size:
@@ -64,11 +73,8 @@ class ScaledTensor:
 
     def to(self, device: torch.device | str) -> ScaledTensor:
         """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
-        data, scale = (
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
-            for t in (self.data, self.scale)
-        )
-        return ScaledTensor(data, scale, self.block)
+        check_device("ScaledTensor.to", device)
+        return ScaledTensor(moved(self.data, device), moved(self.scale, device), self.block)
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle and copy know no storage of FP8: they get the bytes, and the types beside them.
@@ -148,7 +154,7 @@ def summary(q: ScaledTensor) -> Summary | None:
 
     Of the data the 256 codes are counted, and everything follows from those: it takes one read and no copy in float.
     """
-    if not (_can_be_read(q.data) and _can_be_read(q.scale)):
+    if not (can_be_read(q.data) and can_be_read(q.scale)):
         return None
     codes = torch.zeros(256, dtype=torch.int64, device=q.device)
     for part in q.data.detach().view(torch.uint8).reshape(-1).split(_SLICE):
@@ -175,16 +181,20 @@ def summary(q: ScaledTensor) -> Summary | None:
     )
 
 
-def _can_be_read(tensor: Any) -> bool:
-    """Whether a tensor has values, now: `repr` is also called while vmap, grad or torch.compile run."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.device.type != "meta"
-        and tensor.numel() > 0
-        and not torch.compiler.is_compiling()
-        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and not torch._C._len_torch_dispatch_stack()
-    )
+def check_device(name: str, device: object) -> None:
+    """TypeError for what is no device, a dtype for one."""
+    if not isinstance(device, (torch.device, str, int)):
+        remedy = "use a torch.device or its name; fp8fn.dequantize(q, dtype) gives another type"
+        raise TypeError(f"{name}: device={device!r} is a {type(device).__name__}; {remedy}")
+
+
+def check_parts(name: str, **parts: object) -> None:
+    """TypeError for parts that are neither all tensors nor, as `vmap` takes them for `in_dims`, ints and None."""
+    some = any(isinstance(part, Tensor) for part in parts.values())
+    for part, value in parts.items():
+        if not isinstance(value, Tensor) and (some or not isinstance(value, (int, type(None)))):
+            remedy = f"use tensors for {' and '.join(parts)}, or ints and None for all, as in_dims of torch.vmap"
+            raise TypeError(f"{name}: {part}={reprlib.repr(value)} is a {type(value).__name__}; {remedy}")
 
 
 def _scale_kind(q: ScaledTensor) -> str:
@@ -201,7 +211,13 @@ def _flatten_with_keys(q: ScaledTensor) -> tuple[list[tuple[pytree.KeyEntry, Any
 
 def _unflatten(leaves: Any, block: Block) -> ScaledTensor:
     data, scale = leaves
-    return ScaledTensor(data, scale, block)
+    if isinstance(data, Tensor) and isinstance(scale, Tensor):
+        return ScaledTensor(data, scale, block)
+    # Under pytree.tree_map a leaf may be anything.
+    made = object.__new__(ScaledTensor)
+    for name, value in (("data", data), ("scale", scale), ("block", block)):
+        object.__setattr__(made, name, value)
+    return made
 
 
 pytree.register_pytree_node(

@@ -3,43 +3,191 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, Final, ParamSpec, TypeVar
+import inspect
+import string
+from collections.abc import Callable, Mapping, Sequence
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8fn import arguments
+from fp8fn.contraction import Product, as_product
+from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.site import Site, Where, check_where, why_not
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_MATMUL: Final = (torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__)
-
 
 def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = None) -> Callable[P, R]:
-    """`fn` with its products `F.linear(x, w)`, `x @ w`, `torch.matmul` and `torch.mm` in FP8, where `w` is a matrix.
+    """`fn` with its products in FP8: `F.linear(x, w)`, `x @ w`, `torch.matmul`, `torch.mm`, where `w` is a matrix.
+
+    So are `torch.linalg.matmul` and `torch.inner`, `torch.addmm` by `beta` and `alpha` of 1, and those of
+    `torch.einsum` and `torch.tensordot` that are one product of two matrices. `out=` is filled, where its shape and
+    type are the result's.
 
     A pure transformation: `fp8(fn)` takes and returns what `fn` does, and composes with `torch.func.grad`, `vmap`,
     `functional_call` and `torch.compile`. Products of two batches (attention), of vectors, and small ones stay as they
-    are. `where` selects by a function of a `Site`; a function has no names, so patterns of names do not apply.
+    are, and what PyTorch refuses is PyTorch's error. `where` selects by a function of a `Site`; a function has no
+    names, so patterns of names do not apply.
 
-    Raises `ValueError` for a recipe that does not exist, `TypeError` for a `where` that is not a function.
+    Raises `ValueError` for a recipe that does not exist, `TypeError` for a `where` that is not a function, and for an
+    `fn` that is none, or whose body runs after it has returned: a generator function, a coroutine.
     """
+    arguments.function("fp8", "fn", fn)
     check_where(where)
     if where is not None and not callable(where):
         raise TypeError(f"fp8: where={where!r}; a function's weights have no names, pass a function of a Site")
     key = recipe_key(recipe)
+    _check_at_once(fn)
 
     @functools.wraps(fn)
     def transformed(*args: P.args, **kwargs: P.kwargs) -> R:
         with _Substitute(key, where):
-            return fn(*args, **kwargs)
+            out = fn(*args, **kwargs)
+        if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
+            if not isinstance(out, AsyncGeneratorType):
+                out.close()  # else Python warns that nothing awaited it
+            raise TypeError(_LATER.format(name=_name(fn), kind=type(out).__name__))
+        return out
 
     return transformed
+
+
+_LATER: Final = (
+    "fp8: fn={name} returns a {kind}, whose body runs after fp8 has ended; transform the function that computes one "
+    "item, or awaits nothing, and call that inside"
+)
+
+
+def _check_at_once(fn: Callable[..., Any]) -> None:
+    """TypeError for a function that a call does not run to its end."""
+    called: Any = None if inspect.isclass(fn) else getattr(fn, "forward" if isinstance(fn, nn.Module) else "__call__")
+    for kind, is_of in (
+        ("generator", inspect.isgeneratorfunction),
+        ("coroutine", inspect.iscoroutinefunction),
+        ("async_generator", inspect.isasyncgenfunction),
+    ):
+        if is_of(fn) or is_of(called):
+            raise TypeError(_LATER.format(name=_name(fn), kind=kind))
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    return getattr(fn, "__qualname__", None) or repr(fn)
+
+
+class _Call(NamedTuple):
+    """A call that is `a @ b + bias`, if its operands are matrices; `order` has the axes of an einsum's result."""
+
+    op: str
+    a: Any
+    b: Any
+    bias: Any = None
+    out: Any = None
+    shape: Sequence[int] | None = None
+    order: tuple[int, ...] | None = None
+
+
+def _linear(input: Any, weight: Any, bias: Any = None) -> _Call | None:
+    return _Call("linear", input, weight.mT, bias) if weight.ndim == 2 else None
+
+
+def _matmul(input: Any, other: Any, *, out: Any = None) -> _Call | None:
+    return _Call("matmul", input, other, out=out)
+
+
+def _rmatmul(input: Any, other: Any) -> _Call | None:
+    return _Call("matmul", other, input)
+
+
+def _mm(input: Any, mat2: Any, *, out: Any = None) -> _Call | None:
+    return _Call("matmul", input, mat2, out=out) if input.ndim == 2 else None
+
+
+def _addmm(input: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1, out: Any = None) -> _Call | None:
+    plain = beta == 1 and alpha == 1 and mat1.ndim == 2
+    return _Call("addmm", mat1, mat2, input, out) if plain else None
+
+
+def _inner(input: Any, other: Any, *, out: Any = None) -> _Call | None:
+    return _Call("inner", input, other.mT, out=out) if other.ndim == 2 else None
+
+
+def _einsum(equation: Any, *operands: Any) -> _Call | None:
+    if len(operands) == 4 and isinstance(equation, Tensor):  # by lists of axes: a, [0, 1], b, [1, 2], [0, 2]
+        a, (first, b, second, last) = equation, operands
+        if any(axis < 0 for axis in (*first, *second, *last)):
+            return None
+        *given, result = ("".join(string.ascii_letters[axis] for axis in axes) for axes in (first, second, last))
+        return _einsum(f"{','.join(given)}->{result}", a, b)
+    listed = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    if len(listed) != 2 or not isinstance(equation, str):
+        return None
+    a, b = listed
+    terms, arrow, out = equation.partition("->")
+    if "..." in terms.partition(",")[2]:  # the first operand is the one that may have further axes
+        a, b, equation = b, a, ",".join(reversed(terms.split(","))) + arrow + out
+    product = as_product(equation, a.ndim, b.ndim)
+    return None if product is None else _contracted("einsum", a, b, product)
+
+
+def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> _Call | None:
+    if isinstance(dims, int):
+        left, right = list(range(a.ndim - dims, a.ndim)), list(range(dims))
+    elif isinstance(dims, (list, tuple)) and len(dims) == 2 and all(isinstance(d, (list, tuple)) for d in dims):
+        if any(not -x.ndim <= axis < x.ndim for x, axes in zip((a, b), dims, strict=True) for axis in axes):
+            return None
+        left, right = ([axis % x.ndim for axis in axes] for x, axes in zip((a, b), dims, strict=True))
+    else:
+        return None
+    if len(left) == 0 or not len(left) == len(right) == len(set(left)) == len(set(right)):
+        return None
+    free = [[axis for axis in range(x.ndim) if axis not in axes] for x, axes in ((a, left), (b, right))]
+    product = Product(
+        a=(*free[0], *left), b=(*right, *free[1]), out=tuple(range(len(free[0]) + len(free[1]))), contracted=len(left)
+    )
+    return None if out is not None else _contracted("tensordot", a, b, product)
+
+
+def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None:
+    """The operands of a contraction as two matrices, or None for what is one of vectors, or repeats an axis."""
+    if product.repeats(a.shape, b.shape):
+        return None
+    many = product.contracted
+    a, b = a.permute(product.a), b.permute(product.b)
+    rows, columns = a.shape[: a.ndim - many], b.shape[many:]
+    if not rows or not columns:
+        return None
+    left = a.flatten(a.ndim - many) if many > 1 else a
+    right = b.flatten(0, many - 1) if many > 1 else b
+    right = right.flatten(1) if len(columns) > 1 else right
+    return _Call(op, left, right, shape=(*rows, *columns), order=product.out)
+
+
+# What a call of each function is, in the words of PyTorch's own parameters.
+_CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
+    F.linear: _linear,
+    torch._C._nn.linear: _linear,
+    torch.matmul: _matmul,
+    torch.linalg.matmul: _matmul,
+    torch.Tensor.matmul: _matmul,
+    torch.Tensor.__matmul__: _matmul,
+    torch.Tensor.__rmatmul__: _rmatmul,
+    torch.mm: _mm,
+    torch.Tensor.mm: _mm,
+    torch.addmm: _addmm,
+    torch.Tensor.addmm: _addmm,
+    torch.inner: _inner,
+    torch.Tensor.inner: _inner,
+    torch.functional.einsum: _einsum,
+    torch.functional.tensordot: _tensordot,
+}
 
 
 class _Substitute(TorchFunctionMode):
@@ -51,22 +199,62 @@ class _Substitute(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.linear or func is torch._C._nn.linear:
-            out = self.linear(*args, **kwargs)
-        elif func in _MATMUL and len(args) == 2 and not kwargs:
-            out = self.product("matmul", args[0], args[1], None)
-        else:
+        read = _CALLS.get(func)
+        if read is None or not all(_is_plain(arg) for arg in (*args, *kwargs.values())):
             return func(*args, **kwargs)
+        call = _read(read, args, kwargs)
+        out = None if call is None else self.product(call)
         return func(*args, **kwargs) if out is None else out
 
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-        return self.product("linear", input, weight.mT, bias) if weight.ndim == 2 else None
-
-    def product(self, op: str, a: Any, b: Any, bias: Tensor | None) -> Tensor | None:
-        if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.ndim < 2 or b.ndim != 2:
+    def product(self, call: _Call) -> Tensor | None:
+        """The product in FP8; None for what stays as it is, and for what PyTorch refuses."""
+        if not _fits(call):
             return None
+        a, b = call.a, call.b
         m = a.numel() // max(a.shape[-1], 1)
-        site = Site(op=op, m=m, n=b.shape[1], k=b.shape[0], dtype=a.dtype, device=a.device)
+        site = Site(op=call.op, m=m, n=b.shape[1], k=b.shape[0], dtype=a.dtype, device=a.device)
         if why_not(site, self.where) is not None:
             return None
-        return torch.ops.fp8fn.gemm(a, b, bias, self.recipe, None)  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.fp8fn.gemm(a, b, call.bias, self.recipe, None)
+        if call.shape is not None and call.order is not None:
+            out = out.reshape(call.shape).permute(call.order)
+        return out if call.out is None else call.out.copy_(out)
+
+
+def _read(read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
+    """What a call is; None for one whose arguments PyTorch does not take either, or takes in an older form."""
+    try:
+        return read(*args, **kwargs)
+    except (TypeError, AttributeError, RuntimeError, IndexError):
+        return None
+
+
+def _is_plain(arg: Any) -> bool:
+    """Whether an argument is none, or a tensor, or a list of them, that an op of ours can read."""
+    if isinstance(arg, (list, tuple)):
+        return all(_is_plain(each) for each in arg)
+    if not isinstance(arg, Tensor):
+        return True
+    return arg.layout is torch.strided and not arg.is_nested and not is_traceable_wrapper_subclass(arg)
+
+
+def _fits(call: _Call) -> bool:
+    """Whether `a @ b + bias` is a product with a matrix that PyTorch computes: what it refuses, it is to refuse."""
+    a, b, bias, out = call.a, call.b, call.bias, call.out
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.ndim < 2 or b.ndim != 2:
+        return False
+    if a.shape[-1] != b.shape[0] or a.device != b.device:
+        return False
+    autocast = a.device.type != "meta" and torch.is_autocast_enabled(a.device.type)
+    if a.dtype != b.dtype and not (autocast and {a.dtype, b.dtype} <= set(INPUT_DTYPES)):
+        return False
+    if bias is not None:
+        if not isinstance(bias, Tensor) or bias.ndim != 1 or bias.shape[0] != b.shape[1] or bias.device != a.device:
+            return False
+        if bias.dtype != a.dtype and not (autocast and bias.dtype in INPUT_DTYPES):
+            return False
+    if out is None:
+        return True
+    tracked = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias, out))
+    same = isinstance(out, Tensor) and out.dtype == a.dtype and out.device == a.device
+    return same and tuple(out.shape) == (*a.shape[:-1], b.shape[1]) and not tracked and not autocast

@@ -27,11 +27,18 @@ _OPERATIONS_PER_US: Final = 7e8
 _LOG: Final = logging.getLogger("fp8fn")
 
 
-def check_target(target: str | None) -> None:
-    """ValueError for a target that there are no estimates for."""
-    if target is not None and target not in NAMED:
-        names = ", ".join(map(repr, NAMED))
-        raise ValueError(f"explain: target={target!r} has no estimates; use one of {names}, or None for the device")
+def check_target(target: str | None) -> str | None:
+    """The short name of a target; ValueError for one that is not known."""
+    if target is None:
+        return None
+    found = targets.named_target(target) if isinstance(target, str) else None
+    if found is None:
+        archs = dict.fromkeys(arch.name for arch, _ in targets.PRODUCTS.values())
+        raise ValueError(
+            f"explain: target={target!r} is not known; use one of {', '.join(map(repr, archs))} or of "
+            f"{', '.join(map(repr, targets.PRODUCTS))}, or None for the device"
+        )
+    return found[0]
 
 
 def check_measure(measure: bool) -> None:
@@ -41,9 +48,9 @@ def check_measure(measure: bool) -> None:
 
 
 def chip_for(device: torch.device, target: str | None = None) -> Chip | None:
-    """Whose times are estimated: the chip that a target's name stands for, or else the device, if it is of sm90."""
+    """Whose times are estimated: the chip that a target's name stands for, or else the device; None if not of sm90."""
     if target is not None:
-        return NAMED[target]
+        return NAMED.get(target)
     here = targets.target_of(device)
     return chip_of(device, here) if here.name == "sm90" else None
 

@@ -2,48 +2,14 @@
 
 from __future__ import annotations
 
-import string
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-
-class Product(NamedTuple):
-    """How the axes of the operands and of the result are put in order; `contracted` of them are summed over.
-
-    `a` brings the contracted axes to the end, `b` to the front; `out` puts the free ones of both where they belong.
-    """
-
-    a: tuple[int, ...]
-    b: tuple[int, ...]
-    out: tuple[int, ...]
-    contracted: int
-
-
-def as_product(equation: str, a_ndim: int, b_ndim: int) -> Product | None:
-    """The product that an equation of two operands is, None where it is more, a batch of them or a sum besides."""
-    inputs, arrow, out = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    if not arrow or len(terms) != 2:
-        return None
-    spare = "".join(letter for letter in string.ascii_letters if letter not in equation)
-    lead = spare[: a_ndim - len(terms[0].replace("...", ""))] if "..." in terms[0] else ""
-    a, b, out = terms[0].replace("...", lead), terms[1], out.replace("...", lead)
-    if (len(a), len(b)) != (a_ndim, b_ndim) or any(len(set(term)) != len(term) for term in (a, b, out)):
-        return None
-    contracted = [axis for axis in a if axis in b]
-    free = [[axis for axis in term if axis not in contracted] for term in (a, b)]
-    if not contracted or sorted(free[0] + free[1]) != sorted(out):
-        return None
-    return Product(
-        a=tuple(map(a.index, free[0] + contracted)),
-        b=tuple(map(b.index, contracted + free[1])),
-        out=tuple(map((free[0] + free[1]).index, out)),
-        contracted=len(contracted),
-    )
+from fp8fn.contraction import Product, as_product
 
 
 def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
@@ -62,7 +28,7 @@ def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
         if not is_weight(b):
             continue
         product = as_product(equation, _value(a).dim(), _value(b).dim())
-        if product is not None:
+        if product is not None and not product.repeats(_value(a).shape, _value(b).shape):
             _spell(gm.graph, node, a, b, product)
 
 

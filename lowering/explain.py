@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from fp8fn import arguments
 from fp8fn.lowering import grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
 from fp8fn.lowering.gemms import Gemm
@@ -25,7 +26,6 @@ from fp8fn.ops import mx_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
-from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.estimate import Times
 from fp8fn.ops.tuning.problem import Chip
 from fp8fn.site import Site, Where, check_where, takes_everything
@@ -132,15 +132,17 @@ def explain(
 ) -> Explanation:
     """Runs `model(*args, **kwargs)` once, uncompiled, and says what `backend="fp8fn"` would do with each product.
 
-    `recipe` and `where` are the backend's options. On Hopper there are estimates of each product's time, and with
-    `target="sm90"` on any machine, as on an H200: the recipe's decisions and kernels are then that target's too. With
-    `measure=True` a GPU times what it can of them in about two seconds. Prints the table, unless `show=False`, and
-    returns it. The model's buffers and the random state are as before afterwards.
+    `recipe` and `where` are the backend's options. `target` names an architecture ("sm90") or a product ("H100",
+    "mi300x", "RTX 4090"), whose decisions and kernels are then shown on any machine. On Hopper, or for its name, there
+    are estimates of each product's time; "sm90" stands for an H200. With `measure=True` a GPU times what it can of them
+    in about two seconds. Prints the table, unless `show=False`, and returns it. The model's buffers and the random
+    state are as before afterwards.
 
-    Raises `ValueError` for a target that has no estimates, or where there is no GPU to measure on.
+    Raises `ValueError` for a target that is not known, or where there is no GPU to measure on.
     """
+    arguments.function("explain", "model", model)
     check_where(where)
-    check_target(target)
+    target = check_target(target)
     check_measure(measure)
     key = recipe_key(recipe)
     rows: list[Row] = []
@@ -280,8 +282,9 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     site = gemm.site
     chip = chip_for(site.device, target)
     on = targets.target_of(site.device)
-    if target is not None and chip is not None:
-        on = Target("cuda", int(target.removeprefix("sm")), 32, chip.multiprocessors)
+    named = None if target is None else targets.named_target(target)
+    if named is not None:
+        on = named[1] if chip is None else replace(named[1], multiprocessors=chip.multiprocessors)
     if on.backend == "cpu":
         return "reference (plain PyTorch)"
     if gemm.groups is not None and site.groups:

@@ -104,7 +104,12 @@ def forward_mode_depth() -> int:
 
 
 def is_tracked_below(*tensors: Tensor | None) -> bool:
-    """Whether a level under the current one differentiates as well, so that a second derivative can be asked for."""
+    """Whether a level under the current one differentiates as well, so that a second derivative can be asked for.
+
+    Forward mode outside of torch.func has no level of its own: it differentiates whatever runs, a backward too.
+    """
+    if forward_ad._current_level >= 0:
+        return True
     stack = _functorch.get_interpreter_stack() or ()
     if any(level.key() in _DIFFERENTIATING for level in stack[:-1]):
         return True

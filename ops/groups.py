@@ -18,6 +18,7 @@ and of groups alone, and nothing waits for the device.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.layout import WHOLE, Block, matrix_strides
+from fp8fn.ops.values import can_be_read
 
 # Tokens with one scale, and the bytes of a line of memory.
 ROWS: Final = 128
@@ -43,6 +45,21 @@ def check_offsets(op: str, offsets: Tensor, name: str, tokens: Tensor) -> None:
         raise ValueError(f"{op}: offsets has shape {given}; it must be (E,), the end of each of E >= 1 groups")
     if offsets.device != tokens.device:
         raise ValueError(f"{op}: {name} is on {tokens.device} and offsets on {offsets.device}; move them to one device")
+
+
+def check_ends(op: str, offsets: Tensor) -> None:
+    """ValueError where the ends descend, or one is negative. On the CPU only: a GPU would have to be waited for."""
+    if not offsets.is_cpu or offsets.ndim != 1 or not can_be_read(offsets):
+        return
+    ends = offsets.tolist()
+    if ends[0] < 0:
+        raise ValueError(f"{op}: offsets has {ends[0]} for group 0; give where each group ends, ascending from 0")
+    for group, (before, end) in enumerate(pairwise(ends), 1):
+        if end < before:
+            raise ValueError(
+                f"{op}: offsets descends: group {group} ends at {end}, and group {group - 1} at {before}; give where "
+                "each group ends, equal to the end before it for an empty group"
+            )
 
 
 def spread_unit(rows: int, groups: int) -> int:

@@ -32,20 +32,30 @@ BLOCKS: Final[tuple[Block, ...]] = (
 _KNOWN: Final = frozenset(BLOCKS)
 
 
-def known_block(block: Sequence[int]) -> Block | None:
+def known_block(block: object) -> Block | None:
     """The block of `BLOCKS` with these sizes, None where there is none.
 
     Sizes are compared one by one, and the result is constants: torch.compile may have made those of a `ScaledTensor`
     symbolic, and SymPy does not come back from the one condition that `block in BLOCKS` then is.
     """
-    if len(block) == 2:
+    if isinstance(block, (tuple, list)) and len(block) == 2:
         rows, columns = block
         if type(rows) is int and type(columns) is int:
             return (rows, columns) if (rows, columns) in _KNOWN else None
+        if isinstance(rows, (float, bool)) or isinstance(columns, (float, bool)):  # equal to a size, and none
+            return None
         for known in BLOCKS:
             if rows == known[0] and columns == known[1]:
                 return known
     return None
+
+
+def unknown_block(name: str, block: object) -> TypeError | ValueError:
+    """The error for what `known_block` does not know; `name` says whose argument it is."""
+    remedy = f"use one of {BLOCKS} (-1 is a whole axis)"
+    if not isinstance(block, (tuple, list)):
+        return TypeError(f"{name}={block!r} is a {type(block).__name__}, not a pair of ints; {remedy}")
+    return ValueError(f"{name}={tuple(block)} is not a block of fp8fn; {remedy}")
 
 
 def swap(block: Block) -> Block:
@@ -129,6 +139,17 @@ def turned(x: Tensor, column_major: bool) -> Tensor:
     else:
         copy.copy_(x)
     return copy
+
+
+def moved(x: Tensor, device: torch.device | str) -> Tensor:
+    """A copy on a device with the same strides; an axis that `expand` made is expanded again, not written out."""
+    once = x[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in x.stride())]
+    copy = torch.empty_strided(once.shape, x.stride(), dtype=x.dtype, device=device)
+    if x.element_size() == 1:  # as bytes, for PyTorch copies no e8m0
+        copy.view(torch.uint8).copy_(once.view(torch.uint8))
+    else:
+        copy.copy_(once)
+    return copy.expand(x.shape)
 
 
 def as_batch(x: Tensor) -> Tensor:

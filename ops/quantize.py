@@ -16,7 +16,6 @@ from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import (
-    BLOCKS,
     WHOLE,
     Block,
     as_batch,
@@ -28,6 +27,7 @@ from fp8fn.ops.layout import (
     known_block,
     swap,
     turned,
+    unknown_block,
 )
 
 QUANTIZE_SCHEMA: Final = (
@@ -47,8 +47,7 @@ def check_quantize(
     """The block as a tuple and the element type, or the error that says which argument is wrong and what would work."""
     pair = known_block(block)
     if pair is None:
-        given = tuple(block)
-        raise ValueError(f"{name}: block={given} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
+        raise unknown_block(f"{name}: block", block)
     if x.dtype not in INPUT_DTYPES:
         remedy = "use bfloat16, float16 or float32, x.to(torch.float32) for one"
         raise TypeError(f"{name}: {arg} has dtype {x.dtype}; {remedy}")

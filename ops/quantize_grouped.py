@@ -14,7 +14,7 @@ from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import quantize_columns as columns
 from fp8fn.ops.cuda import quantize_grouped as cuda
 from fp8fn.ops.cuda.prepared import keep, kind, recall
-from fp8fn.ops.groups import ROWS, check_offsets, empty_grouped
+from fp8fn.ops.groups import ROWS, check_ends, check_offsets, empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, known_block, swap
 from fp8fn.ops.quantize import check_quantize, kernel_takes, quantize_kernel
 
@@ -59,6 +59,7 @@ def quantize_grouped_reference(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
     pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale)
+    check_ends("quantize_grouped", offsets)
     return reference.quantize_grouped(x, offsets, pair, fp8, scale)
 
 
@@ -66,6 +67,7 @@ def quantize_grouped_dual_reference(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
+    check_ends("quantize_grouped_dual", offsets)
     return reference.quantize_grouped_dual(x, offsets, pair, fp8, scale)
 
 

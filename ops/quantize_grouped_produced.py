@@ -17,6 +17,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda import quantize_grouped as cuda
 from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.groups import check_ends
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantize import kernel_takes
 from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped, quantize_grouped_dual_kernel
@@ -69,6 +70,7 @@ def quantize_silu_mul_grouped_dual_reference(
     scale: str = "fp32",
 ) -> Results:  # fmt: skip
     pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
+    check_ends(_SILU_MUL, offsets)
     return reference.quantize_grouped_dual(reference.silu_mul(gate, up), offsets, pair, fp8, scale)
 
 
@@ -77,6 +79,7 @@ def quantize_silu_mul_grad_grouped_dual_reference(
     scale: str = "fp32",
 ) -> Results:  # fmt: skip
     pair, fp8 = check_silu_mul_grad_grouped(grad, hidden, offsets, block, dtype, scale)
+    check_ends(_SILU_MUL_GRAD, offsets)
     return reference.quantize_grouped_dual(reference.silu_mul_grad(grad, hidden), offsets, pair, fp8, scale)
 
 

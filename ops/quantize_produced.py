@@ -9,6 +9,7 @@ out the sums and `eps`.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -74,6 +75,12 @@ def check_rms_norm(
     return pair
 
 
+def check_eps(name: str, eps: float, rstd: Tensor | None) -> None:
+    """ValueError for an `eps` that makes every row NaN, or zeros; beside `rstd` it is not read."""
+    if rstd is None and not 0 <= eps < math.inf:
+        raise ValueError(f"{name}: eps={eps} is not finite and at least 0; use a small float, 1e-6 for one")
+
+
 def quantize_silu_mul_reference(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
@@ -93,6 +100,7 @@ def quantize_rms_norm_reference(
     scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm", rstd)
+    check_eps("quantize_rms_norm", eps, rstd)
     return reference.quantize(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
 
 
@@ -101,6 +109,7 @@ def quantize_rms_norm_dual_reference(
     scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
+    check_eps("quantize_rms_norm_dual", eps, rstd)
     return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
 
 
@@ -155,6 +164,7 @@ def _rms_norm(
     rstd: Tensor | None, *, dual: bool,
 ) -> Sequence[Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, name, rstd)
+    check_eps(name, eps, rstd)
     if rstd is not None:
         rstd, eps = rstd.contiguous(), 0.0
     key = (name, eps, pair, fp8, scale, kind(x), kind(weight), rstd is not None)

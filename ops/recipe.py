@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS, ScaleFormat, short_name
-from fp8fn.ops.layout import BLOCKS, WHOLE, Block, contracts_rows, is_square, swap
+from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_square, known_block, swap, unknown_block
 
 _DTYPES: Final = {short_name(dtype): dtype for dtype in FP8_DTYPES}
 _NAMES: Final[dict[str, str]] = {}
@@ -69,11 +69,24 @@ class Recipe:
     second_order: bool = False
     key: str = field(init=False, repr=False, compare=False)
 
+    def __new__(cls, *positional: object, **values: object) -> Recipe:
+        """TypeError for what is not given by its name, a preset's name above all."""
+        if positional:
+            given = positional[0]
+            known = isinstance(given, str) and given.lower() in PRESETS
+            remedy = f"that preset is fp8fn.{str(given).upper()}" if known else "Recipe(scale='pow2') for one"
+            raise TypeError(
+                f"Recipe: {given!r} is given as a positional argument, and a field is given by its name; {remedy}, and "
+                "every `recipe=` takes a preset's name too"
+            )
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         for name in ("activation_block", "weight_block", "gradient_block"):
-            block = getattr(self, name)
-            if block not in BLOCKS:
-                raise ValueError(f"Recipe: {name}={block!r} is not a block of fp8fn; use one of {BLOCKS}")
+            block = known_block(getattr(self, name))
+            if block is None:
+                raise unknown_block(f"Recipe: {name}", getattr(self, name))
+            object.__setattr__(self, name, block)
         fits = {
             "activation_block": not contracts_rows(self.activation_block),
             "gradient_block": not contracts_rows(self.gradient_block),
@@ -89,6 +102,9 @@ class Recipe:
                 raise ValueError(f"Recipe: {name}={dtype!r} is not an FP8 type; use one of {list(_DTYPES.values())}")
         if self.scale not in SCALE_FORMATS:
             raise ValueError(f"Recipe: scale={self.scale!r} is not a scale format; use one of {SCALE_FORMATS}")
+        if not isinstance(self.second_order, bool):
+            kind = type(self.second_order).__name__
+            raise TypeError(f"Recipe: second_order={self.second_order!r} is a {kind}; use True or False")
         changed = [f for f in fields(self) if f.init and getattr(self, f.name) != f.default]
         written = ",".join(f"{f.name}={_write(getattr(self, f.name))}" for f in changed)
         # Not a cached property: Dynamo traces reads of the key, and cannot trace the lock of one.

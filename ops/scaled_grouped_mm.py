@@ -18,7 +18,17 @@ from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.cuda.scaled_mm import call as cuda_call
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.groups import LARGE, ROWS, STEP, check_offsets, spread_blocks, spread_rows, spread_unit, unit_of
+from fp8fn.ops.groups import (
+    LARGE,
+    ROWS,
+    STEP,
+    check_ends,
+    check_offsets,
+    spread_blocks,
+    spread_rows,
+    spread_unit,
+    unit_of,
+)
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
@@ -157,6 +167,7 @@ def scaled_grouped_mm_reference(
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    check_ends(_NAME, offsets)
     out_dtype = out_dtype or torch.bfloat16
     return reference.scaled_grouped_mm(a, a_scale, left, b, b_scale, right, offsets, bias, out_dtype)
 

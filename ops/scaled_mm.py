@@ -15,7 +15,7 @@ from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.prepared import keep, kind, recall
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import BLOCKS, Block, known_block, matrix_strides, scale_shape
+from fp8fn.ops.layout import Block, known_block, matrix_strides, scale_shape, unknown_block
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -69,8 +69,7 @@ def check_operand(name: str, data: Tensor, scale: Tensor, block: Sequence[int]) 
     """Checks the invariants of scaled data (`ScaledTensor`) and returns its block as a tuple."""
     pair = known_block(block)
     if pair is None:
-        given = tuple(block)
-        raise ValueError(f"{name}: block={given} is not a block of fp8fn; use one of {BLOCKS} (-1 is a whole axis)")
+        raise unknown_block(f"{name}: block", block)
     if data.dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: data has dtype {data.dtype}; it must be an FP8 type, as fp8fn.quantize makes it")
     if scale.dtype not in SCALE_DTYPES:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
@@ -60,6 +62,30 @@ SM100: Final = Target("cuda", 100, 32)
 SM120: Final = Target("cuda", 120, 32)
 GFX942: Final = Target("hip", "gfx942", 64)
 GFX950: Final = Target("hip", "gfx950", 64)
+
+
+# Products by their short names: the architecture, and its multiprocessors or compute units.
+PRODUCTS: Final[Mapping[str, tuple[Target, int]]] = {
+    "l4": (SM89, 58), "l40s": (SM89, 142), "rtx 4090": (SM89, 128), "rtx 6000 ada": (SM89, 142),
+    "h20": (SM90, 78), "h100": (SM90, 132), "h200": (SM90, 132), "h800": (SM90, 132), "gh200": (SM90, 132),
+    "b200": (SM100, 148), "gb200": (SM100, 148), "rtx 5090": (SM120, 170), "rtx pro 6000": (SM120, 188),
+    "mi300a": (GFX942, 228), "mi300x": (GFX942, 304), "mi325x": (GFX942, 304),
+    "mi350x": (GFX950, 256), "mi355x": (GFX950, 256),
+}  # fmt: skip
+# What a driver writes around the name of a product.
+_AROUND: Final = re.compile(r"\b(nvidia|amd|geforce|instinct|\d+gb|hbm\w*)\b")
+
+
+def named_target(name: str) -> tuple[str, Target] | None:
+    """A product ("H100", "NVIDIA H100 80GB HBM3", "rtx4090") or an architecture ("sm90"), with its short name."""
+    short = "".join(re.split(r"[\s_-]+", _AROUND.sub("", name.lower())))
+    for product, (target, count) in PRODUCTS.items():
+        if product.replace(" ", "") == short:
+            return product, replace(target, multiprocessors=count)
+    for target in (SM89, SM90, SM100, SM120, GFX942, GFX950):
+        if target.name == short:
+            return short, target
+    return None
 
 
 def target_of(device: torch.device) -> Target:

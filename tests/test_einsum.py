@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import fp8fn
-from fp8fn.lowering.einsum import as_product
+from fp8fn.contraction import as_product
 
 
 @pytest.mark.parametrize(
@@ -63,6 +63,29 @@ def test_a_models_einsums(dynamic: bool, fresh_dynamo: None) -> None:
     for got, want in ((out, expected), (grad, wanted)):
         assert got.shape == want.shape
         assert 5e-3 < float((got - want).detach().norm() / want.detach().norm()) < 0.1  # FP8, and no more
+
+
+@pytest.mark.parametrize(("a", "b", "repeats"), [((32, 1), (256, 128), True), ((32, 9), (1, 8), True),
+                                                 ((32, 1), (1, 128), False), ((1, 256), (256, 1), False)])  # fmt: skip
+def test_an_axis_of_one_element_is_repeated(a: tuple[int, ...], b: tuple[int, ...], repeats: bool) -> None:
+    """As PyTorch does: that is no product of matrices."""
+    product = as_product("ij,jk->ik", 2, 2)
+    assert product is not None
+    assert product.repeats(a, b) == repeats
+
+
+def test_a_model_that_repeats_an_axis(fresh_dynamo: None) -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(256, 128))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.einsum("ij,jk->ik", x, self.weight)
+
+    model, x = Sums(), torch.randn(32, 1)
+    (row,) = fp8fn.explain(model, x, where="*", show=False).rows  # what the backend decides, without a compilation
+    assert row.reason == "einsum is not matched"
 
 
 def test_explain_names_their_weights(fresh_dynamo: None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn.lowering import costs, rewrite
 from fp8fn.lowering import explain as module
+from fp8fn.ops import targets
 from fp8fn.ops.recipe import BLOCKWISE, MXFP8
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times
@@ -89,9 +91,41 @@ def test_no_column_where_there_is_nothing_to_show() -> None:
         assert "µs" not in str(explanation)
 
 
+@pytest.mark.parametrize(
+    ("target", "arch", "chip"),
+    [
+        ("h100", "sm90", "NVIDIA H100 80GB HBM3"), ("H200", "sm90", "NVIDIA H200"), ("SM90", "sm90", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "sm90", "NVIDIA H100 80GB HBM3"), ("h20", "sm90", "NVIDIA H20"),
+        ("AMD Instinct MI300X", "gfx942", None), ("mi325x", "gfx942", None), ("MI355X", "gfx950", None),
+        ("L40S", "sm89", None), ("NVIDIA GeForce RTX 4090", "sm89", None), ("rtx-4090", "sm89", None),
+        ("b200", "sm100", None), ("rtx 5090", "sm120", None), ("gfx950", "gfx950", None),
+    ],
+)  # fmt: skip
+def test_a_target_by_its_products_name(target: str, arch: str, chip: str | None, fresh_dynamo: None) -> None:
+    model, x = meta(8192)
+    explanation = fp8fn.explain(model.wide, x, target=target, where="*", show=False)
+    (row,) = explanation.rows
+    assert row.reason is None
+    assert row.kernel is not None
+    assert f" {arch} (" in row.kernel
+    assert explanation.chip == chip
+    assert (row.estimated is None) == (chip is None)
+
+
+def test_a_product_has_its_own_multiprocessors() -> None:
+    for name, (target, count) in targets.PRODUCTS.items():
+        found = targets.named_target(name.upper())
+        assert found == (name, replace(target, multiprocessors=count))
+        assert found[1].cores == count
+        if name in NAMED:
+            assert NAMED[name].multiprocessors == count
+    assert targets.named_target("h1000") is None
+    assert targets.named_target("") is None
+
+
 def test_wrong_use() -> None:
     model, x = meta(64)
-    with pytest.raises(ValueError, match="target='sm80' has no estimates; use one of 'sm90'"):
+    with pytest.raises(ValueError, match=r"target='sm80' is not known; use one of 'sm89', 'sm90'.* 'h100', 'h200'"):
         fp8fn.explain(model, x, target="sm80")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="measure=True needs a GPU"):

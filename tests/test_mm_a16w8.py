@@ -275,9 +275,9 @@ def test_gemm_and_linear() -> None:
 
 ERRORS: list[tuple[str, Function, type[Exception], str]] = [
     ("K", lambda x, w: fp8fn.gemm(x, w.mT), ValueError, r"K=64 .* K=48; .* pass weight\.mT"),
-    ("integers", lambda x, w: fp8fn.gemm(x.int(), w), TypeError, "x has dtype torch.int32; use bfloat16"),
+    ("integers", lambda x, w: fp8fn.gemm(x.int(), w), TypeError, "a has dtype torch.int32; use bfloat16"),
     ("vector", lambda x, w: fp8fn.gemm(w.mT, x[0]), ValueError, r"b has shape \(64,\); it needs"),
-    ("device", lambda x, w: fp8fn.gemm(x.to("meta"), w), ValueError, "x is on meta and w on cpu; move them"),
+    ("device", lambda x, w: fp8fn.gemm(x.to("meta"), w), ValueError, "a is on meta and b on cpu; move them"),
     ("bias", lambda x, w: fp8fn.gemm(x, w, bias=x[0]), ValueError, r"bias has shape \(64,\); it must be \(48,\)"),
     ("out_dtype", lambda x, w: fp8fn.gemm(x, w, out_dtype=torch.int8), TypeError, "out_dtype=torch.int8 .* use"),
     ("rank", lambda x, w: op(x[None, None], w.data, w.scale, w.block), ValueError, r"x has shape .* or \(B, M, K\)"),

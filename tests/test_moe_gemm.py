@@ -344,7 +344,7 @@ ERRORS: list[tuple[str, Any, type[Exception], tuple[str, ...]]] = [
     ("weights", lambda: call(token_weights=torch.zeros(6)), ValueError, ("token_weights", "(12,)")),
     ("weights' type", lambda: call(token_weights=torch.zeros(12).half()), ValueError, ("float16", "float32")),
     ("device", lambda: call(layout=[t.to("meta") for t in LAYOUT]), ValueError, ("sorted_token_ids on meta", "move")),
-    ("out_dtype", lambda: call(out_dtype=torch.int8), TypeError, ("out_dtype=torch.int8", "use bfloat16")),
+    ("out_dtype", lambda: call(out_dtype=torch.int8), TypeError, ("out_dtype=torch.int8", "use torch.bfloat16")),
     ("chosen's type", lambda: fp8fn.sort_tokens(torch.zeros(6, 2), 3, 16), TypeError, ("float32", "int64")),
     ("chosen's rank", lambda: fp8fn.sort_tokens(LAYOUT[0], 3, 16), ValueError, ("(48,)", "(T, top_k)")),
     ("no experts", lambda: fp8fn.sort_tokens(LAYOUT[0][None], 0, 16), ValueError, ("num_experts=0",)),

@@ -321,9 +321,9 @@ ERRORS: list[tuple[str, Function, type[Exception], str]] = [
     ("block", lambda x: fp8fn.gemm(x, weight(64, 48, (1, 128)), prequant=True), ValueError,
      r"b has block=\(1, 128\), a scale for each element of K, .* quantize it in one of \(\(128, 128\), \(128, 1\)"),
     ("K", lambda x: fp8fn.gemm(x, W.mT, prequant=True), ValueError, r"K=64 .* K=48; .* pass weight\.mT"),
-    ("integers", lambda x: fp8fn.gemm(x.int(), W, prequant=True), TypeError, "x has dtype torch.int32; use bfloat16"),
+    ("integers", lambda x: fp8fn.gemm(x.int(), W, prequant=True), TypeError, "a has dtype torch.int32; use bfloat16"),
     ("number", lambda x: fp8fn.gemm(x[0, 0], W, prequant=True), ValueError, r"a has shape \(\)"),
-    ("device", lambda x: fp8fn.gemm(x.to("meta"), W, prequant=True), ValueError, "x is on meta and w on cpu; move"),
+    ("device", lambda x: fp8fn.gemm(x.to("meta"), W, prequant=True), ValueError, "a is on meta and b on cpu; move"),
     ("bias", lambda x: fp8fn.gemm(x, W, bias=x[0], prequant=True), ValueError, r"bias has shape \(64,\); it must be"),
     ("out_dtype", lambda x: fp8fn.gemm(x, W, out_dtype=torch.int8, prequant=True), TypeError, "out_dtype=torch.int8"),
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pickle
 from typing import Any
@@ -145,6 +146,36 @@ def test_text_that_is_no_recipe(text: str, words: str) -> None:
 def test_fields_that_do_not_fit(values: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Recipe(**values)
+
+
+@pytest.mark.parametrize("block", [[128, 1], torch.Size([128, 1])], ids=repr)
+def test_a_block_is_a_tuple_of_ints(block: Any) -> None:
+    recipe = Recipe(weight_block=block)
+    assert type(recipe.weight_block) is tuple
+    assert recipe == Recipe(weight_block=(128, 1))
+    assert recipe.key == "weight_block=128x1"
+    assert hash(recipe) == hash(parse_recipe(recipe.key))
+
+
+@pytest.mark.parametrize("block", [(128.0, 1.0), (128, True), (128, 1, 1), (128,)], ids=repr)
+def test_a_block_of_something_else(block: Any) -> None:
+    for name in ("weight_block", "activation_block", "gradient_block"):
+        with pytest.raises(ValueError, match=r"is not a block of fp8fn; use one of .*128, 1") as raised:
+            Recipe(**{name: block})
+        assert f"Recipe: {name}={block}" in str(raised.value)
+
+
+def test_a_recipe_can_be_copied_and_made_in_compiled_code(fresh_dynamo: None) -> None:
+    """Its `__new__`, which refuses positional fields, is in nobody's way."""
+    recipe = Recipe(scale="pow2", second_order=True)
+    for again in (copy.copy(recipe), copy.deepcopy(recipe), dataclasses.replace(recipe)):
+        assert again == recipe
+        assert again.key == recipe.key
+    a, b = torch.randn(5, 64), torch.randn(64, 48)
+    compiled = torch.compile(
+        lambda a, b: fp8fn.gemm(a, b, recipe=Recipe(scale="pow2")), fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(a, b), fp8fn.gemm(a, b, recipe="blockwise_pow2"))
 
 
 def test_recipe_of_another_type() -> None:

@@ -98,6 +98,95 @@ def test_to_keeps_strides(block: Block) -> None:
     assert same(q.to("cpu"), q)
 
 
+def expanded(q: ScaledTensor, how: str) -> ScaledTensor:
+    """The same values with axes that repeat: of the batch, of the scales' rows, or of everything."""
+    if how == "batch":
+        data, scale = (x.expand(3, *x.shape) for x in (q.data, q.scale))
+    elif how == "scale":
+        data, scale = q.data, q.scale[:1].expand(q.scale.shape)
+    elif how == "one element":
+        data, scale = q.data[:1, :1].expand(q.shape), q.scale[:1, :1].expand(q.scale.shape)
+    else:
+        data, scale = (x[None].expand(0, *x.shape) for x in (q.data, q.scale))
+    return ScaledTensor(data, scale, q.block)
+
+
+@pytest.mark.parametrize("scale", ["fp32", "e8m0"])
+@pytest.mark.parametrize("how", ["batch", "scale", "one element", "an empty batch"])
+def test_to_of_expanded_parts(how: str, scale: str) -> None:
+    x = torch.randn(77, 200)
+    q = expanded(fp8fn.quantize(x, (1, 32), scale=scale), how)  # type: ignore[arg-type]
+    for device in ("cpu", "meta"):
+        moved = q.to(device)
+        assert (layout(moved), moved.shape, moved.block) == (layout(q), q.shape, q.block)
+        assert moved.data.untyped_storage().nbytes() <= q.data.untyped_storage().nbytes()
+    copy = q.to("cpu")
+    assert same(copy, q)
+    if q.data.numel():
+        assert copy.data.data_ptr() != q.data.data_ptr()
+
+
+def test_grouped_to_of_expanded_parts() -> None:
+    ends = torch.tensor([1, 4], dtype=torch.int32)
+    x = torch.randn(5, 6)
+    whole = fp8fn.quantize_grouped(x, ends, block=-1)
+    q = fp8fn.GroupedScaledTensor(whole.data[:1].expand(5, 6), whole.scale[:, :1].expand(2, 6), ends, 0, -1, 5)
+    for device in ("cpu", "meta"):
+        moved = q.to(device)
+        assert (moved.data.stride(), moved.scale.stride()) == (q.data.stride(), q.scale.stride())
+        assert (moved.offsets.device.type, moved.axis, moved.block, moved.size) == (device, 0, -1, 5)
+    assert torch.equal(q.to("cpu").dequantize(), q.dequantize())
+
+
+def test_equal_is_identical(q: ScaledTensor) -> None:
+    ends = torch.tensor([30, 77], dtype=torch.int32)
+    g = fp8fn.quantize_grouped(torch.randn(77, 20), ends)
+    for one, other in ((q, copy.deepcopy(q)), (q, ScaledTensor(q.data, q.scale, q.block)), (g, copy.deepcopy(g))):
+        assert one == one
+        assert (one == other, one != other) == (False, True)
+        assert one in [other, one]
+        assert {one: 1, other: 2}[one] == 1
+
+
+def test_compiled_code_is_kept_for_another_tensor_of_the_kind(q: ScaledTensor, fresh_dynamo: None) -> None:
+    """`==` by identity makes no guard on which tensor it was."""
+    from torch._dynamo.testing import CompileCounter
+
+    counter = CompileCounter()
+    compiled = torch.compile(lambda q: fp8fn.dequantize(q), backend=counter, fullgraph=True)
+    for x in (q, copy.deepcopy(q), fp8fn.quantize(torch.randn(77, 200), (1, 128))):
+        assert torch.equal(compiled(x), fp8fn.dequantize(x))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("block", [[1, 128], torch.Size([1, 128]), (1, 128)], ids=repr)
+def test_a_block_is_a_tuple_of_ints(block: Block, fresh_dynamo: None) -> None:
+    x = torch.randn(77, 200)
+    made = fp8fn.quantize(x, block)
+    for q in (made, ScaledTensor(made.data, made.scale, block), ScaledTensor(0, None, block)):  # type: ignore[arg-type]
+        assert type(q.block) is tuple
+        assert [type(size) for size in q.block] == [int, int]
+        assert q.block == (1, 128)
+        assert hash(pytree.tree_structure(q)) == hash(pytree.tree_structure(made))
+    dual = fp8fn.quantize_dual(x, block)
+    assert [type(q.block) for q in dual] == [tuple, tuple]
+    assert torch.equal(torch.compile(fp8fn.dequantize, backend="eager", fullgraph=True)(made), fp8fn.dequantize(made))
+
+
+def test_leaves_of_any_type(q: ScaledTensor) -> None:
+    """Under pytree.tree_map, which builds the structure with what the function returned; a caller may not."""
+    halves = pytree.tree_map(lambda t: t if t.dtype == torch.float32 else None, q)
+    assert halves.data is None
+    assert halves.scale is q.scale
+    assert halves.block == q.block
+    assert pytree.tree_map(lambda t: [t], q).scale == [q.scale]
+    ends = torch.tensor([30, 77], dtype=torch.int32)
+    g = fp8fn.quantize_grouped(torch.randn(77, 20), ends)
+    names = pytree.tree_map(lambda t: str(t.dtype), g)
+    assert (names.data, names.scale, names.offsets) == ("torch.float8_e4m3fn", "torch.float32", "torch.int32")
+    assert (names.axis, names.block, names.size) == (0, 128, 77)
+
+
 @pytest.mark.gpu
 def test_to_the_device_and_back(q: ScaledTensor) -> None:
     there = q.to("cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -217,6 +218,64 @@ def test_vmap_of_hessian_vector_products(a: Tensor, w: Tensor) -> None:
     assert_close(got, want)
 
 
+def forward_over_reverse(how: str, linear: bool, product: Function, a: Tensor, w: Tensor, tangent: Tensor) -> Tensor:
+    """The tangent of the weight's gradient, along one of `a`, by PyTorch's forward mode around one of its backwards."""
+
+    def loss(a: Tensor, w: Tensor) -> Tensor:
+        out = product(a, w).float() if linear else product(a, w).float().square() / 2
+        return out.sum()
+
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, tangent)
+        if how == "func.grad":
+            got = grad(loss, 1)(dual, w)
+        else:
+            leaf = w.clone().requires_grad_()
+            (got,) = torch.autograd.grad(loss(dual, leaf), leaf)
+        found: Tensor = forward_ad.unpack_dual(got).tangent
+        return found
+
+
+@pytest.mark.parametrize("linear", [True, False], ids=["linear loss", "quadratic loss"])
+@pytest.mark.parametrize("how", ["func.grad", "autograd.grad"])
+def test_forward_ad_over_a_backward(how: str, linear: bool, a: Tensor, w: Tensor) -> None:
+    """Not a silent zero, for the tangent of `a` in FP8 is none; nor an error of `quantize`, which nobody called."""
+    tangent = torch.randn_like(a)
+    got = forward_over_reverse(how, linear, product, a, w, tangent)
+    da, a64, w64 = tangent.double(), a.double(), w.double()
+    ones = torch.ones(M, N, dtype=torch.float64)
+    want = ones.mT @ da if linear else (da @ w64.mT).mT @ a64 + (a64 @ w64.mT).mT @ da
+    assert_close(got, want, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("op", "how"), [("grouped_gemm", "func.grad"), ("grouped_gemm", "autograd.grad"), ("expert_mlp", "func.grad")]
+)
+def test_forward_ad_over_a_backward_of_groups(op: str, how: str) -> None:
+    """PyTorch's own `silu_backward` has no forward mode: of `expert_mlp` only the transforms' backward has one."""
+    ends = torch.tensor([40, 96], dtype=torch.int32)
+    x, tangent, w = torch.randn(96, 128), torch.randn(96, 128), torch.randn(2, 128, 256) / 11
+    down = torch.randn(2, 128, 128) / 11
+
+    def ours(x: Tensor, w: Tensor) -> Tensor:
+        return fp8fn.grouped_gemm(x, w, ends) if op == "grouped_gemm" else fp8fn.expert_mlp(x, w, down, ends)
+
+    def plain(x: Tensor, w: Tensor) -> Tensor:
+        parts = []
+        for i, rows in enumerate((x[:40], x[40:])):
+            out = rows @ w[i]
+            if op == "expert_mlp":
+                gate, up = out.chunk(2, -1)
+                out = (F.silu(gate) * up) @ down[i].to(out.dtype)
+            parts.append(out)
+        return torch.cat(parts)
+
+    got = forward_over_reverse(how, False, ours, x, w, tangent)
+    x64, w64 = x.double(), w.double()
+    want = jvp(lambda x: grad(lambda w: plain(x, w).square().sum() / 2)(w64), (x64,), (tangent.double(),))[1]
+    assert_close(got, want, 0.12)
+
+
 def test_eager_backward_through_a_transform(a: Tensor, w: Tensor) -> None:
     """torch.func.grad inside, autograd outside: the outer derivative is not lost."""
     leaf = w.clone().requires_grad_()
@@ -369,18 +428,257 @@ def test_fp8_substitutes_linear_and_matmul(p: dict[str, Tensor], a: Tensor) -> N
     assert_close(got, network(p, x), 0.08)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda a, b: a @ b, torch.matmul, torch.mm, lambda a, b: a.matmul(b), lambda a, b: a.mm(b),
-        lambda a, b: F.linear(a, b.mT), lambda a, b: F.linear(input=a, weight=b.mT),
-        lambda a, b: F.linear(a, weight=b.mT),
-    ],
-    ids=["@", "matmul", "mm", ".matmul", ".mm", "linear", "linear(input=)", "linear(weight=)"],
-)  # fmt: skip
-def test_fp8_takes_every_spelling(call: Function) -> None:
+SPELLINGS: dict[str, Function] = {
+    "@": lambda a, b: a @ b,
+    "matmul": torch.matmul,
+    "matmul(other=)": lambda a, b: torch.matmul(a, other=b),
+    "matmul(input=, other=)": lambda a, b: torch.matmul(input=a, other=b),
+    "matmul(out=)": lambda a, b: torch.matmul(a, b, out=torch.empty(32, 128)),
+    "mm": torch.mm,
+    "mm(input=, mat2=)": lambda a, b: torch.mm(input=a, mat2=b),
+    "mm(mat2=)": lambda a, b: torch.mm(a, mat2=b),
+    "mm(out=)": lambda a, b: torch.mm(a, b, out=torch.empty(32, 128)),
+    ".matmul": lambda a, b: a.matmul(b),
+    ".matmul(other=)": lambda a, b: a.matmul(other=b),
+    ".mm": lambda a, b: a.mm(b),
+    ".mm(mat2=)": lambda a, b: a.mm(mat2=b),
+    "__matmul__": lambda a, b: a.__matmul__(b),
+    "__rmatmul__": lambda a, b: b.__rmatmul__(a),
+    "linalg.matmul": torch.linalg.matmul,
+    "linalg.matmul(other=)": lambda a, b: torch.linalg.matmul(a, other=b),
+    "linalg.matmul(out=)": lambda a, b: torch.linalg.matmul(a, b, out=torch.empty(32, 128)),
+    "inner": lambda a, b: torch.inner(a, b.mT),
+    "inner(other=)": lambda a, b: torch.inner(a, other=b.mT),
+    ".inner": lambda a, b: a.inner(b.mT),
+    "addmm": lambda a, b: torch.addmm(torch.zeros(128), a, b),
+    "addmm(mat1=)": lambda a, b: torch.addmm(torch.zeros(128), mat1=a, mat2=b, beta=1, alpha=1.0),
+    ".addmm": lambda a, b: torch.zeros(128).addmm(a, b),
+    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    "einsum of a list": lambda a, b: torch.einsum("ij,jk->ik", [a, b]),
+    "einsum of sublists": lambda a, b: torch.einsum(a, [0, 1], b, [1, 2], [0, 2]),
+    "einsum with an ellipsis": lambda a, b: torch.einsum("...j,jk->...k", a, b),
+    "einsum with an ellipsis last": lambda a, b: torch.einsum("jk,...j->...k", b, a),
+    "einsum turned": lambda a, b: torch.einsum("ij,jk->ki", a, b).mT,
+    "einsum of the transpose": lambda a, b: torch.einsum("ij,kj->ik", a, b.mT),
+    "tensordot": lambda a, b: torch.tensordot(a, b, 1),
+    "tensordot(dims=)": lambda a, b: torch.tensordot(a, b, dims=([-1], [0])),
+    "tensordot of the transpose": lambda a, b: torch.tensordot(a, b.mT, ((1,), (1,))),
+    "linear": lambda a, b: F.linear(a, b.mT),
+    "linear(input=)": lambda a, b: F.linear(input=a, weight=b.mT),
+    "linear(weight=)": lambda a, b: F.linear(a, weight=b.mT),
+}
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+def test_fp8_takes_every_spelling(name: str) -> None:
     a, b = torch.randn(32, 256), torch.randn(256, 128)
-    assert torch.equal(fp8fn.fp8(call)(a, b), fp8fn.gemm(a, b))
+    assert torch.equal(fp8fn.fp8(SPELLINGS[name])(a, b), fp8fn.gemm(a, b))
+
+
+def test_fp8_takes_every_spelling_compiled(fresh_dynamo: None) -> None:
+    a, b = torch.randn(32, 256), torch.randn(256, 128)
+    traced = {name: call for name, call in SPELLINGS.items() if "out=" not in name}
+
+    def all_of_them(a: Tensor, b: Tensor) -> list[Tensor]:
+        return [call(a, b) for call in traced.values()]
+
+    compiled = torch.compile(fp8fn.fp8(all_of_them), backend="aot_eager", fullgraph=True)
+    for name, got in zip(traced, compiled(a, b), strict=True):
+        assert torch.equal(got, fp8fn.gemm(a, b)), name
+
+
+def test_fp8_of_contractions_of_more_axes() -> None:
+    x, into, out = torch.randn(2, 32, 256), torch.randn(256, 4, 64), torch.randn(4, 64, 256)
+    heads = fp8fn.fp8(lambda x, w: torch.einsum("bsd,dhe->bhse", x, w))(x, into)
+    assert torch.equal(heads, fp8fn.gemm(x, into.flatten(1)).unflatten(-1, (4, 64)).transpose(1, 2))
+    for call in (
+        lambda x, w: torch.einsum("bhse,hed->bsd", x, w),
+        lambda x, w: torch.tensordot(x.transpose(1, 2), w, 2),
+        lambda x, w: torch.tensordot(x, w, ([-3, -1], [0, -2])),
+    ):
+        got = fp8fn.fp8(call)(heads, out)
+        assert torch.equal(got, fp8fn.gemm(heads.transpose(1, 2).flatten(2), out.flatten(0, 1)))
+    # More rows than a matrix has on the right, as `inner` and `linear` of PyTorch take them.
+    assert torch.equal(fp8fn.fp8(torch.inner)(x, into.flatten(1).mT), fp8fn.gemm(x, into.flatten(1)))
+
+
+def test_fp8_of_a_bias() -> None:
+    a, b, bias = torch.randn(32, 256), torch.randn(256, 128), torch.randn(128)
+    want = fp8fn.gemm(a, b, bias=bias)
+    assert torch.equal(fp8fn.fp8(torch.addmm)(bias, a, b), want)
+    assert torch.equal(fp8fn.fp8(F.linear)(a, b.mT, bias), want)
+    out = torch.empty(32, 128)
+    assert fp8fn.fp8(torch.addmm)(bias, a, b, out=out) is out
+    assert torch.equal(out, want)
+
+
+LEFT_ALONE: dict[str, tuple[Function, tuple[int, ...], tuple[int, ...]]] = {
+    "bmm": (torch.bmm, (2, 32, 256), (2, 256, 128)),
+    "batches of matmul": (torch.matmul, (2, 32, 256), (2, 256, 128)),
+    "a batch of weights": (torch.matmul, (32, 256), (2, 256, 128)),
+    "baddbmm": (lambda a, b: torch.baddbmm(torch.ones(1), a, b, beta=2, alpha=3), (2, 32, 256), (2, 256, 128)),
+    "addbmm": (lambda a, b: torch.addbmm(torch.ones(128), a, b), (2, 32, 256), (2, 256, 128)),
+    "mv": (torch.mv, (128, 256), (256,)),
+    "addmv": (lambda a, b: torch.addmv(torch.ones(128), a, b), (128, 256), (256,)),
+    "dot": (torch.dot, (256,), (256,)),
+    "vector inner": (torch.inner, (256,), (128, 256)),
+    "inner of more": (torch.inner, (32, 256), (2, 128, 256)),
+    "chain_matmul": (lambda a, b: torch.linalg.multi_dot((a, b, b.mT)), (32, 256), (256, 128)),
+    "bilinear": (lambda a, b: F.bilinear(a, a, b), (32, 128), (128, 128, 128)),
+    "linear of a vector": (F.linear, (32, 256), (256,)),
+    "addmm by beta": (lambda a, b: torch.addmm(torch.ones(128), a, b, beta=2), (32, 256), (256, 128)),
+    "addmm by alpha": (lambda a, b: torch.addmm(torch.ones(128), a, b, alpha=0.5), (32, 256), (256, 128)),
+    "addmm of a matrix": (lambda a, b: torch.addmm(torch.ones(32, 128), a, b), (32, 256), (256, 128)),
+    "addmm of a number": (lambda a, b: torch.addmm(torch.ones(()), a, b), (32, 256), (256, 128)),
+    "addmm_": (lambda a, b: torch.ones(32, 128).addmm_(a, b), (32, 256), (256, 128)),
+    "einsum of a batch": (lambda a, b: torch.einsum("bij,bjk->bik", a, b), (2, 32, 256), (2, 256, 128)),
+    "einsum of scores": (lambda a, b: torch.einsum("bshe,bthe->bhst", a, b), (2, 32, 2, 128), (2, 128, 2, 128)),
+    "einsum with a sum": (lambda a, b: torch.einsum("ij,jk->k", a, b), (32, 256), (256, 128)),
+    "einsum without an arrow": (lambda a, b: torch.einsum("ij,jk", a, b), (32, 256), (256, 128)),
+    "einsum of a diagonal": (lambda a, b: torch.einsum("ii,ij->j", a, b), (128, 128), (128, 128)),
+    "einsum of one": (lambda a, b: torch.einsum("ij->ji", a), (32, 256), (1,)),
+    "einsum of three": (lambda a, b: torch.einsum("ij,jk,kl->il", a, b, b.mT), (32, 256), (256, 128)),
+    "einsum that repeats an axis": (lambda a, b: torch.einsum("ij,jk->ik", a, b), (32, 1), (256, 128)),
+    "outer": (lambda a, b: torch.einsum("i,j->ij", a, b), (128,), (128,)),
+    "tensordot of nothing": (lambda a, b: torch.tensordot(a, b, 0), (32, 4), (4, 128)),
+    "tensordot of everything": (lambda a, b: torch.tensordot(a, b, 2), (128, 128), (128, 128)),
+    "tensordot that repeats an axis": (lambda a, b: torch.tensordot(a, b, 1), (32, 1), (256, 128)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_fp8_leaves_what_is_no_product_of_matrices_alone(name: str) -> None:
+    call, *shapes = LEFT_ALONE[name]
+    a, b = (torch.randn(shape) for shape in shapes)
+    assert torch.equal(fp8fn.fp8(call)(a, b), call(a, b))
+
+
+A32, B32 = torch.ones(32, 256), torch.ones(256, 128)
+
+
+@pytest.mark.parametrize(
+    ("call", "args"),
+    [
+        (torch.matmul, (A32.bfloat16(), B32)), (torch.matmul, (A32, B32.bfloat16())), (F.linear, (A32, B32.mT.half())),
+        (F.linear, (A32, B32.mT, torch.ones(128).bfloat16())), (torch.matmul, (A32, B32.mT)), (F.linear, (A32, B32)),
+        (torch.mm, (A32[None], B32)), (torch.mm, (A32, B32, A32)), (torch.addmm, (torch.ones(3), A32, B32)),
+        (torch.addmm, (torch.ones(128), A32[None], B32)), (F.linear, (A32, B32.mT, torch.ones(127))),
+        (torch.einsum, ("ij,jk->ik", A32, B32.mT)), (torch.einsum, ("ij,jk->ik", A32)), (torch.inner, (A32, B32)),
+        (torch.tensordot, (A32, B32, ([5], [0]))), (torch.tensordot, (A32, B32, ([1, 1], [0, 0]))),
+        (torch.tensordot, (A32, B32, 3)), (torch.tensordot, (A32, B32, -1)), (torch.matmul, (A32, None)),
+        (torch.matmul, (A32,)), (torch.einsum, (A32, [0, -1], B32, [-1, 2], [0, 2])),
+        (torch.einsum, (A32, [0, 52], B32, [52, 2], [0, 2])), (lambda a, b: a @ b, (A32, [1])),
+        (lambda a, b: torch.mm(a, b, out=torch.empty(32, 128, dtype=torch.float64)), (A32, B32)),
+        (lambda a, b: torch.mm(a, b, out=torch.empty(32, 128)), (A32, B32.clone().requires_grad_())),
+        (lambda a, b: torch.mm(a, b, out=torch.empty(32, 128).requires_grad_()), (A32, B32)),
+        (lambda a, b: torch.matmul(a, b, out=3), (A32, B32)),
+    ],
+    ids=range(27),
+)  # fmt: skip
+def test_fp8_has_the_errors_of_pytorch(call: Function, args: tuple[Any, ...]) -> None:
+    with pytest.raises(Exception) as plain:  # noqa: PT011
+        call(*args)
+    with pytest.raises(type(plain.value)) as ours:
+        fp8fn.fp8(call)(*args)
+    assert str(ours.value) == str(plain.value)
+
+
+def test_fp8_out_of_another_shape_is_pytorchs() -> None:
+    a, b = torch.randn(32, 256), torch.randn(256, 128)
+    out = torch.empty(0)
+    assert fp8fn.fp8(torch.mm)(a, b, out=out) is out
+    assert torch.equal(out, a @ b)
+    out = torch.full((32, 256), 7.0)[:, ::2]  # any strides
+    assert fp8fn.fp8(torch.mm)(a, b, out=out) is out
+    assert torch.equal(out, fp8fn.gemm(a, b))
+    square = torch.randn(128, 128)
+    want = fp8fn.gemm(square, b[:128])
+    assert torch.equal(fp8fn.fp8(torch.mm)(square, b[:128], out=square), want)  # over an operand
+    with torch.autocast("cpu", torch.bfloat16):  # whose result is bfloat16, and `out` is left to PyTorch
+        out = torch.empty(32, 128, dtype=torch.bfloat16)
+        torch.mm(a.bfloat16(), b.bfloat16(), out=out)
+        assert torch.equal(fp8fn.fp8(torch.mm)(a.bfloat16(), b.bfloat16(), out=torch.empty_like(out)), out)
+
+
+def test_fp8_under_autocast_takes_operands_of_two_types() -> None:
+    a, b, bias = torch.randn(32, 256).bfloat16(), torch.randn(256, 128), torch.randn(128)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = fp8fn.fp8(torch.matmul)(a, b)
+        assert got.dtype == torch.bfloat16
+        assert torch.equal(got, fp8fn.gemm(a, b))
+        assert torch.equal(fp8fn.fp8(F.linear)(a, b.mT, bias), fp8fn.linear(a, b.mT, bias))
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse", "subclass"])
+def test_fp8_leaves_tensors_without_strides_alone(kind: str) -> None:
+    a, b = torch.randn(32, 256), torch.randn(256, 128)
+    if kind == "nested":
+        x = torch.nested.nested_tensor([a, a], layout=torch.jagged)
+        assert torch.equal(fp8fn.fp8(torch.matmul)(x, b).values(), (x @ b).values())
+    elif kind == "sparse":
+        assert torch.equal(fp8fn.fp8(torch.mm)(a.to_sparse(), b), torch.mm(a.to_sparse(), b))
+    else:
+        from torch.testing._internal.two_tensor import TwoTensor
+
+        got = fp8fn.fp8(torch.matmul)(a, TwoTensor(b, 2 * b))
+        assert torch.equal(got.a, a @ b)
+        assert torch.equal(got.b, a @ (2 * b))
+
+
+class _Async:
+    async def __call__(self, x: Tensor) -> Tensor:
+        return x
+
+
+class _Generates(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        yield x @ x
+
+
+def _generator(x: Tensor) -> Any:
+    yield x @ x
+
+
+async def _coroutine(x: Tensor) -> Tensor:
+    return x @ x
+
+
+async def _async_generator(x: Tensor) -> Any:
+    yield x @ x
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (_generator, ("fn=_generator", "a generator")),
+        (_coroutine, ("fn=_coroutine", "a coroutine")),
+        (_async_generator, ("fn=_async_generator", "a async_generator")),
+        (functools.partial(_coroutine), ("a coroutine",)),
+        (_Async(), ("a coroutine",)),
+        (_Async().__call__, ("fn=_Async.__call__", "a coroutine")),
+        (_Generates(), ("a generator",)),
+    ],
+    ids=str,
+)
+def test_fp8_of_what_runs_later(fn: Function, words: tuple[str, ...]) -> None:
+    with pytest.raises(TypeError, match="whose body runs after fp8 has ended; transform the function") as raised:
+        fp8fn.fp8(fn)
+    assert all(word in str(raised.value) for word in words)
+
+
+@pytest.mark.parametrize("fn", [_generator, _coroutine, _async_generator])
+def test_fp8_of_what_returns_such(fn: Function) -> None:
+    transformed = fp8fn.fp8(lambda x: fn(x))
+    with pytest.raises(TypeError, match=r"fn=.*<lambda> returns a .*whose body runs after fp8 has ended"):
+        transformed(A32)
+
+
+def test_fp8_of_a_class_a_partial_and_a_module() -> None:
+    a, layer = torch.randn(32, 256), nn.Linear(256, 128, bias=False)
+    want = fp8fn.linear(a, layer.weight)
+    for fn in (layer, functools.partial(layer), layer.forward):
+        assert torch.equal(fp8fn.fp8(fn)(a), want)
+    assert isinstance(fp8fn.fp8(_Async)(), _Async)
 
 
 @pytest.mark.parametrize(

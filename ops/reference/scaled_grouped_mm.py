@@ -33,7 +33,8 @@ def scaled_grouped_mm(
     """`a (M, K) @ b (E, K, N)` → `(M, N)`, or `a (R, P) @ b (P, N)` summed over each group → `(E, R, N)`."""
     operands = (a, a_scale, a_block, b, b_scale, b_block, offsets, bias)
     with torch.autocast(a.device.type, enabled=False):  # which would multiply in 16 bits
-        return (_by_rows if b.ndim == 3 else _by_k)(*operands).to(out_dtype)
+        # A copy, for an op's result is no view: forward-mode differentiation fails inside PyTorch on one.
+        return (_by_rows if b.ndim == 3 else _by_k)(*operands).to(out_dtype, copy=True)
 
 
 def _by_rows(

@@ -9,7 +9,14 @@ from typing import Final
 from fp8fn.ops.tuning.problem import Chip
 
 # The chip that the name of a target stands for, where there is none to ask: one with a table.
-NAMED: Final[Mapping[str, Chip]] = {"sm90": Chip("NVIDIA H200", 132)}
+NAMED: Final[Mapping[str, Chip]] = {
+    "sm90": Chip("NVIDIA H200", 132),
+    "h200": Chip("NVIDIA H200", 132),
+    "h100": Chip("NVIDIA H100 80GB HBM3", 132),
+    "h800": Chip("NVIDIA H800", 132),
+    "gh200": Chip("NVIDIA GH200 480GB", 132),
+    "h20": Chip("NVIDIA H20", 78),
+}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,285 @@
+"""What a public function says of an argument that does not fit: its name, its value, and what would work.
+
+`checked` declares the check of each argument. A call pays for none of them: PyTorch's dispatcher and the ops refuse
+what they can't take, and only then are the arguments looked at, to say in the caller's words which of them is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final, ParamSpec, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+
+from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
+from fp8fn.ops.groups import ROWS, check_ends
+from fp8fn.ops.layout import WHOLE, known_block, unknown_block
+from fp8fn.scaled_tensor import ScaledTensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Raises where the argument `name` of the function `op` has a value that does not fit.
+Check: TypeAlias = Callable[[str, str, Any], None]
+# Raises where arguments, by their names, do not fit each other.
+Together: TypeAlias = Callable[[str, Mapping[str, Any]], None]
+
+_FLOATS: Final = "bfloat16, float16 or float32"
+
+
+def checked(together: Together | None = None, /, **checks: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: where a call of it raises, the error is that of the first argument that does not fit."""
+
+    def decorate(fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return fn(*args, **kwargs)
+            except Exception:
+                wrong = _first_wrong(fn, checks, together, args, kwargs)
+                if wrong is None:
+                    raise
+                raise wrong from None
+
+        return call
+
+    return decorate
+
+
+def _first_wrong(
+    fn: Callable[..., Any], checks: Mapping[str, Check], together: Together | None, args: Any, kwargs: Any
+) -> TypeError | ValueError | None:
+    """The error of the first argument that does not fit; None where the call failed by something else."""
+    try:
+        bound = inspect.signature(fn).bind(*args, **kwargs)
+    except TypeError:  # an argument is missing, or unknown: Python has named it
+        return None
+    bound.apply_defaults()
+    try:
+        for name, check in checks.items():
+            check(fn.__name__, name, bound.arguments[name])
+        if together is not None:
+            together(fn.__name__, bound.arguments)
+    except (TypeError, ValueError) as wrong:
+        return wrong
+    return None
+
+
+def operand(op: str, name: str, value: object) -> None:
+    """A tensor of a product, or what `quantize` makes of one."""
+    if isinstance(value, GroupedScaledTensor):
+        raise TypeError(f"{op}: {name} is a GroupedScaledTensor; use fp8fn.grouped_gemm, which multiplies by groups")
+    if isinstance(value, ScaledTensor):
+        return
+    _strided(op, name, value, "a tensor or a ScaledTensor")
+    assert isinstance(value, Tensor)
+    _floats(op, name, value)
+
+
+def activation(op: str, name: str, value: object) -> None:
+    """An `operand` that may be a vector."""
+    operand(op, name, value)
+    if isinstance(value, Tensor) and value.ndim < 1:
+        raise ValueError(f"{op}: {name} has shape (); it needs at least one dimension")
+
+
+def weight(op: str, name: str, value: object) -> None:
+    """An `operand` that is a matrix, or a batch of them."""
+    operand(op, name, value)
+    if isinstance(value, Tensor) and value.ndim < 2:
+        given = tuple(value.shape)
+        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+
+
+def grouped_operand(op: str, name: str, value: object) -> None:
+    """An operand of `grouped_gemm`."""
+    if isinstance(value, (ScaledTensor, GroupedScaledTensor)):
+        return
+    _strided(op, name, value, "a tensor, a ScaledTensor or a GroupedScaledTensor")
+    assert isinstance(value, Tensor)
+    _floats(op, name, value)
+
+
+def tensor(op: str, name: str, value: object) -> None:
+    """A tensor of any type, with strides."""
+    _strided(op, name, value, "a tensor")
+
+
+def optional_tensor(op: str, name: str, value: object) -> None:
+    if value is not None:
+        tensor(op, name, value)
+
+
+def floats(op: str, name: str, value: object) -> None:
+    """A tensor of 16 or 32 bits, which is yet to be quantized."""
+    if isinstance(value, (ScaledTensor, GroupedScaledTensor)):
+        raise TypeError(f"{op}: {name} is a {type(value).__name__}, in FP8 already; use a tensor of {_FLOATS}")
+    _strided(op, name, value, "a tensor")
+    assert isinstance(value, Tensor)
+    _floats(op, name, value)
+
+
+def matrix(op: str, name: str, value: object) -> None:
+    """`floats` of two dimensions at least."""
+    floats(op, name, value)
+    assert isinstance(value, Tensor)
+    if value.ndim < 2:
+        given = tuple(value.shape)
+        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+
+
+def bias(op: str, name: str, value: object) -> None:
+    """A tensor of floats, or None."""
+    if value is None:
+        return
+    if isinstance(value, (int, float)):
+        remedy = f"use a tensor of shape (N,), torch.full((N,), {value}) for one, or add it to the result"
+        raise TypeError(f"{op}: {name}={value} is a {type(value).__name__}; {remedy}")
+    floats(op, name, value)
+
+
+def offsets(op: str, name: str, value: object) -> None:
+    """END offsets of groups."""
+    if value is None:
+        raise TypeError(f"{op}: {name} is None; use a tensor of torch.int32, the end of each group")
+    optional_offsets(op, name, value)
+
+
+def optional_offsets(op: str, name: str, value: object) -> None:
+    """END offsets of groups, or None."""
+    if value is None:
+        return
+    if isinstance(value, (list, tuple)):
+        remedy = f"use torch.tensor({name}, dtype=torch.int32), on the device of the tokens"
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
+    _strided(op, name, value, "a tensor of torch.int32")
+    assert isinstance(value, Tensor)
+    check_ends(op, value)
+
+
+def quantized(op: str, name: str, value: object) -> None:
+    """A `ScaledTensor`."""
+    if isinstance(value, ScaledTensor):
+        return
+    remedy = "use a ScaledTensor, as fp8fn.quantize returns it"
+    raise TypeError(f"{op}: {name} is a {type(value).__name__}; {remedy}, or ScaledTensor(data, scale, block)")
+
+
+def any_quantized(op: str, name: str, value: object) -> None:
+    """A `ScaledTensor` or a `GroupedScaledTensor`."""
+    if not isinstance(value, GroupedScaledTensor):
+        quantized(op, name, value)
+
+
+def block(op: str, name: str, value: object) -> None:
+    if known_block(value) is None:
+        raise unknown_block(f"{op}: {name}", value)
+
+
+def tokens_block(op: str, name: str, value: object) -> None:
+    """The block of tokens in groups, which is a number."""
+    remedy = f"use {ROWS}, or {WHOLE} for all tokens of a group"
+    if not isinstance(value, int):
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
+    if value not in (ROWS, WHOLE):
+        raise ValueError(f"{op}: {name}={value} is not a block of grouped tokens; {remedy}")
+
+
+def fp8_dtype(op: str, name: str, value: object) -> None:
+    if value is not None and value not in FP8_DTYPES:
+        remedy = f"use one of {FP8_DTYPES}, or None for the device's own e4m3"
+        raise TypeError(f"{op}: {name}={_short(value)} is not an FP8 type; {remedy}")
+
+
+def out_dtype(op: str, name: str, value: object) -> None:
+    if value is not None and value not in INPUT_DTYPES:
+        remedy = "use torch.bfloat16, torch.float16 or torch.float32"
+        raise TypeError(f"{op}: {name}={_short(value)} is not an output type; {remedy}")
+
+
+def scale(op: str, name: str, value: object) -> None:
+    if value not in SCALE_FORMATS:
+        kind = ValueError if isinstance(value, str) else TypeError
+        raise kind(f"{op}: {name}={_short(value)} is not a scale format; use one of {SCALE_FORMATS}")
+
+
+def flag(op: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use True or False")
+
+
+def epsilon(op: str, name: str, value: object) -> None:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use a float, 1e-6 for one")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{op}: {name}={value} is not finite and at least 0; use a small float, 1e-6 for one")
+
+
+def count(op: str, name: str, value: object) -> None:
+    """A number of things, of which there is one at least."""
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use an int, 1 at least")
+    if value < 1:
+        raise ValueError(f"{op}: {name}={value} is under 1; use an int, 1 at least")
+
+
+def optional_count(op: str, name: str, value: object) -> None:
+    if value is not None:
+        count(op, name, value)
+
+
+def function(op: str, name: str, value: object) -> None:
+    if not callable(value):
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use a function or a module")
+
+
+def product_of(left: str, right: str, *, transposed: bool) -> Together:
+    """`left @ right + bias`, where K, the devices and the bias's length agree; `transposed`: `right` is `(N, K)`."""
+
+    def together(op: str, given: Mapping[str, Any]) -> None:
+        a, b, added = given[left], given[right], given["bias"]
+        k, n = (b.shape[-1], b.shape[-2]) if transposed else (b.shape[-2], b.shape[-1])
+        if a.shape[-1] != k:
+            shape, other = ("(N, K)", "(K, N)") if transposed else ("(K, N)", "(N, K)")
+            raise ValueError(
+                f"{op}: {left} {tuple(a.shape)} has K={a.shape[-1]} and {right} {tuple(b.shape)} has K={k}; "
+                f"{right} must be {shape}, so pass weight.mT for a weight of shape {other}"
+            )
+        for name, value in ((right, b), ("bias", added)):
+            if value is not None and value.device != a.device:
+                raise ValueError(f"{op}: {left} is on {a.device} and {name} on {value.device}; move them to one device")
+        if added is not None and added.ndim == 1 and added.shape[0] != n:
+            raise ValueError(f"{op}: bias has shape {tuple(added.shape)}; it must be ({n},), N of {right}")
+
+    return together
+
+
+def _strided(op: str, name: str, value: object, wanted: str) -> None:
+    """Raises for what is no tensor, and for a tensor that has no strides."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        if value is None:
+            raise TypeError(f"{op}: {name} is None; use {wanted}")
+        made = f"torch.from_numpy({name})" if kind == "ndarray" else f"torch.tensor({name})"
+        remedy = f", {made} for one" if kind in ("ndarray", "list", "tuple", "int", "float") else ""
+        raise TypeError(f"{op}: {name} is a {kind}; use {wanted}{remedy}")
+    if value.is_nested:
+        remedy = f"use {name}.to_padded_tensor(0.0), or a call for each of {name}.unbind()"
+        raise TypeError(f"{op}: {name} is a nested tensor, of layout {value.layout}; {remedy}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{op}: {name} has layout {value.layout}; use {name}.to_dense()")
+
+
+def _floats(op: str, name: str, value: Tensor) -> None:
+    if value.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{op}: {name} has dtype {value.dtype}; use {_FLOATS}, {name}.to(torch.float32) for one")
+
+
+def _short(value: object) -> str:
+    return reprlib.repr(value)

@@ -1,0 +1,52 @@
+"""A contraction of two tensors, an einsum's for one, as the product of two matrices that it is."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Product(NamedTuple):
+    """How the axes of the operands and of the result are put in order; `contracted` of them are summed over.
+
+    `a` brings the contracted axes to the end, `b` to the front; `out` puts the free ones of both where they belong.
+    """
+
+    a: tuple[int, ...]
+    b: tuple[int, ...]
+    out: tuple[int, ...]
+    contracted: int
+
+    def repeats(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
+        """Whether tensors of these shapes are summed over an axis of which one has a size of 1, which is repeated.
+
+        Symbolic sizes are not compared, for that would be a guard.
+        """
+        left = [a[axis] for axis in self.a[len(self.a) - self.contracted :]]
+        right = [b[axis] for axis in self.b[: self.contracted]]
+        pairs = zip(left, right, strict=True)
+        return any(isinstance(x, int) and isinstance(y, int) and x != y for x, y in pairs)
+
+
+def as_product(equation: str, a_ndim: int, b_ndim: int) -> Product | None:
+    """The product that an equation of two operands is, None where it is more, a batch of them or a sum besides."""
+    inputs, arrow, out = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    if not arrow or len(terms) != 2:
+        return None
+    spare = "".join(letter for letter in string.ascii_letters if letter not in equation)
+    lead = spare[: a_ndim - len(terms[0].replace("...", ""))] if "..." in terms[0] else ""
+    a, b, out = terms[0].replace("...", lead), terms[1], out.replace("...", lead)
+    if (len(a), len(b)) != (a_ndim, b_ndim) or any(len(set(term)) != len(term) for term in (a, b, out)):
+        return None
+    contracted = [axis for axis in a if axis in b]
+    free = [[axis for axis in term if axis not in contracted] for term in (a, b)]
+    if not contracted or sorted(free[0] + free[1]) != sorted(out):
+        return None
+    return Product(
+        a=tuple(map(a.index, free[0] + contracted)),
+        b=tuple(map(b.index, contracted + free[1])),
+        out=tuple(map((free[0] + free[1]).index, out)),
+        contracted=len(contracted),
+    )
