@@ -168,15 +168,15 @@ def _judged(
         found = [line["test"] for line in lines if line.get("outcome") == outcome]
         return ", ".join(dict.fromkeys(found[:1] if first else found))
 
+    started = [line["started"] for line in lines if "started" in line]
     if ended is None:
-        last = lines[-1].get("test") if lines else None
-        return "TIMEOUT", f"after {last}" if last else tail
+        return "TIMEOUT", started[-1] if started else tail
     if failed := tests("failed"):
         return "killed", failed
     if broken := tests("broken") or tests("uncollected"):
         return "BROKEN", broken
     if ended < 0:
-        return "killed", f"signal {-ended}"
+        return "killed", f"{started[-1] if started else tail} (signal {-ended})"
     if ended != 0:  # nothing was collected, a node id is not there, an argument is wrong
         return "BROKEN", tail
     if not tests("passed"):

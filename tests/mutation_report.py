@@ -39,6 +39,10 @@ def pytest_configure(config: pytest.Config) -> None:
         _write(package=spec.origin)
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _write(started=nodeid)
+
+
 def pytest_collectreport(report: pytest.CollectReport) -> None:
     if report.failed:
         _write(outcome="uncollected", test=report.nodeid, text=str(report.longrepr)[-2000:])

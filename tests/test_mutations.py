@@ -104,7 +104,7 @@ def test_what_says_nothing_of_a_fault_does_not_kill_it(
 
 def test_a_test_that_does_not_end_is_ended(checkout: Path) -> None:
     result = run(checkout, timeout=6, tests=("tests/test_double.py::test_ends",))
-    assert result.status == "TIMEOUT"
+    assert (result.status, result.by) == ("TIMEOUT", "tests/test_double.py::test_ends")
     assert result.seconds < 30
 
 
