@@ -375,6 +375,7 @@ def test_ends_that_cannot_be_read() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_ends_on_a_gpu_are_not_waited_for() -> None:
     with torch.cuda.device(0):
         on_gpu = [x.cuda() for x in (A, EXPERTS, DESCENDING)]

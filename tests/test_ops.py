@@ -165,6 +165,10 @@ def test_bits_of_a_tensor_are_no_part_of_its_memory(
     """Each argument in its turn, and then all, is `z.conj().imag`, or a tensor of zeros that has no memory."""
     op, sample = op_of(name), largest_sample(name, device)
     free = [i for i, x in enumerate(sample.tensors) if x.dtype not in NARROW]  # FP8 has no negative of its bytes
+    if name == "moe_gemm" and bits == "zero":  # ids of one row that several blocks write have no defined result
+        ids = op.default._schema.arguments[6].name
+        assert ids == "sorted_token_ids"
+        free = [i for i in free if sample.tensors[i] is not sample.args[6]]
     op(*sample.args, **sample.kwargs)  # what a GPU keeps of calls is of tensors without bits
     for places in ([i] for i in free) if bits == "zero" else (*([i] for i in free), free):
         given, values = list(sample.tensors), list(sample.tensors)
