@@ -151,13 +151,9 @@ def _compile(
 
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(kernels), unit="kernel") as bar:
         found = []
-        try:
-            for each in pool.map(compiled, kernels):
-                found.append(each)
-                bar.update()
-        except BaseException:  # Ctrl-C, or a kernel that does not compile: those that have not begun are left
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+        for each in pool.map(compiled, kernels):
+            found.append(each)
+            bar.update()
     before, kept = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
     folder = path_of(kernels[0]).parent if kernels else code_cache.cache_dir()
     return Outcome(what, len(kernels), before, kept, folder)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import importlib
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -15,8 +17,9 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm import tqdm
 
-from fp8fn import cli, tune
+from fp8fn import cli, options, tune
 from fp8fn.bench import plot, readme
 from fp8fn.ops.cuda import nvrtc
 from fp8fn.ops.cuda.nvrtc import Compiled
@@ -110,23 +113,35 @@ def test_the_gpus_that_are_there_are_named(capsys: pytest.CaptureFixture[str], m
     ("argv", "option"), [(argv, option) for argv, options in OUTPUTS.values() for option in options]
 )
 def test_a_file_that_cannot_be_written_is_an_error_before_any_work(
-    argv: tuple[str, ...], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    argv: tuple[str, ...], option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
-    read_only = tmp_path / "read-only"
-    read_only.touch()
-    access = os.access  # of which root is never refused
-    monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != read_only and access(path, *how))
     for path, why in (
         (tmp_path / "no" / "x.png", "it must be a file in a folder that exists"),
         (tmp_path, "it must be a file in a folder that exists"),
         (tmp_path / "file" / "x.png", "Not a directory"),
         (tmp_path / ("x" * 300), "File name too long"),
-        (read_only, "permission denied"),
     ):
         assert stopped(*argv, option, str(path)) == 2
         assert f"argument {option}: {str(path)!r} can't be written: {why}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("denied", ["file", "folder"])
+def test_a_file_that_may_not_be_written_is_no_output(
+    denied: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.json"
+    if denied == "file":
+        path.touch()
+    of = path if denied == "file" else tmp_path
+    access = os.access  # which never refuses root
+    monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != of and access(path, *how))
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=re.escape(f"{str(path)!r} can't be written: permission denied")
+    ):
+        options.output_file(str(path))
+    monkeypatch.undo()
+    assert options.output_file(str(path)) == path
 
 
 def test_bench_isa_needs_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -292,14 +307,21 @@ def test_tune_says_where_it_cannot_keep_what_it_found(
     assert len(asked) == 1  # the rest would be lost as well
 
 
+@pytest.mark.parametrize("where", ["compiler", "bar"])
 def test_an_interrupted_aot_leaves_what_has_not_begun_and_resumes(
-    cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    where: str, cache: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun: list[str] = []
+    update = tqdm.update
+
+    def bar(self: tqdm[Any], count: float = 1) -> bool | None:
+        if interrupted and where == "bar":
+            raise KeyboardInterrupt
+        return update(self, count)
 
     def compile_(source: str, name: str, *_: Any) -> Compiled:
         begun.append(name)
-        if interrupted and len(begun) == 2:
+        if interrupted and where == "compiler" and len(begun) == 2:
             raise KeyboardInterrupt
         time.sleep(0.1 if interrupted else 0)
         return Compiled(b"code", "")
@@ -308,12 +330,13 @@ def test_an_interrupted_aot_leaves_what_has_not_begun_and_resumes(
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(tqdm, "update", bar)
     interrupted = True
     assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 130
     assert "aot: interrupted; what is compiled is kept; run the same command again to resume" in capsys.readouterr().err
     assert len(begun) < 5  # of 6, and one begins while the interrupt is on its way
     kept = len(list((cache / "cubin").iterdir()))
-    assert 1 <= kept < len(begun)
+    assert 1 <= kept <= len(begun)
     interrupted = False
     assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 0
     assert f"6 kernels, {6 - kept} compiled now, {kept} there before" in capsys.readouterr().out

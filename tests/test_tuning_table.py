@@ -92,6 +92,7 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "another kind's tile": ([*GOOD[:9], "128x192d2", {"128x192d2": 1.0}, 1, None], "has the configuration 128x192d2"),
     "three share K": ([*GOOD[:9], "64x128d2s3", {"64x128d2s3": 1.0}, 1, None], "has the configuration 64x128d2s3"),
     "too many share K": ([*GOOD[:9], "64x128d2s8", {"64x128d2s8": 1.0}, 1, None], "has the configuration 64x128d2s8"),
+    "too little of K to share": (changed("K", 512), "has the configuration 64x128d2s2, in which the kernel can't"),
     "a huge group": (
         [*GOOD[:9], "64x128d2g99999999999", {"64x128d2g99999999999": 1.0}, 1, None], "has the configuration",
     ),

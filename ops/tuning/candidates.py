@@ -56,8 +56,7 @@ def runs(problem: Problem, config: Config) -> bool:
     """Whether the kernel can multiply a problem in a configuration, however slowly."""
     if replace(config, SPLIT=1, GROUP=Config.GROUP) not in tiles(problem) or config.GROUP > _LARGEST_GROUP:
         return False
-    shared = config.SPLIT in _RESIDENT_CLUSTERS and _can_share(config, -(-problem.k // BK), config.SPLIT)
-    return config.SPLIT == 1 or shared
+    return config.SPLIT == 1 or _can_share(config, -(-problem.k // BK), config.SPLIT)
 
 
 def tile_count(problem: Problem, config: Config) -> int:

@@ -8,7 +8,6 @@ processes that tune at the same time keep each other's rows.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -198,8 +197,8 @@ def _is_size(value: Any) -> TypeGuard[int]:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite float, or an int that has one."""
-    return type(value) in (int, float) and -math.inf < value < math.inf and abs(value) < 1e300
+    """Whether a value is a number that a float can hold; NaN and infinity are not less than 1e300."""
+    return type(value) in (int, float) and abs(value) < 1e300
 
 
 def _is_time(value: Any) -> bool:
