@@ -243,8 +243,8 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 
 // ---- the launch before, of one that overlaps --------------------------------------------------------------------------
 
-// It ends only when no thread comes further without that. Until then all that it may write, or read, holds poison: `hidden`
-// are the spans of memory that are not promised to be constant.
+// It ends only when no thread comes further without that, but for every third cluster, before which it has ended. Until then
+// all that it may write, or read, holds poison: `hidden` are the spans of memory that are not promised to be constant.
 inline const Span* hidden;
 inline int hidden_count;
 inline char* kept_back;  // what they hold
@@ -261,10 +261,10 @@ inline bool is_hidden(const void* address) {
 inline void read_ahead(const void* address) {
     if (is_hidden(address)) break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
 }
-inline void hide() {
-    launches_ended = hidden_count == 0;
+inline void hide(bool has_ended) {
+    launches_ended = has_ended || hidden_count == 0;
     char* to = kept_back;
-    for (int i = 0; i < hidden_count; ++i) {
+    for (int i = 0; i < hidden_count && !launches_ended; ++i) {
         const unsigned long bytes = hidden[i].end - hidden[i].start;
         memcpy(to, reinterpret_cast<void*>(hidden[i].start), bytes);
         memset(reinterpret_cast<void*>(hidden[i].start), 0xff, bytes);
@@ -410,8 +410,8 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
 }
 #pragma GCC pop_options
 
-// What is right in every order has the barriers that it needs: clusters take turns in them, and every fourth has what is
-// asynchronous happen early. Returns the first fault, or an empty text.
+// What is right in every order has the barriers that it needs: clusters take turns in them, and for every fourth what is
+// asynchronous happens early. Returns the first fault, or an empty text.
 inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, unsigned seed) {
     kernel = run;
     parameters = with;
@@ -445,9 +445,9 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 for (Warp& warp : warps) warp.arrived = 0;
                 for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = false, threads[t].round = nullptr;
                 for (int i = 0; i < hook_count; ++i) hooks[i].begin_cluster();
-                hide();
                 if (seed == 0) order.backwards = backwards != (index % 2 == 1);
-                early = index % 4 == 3;
+                early = index % 4 == 2;
+                hide(index % 3 == 1);
                 run_cluster(order, all / 32, {x, y, z});
                 reveal();
                 for (int i = 0; i < hook_count && !broken; ++i) hooks[i].end_cluster();
