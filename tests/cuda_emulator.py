@@ -1,6 +1,7 @@
 """Runs CUDA kernels on CPU tensors: the same sources, compiled by g++ with `emulator/` in the place of CUDA.
 
-What it checks is everything but the compiler and the instructions themselves: indices, layouts, masks, barriers, bits.
+What it checks is everything but the compiler and the instructions themselves: indices, layouts, masks, bits, and
+whether a kernel waits for everything that it has to wait for.
 """
 
 from __future__ import annotations
@@ -95,10 +96,13 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
 def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards: bool = False, seed: int = 0) -> None:
     """Runs a launch; `addresses` take the place of those of its tensors, as in `Prepared.launch`.
 
-    Threads run in the order of their numbers, or `backwards`; with a `seed` of 32 bits, warps in an order drawn anew
-    each time.
-    AssertionError where a load begins outside of all tensors, a store of 8 or 16 bytes leaves them, a barrier has too
-    many arrivals, or all threads wait.
+    Warps run in the order of their numbers, or `backwards`, each as far as it can before the next; clusters of blocks
+    take turns in the order. With a `seed` of 32 bits warps run in an order drawn anew each time.
+
+    Raises:
+        AssertionError: where a load begins outside of all tensors, a store of 8 or 16 bytes leaves them, a barrier has
+            too many arrivals, all threads wait, or a thread does not wait for what the hardware does asynchronously.
+            `emulator/cuda.h` says what else shows as NaN.
     """
     pointers = iter(cuda_launch.pointers(launch.args) if addresses is None else addresses)
     fields: list[tuple[str, Any]] = []
@@ -130,8 +134,8 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
     macros = dict(launch.kernel.macros)
     cluster = int(macros.get("CLUSTER", 1)) * int(macros.get("SPLIT", 1))
     fault = _built(launch.kernel).emulate(
-        *_spans(spans + settled), *_spans(hidden), late, ctypes.byref(parameters), *launch.grid, launch.threads, cluster,
-        backwards, seed,
+        *_spans(spans + settled), *_spans(hidden), late, ctypes.byref(parameters), *launch.grid, launch.threads,
+        cluster, backwards, seed,
     )  # fmt: skip
     if fault:
         _built.cache_clear()  # a launch that was broken off leaves barriers and copies behind

@@ -75,7 +75,7 @@ def test_the_kernels_that_overlap() -> None:
     ["a16w8_tiles", "gemv_a16w8", "gemv_mx", "mm_a16w8", "mx_tiles", "splitk_a16w8", "stream_columns"],
 )
 def test_machine_code_waits_for_the_launches_before_as_the_launch_declares(file: str, tmp_path: Path) -> None:
-    """Before the first wait: no store, no load but of what is constant, and of a late launch no start of the next one."""
+    """Before the first wait: no store, no load but of constants, and a late launch does not start the next one."""
     for name, launch in overlapping()[f"{file}.cu"]:
         sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
 
