@@ -34,13 +34,14 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emu
 _GLUE = """
 struct Parameters {{ {fields} }};
 static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
-extern "C" const char* emulate(const Span* spans, int count, const Span* unsettled, int unsettled_count, bool late,
-                               void* with, unsigned x, unsigned y, unsigned z, int threads, int cluster, bool backwards,
-                               unsigned seed) {{
+extern "C" const char* emulate(const Span* spans, int count, const Span* unsettled, int unsettled_count,
+                               bool overlapping, bool late, void* with, unsigned x, unsigned y, unsigned z,
+                               int threads, int cluster, bool backwards, unsigned seed) {{
     tensors = spans;
     tensor_count = count;
     hidden = unsettled;
     hidden_count = unsettled_count;
+    overlaps = overlapping;
     must_settle = late;
     return launch(run, with, {{x, y, z}}, threads, cluster, backwards, seed);
 }}
@@ -130,12 +131,11 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
             (settled if name in launch.constant else spans).append(span)
     parameters = type("Parameters", (ctypes.Structure,), {"_fields_": fields})(*values)
     hidden = _merged(spans) if launch.overlaps else []
-    late = launch.overlaps and launch.late
     macros = dict(launch.kernel.macros)
     cluster = int(macros.get("CLUSTER", 1)) * int(macros.get("SPLIT", 1))
     fault = _built(launch.kernel).emulate(
-        *_spans(spans + settled), *_spans(hidden), late, ctypes.byref(parameters), *launch.grid, launch.threads,
-        cluster, backwards, seed,
+        *_spans(spans + settled), *_spans(hidden), launch.overlaps, launch.overlaps and launch.late,
+        ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards, seed,
     )  # fmt: skip
     if fault:
         _built.cache_clear()  # a launch that was broken off leaves barriers and copies behind

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 
 import fp8fn
-from fp8fn.ops.cuda import a16w8_tiles, gemv_a16w8, mm_a16w8, mx_tiles, nvrtc, quantize_rows
+from fp8fn.ops.cuda import a16w8_tiles, gemv_a16w8, mm_a16w8, mx_tiles, nvrtc, quantize_rows, stream_columns
 from fp8fn.ops.cuda import scaled_mm as products
 from fp8fn.ops.cuda.launch import CudaLaunch
 from fp8fn.ops.cuda.quantize import Quantized
@@ -116,10 +116,24 @@ def rows() -> Tensor:
     return out.data.float()
 
 
+def second_of_two() -> Tensor:
+    torch.manual_seed(0)
+    x = torch.randn(130, 128).bfloat16()
+    out = Quantized(empty_data(x, (-1, 1), torch.float8_e4m3fn), empty_scale(x, (-1, 1), "fp32"))
+    stream = stream_columns.Stream(1, 2)
+    for span in ((0, 64), (64, 128)):
+        emulate(stream_columns.plan_part(x, out, "fp32", SM90, None, stream, 1, span))
+    return out.data.float()
+
+
 # (file, what stands there, what stands there instead, a product, the fault, or none where the result is wrong).
 RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] = {
     "no wait for the launch before": (
         "gemv_a16w8.cu", "    wait_for_launches();\n", "", gemv, "without wait_for_launches",
+    ),
+    "a launch that ends before the launch before": (
+        "stream_columns.cu", "    if constexpr (PART == Part::SECOND) wait_for_launches();\n", "", second_of_two,
+        "a launch that overlaps ends without wait_for_launches",
     ),
     "a copy before the launch before has ended": (
         "a16w8_tiles.cu", "                wait_for_launches();\n            }\n", "            }\n", tiles,

@@ -249,6 +249,7 @@ inline const Span* hidden;
 inline int hidden_count;
 inline char* kept_back;  // what they hold
 inline unsigned launches_ended;
+inline bool overlaps, waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
 inline bool must_settle;  // the launch after this one begins only when the launch before it has ended
 
 inline bool is_hidden(const void* address) {
@@ -263,6 +264,7 @@ inline void read_ahead(const void* address) {
 }
 inline void hide(bool has_ended) {
     launches_ended = has_ended || hidden_count == 0;
+    waited = false;
     char* to = kept_back;
     for (int i = 0; i < hidden_count && !launches_ended; ++i) {
         const unsigned long bytes = hidden[i].end - hidden[i].start;
@@ -286,6 +288,7 @@ inline void reveal() {
     }
 }
 inline void wait_for_launches() {
+    waited = true;
     while (launches_ended == 0) wait_for_change(launches_ended);
 }
 inline void let_next_begin() {
@@ -450,6 +453,8 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 hide(index % 3 == 1);
                 run_cluster(order, all / 32, {x, y, z});
                 reveal();
+                // What follows it takes the launch before for ended, too.
+                if (overlaps && !waited) FAULT("a launch that overlaps ends without wait_for_launches");
                 for (int i = 0; i < hook_count && !broken; ++i) hooks[i].end_cluster();
             }
     free(kept_back);

@@ -74,7 +74,7 @@ struct Word {
 };
 constexpr int MOST_WORDS = 16;
 struct Landing {
-    enum { BOX, VALUE, WORDS } kind;
+    enum { of_box, of_value, of_words } kind;  // kernels have macros in capitals
     int next;  // of the same barrier, or free
     BulkCopy box;
     Word words[MOST_WORDS];
@@ -175,10 +175,10 @@ inline int move(const BulkCopy& copy, bool to_shared) {
 inline int bytes_of(const TensorMap& map) { return map.box[0] * map.box[1] * map.box[2] * map.element; }
 
 inline void land(Barrier& barrier, const Landing& landing) {
-    if (landing.kind == Landing::BOX) {
+    if (landing.kind == Landing::of_box) {
         written(landing.box.at_shared, bytes_of(landing.box.map));
         count_bytes(barrier, move(landing.box, true));
-    } else if (landing.kind == Landing::VALUE) {
+    } else if (landing.kind == Landing::of_value) {
         written(landing.to, landing.bytes);
         memcpy(memories[0] + landing.to, landing.value, landing.bytes);
         count_bytes(barrier, landing.bytes);
@@ -220,7 +220,7 @@ inline void prefetch_map(const TensorMap&) {}
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
     read_ahead(reinterpret_cast<const void*>(map.start));
     if (!early) poison(to, bytes_of(map));
-    send(barrier_of_others(barrier), {.kind = Landing::BOX, .box = {to, map, {x, y, z}}});
+    send(barrier_of_others(barrier), {.kind = Landing::of_box, .box = {to, map, {x, y, z}}});
 }
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
     tma_load(to, map, barrier, x, y, z);
@@ -275,7 +275,7 @@ inline void copy_word(uint32_t to, const void* from, bool valid) {
         to, valid && allowed("copy", from, 4, 4) ? *static_cast<const uint32_t*>(from) : 0};
 }
 inline void barrier_arrive_after_copies(uint32_t barrier) {
-    Landing landing = {.kind = Landing::WORDS, .count = word_count[current]};
+    Landing landing = {.kind = Landing::of_words, .count = word_count[current]};
     memcpy(landing.words, words[current], sizeof(landing.words));
     word_count[current] = 0;
     send(barrier_at(barrier), landing);
@@ -294,7 +294,7 @@ inline uint32_t load_shared_pair_of_bytes(uint32_t from) { return *reinterpret_c
 inline uint4 load_shared_words(uint32_t from) { return *reinterpret_cast<uint4*>(memories[0] + from); }
 template <typename Value>
 void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
-    Landing landing = {.kind = Landing::VALUE, .to = address_in(rank, to), .bytes = sizeof value};
+    Landing landing = {.kind = Landing::of_value, .to = address_in(rank, to), .bytes = sizeof value};
     memcpy(landing.value, &value, sizeof value);
     if (!early) poison(landing.to, sizeof value);
     send(barrier_of_others(address_in(rank, barrier)), landing);
