@@ -146,6 +146,7 @@ struct Thread {
     const unsigned* round;  // what it waits for: that this is no longer `mine`; null where it waits for nothing
     unsigned mine;
     bool begun, done;
+    bool stepped_back;  // it could go on, and lets all others go first
 };
 struct Warp {
     unsigned long slot[32];
@@ -170,6 +171,13 @@ inline char* block_memory() { return memories[cluster_rank()]; }
 
 inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
+}
+// Whoever was waited for lets all others go on first, where threads are `polite`: what it gave away too early, they take.
+inline bool polite;
+inline void step_back() {
+    if (!polite) return;
+    threads[current].stepped_back = true;
+    wait_for_others();
 }
 // Until `round` is no longer what it is.
 inline void wait_for_change(const unsigned& round) {
@@ -375,7 +383,9 @@ inline void stuck() {
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-inline bool is_ready(const Thread& thread) { return !thread.done && (thread.round == nullptr || *thread.round != thread.mine); }
+inline bool is_ready(const Thread& thread) {
+    return !thread.done && !thread.stepped_back && (thread.round == nullptr || *thread.round != thread.mine);
+}
 
 // Runs a warp as far as it comes, and returns whether it came further.
 inline bool run_warp(int warp, bool backwards, Index first) {
@@ -402,6 +412,10 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
         bool ran = false;
         for (int i = 0; i < warp_count && !ran; ++i) ran = run_warp(order.warp[i], order.backwards, first);
         if (ran && order.seed != 0) order.next(warp_count);
+        for (int t = 0; t < warp_count * 32 && !ran; ++t) {
+            ran = threads[t].stepped_back;
+            threads[t].stepped_back = false;
+        }
         if (ran || broken) continue;
         left = false;
         for (int t = 0; t < warp_count * 32; ++t) left |= !threads[t].done;
@@ -446,9 +460,10 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 memset(threads_done, 0, sizeof(threads_done));
                 cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
-                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = false, threads[t].round = nullptr;
+                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
                 for (int i = 0; i < hook_count; ++i) hooks[i].begin_cluster();
                 if (seed == 0) order.backwards = backwards != (index % 2 == 1);
+                polite = order.backwards;
                 early = index % 4 == 2;
                 hide(index % 3 == 1);
                 run_cluster(order, all / 32, {x, y, z});

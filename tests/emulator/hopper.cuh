@@ -130,8 +130,14 @@ inline void arrive_at(Barrier& barrier) {
     if (barrier.left-- == 0) return break_off("a barrier has more arrivals than its count");
     end_phase(barrier);
 }
-inline void barrier_arrive(uint32_t barrier) { arrive_at(barrier_at(barrier)); }
-inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) { arrive_at(barrier_of_others(address_in(rank, barrier))); }
+inline void barrier_arrive(uint32_t barrier) {
+    arrive_at(barrier_at(barrier));
+    step_back();
+}
+inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+    arrive_at(barrier_of_others(address_in(rank, barrier)));
+    step_back();
+}
 // The machine code does not branch between these loads and the arrival: a warp's lanes go on together.
 inline uint32_t once_loaded(uint32_t barrier, uint32_t, int) {
     meet_warp();
@@ -139,7 +145,7 @@ inline uint32_t once_loaded(uint32_t barrier, uint32_t, int) {
 }
 inline void barrier_expect(uint32_t barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
-    barrier_arrive(barrier);
+    arrive_at(barrier_at(barrier));
 }
 
 #pragma GCC push_options
