@@ -1,6 +1,7 @@
 """Runs CUDA kernels on CPU tensors: the same sources, compiled by g++ with `emulator/` in the place of CUDA.
 
-What it checks is everything but the compiler and the instructions themselves: indices, layouts, masks, barriers, bits.
+What it checks is everything but the compiler and the instructions themselves: indices, layouts, masks, bits, and
+whether a kernel waits for everything that it has to wait for.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +34,21 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the emu
 _GLUE = """
 struct Parameters {{ {fields} }};
 static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
-extern "C" const char* emulate(const Span* spans, int count, void* with, unsigned x, unsigned y, unsigned z,
+extern "C" const char* emulate(const Span* spans, int count, const Span* unsettled, int unsettled_count,
+                               bool overlapping, bool late, void* with, unsigned x, unsigned y, unsigned z,
                                int threads, int cluster, bool backwards, unsigned seed) {{
     tensors = spans;
     tensor_count = count;
+    hidden = unsettled;
+    hidden_count = unsettled_count;
+    overlaps = overlapping;
+    must_settle = late;
     return launch(run, with, {{x, y, z}}, threads, cluster, backwards, seed);
 }}
 """
+
+# Bytes of a tensor up to which a launch that overlaps does not see it before it waits.
+LARGEST_HIDDEN = 64 << 20
 
 # Types of 16 bits that a tensor core multiplies.
 _WIDE = {"bf16": "Bf16", "f16": "Fp16"}
@@ -87,21 +97,25 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
 def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards: bool = False, seed: int = 0) -> None:
     """Runs a launch; `addresses` take the place of those of its tensors, as in `Prepared.launch`.
 
-    Threads run in the order of their numbers, or `backwards`; with a `seed` of 32 bits, warps in an order drawn anew
-    each time.
-    AssertionError where a load begins outside of all tensors, a store of 8 or 16 bytes leaves them, a barrier has too
-    many arrivals, or all threads wait.
+    Warps run in the order of their numbers, or `backwards`, each as far as it can before the next; clusters of blocks
+    take turns in the order. With a `seed` of 32 bits warps run in an order drawn anew each time.
+
+    Raises:
+        AssertionError: where a load begins outside of all tensors, a store of 8 or 16 bytes leaves them, a barrier has
+            too many arrivals, all threads wait, or a thread does not wait for what the hardware does asynchronously.
+            `emulator/cuda.h` says what else shows as NaN.
     """
     pointers = iter(cuda_launch.pointers(launch.args) if addresses is None else addresses)
     fields: list[tuple[str, Any]] = []
     values: list[Any] = []
-    spans: list[int] = []
-    for i, arg in enumerate(launch.args.values()):
+    spans: list[tuple[int, int]] = []
+    settled: list[tuple[int, int]] = []
+    for i, (name, arg) in enumerate(launch.args.items()):
         if isinstance(arg, TensorMap):
             fields.append((f"p{i}", ctypes.c_uint64 * 16))
             tensor_map, span = _described(arg, next(pointers))
             values.append(tensor_map)
-            spans += span
+            (settled if name in launch.constant else spans).append(span)
             continue
         if isinstance(arg, tuple):
             fields.append((f"p{i}", ctypes.c_int * len(arg)))
@@ -112,17 +126,36 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
         fields.append((f"p{i}", ctypes.c_uint64 if pointer else number))
         values.append(next(pointers) if pointer else arg)
         if isinstance(arg, Tensor):
-            spans += (int(values[-1]), int(values[-1]) + arg.element_size() * extent(arg.shape, arg.stride()))
+            start = int(values[-1])
+            span = start, start + arg.element_size() * extent(arg.shape, arg.stride())
+            (settled if name in launch.constant else spans).append(span)
     parameters = type("Parameters", (ctypes.Structure,), {"_fields_": fields})(*values)
-    covered = (ctypes.c_uint64 * len(spans))(*spans)
+    hidden = _merged(spans) if launch.overlaps else []
     macros = dict(launch.kernel.macros)
     cluster = int(macros.get("CLUSTER", 1)) * int(macros.get("SPLIT", 1))
     fault = _built(launch.kernel).emulate(
-        covered, len(spans) // 2, ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards, seed
-    )
+        *_spans(spans + settled), *_spans(hidden), launch.overlaps, launch.overlaps and launch.late,
+        ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards, seed,
+    )  # fmt: skip
     if fault:
         _built.cache_clear()  # a launch that was broken off leaves barriers and copies behind
     assert not fault, f"{launch.describe()}: {fault.decode()}"
+
+
+def _spans(spans: list[tuple[int, int]]) -> tuple[Any, int]:
+    """Spans of memory as an array, and how many."""
+    return (ctypes.c_uint64 * (2 * len(spans)))(*chain.from_iterable(spans)), len(spans)
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same memory without overlaps, but for what is too large to be copied for every cluster."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(span for span in spans if 0 < span[1] - span[0] <= LARGEST_HIDDEN):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def _described(arg: TensorMap, start: int) -> tuple[Any, tuple[int, int]]:

@@ -59,6 +59,8 @@ class CudaLaunch:
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
     late: bool = False
     """Of one that overlaps, whether the next may begin only when all before it has ended."""
+    constant: tuple[str, ...] = ()
+    """Of one that overlaps, the arguments that it need not wait for: no launch that may still run accesses them."""
 
     @property
     def settles(self) -> bool:

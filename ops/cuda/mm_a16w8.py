@@ -213,4 +213,5 @@ def plan(
         target=target,
         options=options,
         overlaps=True,
+        constant=("w", "w_scale") if constant else (),
     )  # fmt: skip

@@ -206,6 +206,7 @@ def plan(
             target=target,
             options=options,
             overlaps=True,
+            constant=("b", "b_scale") if constant else (),
             late=config.LATE,
         ),
     )  # fmt: skip

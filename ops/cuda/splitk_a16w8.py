@@ -298,5 +298,6 @@ def plan(
         target=target,
         options=options,
         overlaps=True,
+        constant=("w", "w_scale") if constant else (),
         late=config.LATE,
     )  # fmt: skip

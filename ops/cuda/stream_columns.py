@@ -123,6 +123,7 @@ def plan_part(
         target=target,
         options=dict(kernel.macros),
         overlaps=part == "SECOND",
+        constant=("x", "data", "scale", "offsets") if part == "SECOND" else (),  # the first begins when all has ended
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ void cluster_wait_alone() {
     cluster_wait<TOGETHER>();
 }
 inline unsigned load_of_block(const unsigned* address, unsigned rank) {
+    if (rank != cluster_rank()) reach_block(rank);
     const auto offset = reinterpret_cast<const char*>(address) - block_memory();
     return *reinterpret_cast<const unsigned*>(memories[rank] + offset);
 }

@@ -1,14 +1,21 @@
 // Enough of CUDA C++ to run kernels on CPU tensors: the threads of a block, or of a cluster of them, are coroutines of
 // one CPU thread.
+//
+// The emulator is an adversary. Each warp runs as far as it can before another one does, in both orders of the warps. What
+// is asynchronous on the hardware (copies, products, the end of the launch before) happens as late as it may, and until
+// then whoever looks finds poison, bytes of 0xff, which are a NaN of every type of float and -1 of integers. So a kernel
+// that waits too little computes NaN, or stops at a fault with a message.
 #pragma once
 #include <setjmp.h>
+#include <stdint.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <ucontext.h>
 
 #define __global__
 #define __device__
-#define __shared__ static
+#define __shared__ static __attribute__((section("shared_static")))
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
@@ -69,6 +76,28 @@ inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, 
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return __builtin_expf(a); }
 
+// A list that grows; the standard library's takes longer to compile than most kernels.
+template <typename T>
+struct List {
+    T* values;
+    int count, room;
+
+    void add(T value) {
+        if (count == room) values = static_cast<T*>(realloc(values, (room = room ? 2 * room : 16) * sizeof(T)));
+        values[count++] = value;
+    }
+    T* begin() { return values; }
+    T* end() { return values + count; }
+    // Takes out those that `done` is true of.
+    template <typename Done>
+    void take_out(Done done) {
+        int left = 0;
+        for (int i = 0; i < count; ++i)
+            if (!done(values[i])) values[left++] = values[i];
+        count = left;
+    }
+};
+
 // ---- memory: what each tensor of the launch covers, and the first access that is not to be ---------------------------
 
 struct Span {
@@ -76,20 +105,31 @@ struct Span {
 };
 inline const Span* tensors;
 inline int tensor_count;
-inline char fault[200];
+inline char fault[300];
 
+// Where the launch goes wrong for the first time; what follows may go wrong for that.
+#define FAULT(...)                                                                                          \
+    do {                                                                                                    \
+        if (fault[0] == 0) {                                                                                \
+            const int told = snprintf(fault, sizeof(fault), __VA_ARGS__);                                   \
+            snprintf(fault + told, sizeof(fault) - told, "; block (%u, %u, %u), thread %u", blockIdx.x, blockIdx.y, \
+                     blockIdx.z, threadIdx.x);                                                              \
+        }                                                                                                   \
+    } while (false)
+
+#pragma GCC push_options
+#pragma GCC optimize("O2")
 // Whether `needed` bytes at an address that is a multiple of `bytes` lie in one tensor; else the access is left out.
 inline bool allowed(const char* what, const void* to, unsigned long bytes, unsigned long needed) {
     const auto address = reinterpret_cast<unsigned long>(to);
     bool inside = false;
     for (int i = 0; i < tensor_count; ++i) inside |= address >= tensors[i].start && address + needed <= tensors[i].end;
     const bool aligned = address % bytes == 0;
-    if (!(inside && aligned) && fault[0] == 0) {
-        snprintf(fault, sizeof(fault), "a %s of %lu bytes at %p is %s; block (%u, %u, %u), thread %u", what, bytes, to,
-                 aligned ? "outside of all tensors" : "misaligned", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
-    }
+    if (!(inside && aligned))
+        FAULT("a %s of %lu bytes at %p is %s", what, bytes, to, aligned ? "outside of all tensors" : "misaligned");
     return inside && aligned;
 }
+#pragma GCC pop_options
 // Accesses that begin in a tensor stay in its page, so that a load may go past its end.
 inline bool may_load(const void* from, unsigned long bytes) { return allowed("load", from, bytes, 1); }
 inline bool may_store(const void* to, unsigned long bytes) { return allowed("store", to, bytes, bytes); }
@@ -99,19 +139,14 @@ T __ldg(const T* address) {
     return may_load(address, sizeof(T)) ? *address : T{};
 }
 
-// What no launch can go on after: it ends there, with this as its fault.
-inline bool broken;
-inline void break_off(const char* why) {
-    broken = true;
-    if (fault[0] == 0)
-        snprintf(fault, sizeof(fault), "%s; block (%u, %u, %u), thread %u", why, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
-}
-
 // ---- threads: each runs until it waits for others ------------------------------------------------------------------
 
 struct Thread {
     jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
+    const unsigned* round;  // what it waits for: that this is no longer `mine`; null where it waits for nothing
+    unsigned mine;
     bool begun, done;
+    bool stepped_back;  // it could go on, and lets all others go first
 };
 struct Warp {
     unsigned long slot[32];
@@ -124,24 +159,44 @@ inline Warp warps[MOST_THREADS / 32];
 alignas(64) inline char stacks[MOST_THREADS][STACK];
 inline jmp_buf scheduler;
 inline int thread_count, block_count, current, block_arrived[MOST_BLOCKS], cluster_arrived;
+inline int threads_begun[MOST_BLOCKS], threads_done[MOST_BLOCKS];
 inline unsigned block_round[MOST_BLOCKS], cluster_round;
+inline bool early;  // whether what is asynchronous happens at once instead, as early as it may
 
 inline unsigned cluster_rank() { return current / thread_count; }
 
-// Shared memory of the size that a launch asks for; static `__shared__` is one for a whole cluster.
+// Shared memory of the size that a launch asks for.
 alignas(1024) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
 inline char* block_memory() { return memories[cluster_rank()]; }
 
 inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
 }
+// Whoever was waited for lets all others go on first, where threads are `polite`: what it gave away too early, they take.
+inline bool polite;
+inline void step_back() {
+    if (!polite) return;
+    threads[current].stepped_back = true;
+    wait_for_others();
+}
+// Until `round` is no longer what it is.
+inline void wait_for_change(const unsigned& round) {
+    Thread& thread = threads[current];
+    thread.round = &round, thread.mine = round;
+    wait_for_others();
+}
 
-// Of arrivals, copies and ends: while threads wait and none comes, they wait for ever.
-inline unsigned long events;
+// What no launch can go on after: it ends there, with this as its fault.
+inline bool broken;
+template <typename... Values>
+void break_off(const char* why, Values... values) {
+    FAULT(why, values...);
+    broken = true;
+    wait_for_others();
+}
 
 // Whether this one is the last of `count`, with whom the round ends.
 inline bool arrive(int& arrived, unsigned& round, int count) {
-    ++events;
     if (++arrived < count) return false;
     arrived = 0;
     ++round;
@@ -150,12 +205,19 @@ inline bool arrive(int& arrived, unsigned& round, int count) {
 inline void meet(int& arrived, unsigned& round, int count) {
     const unsigned mine = round;
     if (arrive(arrived, round, count)) return;
-    while (round == mine) wait_for_others();
+    while (round == mine) wait_for_change(round);
 }
 inline void __syncthreads() { meet(block_arrived[cluster_rank()], block_round[cluster_rank()], thread_count); }
 inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count * block_count); }
 inline void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
+
+// That a block of the cluster may be spoken to: its shared memory exists.
+inline void reach_block(unsigned rank) {
+    if (rank >= static_cast<unsigned>(block_count)) break_off("block %u is none of the cluster's", rank);
+    if (threads_begun[rank] == 0) break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
+    if (threads_done[rank] == thread_count) break_off("block %u of the cluster, whose shared memory is accessed, may have ended", rank);
+}
 
 template <typename T>
 T exchanged(T value, int from) {
@@ -187,15 +249,94 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
     return value;
 }
 
+// ---- the launch before, of one that overlaps --------------------------------------------------------------------------
+
+// It ends only when no thread comes further without that, but for every third cluster, before which it has ended. Until then
+// all that it may write, or read, holds poison: `hidden` are the spans of memory that are not promised to be constant.
+inline const Span* hidden;
+inline int hidden_count;
+inline char* kept_back;  // what they hold
+inline unsigned launches_ended;
+inline bool overlaps, waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
+inline bool must_settle;  // the launch after this one begins only when the launch before it has ended
+
+inline bool is_hidden(const void* address) {
+    const auto at = reinterpret_cast<unsigned long>(address);
+    for (int i = 0; i < hidden_count && launches_ended == 0; ++i)
+        if (at >= hidden[i].start && at < hidden[i].end) return true;
+    return false;
+}
+// What is copied asynchronously may be read at any time from here on.
+inline void read_ahead(const void* address) {
+    if (is_hidden(address)) break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
+}
+inline void hide(bool has_ended) {
+    launches_ended = has_ended || hidden_count == 0;
+    waited = false;
+    char* to = kept_back;
+    for (int i = 0; i < hidden_count && !launches_ended; ++i) {
+        const unsigned long bytes = hidden[i].end - hidden[i].start;
+        memcpy(to, reinterpret_cast<void*>(hidden[i].start), bytes);
+        memset(reinterpret_cast<void*>(hidden[i].start), 0xff, bytes);
+        to += bytes;
+    }
+}
+inline void reveal() {
+    if (launches_ended) return;
+    launches_ended = 1;
+    const char* from = kept_back;
+    for (int i = 0; i < hidden_count; ++i) {
+        auto* const start = reinterpret_cast<char*>(hidden[i].start);
+        const unsigned long bytes = hidden[i].end - hidden[i].start;
+        // All are 0xff where the first is, and each is what the one before it is.
+        if (start[0] != static_cast<char>(0xff) || memcmp(start, start + 1, bytes - 1) != 0)
+            FAULT("something was written, of the %lu bytes from %p on, without wait_for_launches", bytes, start);
+        memcpy(start, from, bytes);
+        from += bytes;
+    }
+}
+inline void wait_for_launches() {
+    waited = true;
+    while (launches_ended == 0) wait_for_change(launches_ended);
+}
+inline void let_next_begin() {
+    if (must_settle && launches_ended == 0) break_off("a late launch has the next begin before the one before has ended");
+}
+
 // ---- launches ------------------------------------------------------------------------------------------------------
 
 inline void (*kernel)(void*);
 inline void* parameters;
 
+// Static `__shared__` of the kernel, of which each block has its own: that of block `present` is in place.
+extern char __start_shared_static[] __attribute__((weak, visibility("hidden")));
+extern char __stop_shared_static[] __attribute__((weak, visibility("hidden")));
+inline char* static_memories[MOST_BLOCKS];
+inline int present;
+inline long static_bytes() { return __stop_shared_static - __start_shared_static; }
+inline void have_present(int block) {
+    if (block == present) return;
+    memcpy(static_memories[present], __start_shared_static, static_bytes());
+    memcpy(__start_shared_static, static_memories[block], static_bytes());
+    present = block;
+}
+
+// What other headers have done where a cluster begins, a thread ends and a cluster ends.
+struct Hooks {
+    void (*begin_cluster)();
+    void (*end_thread)();
+    void (*end_cluster)();
+};
+inline Hooks hooks[4];
+inline int hook_count;
+inline bool watch(Hooks added) { return hooks[hook_count++] = added, true; }
+
 inline void run_thread() {
+    ++threads_begun[cluster_rank()];
     kernel(parameters);
+    for (int i = 0; i < hook_count; ++i) hooks[i].end_thread();
     threads[current].done = true;
-    ++events;
+    ++threads_done[cluster_rank()];
     wait_for_others();
 }
 
@@ -203,6 +344,7 @@ inline void run_thread() {
 [[gnu::noinline]] inline void resume() {
     Thread& thread = threads[current];
     if (_setjmp(scheduler) != 0) return;
+    thread.round = nullptr;
     if (thread.begun) _longjmp(thread.at, 1);
     thread.begun = true;
     ucontext_t context;
@@ -213,8 +355,7 @@ inline void run_thread() {
     setcontext(&context);
 }
 
-// In which order threads run in each round: as they are numbered, backwards, or, of a seed that is not 0, warps at random
-// and in some rounds not all of them.
+// In which order warps, and the lanes of each, run: as they are numbered, backwards, or, of a seed that is not 0, at random.
 struct Order {
     bool backwards;
     unsigned seed;
@@ -224,21 +365,70 @@ struct Order {
         seed = seed * 1664525 + 1013904223;
         return (seed >> 8) % below;
     }
-    // Of the next round; returns how many of the warps run in it.
-    int next(int count) {
+    void next(int count) {
         for (int i = 0; i < count; ++i) warp[i] = backwards && seed == 0 ? count - 1 - i : i;
-        if (seed == 0) return count;
+        if (seed == 0) return;
         for (int i = count - 1; i > 0; --i) {
             const int other = draw(i + 1), kept = warp[i];
             warp[i] = warp[other], warp[other] = kept;
         }
         backwards = draw(2);
-        return draw(3) == 0 ? 1 + draw(count) : count;
     }
-    int thread(int i) const { return backwards ? warp[i / 32] * 32 + 31 - i % 32 : warp[i / 32] * 32 + i % 32; }
 };
 
-// What is right in every order has the barriers that it needs. Returns the first fault, or an empty text.
+inline void stuck() {
+    FAULT("all threads wait");
+    broken = true;
+}
+
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+inline bool is_ready(const Thread& thread) {
+    return !thread.done && !thread.stepped_back && (thread.round == nullptr || *thread.round != thread.mine);
+}
+
+// Runs a warp as far as it comes, and returns whether it came further.
+inline bool run_warp(int warp, bool backwards, Index first) {
+    bool ran = false;
+    for (bool more = true; more && !broken;) {
+        more = false;
+        for (int i = 0; i < 32 && !broken; ++i) {
+            const int thread = warp * 32 + (backwards ? 31 - i : i);
+            if (!is_ready(threads[thread])) continue;
+            current = thread;
+            threadIdx = {static_cast<unsigned>(thread % thread_count), 0, 0};
+            blockIdx = {first.x + thread / thread_count, first.y, first.z};
+            have_present(thread / thread_count);
+            resume();
+            more = ran = true;
+        }
+    }
+    return ran;
+}
+// The first warp in the order that comes further goes on, so that the others are left behind as far as they can be.
+inline void run_cluster(Order& order, int warp_count, Index first) {
+    order.next(warp_count);
+    for (bool left = true; left && !broken;) {
+        bool ran = false;
+        for (int i = 0; i < warp_count && !ran; ++i) ran = run_warp(order.warp[i], order.backwards, first);
+        if (ran && order.seed != 0) order.next(warp_count);
+        for (int t = 0; t < warp_count * 32 && !ran; ++t) {
+            ran = threads[t].stepped_back;
+            threads[t].stepped_back = false;
+        }
+        if (ran || broken) continue;
+        left = false;
+        for (int t = 0; t < warp_count * 32; ++t) left |= !threads[t].done;
+        if (left && launches_ended == 0)
+            reveal();
+        else if (left)
+            stuck();
+    }
+}
+#pragma GCC pop_options
+
+// What is right in every order has the barriers that it needs: clusters take turns in them, and for every fourth what is
+// asynchronous happens early. Returns the first fault, or an empty text.
 inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, unsigned seed) {
     kernel = run;
     parameters = with;
@@ -252,30 +442,37 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
         snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for", cluster, count);
         return fault;
     }
+    unsigned long bytes = 0;
+    for (int i = 0; i < hidden_count; ++i) bytes += hidden[i].end - hidden[i].start;
+    kept_back = static_cast<char*>(malloc(bytes));
+    for (int i = 0; i < cluster; ++i) static_memories[i] = static_cast<char*>(malloc(static_bytes()));
     Order order{backwards, seed};
+    unsigned index = 0;
     for (unsigned z = 0; z < grid.z; ++z)
         for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x; x += cluster) {
-                memset(memories, 0xff, sizeof(memories[0]) * cluster);  // NaN
+            for (unsigned x = 0; x < grid.x && !broken; x += cluster, ++index) {
+                memset(memories, 0xff, sizeof(memories[0]) * cluster);
+                if (static_bytes() > 0) memset(__start_shared_static, 0xff, static_bytes());
+                for (int i = 0; i < cluster; ++i) memset(static_memories[i], 0xff, static_bytes());
+                present = 0;
                 memset(block_arrived, 0, sizeof(block_arrived));
+                memset(threads_begun, 0, sizeof(threads_begun));
+                memset(threads_done, 0, sizeof(threads_done));
                 cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
-                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = false;
-                for (bool left = true; left && !broken;) {
-                    const unsigned long before = events;
-                    const int awake = 32 * order.next(all / 32);
-                    left = awake < all;
-                    for (int i = 0; i < awake; ++i) {
-                        current = order.thread(i);
-                        if (threads[current].done) continue;
-                        left = true;
-                        threadIdx = {static_cast<unsigned>(current % count), 0, 0};
-                        blockIdx = {x + current / count, y, z};
-                        resume();
-                        if (broken) return fault;
-                    }
-                    if (left && awake == all && events == before) break_off("all threads wait");
-                }
+                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
+                for (int i = 0; i < hook_count; ++i) hooks[i].begin_cluster();
+                if (seed == 0) order.backwards = backwards != (index % 2 == 1);
+                polite = order.backwards;
+                early = index % 4 == 2;
+                hide(index % 3 == 1);
+                run_cluster(order, all / 32, {x, y, z});
+                reveal();
+                // What follows it takes the launch before for ended, too.
+                if (overlaps && !waited) FAULT("a launch that overlaps ends without wait_for_launches");
+                for (int i = 0; i < hook_count && !broken; ++i) hooks[i].end_cluster();
             }
+    free(kept_back);
+    for (int i = 0; i < cluster; ++i) free(static_memories[i]);
     return fault;
 }

@@ -42,5 +42,11 @@ unsigned pack(float a, float b, float c, float d) {
 }
 #define DYNAMIC_SHARED(TYPE, NAME) TYPE& NAME = *reinterpret_cast<TYPE*>(block_memory())
 inline float half_to_float(unsigned short half) { return static_cast<float>(bits_of<_Float16>(half)); }
-inline float reciprocal(float x) { return 1.0f / x; }
+// As far off as the hardware may be: the other one of the two floats that 1 / x lies between, the farther one.
+inline float reciprocal(float x) {
+    const float nearest = 1.0f / x, rest = __builtin_fmaf(-x, nearest, 1.0f);
+    if (__builtin_fabsf(nearest) < __FLT_MIN__) return 0.0f;
+    if (!__builtin_isfinite(nearest) || rest == 0.0f) return nearest;
+    return __uint_as_float(__float_as_uint(nearest) + (rest > 0.0f ? 1 : -1));
+}
 inline void forget(unsigned&) {}

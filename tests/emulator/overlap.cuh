@@ -1,5 +1,3 @@
-// The functions of ops/cuda/overlap.cuh for the CPU, on which launches follow each other.
+// The functions of ops/cuda/overlap.cuh for the CPU, which the scheduler has.
 #pragma once
-
-inline void let_next_begin() {}
-inline void wait_for_launches() {}
+#include "cuda.h"
