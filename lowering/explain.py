@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn.lowering import grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
 from fp8fn.lowering.gemms import Gemm
 from fp8fn.lowering.outside import Outside, Seen
 from fp8fn.lowering.rewrite import Decision, decide
-from fp8fn.lowering.substitute import Substitution
+from fp8fn.lowering.substitute import Substitution, origin_of
 from fp8fn.ops import mx_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
@@ -158,7 +159,11 @@ def explain(
         substitutions: list[Substitution] = []
         if _holds_fp8(gm):
             forward = _traced(gm, example_inputs, substitutions, takes_everything(where))
-        merged = _with_substitutions(decided, substitutions)
+        # A pattern knows a product by the name that Dynamo gave it first: it may have another in the graph.
+        origins = [
+            origin_of(decision.gemm.node)[0] or row.node for decision, row in zip(decisions, decided, strict=True)
+        ]
+        merged = _with_substitutions(decided, origins, substitutions)
         rows.extend(merged)
         # What a pattern made is not the recipe's product, whose times are estimated and measured.
         ours = [row is before for row, before in zip(merged, decided, strict=False)]
@@ -218,9 +223,10 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
 
 
 def _holds_fp8(gm: GraphModule) -> bool:
-    """Whether a graph has tensors of FP8, without which no exact pattern is in it."""
+    """Whether a graph has tensors of FP8, without which no exact pattern is in it, or subclasses, which may wrap them."""
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return any(isinstance(value, Tensor) and value.dtype in FP8_DTYPES for value in values)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return any(value.dtype in FP8_DTYPES or is_traceable_wrapper_subclass(value) for value in tensors)
 
 
 def _traced(
@@ -256,12 +262,14 @@ def _traced(
     return compiled
 
 
-def _with_substitutions(rows: Sequence[Row], substitutions: Sequence[Substitution]) -> list[Row]:
+def _with_substitutions(
+    rows: Sequence[Row], origins: Sequence[str], substitutions: Sequence[Substitution]
+) -> list[Row]:
     """A product that is in both lists once, as the pattern has it; those of the backward after all."""
     by_origin = {found.origin: found for found in substitutions if not found.backward}
     merged = []
-    for row in rows:
-        found = by_origin.pop(row.node, None)
+    for row, origin in zip(rows, origins, strict=True):
+        found = by_origin.pop(origin, None)
         merged.append(row if found is None else replace(row, kernel=_made(found), reason=found.reason, estimated=None))
     backward = [found for found in substitutions if found.backward]
     for found in (*by_origin.values(), *backward):

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering import grouped
 from fp8fn.lowering.grouped import Groups
+from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.lowering.substitute import source_of
 from fp8fn.site import Site
 
@@ -141,6 +142,7 @@ def _classify(
     gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
     if reason is None:
         reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
+    reason = reason or why_not_operands(a, b, outer)
     parameter = parameter or gathered
     batch = _product(right.shape[:-2])
     rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
@@ -155,11 +157,12 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     left, right = a.meta["example_value"], b.meta["example_value"]
     groups = grouped.groups_of(left, right, given.get("offsets"))
     reason = groups if isinstance(groups, str) else None
-    parameter = parameter_of(b, outer) or _first_stacked(b, outer)
+    parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
     if isinstance(groups, Groups) and groups.offsets is None and parameter is None:
         reason = "no parameter: activation by activation"
     if given.get("bias") is not None:
         reason = "a bias is given, which PyTorch's product of groups does not take either: add it to the output"
+    reason = reason or why_not_operands(a, b, outer)
     batched = isinstance(groups, Groups) and groups.offsets is None
     count = groups.count if isinstance(groups, Groups) else 1
     site = Site(
