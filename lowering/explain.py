@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -29,7 +30,9 @@ from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.estimate import Times
 from fp8fn.ops.tuning.problem import Chip
-from fp8fn.site import Site, Where, check_where, takes_everything
+from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
+
+_LOG = logging.getLogger("fp8fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,6 +187,9 @@ def explain(
         torch._dynamo.reset()
         if measure:
             rows = _timed(rows, sites, parse_recipe(key))
+    unmatched = why_none_match(where, (row.weight for row in rows))
+    if unmatched is not None:
+        _LOG.warning("explain: %s", unmatched)
     explanation = Explanation(tuple(rows), key, graphs, next((chip.name for chip in chips if chip), None), outside)
     if show:
         print(explanation)
@@ -223,7 +229,7 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
 
 
 def _holds_fp8(gm: GraphModule) -> bool:
-    """Whether a graph has tensors of FP8, without which no exact pattern is in it, or subclasses, which may wrap them."""
+    """Whether a graph has tensors of FP8, perhaps in a subclass, without which no exact pattern is in it."""
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(value.dtype in FP8_DTYPES or is_traceable_wrapper_subclass(value) for value in tensors)

@@ -37,7 +37,7 @@ GATHERED: Final = (
 )
 
 # Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
-_REGIONS: Final = (
+REGIONS: Final = (
     torch.ops.higher_order.tag_activation_checkpoint,
     torch.ops.higher_order.wrap,
     torch.ops.higher_order.invoke_subgraph,
@@ -55,7 +55,7 @@ _VIEWS: Final = {
 class Gemm:
     """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`.
 
-    `groups` where it is one of groups, as `torch._grouped_mm` has them.
+    `groups` where it is one of groups, as `torch._grouped_mm` has them; `parameter` the graph's input, where known.
     """
 
     node: Node
@@ -67,6 +67,7 @@ class Gemm:
     site: Site
     reason: str | None
     groups: Groups | None = None
+    parameter: Node | None = None
 
     @property
     def source(self) -> str:
@@ -89,7 +90,7 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
             gemm = _classify(node, outer, *operands)
             if gemm is not None:
                 yield gemm
-        elif node.op == "call_function" and node.target in _REGIONS:
+        elif node.op == "call_function" and node.target in REGIONS:
             region = getattr(gm, str(node.args[0].target))
             inputs = region.graph.find_nodes(op="placeholder")
             given = node.args[len(node.args) - len(inputs) :]
@@ -148,7 +149,10 @@ def _classify(
     rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
     name = "" if parameter is None else weight_name(parameter)
     site = Site(op=op, m=rows, n=n, k=k, batch=batch, dtype=left.dtype, device=left.device, weight=name)
-    return Gemm(node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason)
+    return Gemm(
+        node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason,
+        parameter=parameter,
+    )  # fmt: skip
 
 
 def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str, Any]) -> Gemm:
@@ -172,7 +176,7 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     )  # fmt: skip
     return Gemm(
         node=node, a=a, b=b, bias=None, transposed=False, flipped=False, site=site, reason=reason,
-        groups=groups if isinstance(groups, Groups) else None,
+        groups=groups if isinstance(groups, Groups) else None, parameter=parameter,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ _PRODUCTS: Final = ("mm", "matmul", "linear", "einsum", "attention", "embedding"
 
 
 def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | None:
-    """The reason why the recipe takes neither a product of `x` nor of a weight, or None; `outer` as in `find_gemms`."""
+    """The reason why the recipe takes no product of these two, or None; `outer` as in `find_gemms`."""
     for name, node in (("weight", weight), ("input", x)):
         value = _value(node)
         if value is not None and is_traceable_wrapper_subclass(value):

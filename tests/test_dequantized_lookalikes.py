@@ -141,7 +141,7 @@ def test_values(spelling: Callable[..., Tensor]) -> None:
     backend = compared(spelling, x, q.data.contiguous(), q.scale.contiguous())
     made = SPELLINGS[spelling]
     if made is not None:
-        assert [found.made for found in backend.found if found.reason is None][0] == made
+        assert next(found.made for found in backend.found if found.reason is None) == made
 
 
 @pytest.mark.parametrize("spelling", ["each", "of two", "one", "of two, interleaved", "expanded"])

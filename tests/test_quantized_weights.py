@@ -77,7 +77,7 @@ def wrapped(dtype: torch.dtype) -> nn.Module:
 
 @pytest.mark.parametrize(("dtype", "made"), [(E4M3, ["fp8fn.mm_a16w8.default"] * 2), (torch.int8, [])], ids=str)
 def test_tensor_subclasses(dtype: torch.dtype, made: list[str]) -> None:
-    """The recipe leaves them; the exact pass serves those of FP8, as it does without the recipe, and `explain` says so."""
+    """The recipe leaves them; the exact pass serves those of FP8, as without the recipe; `explain` says the same."""
     model, x = wrapped(dtype), torch.randn(32, K).bfloat16()
     backend = both_passes(lambda site: site.weight != "4.weight")
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A backend that runs the passes down to the joint graph, and the graph as it is: no code is generated, which is slow."""
+"""A backend that runs the passes down to the joint graph, and then that graph as it is: generating code is slow."""
 
 from __future__ import annotations
 
