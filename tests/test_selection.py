@@ -195,9 +195,9 @@ def test_a_gated_mlps_gate_is_no_router(n: int) -> None:
 TINY: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "use_cache": False}
 LAYERS: dict[str, Any] = {**TINY, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 640}
 NEXT: dict[str, Any] = {
-    **LAYERS, "hidden_size": 640, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 512, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    **LAYERS, "hidden_size": 640, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 512,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "experts_implementation": "grouped_mm", "layer_types": ["full_attention"],
 }  # fmt: skip
 # How many products the backend takes, and the names and reasons of the head and the router, which it leaves.
