@@ -18,14 +18,12 @@ import importlib.util
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatchcase
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
@@ -38,13 +36,11 @@ from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, short_name
 from fp8fn.ops.layout import Block, scale_shape
 from fp8fn.options import device
 from fp8fn.quantization import dequantize, quantize
-from fp8fn.site import LEAST_K, LEAST_N
+from fp8fn.site import LEAST_K, LEAST_N, matches, why_sensitive
 
 LEAST_SNR_DB: Final = 25.0
 # Blocks along K of a weight (N, K), for which products exist.
 _BLOCKS: Final[Mapping[str, Block]] = {"128,128": (128, 128), "1,128": (1, 128), "1,32": (1, 32)}
-# Logits, routers and what is looked up feel the rounding most, and are a small part of the work.
-_SENSITIVE: Final = re.compile(r"(^|\.)(lm_head|output_head|\w*embed\w*|wte|wpe|\w*norm\w*|router|gate)(\.|$)")
 # What a checkpoint's folder has beside its tensors: configs, tokenizers, the model's code.
 _BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 # Elements quantized at once: the float64 of the comparison takes eight bytes of each.
@@ -108,12 +104,12 @@ class Options:
         """Whether a tensor goes to FP8: by default weights of linear layers, else what `include` names."""
         if tensor.dtype not in INPUT_DTYPES or tensor.ndim not in (2, 3) or not tensor.numel():
             return False
-        if any(fnmatchcase(name, pattern) for pattern in self.exclude):
+        if matches(name, self.exclude):
             return False
         if self.include:
-            return any(fnmatchcase(name, pattern) for pattern in self.include)
+            return matches(name, self.include)
         large = tensor.shape[-2] >= LEAST_N and tensor.shape[-1] >= LEAST_K
-        return large and name.endswith(".weight") and _SENSITIVE.search(name) is None
+        return large and name.endswith(".weight") and why_sensitive(name, *tensor.shape[-2:]) is None
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Final, TypeAlias
 
@@ -20,8 +21,12 @@ LEAST_N: Final = 128
 LEAST_M: Final = 16
 # Under this, launches and quantization take about what the product does; measured on an H200 at 4096 rows.
 LEAST_WORTHWHILE: Final = 512
-# Logits and routers feel the rounding of FP8 most, and are a small part of the work.
-_SENSITIVE: Final = re.compile(r"(^|\.)(lm_head|output_head|embed\w*|wte|router)(\.|$)")
+# Logits, routers and what is looked up feel the rounding of FP8 most, and are a small part of the work: for the backend
+# and for `convert` the same list. Meta's Llama has its head in `output`, which is a layer's name elsewhere.
+_SENSITIVE: Final = re.compile(
+    r"(?:^|\.)(lm_head|output_head|head|classifier|\w*embed\w*|wte|wpe|\w*norm\w*|router|gate)(?:\.|$)"
+    r"|^(output)\.weight$"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,28 +70,71 @@ def why_not(site: Site, where: Where = None) -> str | None:
 
 def why_not_by_default(site: Site) -> str | None:
     """The reason why a product of a model stays as it is where its user gave no `where`."""
-    found = _SENSITIVE.search(site.weight)
-    if found is not None:
-        return f"sensitive: {found[2]}; where='*' takes it too"
+    reason = why_sensitive(site.weight, site.n, site.k)
+    if reason is not None:
+        return reason
     for name, size in (("K", site.k), ("N", site.n)):
         if isinstance(size, int) and size < LEAST_WORTHWHILE:
             return f"small: {name}={size} is under {LEAST_WORTHWHILE}; where='*' takes it too"
     return None
 
 
+def why_sensitive(weight: str, n: int, k: int) -> str | None:
+    """The reason why a weight of this name stays as it is by default: it is one of a head, a router, an embedding.
+
+    A `gate` is a router where it narrows, to fewer experts than a token has numbers; a gated MLP's one widens.
+    """
+    found = _SENSITIVE.search(weight)
+    if found is None or (found[1] == "gate" and isinstance(n, int) and n >= k):
+        return None
+    return f"sensitive: {found[1] or found[2]}; where='*' takes it too"
+
+
 def selected(site: Site, where: Where) -> bool:
-    """Whether the user's `where` takes a product: a predicate, or globs of weights' names (`"layers.*.mlp.*"`)."""
+    """Whether the user's `where` takes a product: a predicate, or globs of weights' names, see `matches`."""
     if where is None:
         return True
     if callable(where):
         return bool(where(site))
-    patterns = [where] if isinstance(where, str) else list(where)
-    return any(fnmatchcase(site.weight, pattern) for pattern in patterns)
+    return matches(site.weight, patterns_of(where))
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a pattern fits a name from its start or from any dot, as `layers.*` fits `model.layers.0.weight`."""
+    parts = name.split(".")
+    names = [".".join(parts[first:]) for first in range(len(parts))]
+    return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
+
+
+def patterns_of(where: Where) -> list[str]:
+    """The patterns of a `where`, none where it is a predicate or not given."""
+    if where is None or callable(where):
+        return []
+    return [where] if isinstance(where, str) else list(where)
+
+
+def why_none_match(where: Where, names: Iterable[str]) -> str | None:
+    """What to say where the patterns match no weight, with the names nearest to them; None where one does."""
+    patterns, known = patterns_of(where), [name for name in names if name]
+    if where is None or callable(where) or not known or any(matches(name, patterns) for name in known):
+        return None
+    alike = dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name in known)
+
+    def nearness(name: str) -> float:
+        parts = name.split(".")
+        return max(
+            SequenceMatcher(None, pattern, ".".join(parts[first : first + 1 + pattern.count(".")])).ratio()
+            for pattern in patterns or [""]
+            for first in range(len(parts))
+        )
+
+    nearest = ", ".join(map(repr, sorted(alike, key=nearness, reverse=True)[:3]))
+    return f"where={where!r} matches no weight; nearest names: {nearest}"
 
 
 def takes_everything(where: Where) -> bool:
     """Whether one of the patterns is `"*"`."""
-    return not callable(where) and "*" in ([where] if isinstance(where, str) else where or ())
+    return "*" in patterns_of(where)
 
 
 def check_where(where: object) -> None:

@@ -214,7 +214,7 @@ def _cut_steps(runs: tuple[Run, ...], dim: Dim, found: dict[int, tuple[int, Size
     outer, step = dim.runs[0], prod(run.size for run in dim.runs[1:])
     if outer.axis is None or not equal(outer.step, 1) or any(run.axis is not None for run in dim.runs[1:]):
         return False
-    if not equal((dim.size + step - 1) // step, outer.size):
+    if equal(step, 0) or not equal((dim.size + step - 1) // step, outer.size):
         return False
     found[runs[0].axis] = (outer.axis, step)
     return True

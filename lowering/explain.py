@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections import Counter
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
 from fp8fn.lowering import grouped
@@ -21,14 +23,16 @@ from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured
 from fp8fn.lowering.gemms import Gemm
 from fp8fn.lowering.outside import Outside, Seen
 from fp8fn.lowering.rewrite import Decision, decide
-from fp8fn.lowering.substitute import Substitution
+from fp8fn.lowering.substitute import Substitution, origin_of
 from fp8fn.ops import mx_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.tuning.estimate import Times
 from fp8fn.ops.tuning.problem import Chip
-from fp8fn.site import Site, Where, check_where, takes_everything
+from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
+
+_LOG = logging.getLogger("fp8fn")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +164,11 @@ def explain(
         substitutions: list[Substitution] = []
         if _holds_fp8(gm):
             forward = _traced(gm, example_inputs, substitutions, takes_everything(where))
-        merged = _with_substitutions(decided, substitutions)
+        # A pattern knows a product by the name that Dynamo gave it first: it may have another in the graph.
+        origins = [
+            origin_of(decision.gemm.node)[0] or row.node for decision, row in zip(decisions, decided, strict=True)
+        ]
+        merged = _with_substitutions(decided, origins, substitutions)
         rows.extend(merged)
         # What a pattern made is not the recipe's product, whose times are estimated and measured.
         ours = [row is before for row, before in zip(merged, decided, strict=False)]
@@ -181,6 +189,9 @@ def explain(
         torch._dynamo.reset()
         if measure:
             rows = _timed(rows, sites, parse_recipe(key))
+    unmatched = why_none_match(where, (row.weight for row in rows))
+    if unmatched is not None:
+        _LOG.warning("explain: %s", unmatched)
     explanation = Explanation(tuple(rows), key, graphs, next((chip.name for chip in chips if chip), None), outside)
     if show:
         print(explanation)
@@ -220,9 +231,10 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
 
 
 def _holds_fp8(gm: GraphModule) -> bool:
-    """Whether a graph has tensors of FP8, without which no exact pattern is in it."""
+    """Whether a graph has tensors of FP8, perhaps in a subclass, without which no exact pattern is in it."""
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
-    return any(isinstance(value, Tensor) and value.dtype in FP8_DTYPES for value in values)
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return any(value.dtype in FP8_DTYPES or is_traceable_wrapper_subclass(value) for value in tensors)
 
 
 def _traced(
@@ -258,12 +270,14 @@ def _traced(
     return compiled
 
 
-def _with_substitutions(rows: Sequence[Row], substitutions: Sequence[Substitution]) -> list[Row]:
+def _with_substitutions(
+    rows: Sequence[Row], origins: Sequence[str], substitutions: Sequence[Substitution]
+) -> list[Row]:
     """A product that is in both lists once, as the pattern has it; those of the backward after all."""
     by_origin = {found.origin: found for found in substitutions if not found.backward}
     merged = []
-    for row in rows:
-        found = by_origin.pop(row.node, None)
+    for row, origin in zip(rows, origins, strict=True):
+        found = by_origin.pop(origin, None)
         merged.append(row if found is None else replace(row, kernel=_made(found), reason=found.reason, estimated=None))
     backward = [found for found in substitutions if found.backward]
     for found in (*by_origin.values(), *backward):

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering import grouped
 from fp8fn.lowering.grouped import Groups
+from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.lowering.substitute import source_of
 from fp8fn.site import Site
 
@@ -36,7 +37,7 @@ GATHERED: Final = (
 )
 
 # Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
-_REGIONS: Final = (
+REGIONS: Final = (
     torch.ops.higher_order.tag_activation_checkpoint,
     torch.ops.higher_order.wrap,
     torch.ops.higher_order.invoke_subgraph,
@@ -54,7 +55,7 @@ _VIEWS: Final = {
 class Gemm:
     """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`.
 
-    `groups` where it is one of groups, as `torch._grouped_mm` has them.
+    `groups` where it is one of groups, as `torch._grouped_mm` has them; `parameter` the graph's input, where known.
     """
 
     node: Node
@@ -66,6 +67,7 @@ class Gemm:
     site: Site
     reason: str | None
     groups: Groups | None = None
+    parameter: Node | None = None
 
     @property
     def source(self) -> str:
@@ -88,7 +90,7 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
             gemm = _classify(node, outer, *operands)
             if gemm is not None:
                 yield gemm
-        elif node.op == "call_function" and node.target in _REGIONS:
+        elif node.op == "call_function" and node.target in REGIONS:
             region = getattr(gm, str(node.args[0].target))
             inputs = region.graph.find_nodes(op="placeholder")
             given = node.args[len(node.args) - len(inputs) :]
@@ -141,12 +143,16 @@ def _classify(
     gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
     if reason is None:
         reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
+    reason = reason or why_not_operands(a, b, outer)
     parameter = parameter or gathered
     batch = _product(right.shape[:-2])
     rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
     name = "" if parameter is None else weight_name(parameter)
     site = Site(op=op, m=rows, n=n, k=k, batch=batch, dtype=left.dtype, device=left.device, weight=name)
-    return Gemm(node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason)
+    return Gemm(
+        node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason,
+        parameter=parameter,
+    )  # fmt: skip
 
 
 def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str, Any]) -> Gemm:
@@ -155,11 +161,12 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     left, right = a.meta["example_value"], b.meta["example_value"]
     groups = grouped.groups_of(left, right, given.get("offsets"))
     reason = groups if isinstance(groups, str) else None
-    parameter = parameter_of(b, outer) or _first_stacked(b, outer)
+    parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
     if isinstance(groups, Groups) and groups.offsets is None and parameter is None:
         reason = "no parameter: activation by activation"
     if given.get("bias") is not None:
         reason = "a bias is given, which PyTorch's product of groups does not take either: add it to the output"
+    reason = reason or why_not_operands(a, b, outer)
     batched = isinstance(groups, Groups) and groups.offsets is None
     count = groups.count if isinstance(groups, Groups) else 1
     site = Site(
@@ -169,7 +176,7 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     )  # fmt: skip
     return Gemm(
         node=node, a=a, b=b, bias=None, transposed=False, flipped=False, site=site, reason=reason,
-        groups=groups if isinstance(groups, Groups) else None,
+        groups=groups if isinstance(groups, Groups) else None, parameter=parameter,
     )  # fmt: skip
 
 

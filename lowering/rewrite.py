@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,12 +16,15 @@ from fp8fn.lowering.costs import chip_for, estimated, why_slower
 from fp8fn.lowering.einsum import reduce_einsums
 from fp8fn.lowering.gemms import Gemm, find_gemms, parameter_of
 from fp8fn.lowering.grouped import why_not_recipe
+from fp8fn.lowering.heads import Heads
+from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe
 from fp8fn.ops.tuning.estimate import Times
-from fp8fn.site import Where, why_not, why_not_by_default
+from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
 
 _log = logging.getLogger("fp8fn")
+_MOST_REASONS: Final = 3
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,12 @@ def decide(
     Estimates are for the product's device, or for a `target` of `rates.NAMED`.
     """
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
-    return [_decide(gemm, where, recipe, target) for gemm in find_gemms(gm)]
+    gemms = list(find_gemms(gm))
+    heads = Heads(gm, gemms)
+    return [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
 
 
-def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None) -> Decision:
+def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads: Heads) -> Decision:
     site = gemm.site
     impossible = gemm.reason or why_not(site) or why_not_recipe(gemm.groups, recipe)
     if impossible is not None:
@@ -53,7 +61,8 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None) -> Dec
     times = estimated(site, recipe, chip_for(site.device, target))
     reason = why_not(site, where)
     if where is None:
-        reason = why_not_by_default(site) or (why_slower(times) if _is_16_bit(gemm.node) else None)
+        slower = why_slower(times) if _is_16_bit(gemm.node) else None
+        reason = why_not_by_default(site) or heads.why(gemm) or slower
     return Decision(gemm, reason, True, times)
 
 
@@ -76,12 +85,30 @@ def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decisi
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
             decision.reason or f"fp8fn.{'gemm' if gemm.groups is None else 'grouped_gemm'}, {recipe.key}",
         )  # fmt: skip
+    _summarize(decisions, recipe, where)
     for graph in {decision.gemm.node.graph for decision in decisions if decision.reason is not None} | {gm.graph}:
         graph.lint()
     for module in gm.modules():
         if isinstance(module, GraphModule):
             module.recompile()
     return decisions
+
+
+def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> None:
+    """One line for each compilation: a warning where no weight's product is in FP8, unless the estimates say so."""
+    taken = sum(decision.reason is None for decision in decisions)
+    reasons = Counter(decision.reason for decision in decisions if decision.reason is not None)
+    left = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
+    slower = any(decision.reason and decision.reason == why_slower(decision.times) for decision in decisions)
+    # Of FP8 data the exact pass says what it does, and two activations are no product of a recipe.
+    gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
+    weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
+    level = logging.INFO if taken or slower or not weights else logging.WARNING
+    unmatched = None if taken else why_none_match(where, (gemm.site.weight for gemm in weights))
+    _log.log(
+        level, "%d of %d products in FP8, recipe %s%s", taken, len(decisions), recipe.key,
+        f": {unmatched}" if unmatched else f"; left: {left}" if left else "",
+    )  # fmt: skip
 
 
 def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node]) -> Node:

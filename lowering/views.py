@@ -47,6 +47,9 @@ def equal(a: Size, b: Size) -> bool:
 
 
 def divides(divisor: Size, size: Size) -> bool:
+    """Whether a size is known to be a multiple of another; zero divides nothing, for no axis can be dealt out by it."""
+    if equal(divisor, 0):
+        return False
     return bool(statically_known_true(sym_eq(size % divisor, 0)))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from traced import both_passes
 
 import fp8fn
 from fp8fn.lowering import joint
@@ -21,6 +22,10 @@ from transformers import (
     FineGrainedFP8Config,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.integrations import finegrained_fp8
 
@@ -204,6 +209,47 @@ def test_experts() -> None:
     out = kernel.batched_matmul(x, w.data, w.scale, block_size=[128, 128], expert_ids=ids)
     expected = torch.einsum("sk,snk->sn", x.double(), fp8fn.dequantize(w).double()[ids])
     assert snr(expected, out) > 25
+
+
+ONE_LAYER: dict[str, Any] = {**SIZES, "num_hidden_layers": 1, "num_experts_per_tok": 4}
+EXPERTS: dict[str, Any] = {
+    "mixtral": lambda how: MixtralForCausalLM(
+        MixtralConfig(**ONE_LAYER, num_key_value_heads=2, num_local_experts=4, experts_implementation=how)
+    ),
+    "qwen3_moe": lambda how: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **ONE_LAYER, num_key_value_heads=2, num_experts=4, moe_intermediate_size=256, head_dim=64,
+            experts_implementation=how,
+        )
+    ),
+    "deepseek_v3": lambda how: DeepseekV3ForCausalLM(
+        DeepseekV3Config(
+            **ONE_LAYER, moe_intermediate_size=128, n_routed_experts=4, n_group=1, topk_group=1,
+            first_k_dense_replace=0, num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64,
+            qk_rope_head_dim=32, v_head_dim=64, experts_implementation=how,
+        )
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", ["grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_fp8_are_never_quantized_again(name: str, how: str) -> None:
+    """By the backend's two passes as uncompiled; `explain` says why the recipe has no part in the experts' products."""
+    model, x = quantized(EXPERTS[name](how), torch.bfloat16).eval(), tokens()
+    transformers_fp8.serve()
+    backend = both_passes(lambda site: "lm_head" not in site.weight)
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend, fullgraph=True)(x).logits
+        explanation = fp8fn.explain(model, x, where="*", show=False)
+        assert snr(model(x).logits, found) > 45
+    reason = "the weight is e4m3fn data with scales already, which the recipe never quantizes again"
+    experts = [f"model.layers.0.mlp.experts.{last}" for last in ("gate_up_proj", "down_proj")]
+    in_groups = [decision for decision in backend.decided if decision.gemm.groups is not None]
+    assert [(decision.gemm.site.weight, decision.reason) for decision in in_groups] == [(e, reason) for e in experts]
+    assert all(decision.reason for decision in backend.decided)
+    rows = [(row.weight, row.reason, row.kernel) for row in explanation.rows if row.op == "grouped_mm"]
+    assert rows == [(expert, reason, None) for expert in experts]
 
 
 HUB: Any = torch.library.Library("_finegrained_fp8_1a2b3c", "DEF")

@@ -308,7 +308,7 @@ def _like(graph: Graph, node: Node, x: Node) -> Node:
     for known in (node, source):
         if _same_shape(known, x):
             return known
-    return call(graph, aten.reshape.default, node, [-1, x.meta["val"].shape[-1]])
+    return call(graph, aten.reshape.default, node, list(x.meta["val"].shape))
 
 
 def _sized(x: Tensor, shape: tuple[Any, ...] | None) -> Tensor | None:

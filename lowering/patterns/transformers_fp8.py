@@ -15,6 +15,7 @@ import logging
 import operator
 import sys
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -49,7 +50,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         reason = "a product per expert, and fp8fn has none" if name in EXPERTS else _why_not(given, outs)
         made = "" if reason else _emit(graph, node, given, outs)
         a, b = given["A"].meta["val"], given["B"].meta["val"]
-        shape = (a.numel() // a.shape[-1], b.shape[-2], b.shape[-1])
+        shape = (prod(a.shape[:-1]), b.shape[-2], b.shape[-1])
         yield Substitution(NAME, str(node), source_of(node), name, shape, made, reason)
 
 
@@ -99,7 +100,8 @@ def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> 
     target = torch.ops.fp8fn.scaled_mm.default
     for out in outs:
         with graph.inserting_before(out):
-            rows = a if a.meta["val"].dim() == 2 else call(graph, aten.reshape.default, a, [-1, k])
+            m = prod(a.meta["val"].shape[:-1])
+            rows = a if a.meta["val"].dim() == 2 else call(graph, aten.reshape.default, a, [m, k])
             quantized = call(graph, torch.ops.fp8fn.quantize.default, rows, (1, 128), b.meta["val"].dtype)
             left = [call(graph, operator.getitem, quantized, place) for place in (0, 1)]
             right = [call(graph, aten.permute.default, part, [1, 0]) for part in (b, _scale(given))]
@@ -144,7 +146,7 @@ def matmul(
     output_dtype: torch.dtype | None = None, activation_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`a @ b.T` of the Hub's `matmul_2d`: `a` is quantized in blocks along K, or by its static scale."""
-    rows, right = a.reshape(-1, a.shape[-1]), _dequantized(b, b_scale, block_size)
+    rows, right = a.reshape(prod(a.shape[:-1]), a.shape[-1]), _dequantized(b, b_scale, block_size)
     if activation_scale is None:
         left = _requantized(rows, b, block_size)
     else:

@@ -1,0 +1,118 @@
+"""Heads by what a model does with them: logits feel the rounding of FP8 most, and not every head has a telling name."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from fp8fn.lowering.gemms import REGIONS, Gemm, parameter_of
+from fp8fn.site import why_sensitive
+
+_TAKES: Final = "where='*' takes it too"
+_DEEPEST: Final = 32  # a module that holds itself has no end
+
+
+class Heads:
+    """The embeddings of a graph and, where it has none, those of the model that a weight belongs to."""
+
+    def __init__(self, gm: GraphModule, gemms: Sequence[Gemm]) -> None:
+        self._tables = set(_tables(gm, {}))
+        self._rows = max((_rows(table) for table in self._tables), default=0)
+        self._names = Counter(_in_layers(gemm) for gemm in gemms)
+
+    def why(self, gemm: Gemm) -> str | None:
+        """The reason why a product stays as it is by default, for it is a head; None for others."""
+        parameter = gemm.parameter
+        if parameter is None:
+            return None
+        if parameter in self._tables:
+            return f"sensitive: an embedding reads the weight too; {_TAKES}"
+        # A head is there once; of many layers, one may have as many columns as the model has tokens.
+        once = self._names[_in_layers(gemm)] == 1
+        if once and gemm.site.n == self._rows:
+            return _vocabulary(self._rows)
+        if once and not self._tables:
+            return _why_outside(gemm, parameter)
+        return None
+
+
+def _why_outside(gemm: Gemm, parameter: Node) -> str | None:
+    """By the modules around the compiled one, which is a head alone, named `weight`, or behind a graph break."""
+    given = parameter.meta.get("grapharg")
+    weight = getattr(given, "example", None)
+    if not isinstance(weight, Tensor):
+        return None
+    parents, owners = _modules_of(weight)
+    if any(isinstance(owner, nn.Embedding) for owner in owners):
+        return f"sensitive: an embedding reads the weight too; {_TAKES}"
+    for owner in owners:
+        for name, root in _paths(owner, parents):
+            reason = why_sensitive(name, gemm.site.n, gemm.site.k)
+            if reason is not None:
+                return reason
+            tables = [module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)]
+            if root is not owner and gemm.site.n == max(tables, default=0):
+                return _vocabulary(gemm.site.n)
+    return None
+
+
+def _vocabulary(rows: Any) -> str:
+    return f"sensitive: N={rows} is the vocabulary of the model's embedding; {_TAKES}"
+
+
+Parents: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
+
+
+def _modules_of(weight: Tensor) -> tuple[Parents, list[nn.Module]]:
+    """Of all modules in memory the parents of each, with the names in them, and those that hold `weight`.
+
+    Only Python's garbage collector knows who holds a module: it takes tens of ms, and nothing else tells.
+    """
+    parents: Parents = {}
+    owners = []
+    for found in gc.get_objects():
+        if issubclass(type(found), nn.Module) and "_parameters" in found.__dict__:
+            for name, child in found._modules.items():
+                parents.setdefault(id(child), []).append((found, name))
+            if any(parameter is weight for parameter in found._parameters.values()):
+                owners.append(found)
+    return parents, owners
+
+
+def _paths(module: nn.Module, parents: Parents, below: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """A module's names in the outermost modules that hold it; what `torch.compile` wraps adds no name."""
+    if id(module) not in parents or len(below) > _DEEPEST:
+        yield ".".join(name for name in below if name != "_orig_mod"), module
+    else:
+        for parent, name in parents[id(module)]:
+            yield from _paths(parent, parents, (name, *below))
+
+
+def _tables(gm: GraphModule, outer: Mapping[Node, Node]) -> Iterator[Node]:
+    """The parameters that embeddings of a graph read, and of the regions inside."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in REGIONS:
+            region = getattr(gm, str(node.args[0].target))
+            inputs = region.graph.find_nodes(op="placeholder")
+            given = node.args[len(node.args) - len(inputs) :]
+            yield from _tables(region, {**outer, **dict(zip(inputs, given, strict=True))})
+        elif getattr(node.target, "__name__", "").startswith("embedding"):
+            found = (parameter_of(arg, outer) for arg in (*node.args, *node.kwargs.values()))
+            yield from (table for table in found if table is not None)
+
+
+def _rows(table: Node) -> int:
+    rows = table.meta["example_value"].shape[0]
+    return rows if isinstance(rows, int) else 0
+
+
+def _in_layers(gemm: Gemm) -> str:
+    return re.sub(r"\b\d+\b", "*", gemm.site.weight)
