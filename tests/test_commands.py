@@ -200,7 +200,12 @@ def test_plot_of_another_file(content: bytes, tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize(
-    "argv", [("bench", "plot", str(RESULTS / "forward.json")), ("bench", "dense", "--device", "cpu", "--plot")]
+    "argv",
+    [
+        ("bench", "plot", str(RESULTS / "forward.json")),
+        ("bench", "dense", "--device", "cpu", "--shape", "16,128,128", "--rounds", "1", "--peers", "none", "--plot"),
+    ],
+    ids=["plot", "dense"],
 )
 def test_a_figure_of_no_format(argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert stopped(*argv, str(tmp_path / "x.docx")) == 2
