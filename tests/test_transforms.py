@@ -658,7 +658,7 @@ async def _async_generator(x: Tensor) -> Any:
         (_Async().__call__, ("fn=_Async.__call__", "a coroutine")),
         (_Generates(), ("a generator",)),
     ],
-    ids=str,
+    ids=["generator", "coroutine", "async_generator", "partial", "object", "method", "generates"],
 )
 def test_fp8_of_what_runs_later(fn: Function, words: tuple[str, ...]) -> None:
     with pytest.raises(TypeError, match="whose body runs after fp8 has ended; transform the function") as raised:
