@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fp8fn.lowering.attention import spell_attention
 from fp8fn.lowering.costs import chip_for, estimated, why_slower
 from fp8fn.lowering.einsum import reduce_einsums
 from fp8fn.lowering.gemms import Gemm, find_gemms, parameter_of
@@ -37,10 +38,11 @@ class Decision:
 def decide(
     gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None
 ) -> list[Decision]:
-    """For every product of the graph, whether it goes to FP8 and why not; an einsum becomes the product that it is.
+    """For every product of the graph, whether it goes to FP8 and why not; einsums and attention become products.
 
     Estimates are for the product's device, or for a `target` of `rates.NAMED`.
     """
+    spell_attention(gm)
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
     return [_decide(gemm, where, recipe, target) for gemm in find_gemms(gm)]
 
