@@ -30,7 +30,7 @@ _LEFT_ALONE: Final = {
 }
 
 # Products that are listed and left alone, and what would have them in FP8.
-_OTHERS: Final = {
+_OTHERS: Final[Mapping[Any, str]] = {
     torch.bilinear: "bilinear has a matrix for each output: spell it with torch.einsum or torch.matmul",
     **dict.fromkeys(
         (torch.conv1d, torch.conv2d, torch.conv3d),
@@ -137,7 +137,7 @@ def _classify(
     left, right, out = _value(a), _value(b), _value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None
-    parameter = parameter_of(b, outer)
+    parameter = parameter_of(b, outer) or differentiated(b, outer)
     flipped = False
     if (
         parameter is None
@@ -266,6 +266,24 @@ def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
         if node.op in ("placeholder", "get_attr"):
             return node if isinstance(value, torch.nn.Parameter) else None
         if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def differentiated(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The input behind views and casts that `torch.func.grad` differentiates, be it a Parameter or not; else None.
+
+    As a right operand, it is a weight: `torch.func.grad` of a `functional_call` has all of them as inputs.
+    """
+    tracked = False
+    while isinstance(node, Node):
+        node = outer.get(node, node)
+        if node.op == "placeholder":
+            return node if tracked else None
+        name = _name(node)
+        tracked = tracked or any("_set_tensor_requires_grad" in _name(each) for each in (node, *node.users))
+        if name not in _VIEWS and name not in ("_wrap_for_grad", "_set_tensor_requires_grad") and not _picks(node):
             return None
         node = node.args[0] if node.args else None
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -59,7 +59,7 @@ def declare(op: Op) -> Op:
     return op
 
 
-def _traced(mode: ProxyTorchDispatchMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+def _traced(mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """What tracing does with an op of fp8fn."""
     with without_guards():
         return mode.__torch_dispatch__(func, types, args, kwargs or {})

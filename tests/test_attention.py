@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -276,3 +277,42 @@ def source(node: Any) -> str:
         node = node.args[0]
     found = re.sub(r"^L_(self|fn)_|^(modules|parameters)_|_$", "", str(node.target))
     return re.sub(r"_(modules|parameters)_", ".", re.sub(r"^_?(modules|parameters)_", "", found)).strip("_")
+
+
+@pytest.mark.parametrize("detach", [False, True])
+@pytest.mark.parametrize("transform", ["grad", "vjp", "per sample"])
+def test_a_functional_call_that_is_differentiated(transform: str, detach: bool) -> None:
+    """The weight is what `torch.func` differentiates; the result is that of `fp8fn.linear`, written by hand."""
+    model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH)), torch.randn(4, 32, WIDTH)
+    parameters = {name: p.detach() if detach else p for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return torch.func.functional_call(model, parameters, (x,)).square().sum()
+
+    def by_hand(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        y = fp8fn.linear(x, parameters["0.weight"], parameters["0.bias"]).relu()
+        return fp8fn.linear(y, parameters["2.weight"], parameters["2.bias"]).square().sum()
+
+    def step(loss: Callable[..., Tensor], parameters: dict[str, Tensor], x: Tensor) -> Any:
+        if transform == "per sample":
+            return torch.func.vmap(torch.func.grad(loss), (None, 0))(parameters, x)
+        if transform == "grad":
+            return torch.func.grad(loss)(parameters, x)
+        return torch.func.vjp(partial(loss, x=x), parameters)[1](torch.ones(()))[0]
+
+    def called(parameters: dict[str, Tensor], x: Tensor) -> Any:
+        return step(loss, parameters, x)
+
+    rows = fp8fn.explain(called, parameters, x, where="*", show=False).rows
+    assert [(row.weight, row.reason) for row in rows] == [("0.weight", None), ("2.weight", None)]
+    made: list[int] = []
+
+    def eager(gm: GraphModule, _: Any) -> Any:
+        made.append(sum(found.reason is None for found in backend.rewrite(gm, fp8fn.BLOCKWISE, "*")))
+        return gm.forward
+
+    torch._dynamo.reset()
+    found = torch.compile(called, backend=eager, fullgraph=True)(parameters, x)
+    assert made == [2]
+    for name, expected in step(by_hand, parameters, x).items():
+        assert snr(expected, found[name]) > 60
