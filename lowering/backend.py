@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 from fp8fn.lowering.joint import with_pass
 from fp8fn.lowering.post_grad import with_fusion
 from fp8fn.lowering.rewrite import rewrite
+from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
@@ -38,7 +39,7 @@ def fp8fn(
     blocks by Inductor's own kernel for it. With True Inductor quantizes in `(1, 32)` and in whole rows as well; with
     False neither is done. Columns, and both orientations at once, as training needs them, are never Inductor's.
     """
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     given = dict(options or {})
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
@@ -47,7 +48,13 @@ def fp8fn(
     rewrite(gm, recipe, where)
     fuse = given.pop("fuse_quantize", None)
     patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
-    compiled: Any = compile_fx(gm, list(example_inputs), config_patches=patches)
+
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        # Inductor asks whether a graph's results are dense, and FP8 data for the backward is among them.
+        with without_guards():
+            return compile_fx_inner(*args, **kwargs)
+
+    compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fp8fn.lowering import grouped
+from fp8fn.lowering import attention, grouped
 from fp8fn.lowering.grouped import Groups
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.lowering.substitute import source_of
@@ -28,6 +28,17 @@ _ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
 _LEFT_ALONE: Final = {
     torch.functional.einsum: ("einsum", -2),
     torch.baddbmm: ("baddbmm", -2),
+}
+
+# Products that are listed and left alone, and what would have them in FP8.
+_OTHERS: Final[Mapping[Any, str]] = {
+    torch.bilinear: "bilinear has a matrix for each output: spell it with torch.einsum or torch.matmul",
+    **dict.fromkeys(
+        (torch.conv1d, torch.conv2d, torch.conv3d),
+        "a convolution: one of kernel size 1 is F.linear with channels as the last dimension",
+    ),
+    torch.lstm: "the weights of an LSTM are multiplied inside PyTorch's kernel",
+    torch.gru: "the weights of a GRU are multiplied inside PyTorch's kernel",
 }
 
 # A row's own copy of a weight: more to read than the product is worth, in any format.
@@ -86,6 +97,8 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
         in_groups = grouped.operands(node)
         if in_groups is not None:
             yield _classify_grouped(node, outer, in_groups)
+        elif node.op == "call_function" and (node.target in _OTHERS or attention.REASON in node.meta):
+            yield from _classify_other(node, outer)
         elif operands is not None:
             gemm = _classify(node, outer, *operands)
             if gemm is not None:
@@ -126,7 +139,7 @@ def _classify(
     left, right, out = _value(a), _value(b), _value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None
-    parameter = parameter_of(b, outer)
+    parameter = parameter_of(b, outer) or differentiated(b, outer)
     flipped = False
     if (
         parameter is None
@@ -143,7 +156,10 @@ def _classify(
     gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
     if reason is None:
         reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
-    reason = reason or why_not_operands(a, b, outer)
+    if parameter is not None or gathered is not None:
+        reason = reason or why_not_operands(a, b, outer)
+    elif (computed := _computed(b, outer) or _computed(a, outer)) is not None:
+        reason = why_not_operands(a, b, outer) or computed
     parameter = parameter or gathered
     batch = _product(right.shape[:-2])
     rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
@@ -180,6 +196,58 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
     )  # fmt: skip
 
 
+def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
+    """A product for each weight of a node that is known, and not taken apart."""
+    reason = node.meta.get(attention.REASON) or _OTHERS[node.target]
+    given = [each for each in node.all_input_nodes if _value(each) is not None]
+    for b in given:
+        weight, left = _value(b), _value(given[0])
+        if weight is None or left is None or weight.ndim < 2 or b is given[0] or parameter_of(b, outer) is None:
+            continue
+        n, k = weight.shape[0], _product(weight.shape[1:])
+        if "conv" in _name(node):
+            if any(size != 1 for size in weight.shape[2:]):
+                continue
+            rows = left.numel() // left.shape[-weight.ndim + 1]
+        else:
+            rows = _product(left.shape[:-1])
+        name = weight_name(b)
+        site = Site(op=_name(node), m=rows, n=n, k=k, dtype=left.dtype, device=left.device, weight=name)
+        yield Gemm(
+            node=node, a=given[0], b=b, bias=None, transposed=True, flipped=False, site=site, reason=reason
+        )  # fmt: skip
+
+
+def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
+    """The reason to leave a weight alone that is computed of parameters and buffers alone; else None."""
+    seen: set[Node] = set()
+    waiting, names, parameters = [outer.get(node, node)], [], []
+    while waiting:
+        each = waiting.pop()
+        each = outer.get(each, each)
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.op not in ("placeholder", "get_attr"):
+            waiting += each.all_input_nodes
+        elif isinstance(_value(each), torch.nn.Parameter):
+            parameters.append(weight_name(each))
+        elif _is_buffer(each):
+            names.append(weight_name(each))
+        elif isinstance(_value(each), Tensor):
+            return None
+    if parameters:
+        found = ", ".join(sorted(parameters))
+        return f"computed from a parameter ({found}): fp8fn.linear takes it"
+    return f"a buffer ({names[0]}), not a parameter: register it as one, with requires_grad=False" if names else None
+
+
+def _is_buffer(node: Node) -> bool:
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return "_buffers" in str(name() if callable(name) else name)
+
+
 def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, parameter: Node | None) -> str | None:
     if parameter is None:
         return "no parameter: activation by activation"
@@ -206,6 +274,24 @@ def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
         if node.op in ("placeholder", "get_attr"):
             return node if isinstance(value, torch.nn.Parameter) else None
         if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def differentiated(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The input behind views and casts that `torch.func.grad` differentiates, be it a Parameter or not; else None.
+
+    As a right operand, it is a weight: `torch.func.grad` of a `functional_call` has all of them as inputs.
+    """
+    tracked = False
+    while isinstance(node, Node):
+        node = outer.get(node, node)
+        if node.op == "placeholder":
+            return node if tracked else None
+        name = _name(node)
+        tracked = tracked or any("_set_tensor_requires_grad" in _name(each) for each in (node, *node.users))
+        if name not in _VIEWS and name not in ("_wrap_for_grad", "_set_tensor_requires_grad") and not _picks(node):
             return None
         node = node.args[0] if node.args else None
     return None
@@ -256,7 +342,9 @@ def weight_name(node: Node) -> str:
     text = str(name() if callable(name) else name)
     keys = re.findall(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.(\w+)", text)
     parts = [quoted or dotted for quoted, dotted in keys]
-    return ".".join(part for part in parts[1:] if part not in ("_modules", "_parameters")) or str(node.target)
+    return ".".join(
+        part for part in parts[1:] if part not in ("_modules", "_parameters", "_buffers", "__dict__")
+    ) or str(node.target)
 
 
 def _value(node: Any) -> Tensor | None:

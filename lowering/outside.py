@@ -56,6 +56,9 @@ def _is_weight(w: Tensor) -> bool:
 def _reason(model: nn.Module, w: Tensor, breaks: Iterable[str]) -> str:
     first = next((text.partition("\n")[0] for text in breaks), "")
     reason = f"in no graph, so Python runs it or nothing does{': ' if first else ''}{first}"
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(w is each for each in module.parameters()):
+            return f"the weights of {type(module).__name__} are multiplied inside PyTorch's kernel, in no graph"
     spelled = getattr(getattr(model, "config", None), "_experts_implementation", None)
     if w.ndim == 3 and spelled == "eager":
         return f"{reason}; use model.set_experts_implementation('grouped_mm')"

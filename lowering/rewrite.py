@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from fp8fn.lowering.attention import spell_attention
 from fp8fn.lowering.costs import chip_for, estimated, why_slower
 from fp8fn.lowering.einsum import reduce_einsums
 from fp8fn.lowering.gemms import Gemm, find_gemms, parameter_of
@@ -43,10 +44,11 @@ class Decision:
 def decide(
     gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None
 ) -> list[Decision]:
-    """For every product of the graph, whether it goes to FP8 and why not; an einsum becomes the product that it is.
+    """For every product of the graph, whether it goes to FP8 and why not; einsums and attention become products.
 
     Estimates are for the product's device, or for a `target` of `rates.NAMED`.
     """
+    spell_attention(gm)
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
     gemms = list(find_gemms(gm))
     heads = Heads(gm, gemms)

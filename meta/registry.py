@@ -8,8 +8,10 @@ from typing import Any, Final
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp8fn.meta import remembered
+from fp8fn.ops.layout import without_guards
 
 LIBRARY: Final = torch.library.Library("fp8fn", "DEF")
 OPS: Final[dict[str, Op]] = {}
@@ -52,6 +54,13 @@ def declare(op: Op) -> Op:
     if op.fake is not None:
         torch.library.register_fake(f"fp8fn::{name}", op.fake, lib=LIBRARY)
         torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, remembered.rule(), lib=LIBRARY)
+        torch.library.register_torch_dispatch(f"fp8fn::{name}", ProxyTorchDispatchMode, _traced, lib=LIBRARY)
     torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
     OPS[name] = op
     return op
+
+
+def _traced(mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """What tracing does with an op of fp8fn."""
+    with without_guards():
+        return mode.__torch_dispatch__(func, types, args, kwargs or {})

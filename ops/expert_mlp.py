@@ -17,7 +17,7 @@ from fp8fn.ops.grouped_gemm import (
     rows_forward,
     rows_products,
 )
-from fp8fn.ops.layout import swap
+from fp8fn.ops.layout import swap, unguarded
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import check_grouping
 
@@ -56,6 +56,7 @@ def check_expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tens
     check_recipe(_NAME, recipe)
 
 
+@unguarded
 def forward(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: Recipe, out_dtype: torch.dtype,
     needs: tuple[bool, bool, bool] = (False, False, False),
@@ -78,6 +79,7 @@ def forward(
     return out, Kept(x_col, gate_up_row, hidden if dgrad or wgrad else None, inner_col, down_row)
 
 
+@unguarded
 def backward(
     grad: Tensor, offsets: Tensor, kept: Kept, recipe: Recipe, dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     column_major: tuple[bool, bool],

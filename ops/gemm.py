@@ -11,7 +11,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.chain import chained
 from fp8fn.ops.cuda.prepared import kind
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.layout import Block, is_column_major, is_square, swap
+from fp8fn.ops.layout import Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
@@ -84,6 +84,7 @@ def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dt
     return torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)  # type: ignore[no-any-return]
 
 
+@unguarded
 def forward(
     a: Tensor, b: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype, *, dgrad: bool, wgrad: bool
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:
@@ -104,6 +105,7 @@ def backward(
     return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
 
 
+@unguarded
 def _backward(
     grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
     a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import Quantized, quantize, quantize_both
-from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.layout import Block, swap, unguarded
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, check_group_bias, check_grouping
 from fp8fn.ops.scaled_mm import check_product
@@ -60,6 +60,7 @@ def check_recipe(op: str, recipe: Recipe) -> None:
             )
 
 
+@unguarded
 def rows_forward(
     a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
     *, dgrad: bool, wgrad: bool,
@@ -71,6 +72,7 @@ def rows_forward(
     return product(a_row, b_col, offsets, bias, out_dtype), a_col, b_row
 
 
+@unguarded
 def rows_backward(
     grad: Tensor, offsets: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
     a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
@@ -105,6 +107,7 @@ def rows_products(
     return grad_a, grad_b
 
 
+@unguarded
 def k_forward(
     a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
     *, dgrad: bool, wgrad: bool,
@@ -120,6 +123,7 @@ def k_forward(
     return product(a_col.mT, b_col, offsets, bias, out_dtype), a_row, b_row
 
 
+@unguarded
 def k_backward(
     grad: Tensor, offsets: Tensor, a_row: Quantized | None, b_row: Quantized | None, recipe: Recipe,
     a_dtype: torch.dtype, b_dtype: torch.dtype,

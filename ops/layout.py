@@ -14,22 +14,51 @@ for both sides (`quantize_dual`), it is row-major first and column-major second,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, TypeAlias
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Final, ParamSpec, TypeAlias, TypeVar
 
 import torch
+import torch.fx.experimental._config as symbolic_shapes
 from torch import Tensor
 
 from fp8fn.ops.formats import scale_dtype
 
 Block: TypeAlias = tuple[int, int]
 Strides: TypeAlias = tuple[int, ...]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 WHOLE: Final = -1
 BLOCKS: Final[tuple[Block, ...]] = (
     (1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32), (32, 1),
 )  # fmt: skip
 _KNOWN: Final = frozenset(BLOCKS)
+
+
+def without_guards() -> AbstractContextManager[None]:
+    """Tracing inside adds no guard that asks whether a tensor is contiguous.
+
+    Tracing asks this of every result. For a dynamic M the answer differs between lengths: `ceil(M / 128)` scales may be
+    one row, and `M` may equal its padded stride. Guards on either compile a graph again for other lengths. In here
+    PyTorch takes such a result to be contiguous only where it always is.
+    """
+    context: AbstractContextManager[None] = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    return context
+
+
+def unguarded(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, whose results, and the views that it makes of them, are traced `without_guards()`."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch._C._len_torch_dispatch_stack() == 0:  # not traced
+            return function(*args, **kwargs)
+        with without_guards():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def known_block(block: object) -> Block | None:
