@@ -11,7 +11,7 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import Quantized, quantize, quantize_both
 from fp8fn.ops.layout import Block, swap, unguarded
 from fp8fn.ops.recipe import Recipe
-from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, check_group_bias, check_grouping
+from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, _holds, check_group_bias, check_grouping
 from fp8fn.ops.scaled_mm import check_product
 
 GROUPED_GEMM_SCHEMA: Final = (
@@ -173,13 +173,15 @@ def product(a: Quantized, b: Quantized, offsets: Tensor, bias: Tensor | None, ou
 def sum_groups(x: Tensor, offsets: Tensor) -> Tensor:
     """`x (M, N)` → the float32 sum of each group's rows, `(E, N)`, in one order and without atomics.
 
-    Each group is cut into pieces of `⌈M / E⌉` rows, `2E` of them at most and one at least, as ops/groups.py lays
+    Each group is cut into pieces of `⌊M / E⌋ + 1` rows, `2E` of them at most and one at least, as ops/groups.py lays
     them. The pieces of a group follow one another, so a scan in `⌈log2(2E)⌉` steps that stops at borders adds them.
     """
     rows, groups = x.shape[0], offsets.shape[0]
-    if rows == 0:
+    if _holds(rows == 0):
         return x.new_zeros((groups, x.shape[1]), dtype=torch.float32)
-    size = (rows + groups - 1) // groups
+    if not _holds(rows > 0):  # traced, and a number that is data may be 0: then there is one row to select
+        x = torch.cat([x, x.new_zeros(1, x.shape[1])])
+    size = rows // groups + 1
     ends = offsets.long().clamp(0, rows)
     starts = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
     first = starts // size + torch.arange(groups, device=x.device)
@@ -189,7 +191,7 @@ def sum_groups(x: Tensor, offsets: Tensor) -> Tensor:
     token = starts[group][:, None] + rank
     inside = token < ends[group][:, None]
     # A selection and not a product with zeros: the rows of another group may be NaN.
-    values = torch.where(inside[..., None], x[token.clamp(0, rows - 1)], 0)
+    values = torch.where(inside[..., None], x[token.clamp(0, x.shape[0] - 1)], 0)
     sums = values.sum(1, dtype=torch.float32)
     step = 1
     while step < 2 * groups:

@@ -313,3 +313,18 @@ def test_a_weight_that_the_graph_writes_is_read_in_its_turn(mx: bool, early: lis
         torch.cuda.synchronize()
         for one, exact in zip(found, step(), strict=True):
             torch.testing.assert_close(one, exact, rtol=2e-2, atol=2e-2)
+
+
+def test_addresses_below_and_above_what_is_written_are_none_of_it(graph: Graph) -> None:
+    """Of one piece of memory, each part a storage of its own."""
+    memory = bytearray(64)
+
+    def part(start: int, stop: int) -> Tensor:
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=stop - start)
+
+    graph.add()
+    captured.launched(CPU, frozenset(), [part(16, 32)])
+    for start, stop in ((0, 8), (0, 16), (32, 48), (40, 64)):
+        assert captured.readable(part(start, stop)), (start, stop)
+    for start, stop in ((0, 17), (31, 48), (16, 32), (20, 24), (0, 64)):
+        assert not captured.readable(part(start, stop)), (start, stop)

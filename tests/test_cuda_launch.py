@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -790,6 +790,25 @@ def test_a_call_on_another_device_than_the_current_one_changes_to_it(
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
     call(*operands.inputs)
     assert entered == [operands.a.device]
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside: list[torch.device] = []
+
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        inside.append(device)
+        before = len(stub.launched)
+        yield
+        launched_on.extend([device] * (len(stub.launched) - before))
+        inside.pop()
+
+    launched_on: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    operands = Operands()
+    operands.plan().run()
+    assert launched_on == [operands.a.device]
+    assert inside == []
 
 
 Forced = Callable[[Config], None]

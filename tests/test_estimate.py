@@ -153,3 +153,14 @@ def test_rates_of_chips() -> None:
 def test_times_add_up() -> None:
     times = Times(Step(10.0, 20.0), Step(15.0, 30.0), "the clock")
     assert (times.fp8.combined, times.bf16.combined, times.speedup) == (30.0, 45.0, 1.5)
+
+
+def test_a_whole_row_or_column_is_read_twice() -> None:
+    """Once for its largest element: of wider elements the quantizers' time grows by twice as much as of blocks."""
+
+    def per_byte(recipe: Recipe) -> float:
+        narrow, wide = (estimate((4096, 4096, 8192), recipe, itemsize=size).fp8.combined for size in (2, 4))
+        return wide - narrow
+
+    assert per_byte(BLOCKWISE) > 0
+    assert per_byte(ROWWISE) == pytest.approx(2 * per_byte(BLOCKWISE))

@@ -14,6 +14,7 @@ from test_gemm import dequantized, gradients, normal, relative_error, saved_by, 
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.func import grad, vjp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp8fn
 from fp8fn import Recipe
@@ -207,6 +208,16 @@ def test_sums_of_groups(sizes: tuple[int, ...], device: torch.device) -> None:
         again = sum_groups(x, offsets)
         assert not again[hit].isfinite().any()
         assert torch.equal(again[others], got[others])
+
+
+def test_sums_of_groups_of_a_number_of_tokens_that_is_data() -> None:
+    """Traced for some tokens that a mask leaves, and run for as many as there may be, none included."""
+    x, rows, offsets = torch.randn(20, 9), torch.arange(20), ends_of((2, 0, 7))
+    trace = make_fx(lambda mask, x, offsets: sum_groups(x[mask], offsets), tracing_mode="symbolic")
+    graph = trace(rows < 7, x, offsets)
+    for tokens in (0, 1, 7, 20):
+        want = torch.stack([x[:tokens][start:end].double().sum(0) for start, end in spans(offsets)])
+        torch.testing.assert_close(graph(rows < tokens, x, offsets).double(), want, rtol=1e-5, atol=1e-5)
 
 
 @EACH_RECIPE

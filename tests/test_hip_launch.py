@@ -10,7 +10,7 @@ import stat
 import struct
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -530,3 +530,23 @@ def test_a_missing_runtime_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime, "_candidates", lambda: iter(("libamdhip64.so.none",)))
     with pytest.raises(OSError, match=r"no libamdhip64\.so is here.*libamdhip64\.so\.none: cannot open"):
         runtime.library.__wrapped__()
+
+
+def test_a_launch_runs_on_the_device_of_its_tensors(stub: StubRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the device that was current is so again."""
+    devices, ran_on = [0], []
+
+    @contextmanager
+    def enter(device: int) -> Iterator[None]:
+        devices.append(device)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    monkeypatch.setattr(HipLaunch, "_run", lambda self, device: ran_on.append((devices[-1], device)))
+    for index in (0, 1):
+        monkeypatch.setattr(HipLaunch, "_device", lambda self, index=index: index)
+        filling().run()
+    assert ran_on == [(0, 0), (1, 1)]
+    assert devices == [0]

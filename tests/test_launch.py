@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,3 +191,44 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
 def test_a_launch_describes_itself() -> None:
     launch = plan_scaled_mm_tma(**meta_operands(4096, 8192, 4096), target=SM90)
     assert launch.describe() == "scaled_mm_tma[BM=128,BN=128,BK=128] grid=132x1x1 num_warps=8 num_stages=4 sm90"
+
+
+class Counted:
+    """In the place of a kernel: notes which device was the current one when it ran."""
+
+    def __init__(self, devices: list[int]) -> None:
+        self.devices, self.ran_on = devices, []  # type: ignore[var-annotated]
+
+    def run(self, *args: Any, **options: Any) -> None:
+        self.ran_on.append(self.devices[-1])
+
+
+class Lying(torch.Tensor):
+    """A tensor that says that it is on GPU 1."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("current", [0, 1])
+@pytest.mark.parametrize("described", [False, True])
+def test_a_launch_runs_on_the_device_of_its_tensors(
+    current: int, described: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one of its tensors in a descriptor or plain; and the device that was current is so again."""
+    devices = [current]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        devices.append(index)
+        yield
+        devices.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: devices[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    x = torch.empty(4).as_subclass(Lying)
+    kernel = Counted(devices)
+    argument = SimpleNamespace(base=x) if described else x
+    Launch(kernel, (1, 1, 1), {"M": 3, "x": argument}, {}, {}, SM90).run()  # type: ignore[dict-item]
+    assert kernel.ran_on == [1]
+    assert devices == [current]

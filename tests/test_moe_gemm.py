@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 pytest.importorskip("triton")
@@ -94,6 +95,22 @@ def test_sorting_waits_for_nothing_and_its_sizes_are_those_of_shapes() -> None:
     with FakeTensorMode(shape_env=ShapeEnv()):
         ids, owners, number = fp8fn.sort_tokens(torch.zeros(7, 2, dtype=torch.int64), 4, 16)
     assert (ids.shape, owners.shape, number.shape) == ((64,), (4,), (1,))
+
+
+def test_sorting_a_number_of_tokens_that_is_data() -> None:
+    """Traced for some tokens that a mask leaves, and run for as many as there may be, none included."""
+
+    def kept(mask: Tensor, chosen: Tensor) -> tuple[Tensor, ...]:
+        return fp8fn.sort_tokens(chosen[mask], 4, 16)
+
+    chosen, rows = torch.randint(-1, 5, (20, 2)), torch.arange(20)
+    graph = make_fx(kept, tracing_mode="symbolic")(rows < 7, chosen)
+    for tokens in (0, 1, 7, 20):
+        ids, owners, number = graph(rows < tokens, chosen)
+        expected_ids, expected_owners, expected_number = sorted_by_hand(chosen[:tokens].tolist(), 4, 16)
+        assert ids.tolist() == expected_ids + [2 * tokens] * (len(ids) - len(expected_ids))
+        assert owners.tolist() == expected_owners + [-1] * (len(owners) - len(expected_owners))
+        assert number.item() == expected_number
 
 
 def operands(

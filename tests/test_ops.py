@@ -239,6 +239,36 @@ def test_fake_layout_is_the_real_one(name: str, label: str, device: torch.device
     assert_same_layout(fake, real)
 
 
+@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.fake is not None])
+def test_a_fake_has_the_errors_of_the_real_one(name: str) -> None:
+    """Each tensor in its turn has dimensions too many, and a type that no op takes, where the op itself minds."""
+    sample, refused = largest_sample(name, torch.device("cpu")), 0
+    for place, x in enumerate(sample.tensors):
+        for wrong in (x[None, None, None], torch.empty_like(x, dtype=torch.int16)):
+            tensors = (*sample.tensors[:place], wrong, *sample.tensors[place + 1 :])
+            try:
+                op_of(name)(*sample.with_tensors(tensors), **sample.kwargs)
+            except (TypeError, ValueError) as real:
+                with FakeTensorMode() as mode, pytest.raises(type(real)) as fake:
+                    op_of(name)(*sample.with_tensors(tuple(map(mode.from_tensor, tensors))), **sample.kwargs)
+                assert str(fake.value) == str(real)
+                refused += 1
+    assert refused >= len(sample.tensors)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_vmap_over_nothing_has_the_shapes_of_one(name: str) -> None:
+    sample = sample_of(name, "plain")
+    one = outputs(op_of(name)(*sample.args, **sample.kwargs))
+    nothing = tuple(x.new_empty((0, *x.shape)) for x in sample.tensors)
+
+    def call(*tensors: Tensor) -> Any:
+        return op_of(name)(*sample.with_tensors(tensors), **sample.kwargs)
+
+    mapped = outputs(torch.func.vmap(call)(*nothing))
+    assert [(x.shape, x.dtype) for x in mapped] == [((0, *x.shape), x.dtype) for x in one]
+
+
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_fake_layout_of_every_block(block: tuple[int, int], scale: str, device: torch.device) -> None:

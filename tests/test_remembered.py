@@ -90,3 +90,35 @@ def test_an_error_is_one_each_time() -> None:
         for _ in range(2):
             with pytest.raises(TypeError, match=r"x has dtype torch\.int32"):
                 OPS.quantize(x, (1, 128))
+
+
+def test_another_device_is_another_input() -> None:
+    mode, sizes = FakeTensorMode(), (149, 1031)
+    for device in ("cpu", "meta", "cpu"):
+        with mode:
+            out = OPS.quantize(torch.empty(sizes, device=device), (1, 128))[0]
+        assert out.device.type == device
+
+
+def test_the_name_of_an_argument_is_part_of_the_key() -> None:
+    """PyTorch passes an op of ours no keywords today; a schema with arguments after a `*` would have it pass them."""
+    mode = FakeTensorMode()
+    with mode:
+        x = torch.empty(151, 1031)
+    keys = [remembered._key(mode, (x,), kwargs) for kwargs in ({}, {"rows": 1}, {"columns": 1}, {"rows": 2})]
+    assert None not in keys
+    assert len(set(keys)) == 4
+
+
+def test_real_tensors_are_propagated_every_time() -> None:
+    """A mode that runs an op on real tensors too has a result of each call's own values."""
+    with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+    for _ in range(2):
+        real = torch.randn(153, 1031)
+        x = mode.from_tensor(real)
+        assert x.real_tensor is not None
+        with mode:
+            scale = OPS.quantize(x, (-1, -1))[1]
+        assert scale.real_tensor is not None
+        assert scale.real_tensor.item() == pytest.approx(real.abs().max().item() / 448)
