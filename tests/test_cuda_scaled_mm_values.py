@@ -162,6 +162,16 @@ def test_other_clusters_groups_stages_and_shares_of_k_emulated(config: Config) -
 
 
 @needs_compiler
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_that_are_filled_anew_emulated(kind: str) -> None:
+    """One given back before its product has ended would be poison there."""
+    operands = Operands(kind, (65, 77, 7 * 128), FEW, device="cpu")
+    for config in (Config(MATH=1, BN=64, STAGES=2), Config(MATH=1, BN=64, STAGES=3, DEPTH=1)):
+        for backwards in (False, True):
+            assert snr(operands.product(config, backwards=backwards), operands.expected()) >= 110
+
+
+@needs_compiler
 @pytest.mark.parametrize("config", ["192x128", "128x256", "128x128", "64x64", "128x256 cluster", "split"])
 def test_what_is_not_finite_stays_in_its_rows_and_columns_emulated(config: str) -> None:
     for kind in KINDS:

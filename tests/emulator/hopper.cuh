@@ -377,19 +377,25 @@ void sync_first() {
 }
 inline void warpgroup_sync(int id) { named_sync<128>(id); }
 
-// A barrier of a cluster in two halves: the round in which each thread has arrived.
+// A barrier of a cluster in two halves, which each thread takes in turn: the round in which it has arrived.
 inline unsigned cluster_promised[MOST_THREADS];
+inline bool has_promised[MOST_THREADS];
 inline void cluster_arrive() {
+    if (has_promised[current]) break_off("a thread arrives at the cluster's barrier, and had not waited before");
+    has_promised[current] = true;
     cluster_promised[current] = cluster_round;
     arrive(cluster_arrived, cluster_round, thread_count * block_count);
 }
 inline void cluster_wait() {
+    if (!has_promised[current]) break_off("a thread waits at the cluster's barrier, and has not arrived");
+    has_promised[current] = false;
     while (cluster_round == cluster_promised[current]) wait_for_change(cluster_round);
 }
 
 inline const bool watches_hopper = watch({
     [] {
         memset(named_arrived, 0, sizeof(named_arrived));
+        memset(has_promised, 0, sizeof(has_promised));
         memset(word_count, 0, sizeof(word_count));
         memset(unfenced, 0, sizeof(unfenced));
         memset(unfenced_count, 0, sizeof(unfenced_count));
