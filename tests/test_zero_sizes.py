@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.fx import Graph
 from traced import Traced, both_passes
 
+from fp8fn.lowering.dequantized import _cut_steps
 from fp8fn.lowering.patterns import transformers_fp8
-from fp8fn.lowering.views import divides, identity, reshaped
+from fp8fn.lowering.views import Dim, Run, divides, identity, reshaped
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 BACKENDS: dict[str, Callable[[], Traced]] = {"substitution": Traced, "backend": both_passes}
@@ -116,6 +117,8 @@ def test_zero_divides_nothing() -> None:
     assert not divides(0, 0)
     assert divides(4, 0)
     assert reshaped(identity((4, 4)), (2, 0)) is None
+    nothing = Dim(4, (Run(1, 0), Run(0, None)), cut=True)  # of each scale no copy
+    assert not _cut_steps((Run(4, 0),), nothing, {})
 
 
 def test_the_hubs_product_of_no_columns() -> None:
