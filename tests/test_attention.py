@@ -34,11 +34,11 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def apart(model: Callable[..., Any], *args: Tensor, dynamic: bool = False, **kwargs: Any) -> list[str]:
-    """The weights of the products of a graph; taken apart, it computes what the model does, dropout included."""
+    """The weights of the products of a graph, or why they stay; it computes what the model does, dropout included."""
     names: list[str] = []
 
     def keep(gm: GraphModule, _: Any) -> Any:
-        names.extend(found.gemm.site.weight or str(found.reason) for found in decide(gm, "*"))
+        names.extend(found.gemm.site.weight if found.reason is None else found.reason for found in decide(gm, "*"))
         gm.graph.lint()
         gm.recompile()
         return gm.forward
@@ -121,14 +121,14 @@ def test_transformer(train: bool) -> None:
 
 def test_attention_in_an_autocast_region() -> None:
     """The operands' types are those that the region gives them, and names are the module's own."""
-    model = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 256, batch_first=True)
 
     def called(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            out: Tensor = model(x, x, x, need_weights=False)[0]
+            out: Tensor = layer.train()(x)
         return out
 
-    assert apart(called, X) == [*SELF, *OUT]
+    assert apart(called, X) == LAYER
 
 
 def test_what_cannot_be_taken_apart_stays_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,19 @@ def test_what_cannot_be_taken_apart_stays_and_says_so(monkeypatch: pytest.Monkey
     assert [(row.weight, row.shape, row.reason) for row in rows] == [
         ("in_proj_weight", (40, 384, 128), reason), ("out_proj.weight", (40, 128, 128), reason),
     ]  # fmt: skip
-    assert apart(model, X, X, X) == ["in_proj_weight", "out_proj.weight"]
+    assert apart(model, X, X, X) == [reason, reason]
+    left: list[str] = []
+
+    def keep(gm: GraphModule, _: Any) -> Any:
+        before = str(gm.graph)
+        decide(gm, "*")
+        left.append(before)
+        assert str(gm.graph) == before
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(model, backend=keep)(X, X, X)
+    assert len(left) == 1
 
 
 def test_attention_in_fp8() -> None:
