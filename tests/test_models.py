@@ -111,7 +111,7 @@ CASES = {
     "mixtral": Case(mixtral, tokens, 15, 12, frozenset({LOGITS, SMALL})),
     "deepseek_v3": Case(deepseek_v3, tokens, 20, 18, frozenset({LOGITS, SMALL})),
     "vit": Case(vit, lambda: torch.randn(2, 3, 32, 32), 13, 12, frozenset({"small: M=2 is under 16"})),
-    "encoder": Case(encoder, lambda: torch.randn(2, TOKENS, WIDTH), 4, 4),
+    "encoder": Case(encoder, lambda: torch.randn(2, TOKENS, WIDTH), 8, 8),
 }
 
 
