@@ -214,7 +214,8 @@ def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
         name = weight_name(b)
         site = Site(op=_name(node), m=rows, n=n, k=k, dtype=left.dtype, device=left.device, weight=name)
         yield Gemm(
-            node=node, a=given[0], b=b, bias=None, transposed=True, flipped=False, site=site, reason=reason
+            node=node, a=given[0], b=b, bias=None, transposed=True, flipped=False, site=site, reason=reason,
+            parameter=parameter_of(b, outer),
         )  # fmt: skip
 
 
