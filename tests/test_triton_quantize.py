@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from far import FAR, far
 from torch import Tensor
 
 pytest.importorskip("triton")
@@ -203,3 +204,29 @@ def test_wide_offsets_address_the_same_elements(block: Block) -> None:
     expected, expected_scales = quantize(x, block, E4M3, "fp32")
     assert_same_bits(data, expected)
     assert_same_bits(scales, expected_scales)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, -1), (-1, -1), "dual"], ids=str)
+def test_wide_offsets_reach_elements_past_32_bits(block: Block | str, axis: int) -> None:
+    """Of input and data, along each axis: the third matrix, row or column lies more than 2**31 elements away."""
+    x = random(3, 3, 3)
+    strides = tuple(FAR if a == axis else stride for a, stride in enumerate(x.stride()))
+    source = far(x, strides)
+    orders: tuple[Block, ...] = ((1, 128), (128, 1)) if block == "dual" else (block,)  # type: ignore[assignment]
+    out = []
+    for order in orders:
+        data, scales = empty_data(x, order, E4M3), empty_scale(x, order, "fp32")
+        out += [far(torch.zeros(3, 3, 3, dtype=torch.uint8), strides).view(E4M3), torch.zeros_like(scales)]
+        assert data.shape == out[-2].shape
+    if block == "dual":
+        launches = (plan_quantize_dual(source, *out, (1, 128), "fp32", SM90),)
+    else:
+        launches = plan_quantize(source, *out, orders[0], "fp32", SM90)
+    for launch in launches:
+        assert launch.constexprs["WIDE"] is True
+        launch.interpret()
+    for order, data, scales in zip(orders, out[::2], out[1::2], strict=True):
+        expected_data, expected_scales = quantize(x, order, E4M3, "fp32")
+        assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))
+        assert torch.equal(scales, expected_scales)
