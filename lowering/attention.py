@@ -17,8 +17,6 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node, Proxy
 from torch.overrides import TorchFunctionMode
-from torch.utils._sympy.interp import sympy_interp
-from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 _log = logging.getLogger("fp8fn")
 
@@ -216,6 +214,9 @@ class Recorder(TorchFunctionMode):
         return {key: self._written(each) for key, each in given.items()} if isinstance(given, dict) else given
 
     def _size(self, size: SymInt) -> Any:
+        from torch.utils._sympy.interp import sympy_interp  # loads SymPy, which takes half a second
+        from torch.utils._sympy.reference import PythonReferenceAnalysis
+
         expr = size.node.expr
         if expr.is_number:
             return int(expr)

@@ -382,21 +382,14 @@ def test_compiled_with_symbolic_sizes_gives_eagers_bits(
     assert_same_layout(got, want)
 
 
-def test_symbolic_sizes_serve_every_remainder_with_two_graphs(fresh_dynamo: None) -> None:
-    """One where leading dimensions are multiples of 16 bytes, one where they're padded: contiguity is a guard.
-
-    A dimension of one block (128 and less) is guarded as well, so all sizes here have two and more.
-    """
+def test_symbolic_sizes_serve_every_remainder_with_one_graph(fresh_dynamo: None) -> None:
+    """Neither padded strides nor a single row of scales is a guard."""
 
     def call(a: Tensor, b: Tensor) -> Tensor:
         return fp8fn.gemm(a, b.mT)
 
-    def graphs_after(*sizes: tuple[int, int, int]) -> int:
-        for m, n, k in sizes:
-            a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
-            assert_same_bits(compiled(a, b), call(a, b))
-        return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-
     compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    assert graphs_after((128, 256, 384), (192, 144, 1024), (1008, 400, 144)) == 1
-    assert graphs_after((131, 257, 401), (1001, 133, 1003), (511, 333, 129), (135, 303, 205)) == 2
+    for m, n, k in ((128, 256, 384), (1008, 400, 144), (131, 257, 401), (511, 333, 129), (65, 100, 90)):
+        a, b = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+        assert_same_bits(compiled(a, b), call(a, b))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
