@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TypeAlias
 
 import torch
@@ -44,6 +45,14 @@ View: TypeAlias = tuple[Dim, ...]
 def equal(a: Size, b: Size) -> bool:
     """Whether two sizes are known to be equal, with no guard on either."""
     return bool(statically_known_true(sym_eq(a, b)))
+
+
+def as_matrix(shape: Sequence[Size]) -> list[Size]:
+    """The shape of the matrix with all leading axes as one.
+
+    That one is -1, since graphs hold no symbolic numbers, unless the last axis is empty and -1 could be any number.
+    """
+    return [prod(shape[:-1]) if equal(shape[-1], 0) else -1, shape[-1]]
 
 
 def divides(divisor: Size, size: Size) -> bool:

@@ -35,7 +35,7 @@ from fp8fn.lowering.quantizers import (
     same_layout,
 )
 from fp8fn.lowering.substitute import Substitution, source_of
-from fp8fn.lowering.views import aten, equal
+from fp8fn.lowering.views import as_matrix, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.cuda import nvrtc, produce
 from fp8fn.ops.formats import INPUT_DTYPES
@@ -308,7 +308,7 @@ def _like(graph: Graph, node: Node, x: Node) -> Node:
     for known in (node, source):
         if _same_shape(known, x):
             return known
-    return call(graph, aten.reshape.default, node, list(x.meta["val"].shape))
+    return call(graph, aten.reshape.default, node, as_matrix(x.meta["val"].shape))
 
 
 def _sized(x: Tensor, shape: tuple[Any, ...] | None) -> Tensor | None:

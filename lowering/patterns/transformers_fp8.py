@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.dequantized import call
 from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of, triton_function
-from fp8fn.lowering.views import aten, equal
+from fp8fn.lowering.views import as_matrix, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.layout import scale_shape
@@ -96,12 +96,12 @@ def _scale(given: dict[str, Any]) -> Node:
 def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> str:
     """Puts quantizer and product in the place of the kernel, and names the op."""
     a, b = given["A"], given["B"]
-    n, k = b.meta["val"].shape
+    n = b.meta["val"].shape[0]
     target = torch.ops.fp8fn.scaled_mm.default
     for out in outs:
         with graph.inserting_before(out):
-            m = prod(a.meta["val"].shape[:-1])
-            rows = a if a.meta["val"].dim() == 2 else call(graph, aten.reshape.default, a, [m, k])
+            value = a.meta["val"]
+            rows = a if value.dim() == 2 else call(graph, aten.reshape.default, a, as_matrix(value.shape))
             quantized = call(graph, torch.ops.fp8fn.quantize.default, rows, (1, 128), b.meta["val"].dtype)
             left = [call(graph, operator.getitem, quantized, place) for place in (0, 1)]
             right = [call(graph, aten.permute.default, part, [1, 0]) for part in (b, _scale(given))]
