@@ -1,4 +1,4 @@
-"""What a public function says of an argument that does not fit: its name, its value, and what would work.
+"""Errors of public functions about an argument that does not fit: its name, its value, and what would work.
 
 `checked` declares the check of each argument. A call pays for none of them: PyTorch's dispatcher and the ops refuse
 what they can't take, and only then are the arguments looked at, to say in the caller's words which of them is wrong.

@@ -30,7 +30,8 @@ class Group:
     commands: Mapping[str, Command | Group]
 
 
-# What a shell reports of a process that SIGINT ended. 1 is a command's own verdict: in the demo, that FP8 is worse.
+# A shell reports this status for a process that SIGINT ended. Status 1 is a command's own verdict: in the demo, that
+# FP8 is worse.
 INTERRUPTED: Final = 130
 
 COMMANDS: Final = Group(

@@ -51,13 +51,13 @@ _WORST: Final = 8
 # finds what a disk or a copy damages, and takes 0.25 s for 1 GB (SHA-256: 0.6 s, BLAKE2b: 1.1 s).
 _ORIGIN: Final = "fp8fn.convert"
 _SUMS: Final = "fp8fn.convert.crc32"
-# What of each source tensor is hashed: all of a small one, else pieces from its first byte to its last.
+# A small source tensor is hashed whole, a larger one in pieces from its first byte to its last.
 _WHOLE: Final = 2**16
 _PIECE: Final = 2**12
 _PIECES: Final = 8
 _UNFINISHED: Final = ".unfinished"
 _LOCK: Final = ".fp8fn-convert.lock"
-# What a system says when a disk or a user's share of it is full.
+# The system's errors for a full disk, or a full share of it.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 # Changes when what is written for the same source and options does.
 _VERSION: Final = 2
@@ -165,7 +165,7 @@ def convert(
                 with _replacing(output / name) as file:
                     file.write(text)
         shutil.rmtree(unfinished)
-    # Of two files of one name, the one in `.unfinished` is the later.
+    # Where two files have one name, the one in `.unfinished` is newer.
     reasons = {path.name: difference.reason for path, difference in found.items() if difference is not None}
     kept = [plan.name for plan in plans if plan not in todo]
     again = {plan.name: reasons[plan.name] for plan in todo if plan.name in reasons}

@@ -131,7 +131,8 @@ def quantize_rms_norm_dual(
 def dequantize(q: ScaledTensor | GroupedScaledTensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """`data * scale` in float32, rounded once to `dtype` (bfloat16, float16 or float32), in the shape of `q`.
 
-    Of a `GroupedScaledTensor` tokens are in the order that was quantized; those past the last offset are zeros.
+    A `GroupedScaledTensor` gives its tokens in the order in which they were quantized; those past the last offset are
+    zeros.
     """
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"dequantize: dtype={dtype} is not an output type; use bfloat16, float16 or float32")

@@ -170,7 +170,7 @@ def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None
     return _Call(op, left, right, shape=(*rows, *columns), order=product.out)
 
 
-# What a call of each function is, in the words of PyTorch's own parameters.
+# Each function of PyTorch that is a product, and how its arguments are read; parameters have PyTorch's own names.
 _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     F.linear: _linear,
     torch._C._nn.linear: _linear,
@@ -222,7 +222,7 @@ class _Substitute(TorchFunctionMode):
 
 
 def _read(read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
-    """What a call is; None for one whose arguments PyTorch does not take either, or takes in an older form."""
+    """The product that a call asks for; None where PyTorch refuses its arguments, or takes them in an older form."""
     try:
         return read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError, IndexError):
