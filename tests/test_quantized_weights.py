@@ -160,7 +160,7 @@ class Layer(nn.Module):
         self.rest = nn.ParameterList(nn.Parameter(tensor, requires_grad=False) for tensor in rest)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.call(x, self.weight, *self.rest)
+        return self.call(x, self.weight, *[self.rest[i] for i in range(len(self.rest))])  # Dynamo 2.11 unpacks no more
 
 
 def offsets(x: Tensor) -> Tensor:

@@ -147,7 +147,13 @@ def compiled(model: nn.Module, x: Tensor, **options: Any) -> tuple[Tensor, list[
         return torch.compile(model, fullgraph=True, **options)(x), record
 
 
-@pytest.mark.parametrize("bias", [False, True])
+# Compiled without fp8fn the layer's input has the same zeros for a gradient.
+loses_gradients = pytest.mark.xfail(
+    torch.__version__.startswith("2.11."), reason="PyTorch 2.11 loses the gradient behind transformers' bias, in place"
+)
+
+
+@pytest.mark.parametrize("bias", [False, pytest.param(True, marks=loses_gradients)])
 def test_forward_and_dgrad(bias: bool) -> None:
     """transformers' own backward dequantizes the weight in place; only the input has a gradient."""
     model = layer(bias)
