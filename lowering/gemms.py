@@ -56,9 +56,9 @@ REGIONS: Final = (
 
 # What a weight may pass through between the parameter and the product: views and casts.
 _VIEWS: Final = {
-    "t", "T", "mT", "transpose", "permute", "swapaxes", "view", "reshape", "flatten", "unsqueeze", "squeeze", "expand",
-    "contiguous", "clone", "detach", "alias", "to", "type", "float", "half", "bfloat16", "double", "getattr",
-    "select", "unbind", "chunk", "split",
+    "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "transpose", "permute", "swapaxes", "view", "reshape",
+    "flatten", "unsqueeze", "squeeze", "expand", "contiguous", "clone", "detach", "alias", "to", "type", "float",
+    "half", "bfloat16", "double", "getattr", "select", "unbind", "chunk", "split",
 }  # fmt: skip
 
 
