@@ -38,7 +38,7 @@ def _native_attention(
         raise NotImplementedError("its sequences are nested")
     masks: dict[str, Tensor] = {}
     if mask is not None:
-        # Of both kinds in one, (B, heads, L, S), there is one for each head of each sequence.
+        # A mask of both kinds in one, (B, heads, L, S), has a matrix for each head of each sequence.
         both = mask_type not in (0, 1)
         masks["key_padding_mask" if mask_type == 1 else "attn_mask"] = (
             mask.to(torch.bool).expand(query.size(0), num_heads, -1, -1).flatten(0, 1) if both else mask.to(torch.bool)

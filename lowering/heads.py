@@ -70,7 +70,7 @@ Parents: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
 
 
 def _modules_of(weight: Tensor) -> tuple[Parents, list[nn.Module]]:
-    """Of all modules in memory the parents of each, with the names in them, and those that hold `weight`.
+    """The parents of each module in memory, with its names in them, and the modules that hold `weight`.
 
     Only Python's garbage collector knows who holds a module: it takes tens of ms, and nothing else tells.
     """

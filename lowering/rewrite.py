@@ -102,7 +102,7 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     reasons = Counter(decision.reason for decision in decisions if decision.reason is not None)
     left = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
     slower = any(decision.reason and decision.reason == why_slower(decision.times) for decision in decisions)
-    # Of FP8 data the exact pass says what it does, and two activations are no product of a recipe.
+    # The exact pass reports on FP8 data itself, and a recipe takes no product of two activations.
     gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
     weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
     level = logging.INFO if taken or slower or not weights else logging.WARNING

@@ -72,7 +72,7 @@ PRODUCTS: Final[Mapping[str, tuple[Target, int]]] = {
     "mi300a": (GFX942, 228), "mi300x": (GFX942, 304), "mi325x": (GFX942, 304),
     "mi350x": (GFX950, 256), "mi355x": (GFX950, 256),
 }  # fmt: skip
-# What a driver writes around the name of a product.
+# Words that drivers put around the name of a product.
 _AROUND: Final = re.compile(r"\b(nvidia|amd|geforce|instinct|\d+gb|hbm\w*)\b")
 
 

@@ -60,7 +60,7 @@ class CudaLaunch:
     late: bool = False
     """Of one that overlaps, whether the next may begin only when all before it has ended."""
     constant: tuple[str, ...] = ()
-    """Of one that overlaps, the arguments that it need not wait for: no launch that may still run accesses them."""
+    """The arguments that a launch which overlaps reads before it waits: no launch that may still run writes them."""
 
     @property
     def settles(self) -> bool:

@@ -216,7 +216,7 @@ def _problem_of_row(row: list[Any]) -> Problem:
 
 
 def _entry_of_row(row: list[Any]) -> tuple[Problem, Entry]:
-    """Of a row without a fault."""
+    """The problem and the entry of a row without a fault."""
     *_, config, times, spread, peer_us = row
     found = {name: float(us) for name, us in times.items()}
     return _problem_of_row(row), Entry(config, found, float(spread), None if peer_us is None else float(peer_us))

@@ -266,7 +266,7 @@ inline bool is_hidden(const void* address) {
         if (at >= hidden[i].start && at < hidden[i].end) return true;
     return false;
 }
-// What is copied asynchronously may be read at any time from here on.
+// An asynchronous copy may read its source at any time from here on.
 inline void read_ahead(const void* address) {
     if (is_hidden(address)) break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
 }
