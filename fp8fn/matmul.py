@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
-from fp8fn.meta.single_level import goes_unseen
+from fp8fn.meta.levels import goes_unseen
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import Quantized, default_out_dtype, product
 from fp8fn.ops.layout import WHOLE, Block, known_block

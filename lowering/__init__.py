@@ -13,20 +13,20 @@ def substitution() -> AbstractContextManager[None]:
         with fp8fn.lowering.substitution():
             torch.compile(model)(x)
     """
-    from fp8fn.lowering import joint
+    from fp8fn.lowering import joint_pass
 
-    return joint.substitution()
+    return joint_pass.substitution()
 
 
 def enable() -> None:
     """Plain `torch.compile` substitutes from now on, as inside `substitution()`; again is no error."""
-    from fp8fn.lowering import joint
+    from fp8fn.lowering import joint_pass
 
-    joint.enable()
+    joint_pass.enable()
 
 
 def disable() -> None:
     """Undoes `enable()`; without it, nothing happens."""
-    from fp8fn.lowering import joint
+    from fp8fn.lowering import joint_pass
 
-    joint.disable()
+    joint_pass.disable()

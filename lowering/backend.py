@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp8fn.lowering.joint import with_pass
-from fp8fn.lowering.post_grad import with_fusion
-from fp8fn.lowering.rewrite import rewrite
+from fp8fn.lowering.joint_pass import with_pass
+from fp8fn.lowering.post_grad_pass import with_fusion
+from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything

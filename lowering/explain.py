@@ -18,12 +18,12 @@ from torch.fx import GraphModule
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
-from fp8fn.lowering import grouped
+from fp8fn.lowering import find_grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
-from fp8fn.lowering.gemms import Gemm
-from fp8fn.lowering.outside import Outside, Seen
-from fp8fn.lowering.rewrite import Decision, decide
-from fp8fn.lowering.substitute import Substitution, origin_of
+from fp8fn.lowering.find import Gemm
+from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.missed_weights import Outside, Seen
+from fp8fn.lowering.recipe_pass import Decision, decide
 from fp8fn.ops import mx_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
@@ -246,10 +246,10 @@ def _traced(
     from torch._functorch.partitioners import default_partition
     from torch._inductor.decomposition import select_decomp_table
 
-    from fp8fn.lowering import joint
+    from fp8fn.lowering import joint_pass
 
     def partition(joint_module: GraphModule, inputs: Any, **options: Any) -> Any:
-        found.extend(joint.apply(joint_module.graph, everything))
+        found.extend(joint_pass.apply(joint_module.graph, everything))
         joint_module.recompile()
         return default_partition(joint_module, inputs, **options)
 
@@ -258,7 +258,7 @@ def _traced(
         return boxed
 
     def inference(module: GraphModule, inputs: Any) -> Callable[..., Any]:
-        found.extend(joint.apply(module.graph, everything))
+        found.extend(joint_pass.apply(module.graph, everything))
         module.recompile()
         return unchanged(module, inputs)
 
@@ -302,7 +302,7 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     if on.backend == "cpu":
         return "reference (plain PyTorch)"
     if gemm.groups is not None and site.groups:
-        return grouped.kernel_name(site, gemm.groups.over, recipe, on)
+        return find_grouped.kernel_name(site, gemm.groups.over, recipe, on)
     from fp8fn.ops.tuning.choose import plan_scaled_mm
 
     m, n, k = (size_of(size) or 1 for size in (site.m, site.n, site.k))

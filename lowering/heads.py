@@ -11,7 +11,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from fp8fn.lowering.gemms import REGIONS, Gemm, parameter_of
+from fp8fn.lowering.find import REGIONS, Gemm, parameter_of
 from fp8fn.site import why_sensitive
 
 _TAKES: Final = "where='*' takes it too"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8fn.meta import single_level
+from fp8fn.meta import levels
 from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.gemm import Quantized
 from fp8fn.ops.layout import Block, is_column_major, swap
@@ -38,16 +38,16 @@ def gemm(
     elif a.ndim > 2:
         a = a.flatten(0, -2)
     out: Tensor
-    if single_level.is_tracked(a, b, bias):
-        out = single_level.apply(Gemm, a, b, bias, parsed, out_dtype)
-    elif single_level.inside_transform():
-        out = single_level.below(torch.ops.fp8fn.gemm, a, b, bias, recipe, out_dtype)
+    if levels.is_tracked(a, b, bias):
+        out = levels.apply(Gemm, a, b, bias, parsed, out_dtype)
+    elif levels.inside_transform():
+        out = levels.below(torch.ops.fp8fn.gemm, a, b, bias, recipe, out_dtype)
     else:
-        out = single_level.below(_forward(a, b, bias), a, b, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
+        out = levels.below(_forward(a, b, bias), a, b, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
     return out if lead is None else out.reshape(*lead, b.shape[-1])
 
 
-class Gemm(single_level.SingleLevelFunction):
+class Gemm(levels.SingleLevelFunction):
     """`C = A B + bias`; `dA = dC Bᵀ`, `dB = Aᵀ dC`, `dbias = Σ dC`, the products in FP8 by the recipe.
 
     Saves the operands that the forward quantized, never the 16-bit ones, but where a second derivative may follow.
@@ -58,9 +58,9 @@ class Gemm(single_level.SingleLevelFunction):
         ctx.recipe, ctx.dtypes = recipe, (a.dtype, b.dtype, None if bias is None else bias.dtype)
         ctx.b_column_major = is_column_major(b)
         ctx.out_dtype, ctx.out_shape = out_dtype, (*a.shape[:-1], b.shape[-1])
-        ctx.inside_transform = single_level.inside_transform()
-        ctx.keeps_operands = recipe.second_order or single_level.is_tracked_below(a, b, bias)
-        if single_level.has_forward_mode():
+        ctx.inside_transform = levels.inside_transform()
+        ctx.keeps_operands = recipe.second_order or levels.is_tracked_below(a, b, bias)
+        if levels.has_forward_mode():
             ctx.save_for_forward(a, b)
         dgrad, wgrad = ctx.needs_input_grad[:2]
         args = (a, b, bias, recipe, out_dtype)
@@ -68,11 +68,11 @@ class Gemm(single_level.SingleLevelFunction):
         if ctx.keeps_operands:
             ctx.save_for_backward(a, b)
             if ctx.inside_transform:
-                out = single_level.below(torch.ops.fp8fn.gemm, a, b, bias, recipe.key, out_dtype)
+                out = levels.below(torch.ops.fp8fn.gemm, a, b, bias, recipe.key, out_dtype)
             else:
-                out = single_level.below(_forward(a, b, bias), *args, dgrad=False, wgrad=False)[0]
+                out = levels.below(_forward(a, b, bias), *args, dgrad=False, wgrad=False)[0]
             return out
-        out, a_col, b_row = single_level.below(_forward(a, b, bias), *args, dgrad=dgrad, wgrad=wgrad)
+        out, a_col, b_row = levels.below(_forward(a, b, bias), *args, dgrad=dgrad, wgrad=wgrad)
         ctx.save_for_backward(*(a_col or (None, None))[:2], *(b_row or (None, None))[:2])
         return out
 
@@ -97,7 +97,7 @@ class Gemm(single_level.SingleLevelFunction):
     def jvp(
         ctx: Any, a_tangent: Tensor | None, b_tangent: Tensor | None, bias_tangent: Tensor | None, *_: None
     ) -> Tensor | None:
-        if single_level.forward_mode_depth() > 1:
+        if levels.forward_mode_depth() > 1:
             raise NotImplementedError("fp8fn.gemm: jvp of jvp is not supported; use jvp of grad, or grad of grad")
         a, b = ctx.saved_tensors
         key, terms = ctx.recipe.key, []
@@ -119,7 +119,7 @@ def _forward(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[..., Any]:
 def _launches_alone(*tensors: Tensor | None) -> bool:
     """Whether the ops of a product of these concern their launches alone, which may then leave the dispatcher out."""
     first = tensors[0]
-    return first is not None and first.is_cuda and single_level.nothing_watches(*tensors)
+    return first is not None and first.is_cuda and levels.nothing_watches(*tensors)
 
 
 SECOND_ORDER = (
@@ -145,7 +145,7 @@ def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cu
     message = f"fp8fn.{name} has no derivative: {remedy}"
 
     def track(*args: Any, **kwargs: Any) -> Any:
-        return single_level.apply(NotDifferentiable, getattr(torch.ops.fp8fn, name).default, message, kwargs, *args)
+        return levels.apply(NotDifferentiable, getattr(torch.ops.fp8fn, name).default, message, kwargs, *args)
 
     return _leaf(name, track, on_cpu, on_cuda)
 
@@ -162,26 +162,26 @@ def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_c
         return getattr(torch.ops.fp8fn, name).default
 
     def kernel(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if single_level.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
+        if levels.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
             return track(x, *args, **kwargs)
-        if single_level.is_last(keys):
+        if levels.is_last(keys):
             if x.is_cuda:
                 return on_cuda(x, *args, **kwargs)
             if x.is_cpu:
                 return on_cpu(x, *args, **kwargs)
-        return single_level.below(overload(), x, *args, **kwargs)
+        return levels.below(overload(), x, *args, **kwargs)
 
     return kernel
 
 
-class NotDifferentiable(single_level.SingleLevelFunction):
+class NotDifferentiable(levels.SingleLevelFunction):
     """Runs an op, and raises where a derivative of it is asked for: zeros would be a wrong answer."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, message: str, kwargs: dict[str, Any], *args: Any) -> Any:
         ctx.message = message
         ctx.set_materialize_grads(False)
-        return single_level.below(op, *args, **kwargs)
+        return levels.below(op, *args, **kwargs)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -199,12 +199,12 @@ def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None, constant: bool = False,
     ) -> Any:  # fmt: skip
-        return single_level.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant)
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant)
 
     return _leaf("mm_a16w8", track, on_cpu, on_cuda)
 
 
-class MmA16W8(single_level.SingleLevelFunction):
+class MmA16W8(levels.SingleLevelFunction):
     """`C = x W + bias` with `W` in FP8; `dx = dC Wᵀ` by the same op, so differentiable again, and `dbias = Σ dC`.
 
     `W` and its scales are constants: where their gradient is asked for, the backward raises.
@@ -217,11 +217,11 @@ class MmA16W8(single_level.SingleLevelFunction):
     ) -> Tensor:  # fmt: skip
         ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
         ctx.save_for_backward(w, w_scale)
-        if single_level.has_forward_mode():
+        if levels.has_forward_mode():
             ctx.save_for_forward(w, w_scale)
         ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out: Tensor = single_level.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype, constant)
+        out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype, constant)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
         return out
 
@@ -249,7 +249,7 @@ class MmA16W8(single_level.SingleLevelFunction):
         ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, block: None,
         bias_tangent: Tensor | None, out_dtype: None, constant: None,
     ) -> Tensor | None:  # fmt: skip
-        if single_level.forward_mode_depth() > 1:
+        if levels.forward_mode_depth() > 1:
             raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
         if w_tangent is not None or scale_tangent is not None:
             raise NotImplementedError(CONSTANT_WEIGHT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fp8fn.meta import autograd, expert_mlp, fake, grouped, vmap
+from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, fake, vmap
 from fp8fn.meta.registry import Op, declare
 from fp8fn.ops import expert_mlp as expert_mlp_op
 from fp8fn.ops import (
@@ -68,6 +68,8 @@ MM_A16W8 = declare(
 )
 GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))
 GROUPED_GEMM = declare(
-    Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=grouped.grouped_gemm, vmap=vmap.grouped_gemm)
+    Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=autograd_grouped.grouped_gemm, vmap=vmap.grouped_gemm)
 )
-EXPERT_MLP = declare(Op(schema=expert_mlp_op.EXPERT_MLP_SCHEMA, composite=expert_mlp.expert_mlp, vmap=vmap.expert_mlp))
+EXPERT_MLP = declare(
+    Op(schema=expert_mlp_op.EXPERT_MLP_SCHEMA, composite=autograd_expert_mlp.expert_mlp, vmap=vmap.expert_mlp)
+)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
-from fp8fn.meta import remembered
+from fp8fn.meta import fake_cache
 from fp8fn.ops.layout import without_guards
 
 LIBRARY: Final = torch.library.Library("fp8fn", "DEF")
@@ -53,7 +53,7 @@ def declare(op: Op) -> Op:
             LIBRARY.impl(name, implementation, key, with_keyset=key == "Autograd")
     if op.fake is not None:
         torch.library.register_fake(f"fp8fn::{name}", op.fake, lib=LIBRARY)
-        torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, remembered.rule(), lib=LIBRARY)
+        torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, fake_cache.rule(), lib=LIBRARY)
         torch.library.register_torch_dispatch(f"fp8fn::{name}", ProxyTorchDispatchMode, _traced, lib=LIBRARY)
     torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
     OPS[name] = op

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.chain import chained
-from fp8fn.ops.cuda.prepared import kind
+from fp8fn.ops.cuda.runtime.call_cache import kind
+from fp8fn.ops.cuda.runtime.fused_calls import chained
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx

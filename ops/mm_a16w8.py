@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import a16w8_tiles, captured, gemv_a16w8, nvrtc, splitk_a16w8
-from fp8fn.ops.cuda import mm_a16w8 as cuda
-from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, splitk_a16w8
+from fp8fn.ops.cuda.gemm import mm_a16w8 as cuda
+from fp8fn.ops.cuda.runtime import graph_capture, nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
@@ -84,7 +85,7 @@ def mm_a16w8_kernel(
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     operands = (x, w, w_scale) if bias is None else (x, w, w_scale, bias)
-    constant = constant or captured.readable(w, w_scale)
+    constant = constant or graph_capture.readable(w, w_scale)
     key = ("mm_a16w8", tuple(w_block), out_dtype, constant, *map(kind, operands))
     call = recall(key)
     if call is not None:  # the key holds all that the checks read

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import gemv_mx, nvrtc, prepared
-from fp8fn.ops.cuda.launch import CudaLaunch, Prepared
+from fp8fn.ops.cuda.gemm import gemv_mx
+from fp8fn.ops.cuda.runtime import call_cache, nvrtc
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.launch import HipLaunch
@@ -176,9 +177,9 @@ def moe_gemm_kernel(
     tensors = (a, a_scale, w, w_scale, *layout, weights)
     key = (
         "moe_gemm", tuple(a_block), tuple(w_block), top_k, a_div, out_dtype,
-        *(None if x is None else prepared.kind(x) for x in tensors),
+        *(None if x is None else call_cache.kind(x) for x in tensors),
     )  # fmt: skip
-    kept = prepared.recall(key)
+    kept = call_cache.recall(key)
     if kept is not None:  # the key holds all that the checks read
         return _start(kept, tensors, _zeros(a, w, a_div, out_dtype))
     left, right = check_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, weights, out_dtype)
@@ -199,7 +200,7 @@ def moe_gemm_kernel(
     if _log.isEnabledFor(logging.DEBUG):
         _log.debug("moe_gemm %s x %s: %s", tuple(a.shape), tuple(w.shape), launch.describe())
     if isinstance(launch, CudaLaunch):
-        return _start(prepared.keep(key, launch.prepare()), tensors, out)
+        return _start(call_cache.keep(key, launch.prepare()), tensors, out)
     launch.run()
     return out
 
@@ -213,5 +214,5 @@ def _start(launch: Prepared, tensors: Sequence[Tensor | None], out: Tensor) -> T
     """A kept launch in CUDA C++ on other tensors of the same kinds."""
     a, a_scale, w, w_scale, *routing = tensors
     given = (a, a_scale, w, w_scale, None, out, *routing)  # there is no bias
-    prepared.start(launch, [0 if x is None else x.data_ptr() for x in given])
+    call_cache.start(launch, [0 if x is None else x.data_ptr() for x in given])
     return out

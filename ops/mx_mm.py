@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import captured, gemv_mx, mx_tiles, nvrtc
-from fp8fn.ops.cuda.gemv_a16w8 import Config as CudaConfig
-from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.mx_tiles import Config as TilesConfig
-from fp8fn.ops.cuda.prepared import keep, kind, recall
-from fp8fn.ops.cuda.scaled_mm import call as cuda_call
-from fp8fn.ops.cuda.scaled_mm import map_fault
+from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config as CudaConfig
+from fp8fn.ops.cuda.gemm.mx_tiles import Config as TilesConfig
+from fp8fn.ops.cuda.gemm.scaled_mm import call as cuda_call
+from fp8fn.ops.cuda.gemm.scaled_mm import map_fault
+from fp8fn.ops.cuda.runtime import graph_capture, nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
@@ -218,7 +219,7 @@ def mx_mm_kernel(
 ) -> Tensor:  # fmt: skip
     bias = None if bias is None else bias.contiguous()
     operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
-    constant = constant or captured.readable(b, b_scale)
+    constant = constant or graph_capture.readable(b, b_scale)
     key = ("mx_mm", out_dtype, constant, *map(kind, operands))
     call = recall(key)
     if call is not None:  # the key holds all that the checks read

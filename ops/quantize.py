@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import nvrtc
-from fp8fn.ops.cuda import quantize as cuda
-from fp8fn.ops.cuda import quantize_columns as columns
-from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.quantize import quantize as cuda
+from fp8fn.ops.cuda.quantize import quantize_columns as columns
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import (
     WHOLE,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import nvrtc
-from fp8fn.ops.cuda import quantize_columns as columns
-from fp8fn.ops.cuda import quantize_grouped as cuda
-from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.quantize import quantize_columns as columns
+from fp8fn.ops.cuda.quantize import quantize_grouped as cuda
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.groups import ROWS, check_ends, check_offsets, empty_grouped
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, known_block, swap
 from fp8fn.ops.quantize import check_quantize, kernel_takes, quantize_kernel

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import nvrtc
-from fp8fn.ops.cuda import quantize_grouped as cuda
-from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.quantize import quantize_grouped as cuda
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.groups import check_ends
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantize import kernel_takes

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import nvrtc
-from fp8fn.ops.cuda import scaled_grouped_mm as cuda
-from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.prepared import keep, kind, recall
-from fp8fn.ops.cuda.scaled_mm import call as cuda_call
+from fp8fn.ops.cuda.gemm import scaled_grouped_mm as cuda
+from fp8fn.ops.cuda.gemm.scaled_mm import call as cuda_call
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.groups import (
     LARGE,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda import scaled_mm as cuda
-from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.prepared import keep, kind, recall
+from fp8fn.ops.cuda.gemm import scaled_mm as cuda
+from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block, matrix_strides, scale_shape, unknown_block

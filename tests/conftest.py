@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import emulated
 import pytest
 import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
+from support import emulated
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,7 +51,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def hopper() -> targets.Target:
     """The GPU, for a test of kernels that are Hopper's."""
-    from fp8fn.ops.cuda import nvrtc
+    from fp8fn.ops.cuda.runtime import nvrtc
 
     target = targets.target_of(torch.device("cuda"))
     if target.name != "sm90" or nvrtc.unavailable():

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from fp8fn import options
 from fp8fn.bench import plot, record, tables
 from fp8fn.bench.measure import Case, Row, copy_rate, measure
 from fp8fn.bench.peers import PEERS
 from fp8fn.bench.timing import DEFAULT, Clock, Schedule, clock_of
-from fp8fn.environment import device_name
-from fp8fn.ops.tuning import library
+from fp8fn.cli import options
+from fp8fn.cli.environment import device_name
+from fp8fn.ops.cuda.gemm import cublaslt
 
 _EXIT = "Exit status 1 where a case of fp8fn did not run, or a result is under 25 dB."
 
@@ -68,7 +68,7 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     }
     rows: list[Row] = []
     for shape in args.shape or suite.shapes:
-        with library.left_out():  # where PyTorch's kernel is the faster one, it is measured as a peer
+        with cublaslt.left_out():  # where PyTorch's kernel is the faster one, it is measured as a peer
             found = _measured(shape, suite, schedule, clock, args.peers)
         rows += found
         print(tables.terminal(found), end="\n\n", flush=True)

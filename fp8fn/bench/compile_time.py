@@ -20,9 +20,10 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8fn import lowering, options
+from fp8fn import lowering
 from fp8fn.bench.decoder import Decoder
 from fp8fn.bench.record import write
+from fp8fn.cli import options
 
 BAR: Final = 0.10
 PLAIN: Final = "inductor"

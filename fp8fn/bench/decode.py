@@ -30,7 +30,7 @@ from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
 from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, MX_DECODE, MX_MOE
 from fp8fn.bench.timing import Call, Schedule
-from fp8fn.ops.cuda import captured
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.targets import target_of
 
 BLOCK: Final = (128, 128)
@@ -52,7 +52,7 @@ SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2, flush="reads")
 
 
 def behind_others(x: Any, w: Any) -> Tensor:
-    captured.forget()
+    graph_capture.forget()
     return fp8fn.gemm(x, w)
 
 

@@ -17,8 +17,8 @@ from typing import Any, Final
 import torch
 
 import fp8fn
-from fp8fn import options
 from fp8fn.bench.record import write
+from fp8fn.cli import options
 
 # Microseconds, and seconds for the first call and the import.
 BARS: Final = {"gemm, quantized operands": 25.0, "first call, warm cache": 0.5, "import fp8fn over import torch": 0.3}

@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from fp8fn import options
 from fp8fn.bench import record, tables
 from fp8fn.bench.shapes import LLM84
-from fp8fn.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
+from fp8fn.cli import options
+from fp8fn.cli.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning import amd

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 import torch
 
 import fp8fn
-from fp8fn import options
 from fp8fn.bench.record import write
+from fp8fn.cli import options
 from fp8fn.ops import reference
 
 # Microseconds above the work itself.

@@ -18,7 +18,7 @@ from fp8fn.bench.llm84 import pairs
 from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import LLM84
 from fp8fn.bench.tables import provenance, rate, rows_of
-from fp8fn.options import output_file
+from fp8fn.cli.options import output_file
 
 _DRAWN: Final = "dense, wgrad, linear or quant"
 _HATCHES: Final = ("//", "..", "xx", "", "\\\\", "oo", "++", "--")

@@ -12,8 +12,8 @@ from fp8fn.bench import compile_time, decode, generate, isa, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
 from fp8fn.ops import tuning
+from fp8fn.ops.cuda.gemm.cublaslt import RECIPES
 from fp8fn.ops.tuning import compare, table
-from fp8fn.ops.tuning.library import RECIPES
 
 RESULTS: Final = Path(__file__).parent / "results"
 

@@ -7,7 +7,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from fp8fn.environment import describe
+from fp8fn.cli.environment import describe
 
 
 def make(benchmark: str, results: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 
 import fp8fn
-from fp8fn import options
 from fp8fn.bench import record
+from fp8fn.cli import options
+from fp8fn.cli.environment import device_name, missing_for_inductor
 from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import standard_library
 from fp8fn.demo.model import GPT, GPTConfig
@@ -20,7 +21,6 @@ from fp8fn.demo.presets import MODELS, PRESETS, default_size
 from fp8fn.demo.report import conclusion, plot, table, verdict
 from fp8fn.demo.results import results
 from fp8fn.demo.train import Plan
-from fp8fn.environment import device_name, missing_for_inductor
 from fp8fn.ops.recipe import PRESETS as RECIPES
 from fp8fn.ops.recipe import parse_recipe
 from fp8fn.ops.targets import check_supported, target_of

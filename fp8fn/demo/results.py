@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fp8fn.cli.environment import device_name
 from fp8fn.demo.pairs import Pair
 from fp8fn.demo.train import Plan, Run
-from fp8fn.environment import device_name
 
 
 def results(pairs: Sequence[Pair], plan: Plan, model: str, size: str, recipe: str) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.dequantized import Operand, call, find_operand, value
-from fp8fn.lowering.substitute import Substitution, replace, source_of
-from fp8fn.lowering.views import aten
+from fp8fn.lowering.graph.dequantized import Operand, call, find_operand, value
+from fp8fn.lowering.graph.substitute import Substitution, replace, source_of
+from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import swap

@@ -21,10 +21,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.dequantized import call, value
-from fp8fn.lowering.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
-from fp8fn.lowering.substitute import Substitution, source_of
-from fp8fn.lowering.views import aten
+from fp8fn.lowering.graph.dequantized import call, value
+from fp8fn.lowering.graph.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
+from fp8fn.lowering.graph.substitute import Substitution, source_of
+from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max
 from fp8fn.ops.layout import Block, extent

@@ -17,9 +17,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.dequantized import call
-from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of
-from fp8fn.lowering.views import Size, aten, equal
+from fp8fn.lowering.graph.dequantized import call
+from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of
+from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE, Block

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.dequantized import call, value
-from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of
-from fp8fn.lowering.views import Size, aten, equal
+from fp8fn.lowering.graph.dequantized import call, value
+from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of
+from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.scaled_mm import KINDS, scale_kind
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
 from fp8fn.ops.targets import Target

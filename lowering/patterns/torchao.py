@@ -23,12 +23,12 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.dequantized import call, value
+from fp8fn.lowering.graph.dequantized import call, value
+from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of, triton_function
+from fp8fn.lowering.graph.views import aten, equal
 from fp8fn.lowering.patterns.scaled_mm import Side, why_slower
-from fp8fn.lowering.substitute import Substitution, arguments_of, replace, source_of, triton_function
-from fp8fn.lowering.views import aten, equal
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.scaled_mm import scale_kind
+from fp8fn.ops.cuda.gemm.scaled_mm import scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.tuning.problem import chip_of

@@ -27,7 +27,7 @@ KERNEL_COLUMNS: Final = (
     "rest_matrix", "rest_vector", "rest_lds", "rest_memory", "peeled", "vgprs", "agprs", "sgprs", "lds",
 )  # fmt: skip
 ROW_COLUMNS: Final = ("product", "M", "N", "K", "config", "modelled_us", "bound")
-_FOLDER: Final = Path(__file__).parent
+_FOLDER: Final = Path(__file__).parent / "tables"
 _NAME: Final = re.compile(
     r"(?P<BM>\d+)x(?P<BN>\d+)w(?P<w>\d+)s(?P<s>\d+)n(?P<n>\d+)(?:k(?P<k>\d+))?(?:e(?P<e>\d+))?(?P<h>h?)(?P<t>t?)"
     r"(?:g(?P<g>\d+))?(?:x(?P<x>\d+))?"

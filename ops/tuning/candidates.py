@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Final
 
-from fp8fn.ops.cuda.scaled_mm import BK, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
 from fp8fn.ops.tuning.problem import Problem
 
 X: Final = Config(MATH=3, DEPTH=1)

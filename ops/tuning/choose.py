@@ -8,16 +8,16 @@ from typing import Final, TypeAlias
 
 from torch import Tensor
 
-from fp8fn.ops.cuda import nvrtc
-from fp8fn.ops.cuda import scaled_mm as cuda
-from fp8fn.ops.cuda.launch import CudaLaunch
-from fp8fn.ops.cuda.scaled_mm import Config
+from fp8fn.ops.cuda.gemm import cublaslt
+from fp8fn.ops.cuda.gemm import scaled_mm as cuda
+from fp8fn.ops.cuda.gemm.cublaslt import LibraryLaunch
+from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning import library
 from fp8fn.ops.tuning.candidates import config_of
-from fp8fn.ops.tuning.library import LibraryLaunch
 from fp8fn.ops.tuning.model import ranked
 from fp8fn.ops.tuning.problem import Chip, Problem, chip_of, problem_of
 from fp8fn.ops.tuning.table import Table, lookup, tables
@@ -63,8 +63,8 @@ def plan_scaled_mm(
         choice = choose_config(
             problem_of(a, a_block, b, b_block, out), target.cores, tables(chip or chip_of(a.device, target))
         )
-        if choice.peer_wins and library.allowed() and library.accepts(*operands) is None:
-            launch = library.plan(*operands, reason=f"faster here by {choice.source}")
+        if choice.peer_wins and cublaslt.allowed() and cublaslt.accepts(*operands) is None:
+            launch = cublaslt.plan(*operands, reason=f"faster here by {choice.source}")
         else:
             launch = replace(cuda.plan(*operands, choice.config), reason=f"by {choice.source}")
     else:

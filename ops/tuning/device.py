@@ -10,12 +10,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda import scaled_mm as cuda
-from fp8fn.ops.cuda.launch import CudaLaunch, pointers
-from fp8fn.ops.cuda.prepared import start
-from fp8fn.ops.cuda.scaled_mm import BK, Config
+from fp8fn.ops.cuda.gemm import cublaslt
+from fp8fn.ops.cuda.gemm import scaled_mm as cuda
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
+from fp8fn.ops.cuda.runtime.call_cache import start
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning import library
 from fp8fn.ops.tuning.candidates import config_name
 from fp8fn.ops.tuning.problem import Chip, Operands, Problem, empty_operands
 from fp8fn.ops.tuning.sweep import Call, Clock
@@ -45,8 +45,8 @@ class DeviceBench:
         for config in configs:
             self._try(problem, config_name(config), lambda config=config: _started(  # type: ignore[misc]
                 cuda.plan(*operands, self.target, config)), operands, found)  # fmt: skip
-        if library.accepts(*operands, self.target) is None:
-            self._try(problem, PEER, lambda: library.plan(*operands, self.target).run, operands, found)
+        if cublaslt.accepts(*operands, self.target) is None:
+            self._try(problem, PEER, lambda: cublaslt.plan(*operands, self.target).run, operands, found)
         return found
 
     def _try(self, problem: Problem, name: str, make: Call, operands: Operands, found: dict[str, Call]) -> None:

@@ -2,7 +2,7 @@
 
 A product in FP8 takes what a table measured, or else the model's time of its choice. A quantizer reads its input and
 writes both forms of it, `bytes / rate`, and a product in bf16 is a roofline, `max(operations / rate, bytes / rate)`;
-each has a launch besides. `tests/test_estimate.py` holds them against the committed measurements.
+each has a launch besides. `tests/ops/test_estimate.py` holds them against the committed measurements.
 """
 
 from __future__ import annotations

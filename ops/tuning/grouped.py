@@ -12,7 +12,7 @@ from typing import Final
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.scaled_mm import BK, Config, scale_kind
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config, scale_kind
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.layout import Block
 from fp8fn.ops.tuning.candidates import tiles

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.scaled_mm import BK, KINDS, scale_kind
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, scale_kind
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
 from fp8fn.ops.recipe import Recipe

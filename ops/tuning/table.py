@@ -18,7 +18,7 @@ from typing import Any, Final, TypeGuard
 from filelock import FileLock
 
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
-from fp8fn.ops.cuda.scaled_mm import KINDS, OUT, TYPES
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, OUT, TYPES
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.tuning.candidates import config_of, runs
 from fp8fn.ops.tuning.problem import Chip, Problem
@@ -30,7 +30,7 @@ COLUMNS: Final = (
     "M", "N", "K", "batch", "a_scale", "b_scale", "a_type", "b_type", "out_type",
     "config", "times_us", "spread_us", "peer_us",
 )  # fmt: skip
-_FOLDER: Final = Path(__file__).parent
+_FOLDER: Final = Path(__file__).parent / "tables"
 _LARGEST_SIZE: Final = 2**63 - 1  # of a tensor
 _FP8: Final = frozenset(map(short_name, TYPES))
 _OUT: Final = frozenset(map(short_name, OUT))

@@ -1,0 +1,622 @@
+"""`python -m fp8fn convert`: a bf16 checkpoint's linear layers in FP8 with block scales, as DeepSeek-V3 has them.
+
+INPUT is a safetensors file, an index or a folder; OUTPUT gets files of the same names, the index, and config.json with
+a `quantization_config`, as transformers reads it. `X.weight` becomes FP8 and `X.weight_scale_inv`; the rest is copied.
+Each weight is compared with its source as it is written: under 25 dB of signal to noise, or with NaN or Inf in it, the
+command fails and names it. A file gets its name when it is complete and on the disk, so that the same command, started
+again, goes on where it was interrupted: it keeps files of the same source and options whose checksums agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import errno
+import glob
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Literal
+
+import torch
+from torch import Tensor
+
+from fp8fn.checkpoint import SCALE_SUFFIX, Checkpoint, Shard, find, open_all, read_json
+from fp8fn.cli.options import device
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, short_name
+from fp8fn.ops.layout import Block, scale_shape
+from fp8fn.quantization import dequantize, quantize
+from fp8fn.site import LEAST_K, LEAST_N, matches, why_sensitive
+
+LEAST_SNR_DB: Final = 25.0
+# Blocks along K of a weight (N, K), for which products exist.
+_BLOCKS: Final[Mapping[str, Block]] = {"128,128": (128, 128), "1,128": (1, 128), "1,32": (1, 32)}
+# What a checkpoint's folder has beside its tensors: configs, tokenizers, the model's code.
+_BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+# Elements quantized at once: the float64 of the comparison takes eight bytes of each.
+_SLICE: Final = 2**23
+_COPY: Final = 2**26
+_WORST: Final = 8
+# In a file's metadata: the source and the options, as JSON, and the CRC-32 of each tensor, eight digits each. CRC-32
+# finds what a disk or a copy damages, and takes 0.25 s for 1 GB (SHA-256: 0.6 s, BLAKE2b: 1.1 s).
+_ORIGIN: Final = "fp8fn.cli.convert"
+_SUMS: Final = "fp8fn.cli.convert.crc32"
+# A small source tensor is hashed whole, a larger one in pieces from its first byte to its last.
+_WHOLE: Final = 2**16
+_PIECE: Final = 2**12
+_PIECES: Final = 8
+_UNFINISHED: Final = ".unfinished"
+_LOCK: Final = ".fp8fn-convert.lock"
+# The system's errors for a full disk, or a full share of it.
+_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+# Changes when what is written for the same source and options does.
+_VERSION: Final = 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Converts, and prints the worst weights; 1 where the conversion failed."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    for module in ("filelock", "safetensors", "tabulate", "tqdm"):
+        if importlib.util.find_spec(module) is None:
+            parser.error(f"needs {module}: pip install {module}")
+    options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude))
+    try:
+        print(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device))
+    except OSError as error:
+        # Not "[Errno 13] Permission denied: 'PATH'", as `str` has it where the system named the file.
+        message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
+        print(f"{parser.prog}: {message}", file=sys.stderr)
+        return 1
+    except ValueError as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What decides the bytes that are written."""
+
+    block: Block = (128, 128)
+    scale: Literal["fp32", "pow2"] = "fp32"
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        # (128.0, 128.0) == (128, 128), and would be written to config.json as floats.
+        if self.block not in _BLOCKS.values() or not all(type(size) is int for size in self.block):
+            raise ValueError(
+                f"block={self.block!r} is no block of a weight (N, K); it must be one of {list(_BLOCKS.values())}"
+            )
+
+    def take(self, name: str, tensor: Tensor) -> bool:
+        """Whether a tensor goes to FP8: by default weights of linear layers, else what `include` names."""
+        if tensor.dtype not in INPUT_DTYPES or tensor.ndim not in (2, 3) or not tensor.numel():
+            return False
+        if matches(name, self.exclude):
+            return False
+        if self.include:
+            return matches(name, self.include)
+        large = tensor.shape[-2] >= LEAST_N and tensor.shape[-1] >= LEAST_K
+        return large and name.endswith(".weight") and why_sensitive(name, *tensor.shape[-2:]) is None
+
+
+@dataclass(frozen=True)
+class Verified:
+    """A weight that was written, and how far it is from its source."""
+
+    name: str
+    shape: tuple[int, ...]
+    snr_db: float
+
+
+def convert(
+    source: Path, output: Path, options: Options, *, overwrite: bool = False, device: torch.device | str = "cpu"
+) -> str:
+    """Writes the FP8 checkpoint, with a bar, and returns what there is to say about it.
+
+    Raises `ValueError` or `OSError`, naming file and tensor, and leaves no file under its name that is not complete.
+    """
+    from tqdm import tqdm
+
+    checkpoint = find(source)
+    if output.exists() and not output.is_dir():
+        raise NotADirectoryError(f"{output} is a file; name a folder for the output")
+    if output.exists() and output.samefile(checkpoint.folder):
+        raise ValueError(f"{output} is the folder of the input; name another for the output")
+    plans = [_planned(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
+    if not any(plan.converted for plan in plans):
+        raise ValueError(f"{source}: no tensor is a linear layer's weight by these options; see --include")
+    texts = _texts(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
+    # Files go to their places when all are there: until then an older conversion stays as it is.
+    unfinished = output / _UNFINISHED
+    with _alone_in(output):
+        found = _compared(plans, (output, unfinished))
+        if not overwrite:
+            _check_room(output, found, texts)
+        unfinished.mkdir(exist_ok=True)
+        whole = {path for path, difference in found.items() if difference is None}
+        todo = [plan for plan in plans if whole.isdisjoint((output / plan.name, unfinished / plan.name))]
+        verified: list[Verified] = []
+        size = sum(shard.tensor(name).nbytes for shard in (plan.shard for plan in todo) for name in shard.names)
+        with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, disable=not todo) as bar:
+            for plan in todo:
+                bar.set_description(plan.name)
+                with _replacing(unfinished / plan.name) as file:
+                    verified += _write(file, plan, options, torch.device(device), bar.update)
+        made = [unfinished / plan.name for plan in plans if plan in todo or unfinished / plan.name in whole]
+        if made and checkpoint.index is not None:
+            (output / checkpoint.index.name).unlink(missing_ok=True)  # never one with files of two conversions
+        for path in made:
+            path.replace(output / path.name)
+        for name, text in texts.items():
+            if not (output / name).exists() or (output / name).read_bytes() != text:
+                with _replacing(output / name) as file:
+                    file.write(text)
+        shutil.rmtree(unfinished)
+    # Where two files have one name, the one in `.unfinished` is newer.
+    reasons = {path.name: difference.reason for path, difference in found.items() if difference is not None}
+    kept = [plan.name for plan in plans if plan not in todo]
+    again = {plan.name: reasons[plan.name] for plan in todo if plan.name in reasons}
+    return report(verified, plans, kept, again, output)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor of an output file, as its header has it."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """An output file: its source, the tensors in the order in which they lie, and which are converted."""
+
+    shard: Shard
+    entries: tuple[_Entry, ...]
+    converted: frozenset[str]
+    origin: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.shard.path.name
+
+    def header(self, sums: str) -> bytes:
+        """The file's bytes before its tensors; their number does not depend on what `sums` has for digits."""
+        offsets = self.offsets
+        described: dict[str, object] = {
+            # Sorted, for safetensors gives the source's in another order each time.
+            "__metadata__": {
+                "format": "pt",
+                **dict(sorted(self.shard.metadata.items())),
+                _ORIGIN: json.dumps(self.origin),
+                _SUMS: sums,
+            },
+            **{
+                entry.name: {
+                    "dtype": entry.dtype,
+                    "shape": entry.shape,
+                    "data_offsets": [offsets[entry.name], offsets[entry.name] + entry.nbytes],
+                }
+                for entry in self.entries
+            },
+        }
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def difference(self, path: Path, progress: Callable[[int], object]) -> _Difference | None:
+        """How a file differs from the one that this plan writes; None where all of its bytes agree."""
+        try:
+            with path.open("rb") as file:
+                return self._difference(file, progress)
+        except OSError as error:
+            return _Difference(f"it cannot be read: {error.strerror}")
+
+    def _difference(self, file: BufferedReader, progress: Callable[[int], object]) -> _Difference | None:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        begin = 8 + int.from_bytes(prefix, "little")
+        text = file.read(begin - 8) if begin <= size else b""
+        try:
+            metadata = json.loads(text).get("__metadata__", {})
+            origin, sums = metadata.get(_ORIGIN), metadata.get(_SUMS)
+        except (ValueError, AttributeError, RecursionError):
+            return _Difference("its header cannot be read")
+        if origin is None:
+            return _Difference("another program wrote it")
+        if origin != json.dumps(self.origin):
+            return _Difference(_change(origin, self.origin))
+        if not isinstance(sums, str) or prefix + text != self.header(sums):
+            return _Difference("its header is damaged", damaged=True)
+        if size != begin + self.nbytes:
+            return _Difference(f"it is damaged: it has {size} bytes of {begin + self.nbytes}", damaged=True)
+        for position, entry in enumerate(self.entries):
+            if f"{_read_sum(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
+                return _Difference(f"it is damaged: tensor {entry.name!r} is not as it was written", damaged=True)
+        return None
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        ends, end = {}, 0
+        for entry in self.entries:
+            ends[entry.name] = end
+            end += entry.nbytes
+        return ends
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Why a file is not the one that a plan writes; `damaged` where it was, for its header is of the plan's origin."""
+
+    reason: str
+    damaged: bool = False
+
+
+def _change(text: object, origin: Mapping[str, Any]) -> str:
+    """What differs between the origin in a file and the one that it should have."""
+    try:
+        stored = json.loads(str(text))
+        if stored["version"] != origin["version"]:
+            return "another version of fp8fn wrote it"
+        options, source = dict(stored["options"]), dict(stored["source"])
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "another version of fp8fn wrote it"
+    for name, value in origin["options"].items():
+        if options.get(name) != value:
+            return f"it was made with other options: {name} was {json.dumps(options.get(name))}, is {json.dumps(value)}"
+    for name, reason in (
+        ("header", "its source has other tensors, types, shapes or metadata"),
+        ("data", "its source has other values"),
+        ("mtime", "its source was modified since"),
+    ):
+        if source.get(name) != origin["source"][name]:
+            return reason
+    return "its source is another file"
+
+
+def _read_sum(file: BufferedReader, size: int, progress: Callable[[int], object]) -> int:
+    """The CRC-32 of the next bytes of a file."""
+    buffer = memoryview(bytearray(min(size, 2**20)))
+    crc = 0
+    while size and (count := file.readinto(buffer[: min(size, len(buffer))])):
+        crc = zlib.crc32(buffer[:count], crc)
+        size -= count
+        progress(count)
+    return crc
+
+
+def _compared(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Difference | None]:
+    """The files of the plans' names that are there, and how each differs from what its plan writes."""
+    from tqdm import tqdm
+
+    there = {folder / plan.name: plan for folder in folders for plan in plans if os.path.lexists(folder / plan.name)}
+    size = sum(path.stat().st_size for path in there if path.is_file())
+    with tqdm(total=size, desc="checking", unit="B", unit_scale=True, unit_divisor=1024, disable=not there) as bar:
+        return {path: plan.difference(path, bar.update) for path, plan in there.items()}
+
+
+def _source(path: Path) -> dict[str, object]:
+    """What tells a source file from others of its name, shapes and time: its header, and pieces of every tensor.
+
+    Two files of one header and time whose tensors differ nowhere in these pieces are taken for one.
+    """
+    with path.open("rb") as file:
+        text = file.read(int.from_bytes(file.read(8), "little"))
+        begin = file.tell()
+        data = hashlib.sha256()
+        tensors = {name: entry for name, entry in json.loads(text).items() if name != "__metadata__"}
+        for first, last in sorted(tuple(entry["data_offsets"]) for entry in tensors.values()):
+            for start, stop in _pieces(last - first):
+                file.seek(begin + first + start)
+                data.update(file.read(stop - start))
+        stat = os.fstat(file.fileno())
+    header = hashlib.sha256(text).hexdigest()
+    return {"name": path.name, "mtime": stat.st_mtime_ns, "header": header, "data": data.hexdigest()}
+
+
+def _pieces(size: int) -> list[tuple[int, int]]:
+    """The parts of so many bytes that are hashed: both ends, and some at equal distances between them."""
+    if size <= _WHOLE:
+        return [(0, size)]
+    starts = [index * (size - _PIECE) // (_PIECES - 1) for index in range(_PIECES)]
+    return [(start, start + _PIECE) for start in starts]
+
+
+def _planned(shard: Shard, options: Options) -> _Plan:
+    entries: list[_Entry] = []
+    converted = set()
+    for name in shard.names:
+        tensor = shard.tensor(name)
+        if tensor.dtype in FP8_DTYPES or name.endswith(SCALE_SUFFIX):
+            raise ValueError(
+                f"{shard.path}: tensor {name!r} is of a checkpoint in FP8 already ({short_name(tensor.dtype)}); "
+                "convert takes bfloat16, float16 and float32"
+            )
+        if options.take(name, tensor):
+            scales = list(scale_shape(tensor.shape, options.block))
+            entries.append(_Entry(name, "F8_E4M3", list(tensor.shape), tensor.numel(), 1))
+            entries.append(_Entry(name + SCALE_SUFFIX, "F32", scales, 4 * math.prod(scales), 4))
+            converted.add(name)
+        else:
+            dtype, shape = shard.header(name)
+            entries.append(_Entry(name, dtype, shape, tensor.nbytes, tensor.element_size()))
+    # Wide types first, as safetensors' own writer has it: then each tensor begins at a multiple of its element. Then by
+    # name: safetensors lists tensors of no elements in another order in each process.
+    entries.sort(key=lambda entry: (-entry.itemsize, entry.name))
+    origin = {"version": _VERSION, "options": asdict(options), "source": _source(shard.path)}
+    # As it is read back: its tuples are lists.
+    return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))
+
+
+def _texts(checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options: Options) -> dict[str, bytes]:
+    """The files beside the tensors; of a file that was named alone only config.json, for its folder may be any."""
+    config = checkpoint.folder / "config.json"
+    copied = [config] if config.exists() else []
+    if not alone:
+        copied = sorted(path for path in checkpoint.folder.iterdir() if path.suffix in _BESIDE and path.is_file())
+    texts = {path.name: path.read_bytes() for path in copied if not path.name.endswith(".index.json")}
+    if config.exists():
+        content = read_json(config)
+        if content.get("quantization_config"):
+            raise ValueError(f"{config}: has a quantization_config; convert takes a checkpoint that is not quantized")
+        texts[config.name] = _json({**content, "quantization_config": _quantization_config(plans, options)})
+    if checkpoint.index is not None:
+        metadata = read_json(checkpoint.index).get("metadata")
+        kept = metadata if isinstance(metadata, dict) else {}
+        texts[checkpoint.index.name] = _json({
+            "metadata": {**kept, "total_size": sum(plan.nbytes for plan in plans)},
+            "weight_map": {entry.name: plan.name for plan in plans for entry in plan.entries},
+        })  # fmt: skip
+    return texts
+
+
+def _json(content: object) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _quantization_config(plans: Sequence[_Plan], options: Options) -> dict[str, object]:
+    """As DeepSeek-V3's; the modules left out are named, for transformers makes all others FP8 layers."""
+    left = {"lm_head": None}  # which is not in the file where it is tied to the embedding
+    for plan in plans:
+        for entry in plan.entries:
+            if entry.name.endswith(".weight") and len(entry.shape) in (2, 3) and entry.name not in plan.converted:
+                left[entry.name.removesuffix(".weight")] = None
+    if any("lm_head.weight" in plan.converted for plan in plans):
+        del left["lm_head"]
+    return {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "modules_to_not_convert": list(left),
+        "quant_method": "fp8",
+        "weight_block_size": list(options.block),
+    }
+
+
+def _check_room(output: Path, found: Mapping[Path, _Difference | None], texts: Mapping[str, bytes]) -> None:
+    """What is in the output must be of this conversion, or it would be replaced, or be taken for a part of it."""
+    for folder in (output, output / _UNFINISHED):
+        for path in sorted(folder.iterdir()) if folder.exists() else ():
+            if path.suffix == ".safetensors":
+                difference = found[path] if path in found else _Difference("the input has no file of that name")
+                # No one else writes to the folder of what is unfinished: what is damaged there is made again.
+                if difference is not None and difference.damaged and folder != output:
+                    difference = None
+            elif path.name not in texts or (path.is_file() and path.read_bytes() == texts[path.name]):
+                difference = None
+            else:
+                difference = _Difference("its content is another")
+            if difference is not None:
+                raise ValueError(
+                    f"{path} is there and not of this conversion: {difference.reason}; name another folder, or give "
+                    "--overwrite"
+                )
+
+
+@contextmanager
+def _alone_in(output: Path) -> Iterator[None]:
+    """Makes the folder and keeps other conversions out of it; afterwards removes what is empty and was made here."""
+    from filelock import FileLock, Timeout, UnixFileLock
+
+    made = not output.exists()
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / _LOCK
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise BlockingIOError(
+            f"another convert is writing to {output}; wait until it has ended, or name another folder"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            (output / _UNFINISHED).rmdir()
+        # On POSIX while the lock is held, else it could be the next holder's; Windows removes no file that is open.
+        early = isinstance(lock, UnixFileLock)
+        with suppress(OSError):
+            if early:
+                path.unlink()
+        lock.release()
+        with suppress(OSError):
+            if not early:
+                path.unlink(missing_ok=True)
+            if made:
+                output.rmdir()
+
+
+@contextmanager
+def _replacing(target: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `target` once it is whole and on the disk; before, and if that fails, none has."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):  # of a run that was killed
+        left.unlink(missing_ok=True)
+    partial = target.parent / f".{target.name}.{os.getpid()}.partial"
+    try:
+        with partial.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(target)
+    except BaseException as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in _FULL:
+            free = shutil.disk_usage(target.parent).free
+            raise OSError(
+                error.errno,
+                f"{error.strerror} ({free / 2**20:,.0f} MiB are free there); make room and run the same command again "
+                "to resume",
+                str(target),
+            ) from error
+        raise
+
+
+def _write(
+    file: BinaryIO, plan: _Plan, options: Options, device: torch.device, progress: Callable[[int], object]
+) -> list[Verified]:
+    """The file, one slice of a tensor in memory at a time."""
+    offsets, sums = plan.offsets, {}
+    start = len(plan.header("0" * 8 * len(plan.entries)))
+    verified = []
+    for name in plan.shard.names:
+        tensor = plan.shard.tensor(name)
+        file.seek(start + offsets[name])
+        if name not in plan.converted:
+            crc = 0
+            for part in tensor.contiguous().view(-1).view(torch.uint8).split(_COPY) if tensor.numel() else ():
+                crc = _write_bytes(file, part, crc)
+                progress(part.numel())
+            sums[name] = crc
+            continue
+        written = _write_quantized(file, tensor, options, device, progress)
+        if not written.snr_db >= LEAST_SNR_DB:
+            reason = (
+                "has NaN or Inf, for whose blocks there is no scale"
+                if math.isnan(written.snr_db)
+                else f"has {written.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
+            )
+            raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}; leave it as it is with --exclude {name!r}")
+        file.seek(start + offsets[name + SCALE_SUFFIX])
+        sums[name], sums[name + SCALE_SUFFIX] = written.crc, _write_bytes(file, written.scales, 0)
+        verified.append(Verified(name, tuple(tensor.shape), written.snr_db))
+    # Last, since it has the checksums.
+    file.seek(0)
+    file.write(plan.header("".join(f"{sums[entry.name]:08x}" for entry in plan.entries)))
+    return verified
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The CRC-32 of a weight's data, its scales, which are not written yet, and its SNR: inf of zeros, NaN of NaN."""
+
+    crc: int
+    scales: Tensor
+    snr_db: float
+
+
+def _write_quantized(
+    file: BinaryIO, weight: Tensor, options: Options, device: torch.device, progress: Callable[[int], object]
+) -> _Written:
+    """Writes the data."""
+    signal, noise, crc = 0.0, 0.0, 0
+    scales = []
+    # Whole blocks of rows at once.
+    rows = max(_SLICE // weight.shape[-1] // options.block[0], 1) * options.block[0]
+    for matrix in weight.reshape(-1, *weight.shape[-2:]):
+        for part in matrix.split(rows):
+            exact = part.to(device)
+            q = quantize(exact, options.block, dtype=torch.float8_e4m3fn, scale=options.scale)
+            crc = _write_bytes(file, q.data, crc)
+            scales.append(q.scale.cpu().flatten())
+            reference = exact.double()
+            signal += reference.square().sum().item()
+            noise += (dequantize(q, torch.float32).double() - reference).square().sum().item()
+            progress(part.nbytes)
+    if noise == 0:
+        return _Written(crc, torch.cat(scales), math.inf)
+    ratio = signal / noise if math.isfinite(signal) else math.nan
+    return _Written(crc, torch.cat(scales), 10 * math.log10(ratio) if ratio else -math.inf)
+
+
+def _write_bytes(file: BinaryIO, tensor: Tensor, crc: int) -> int:
+    """Writes a tensor's bytes, without a copy of them; returns the CRC-32 of them after those that `crc` is of.
+
+    NumPy, which has this too, is no dependency.
+    """
+    flat = tensor.view(torch.uint8).cpu().contiguous()
+    data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
+    file.write(data)
+    return zlib.crc32(data, crc)
+
+
+def report(
+    verified: Sequence[Verified], plans: Sequence[_Plan], kept: Sequence[str], again: Mapping[str, str], output: Path
+) -> str:
+    """The worst weights first, then what was written in all, and why what was there was kept or written again."""
+    from tabulate import tabulate
+
+    lines = []
+    worst = sorted(verified, key=lambda weight: weight.snr_db)[:_WORST]
+    if worst:
+        rows = [(weight.name, "x".join(map(str, weight.shape)), f"{weight.snr_db:.1f}") for weight in worst]
+        lines += [tabulate(rows, ("worst weights", "shape", "SNR, dB"), disable_numparse=True), ""]
+    count = sum(len(plan.converted) for plan in plans)
+    left = sum(len(plan.shard.names) for plan in plans) - count
+    before = sum(plan.shard.path.stat().st_size for plan in plans)
+    after = sum(plan.nbytes for plan in plans)
+    lines.append(
+        f"{count} weights in FP8, {left} tensors as they were: {before / 2**20:,.1f} MiB to {after / 2**20:,.1f} MiB"
+    )
+    written = len(plans) - len(kept)
+    lines.append(f"{len(plans)} files, {written} written now, {len(kept)} complete before, in {output}")
+    if kept:
+        lines.append(f"kept, of this source and these options, and with the right checksums: {', '.join(kept)}")
+    lines += [f"written again: {name}: {reason}" for name, reason in again.items()]
+    return "\n".join(lines)
+
+
+def _block(text: str) -> Block:
+    if text not in _BLOCKS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no block of a weight N,K; choose from {' '.join(_BLOCKS)}")
+    return _BLOCKS[text]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("input", type=Path, metavar="INPUT", help="a safetensors file, an index, or their folder")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, made if it is not there")
+    parser.add_argument("--block", type=_block, default=(128, 128), metavar="N,K", help="by default 128,128")
+    parser.add_argument("--scale", choices=("fp32", "pow2"), default="fp32", help="pow2: rounded up to powers of two")
+    parser.add_argument(
+        "--include", nargs="+", default=[], metavar="GLOB",
+        help="the tensors to convert, matrices or batches of them; by default *.weight with N and K of at least "
+        f"{LEAST_N}, without embeddings, lm_head, norms, routers and gates",
+    )  # fmt: skip
+    parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="tensors to leave as they are")
+    parser.add_argument("--overwrite", action="store_true", help="replace what another conversion left in OUTPUT")
+    parser.add_argument(
+        "--device", type=device, default=torch.device("cpu"), help="that quantizes, by default %(default)s"
+    )
+    return parser

@@ -1,0 +1,118 @@
+"""What fp8fn runs on: versions, devices and the kernels that serve them; `python -m fp8fn env`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.formats import short_name
+from fp8fn.ops.targets import Target, check_supported, native_e4m3, target_of
+from fp8fn.version import __version__
+
+
+def describe() -> dict[str, str]:
+    """Versions and tools, then a line for the CPU and for each GPU, all as text."""
+    lines = {
+        "fp8fn": __version__,
+        "Python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": torch.__version__,
+        "triton": _triton_version() or "not installed",
+        "CUDA": torch.version.cuda or "none",
+        "ROCm": torch.version.hip or "none",
+        "C++ compiler": cpp_compiler() or "not found",
+    }
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    for device in devices:
+        target = target_of(device)
+        lines[f"{device} device"] = device_name(device)
+        lines[f"{device} arch"] = target.name
+        lines[f"{device} kernels"] = kernel_family(target, device)
+        lines[f"{device} native e4m3"] = f"float8_{short_name(native_e4m3(target))}"
+    return lines
+
+
+def device_name(device: torch.device) -> str:
+    """The name that its maker gave the device, as far as it can be asked for."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    models = [line for line in _cpu_information() if line.startswith("model name")]
+    name = models[0].partition(":")[2].strip() if models else platform.processor() or platform.machine()
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def kernel_family(target: Target, device: torch.device | None = None) -> str:
+    """Which kernels serve a target, or why none does."""
+    if target.backend == "cpu":
+        return "reference (PyTorch)"
+    try:
+        check_supported(target, device)
+    except ValueError as reason:
+        return f"none: {reason}"
+    if _triton_version() is None:
+        return "none: Triton is not installed"
+    if target.name != "sm90":
+        return "Triton, pointers"
+    missing = nvrtc.unavailable()
+    if missing is not None:
+        return f"Triton, TMA descriptors (none in CUDA C++: {missing})"
+    return f"CUDA C++ by NVRTC {'.'.join(map(str, nvrtc.version()))}"
+
+
+def cpp_compiler() -> str | None:
+    """The C++ compiler that Inductor takes for CPU code, or None."""
+    usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    return shutil.which(os.environ.get("CXX", usual))
+
+
+def missing_for_inductor() -> str | None:
+    """What has to be installed before Inductor can build CPU code, as a sentence, or None."""
+    if cpp_compiler() is None:
+        return (
+            "torch.compile on a CPU needs a C++ compiler, and none was found: install one "
+            "(Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; macOS: xcode-select --install; "
+            "Windows: the Visual Studio Build Tools), or name it in the environment variable CXX"
+        )
+    headers = Path(sysconfig.get_path("include"), "Python.h")
+    if not headers.exists():
+        return (
+            f"torch.compile on a CPU needs Python's headers, and {headers} does not exist: install them "
+            f"(Debian, Ubuntu: apt install python{sys.version_info.major}.{sys.version_info.minor}-dev; "
+            "Fedora: dnf install python3-devel)"
+        )
+    return None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print `describe()`, one line each."""
+    parser = argparse.ArgumentParser(prog="python -m fp8fn env", description=__doc__)
+    parser.parse_args(argv)
+    lines = describe()
+    width = max(map(len, lines))
+    for key, value in lines.items():
+        print(f"{key:<{width}}  {value}")
+    return 0
+
+
+def _triton_version() -> str | None:
+    # Asked of the module, for the distribution has another name beside ROCm's torch.
+    try:
+        import triton
+    except ImportError:
+        return None
+    return str(triton.__version__)
+
+
+def _cpu_information() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []

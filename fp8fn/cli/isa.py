@@ -1,0 +1,404 @@
+"""`python -m fp8fn isa`: what AMD's machine code of every kernel is made of, read offline, with no GPU.
+
+For each kernel of an op: matrix instructions, loads and stores by width, registers, spills, LDS, how many waves a SIMD
+holds, the cycles of one step along K by unit, and what bounds the product. Cycles and bounds are modelled from the
+instructions' rates (`fp8fn/ops/tuning/amd_model.py`), never measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.bench.shapes import LLM84
+from fp8fn.cli.options import output_file
+from fp8fn.cli.tune import sizes
+from fp8fn.ops import tuning
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
+from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
+from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
+from fp8fn.ops.tuning.amd_model import (
+    PROCESSORS,
+    Kernel,
+    Processor,
+    cost_of,
+    cycles,
+    groups_per_cu,
+    kernel_of,
+    waves_per_simd,
+)
+from fp8fn.version import __version__
+
+TARGETS: Final[Mapping[str, Target]] = {"gfx942": GFX942, "gfx950": GFX950}
+SHAPE: Final = (4096, 4096, 4096)
+_EXPERTS: Final = 8
+NEEDS_TRITON: Final = "needs Triton, whose compiler writes the machine code: pip install triton (on Linux)"
+
+# a_block, b_block, and along which axis a and b are contiguous, for the scaled products.
+PRODUCTS: Final[Mapping[str, tuple[Block, Block, str, str]]] = {
+    "forward": ((1, 128), (128, 128), "K", "K"),
+    "dgrad": ((1, 128), (128, 128), "K", "N"),
+    "wgrad": ((1, 128), (128, 1), "K", "K"),
+    "TN": ((1, 128), (128, 1), "M", "N"),
+    "rowwise": ((1, WHOLE), (WHOLE, 1), "K", "K"),
+}
+_QUANTIZED: Final[tuple[Block, ...]] = (
+    (1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32),
+)  # fmt: skip
+
+
+def main(argv: Sequence[str]) -> int:
+    """Prints the figures of what the options name; with --write-tables, the tables of ops/tuning instead."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if importlib.util.find_spec("triton") is None:
+        parser.error(NEEDS_TRITON)
+    if args.write_tables:
+        for arch in TARGETS if args.arch is None else (args.arch,):
+            path = Path(tuning.__path__[0]) / f"amd_{arch}.json"
+            write_table(path, arch)
+            print(f"wrote {path}")
+        return 0
+    target = TARGETS[args.arch or "gfx950"]
+    try:
+        other = None if args.compare is None else _config_of(args.compare)
+    except ValueError as error:
+        parser.error(f"--compare: {error}")
+    ops = args.op or tuple(OPS)
+    if other is not None and not set(ops) <= set(PRODUCTS):
+        if args.op:
+            parser.error(f"--compare is for the products {', '.join(PRODUCTS)}; leave out --op, or name one of them")
+        ops = tuple(PRODUCTS)
+    found = {}
+    for op in ops:
+        launches = OPS[op](target, *args.shape)
+        reports = [figures(launch) for launch in launches]
+        columns = [reports]
+        if other is not None:
+            columns.append([figures(product_launch(op, *of_layer(op, *args.shape), target, other))])
+        where = f"{target.name} ({PROCESSORS[target.name].name})"
+        print(f"{op}, {','.join(map(str, args.shape))}, {where}; cycles are modelled")
+        print(text(columns, ("chosen", args.compare) if other is not None else ()), end="\n\n", flush=True)
+        found[op] = reports
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def figures(launch: Launch) -> dict[str, Any]:
+    """What is printed of a launch, by name, and JSON as it is; compiles it."""
+    processor = PROCESSORS[launch.target.name]
+    found = assembly(launch)
+    warps = int(launch.options["num_warps"])
+    waves = waves_per_simd(found.vgprs, found.lds, warps, processor)
+    report: dict[str, Any] = {
+        "kernel": launch.name,
+        "configuration": launch.describe(),
+        "matrix": {matrix.name: count for matrix, count in found.whole.matrix.items()},
+        "loads": _widths(found.whole, "load"),
+        "stores": _widths(found.whole, "store"),
+        "LDS instructions": found.whole.count("ds_"),
+        "v_accvgpr": found.whole.count("v_accvgpr"),
+        "VGPR": found.vgprs,
+        "AGPR": found.agprs,
+        "SGPR": found.sgprs,
+        "spills": found.spills,
+        "scratch": found.scratch,
+        "LDS bytes": found.lds,
+        "waves a SIMD": waves,
+    }
+    if found.loop.operations and {"BM", "BN", "BK"} <= launch.constexprs.keys():
+        bm, bn, bk = (int(launch.constexprs[size]) for size in ("BM", "BN", "BK"))
+        kernel = kernel_of(found, bm, bn, bk, warps, processor)
+        report |= _step(kernel, found, processor)
+        report |= _intensity(launch, kernel, processor)
+    else:
+        units = cycles(cost_of(found.whole, processor), warps, max(waves * 4 // warps, 1))
+        report["cycles of a program"] = {unit: round(count) for unit, count in units.items() if count}
+    return report
+
+
+def assembly(launch: Launch) -> Assembly:
+    """The machine code of a launch for its own target."""
+    compiled = launch.compile()
+    return parse(compiled.asm["amdgcn"], int(compiled.metadata.shared))
+
+
+def _widths(mix: Mix, direction: str) -> dict[str, int]:
+    return {f"{width} B": count for width, count in mix.widths(direction).items()}
+
+
+def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, Any]:
+    """Of one tile of K, on a CU: cycles by unit, and the share of the peak that the largest of them leaves."""
+    units = cycles(kernel.step, kernel.warps, groups_per_cu(kernel, processor))
+    largest = max(units, key=lambda unit: units[unit])
+    fastest = max(processor.rates[matrix.type] for matrix in found.loop.matrix)
+    peak = kernel.operations / (4 * fastest)
+    return {
+        "masks in the loop": found.loop.count("v_cmp") + found.loop.count("v_cndmask"),
+        "cycles a step": {unit: round(count) for unit, count in units.items()},
+        "bound of a step": largest,
+        "% of the peak": round(100 * peak / units[largest], 1),
+        "peak, TFLOP/s": round(4 * fastest * processor.cus * processor.hertz / 1e12),
+    }
+
+
+def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
+    """Operations for each byte that a tile loads, and that the whole product must move; what the latter bounds."""
+    m, n, k = (int(launch.args[size]) for size in ("M", "N", "K"))  # type: ignore[arg-type]
+    moved = 0
+    for arg in launch.args.values():
+        if isinstance(arg, Tensor):
+            moved += arg.numel() * arg.element_size()
+    operations = 2.0 * m * n * k
+    tile = kernel.operations / ((kernel.bm + kernel.bn) * kernel.bk)
+    return {
+        "operations a byte": {"tile": round(tile), "product": round(operations / moved)},
+        "HBM allows, TFLOP/s": round(operations / moved * processor.hbm / 1e12),
+    }
+
+
+def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> Launch:
+    """A scaled product of `PRODUCTS` on tensors without memory; in its own configuration unless one is given."""
+    from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
+
+    a_block, b_block, a_axis, b_axis = PRODUCTS[product]
+    a, b = _matrix(m, k, target, a_axis == "M"), _matrix(k, n, target, b_axis == "K")
+    scales = empty_scale(a, a_block, "fp32"), empty_scale(b, b_block, "fp32")
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    return plan_scaled_mm(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
+
+
+def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tensor:
+    strides = (1, rows) if column_major else (columns, 1)
+    return torch.empty_strided((rows, columns), strides, dtype=native_e4m3(target), device="meta")
+
+
+def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
+    """By rows of `m` tokens in 8 groups, and along K over the same tokens."""
+    from fp8fn.ops.groups import empty_grouped
+    from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+
+    offsets = torch.empty(_EXPERTS, dtype=torch.int32, device="meta")
+    dtype = native_e4m3(target)
+    a = torch.empty(m, k, dtype=dtype, device="meta")
+    b = torch.empty(_EXPERTS, n, k, dtype=dtype, device="meta").mT
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    a_scale, b_scale = empty_scale(a, (1, 128), "fp32"), empty_scale(b, (128, 128), "fp32")
+    rows = plan_scaled_grouped_mm(a, a_scale, (1, 128), b, b_scale, (128, 128), offsets, None, out, target)
+    (left, left_scale), right = (
+        empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32") for size in (n, k)
+    )
+    wgrad = plan_scaled_grouped_mm(
+        left.mT, left_scale.mT, (1, 128), *right, (128, 1), offsets, None,
+        torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta"), target,
+    )  # fmt: skip
+    return [rows, wgrad]
+
+
+def _a16w8(target: Target, m: int, n: int, k: int) -> list[Launch]:
+    from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
+
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    w = _matrix(k, n, target, column_major=True)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    return [plan_mm_a16w8(x, w, empty_scale(w, (128, 128), "fp32"), (128, 128), None, out, target)]
+
+
+def _mx(target: Target, m: int, n: int, k: int) -> list[Launch]:
+    """What Triton serves: MX scales need OCP types."""
+    from fp8fn.ops.mx_mm import plan
+
+    a = torch.empty(m, k, dtype=native_e4m3(target), device="meta")
+    b = _matrix(k, n, target, column_major=True)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    launches = plan(a, empty_scale(a, (1, 32), "e8m0"), b, empty_scale(b, (32, 1), "e8m0"), None, out, target)
+    return [launch for launch in launches or () if isinstance(launch, Launch)]
+
+
+def _quantize(target: Target, m: int, n: int, k: int) -> list[Launch]:
+    from fp8fn.ops.triton.quantize import plan_quantize
+
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    launches: list[Launch] = []
+    for block in _QUANTIZED:
+        scale = "e8m0" if 32 in block else "fp32"
+        data = empty_data(x, block, native_e4m3(target))
+        launches += plan_quantize(x, data, empty_scale(x, block, scale), block, scale, target)
+    return launches
+
+
+def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[Launch]:
+    from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
+
+    x, block = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), (1, 128)
+    row, col = (empty_data(x, side, native_e4m3(target)) for side in (block, swap(block)))
+    row_scale, col_scale = (empty_scale(x, side, "fp32") for side in (block, swap(block)))
+    return [plan_quantize_dual(x, row, row_scale, col, col_scale, block, "fp32", target)]
+
+
+def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
+    from fp8fn.ops.groups import empty_grouped
+    from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
+
+    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
+    offsets = torch.empty(_EXPERTS, dtype=torch.int32, device="meta")
+    dtype = native_e4m3(target)
+    row, row_scale = empty_data(x, (1, 128), dtype), empty_scale(x, (1, 128), "fp32")
+    data, scale = empty_grouped(x, _EXPERTS, (128, 1), dtype, "fp32")
+    dual = plan_quantize_grouped_dual(x, offsets, row, row_scale, data, scale, "fp32", target)
+    return [*plan_quantize_grouped(x, offsets, data, scale, (128, 1), "fp32", target), dual]
+
+
+def of_layer(product: str, m: int, n: int, k: int) -> tuple[int, int, int]:
+    """M, N, K of a product of the layer `x (m, k) @ w (n, k)ᵀ`."""
+    return {"dgrad": (m, k, n), "wgrad": (n, k, m), "TN": (n, k, m)}.get(product, (m, n, k))
+
+
+def _product(product: str) -> Callable[[Target, int, int, int], list[Launch]]:
+    return lambda target, m, n, k: [product_launch(product, *of_layer(product, m, n, k), target)]
+
+
+# Each gives the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
+OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[Launch]]]] = {
+    **{product: _product(product) for product in PRODUCTS},
+    "grouped": _grouped,
+    "a16w8": _a16w8,
+    "mx": _mx,
+    "quantize": _quantize,
+    "quantize_dual": _quantize_dual,
+    "quantize_grouped": _quantize_grouped,
+}
+
+
+def text(columns: Sequence[Sequence[Mapping[str, Any]]], headings: Sequence[str] = ()) -> str:
+    """Reports below each other, one column or several of them side by side."""
+    blocks = []
+    for reports in zip(*columns, strict=True):
+        names = list(dict.fromkeys(name for report in reports for name in report))
+        lines = [("", *headings)] if headings else []
+        lines += [(name, *(_cell(report.get(name, "")) for report in reports)) for name in names]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        if headings:
+            widths = [min(width, 60) for width in widths]
+        for line in lines:
+            blocks += _rows(line, widths)
+        blocks.append("")
+    return "\n".join(blocks).rstrip()
+
+
+def _rows(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
+    """A line of a table, on as many lines as its longest cell takes."""
+    parts = [textwrap.wrap(cell, max(width, 1)) or [""] for cell, width in zip(cells, widths, strict=True)]
+    height = max(map(len, parts))
+    padded = [part + [""] * (height - len(part)) for part in parts]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in zip(*padded, strict=True)]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{count} {name}" for name, count in value.items()) or "none"
+    return str(value)
+
+
+def write_table(path: Path, arch: str) -> None:
+    """Compiles the candidates of an architecture and writes its table: their figures, then the 84 layers' choices."""
+    from fp8fn.ops.tuning import amd
+
+    target, processor = TARGETS[arch], PROCESSORS[arch]
+    kernels = []
+    for product, names in amd.CANDIDATES[arch].items():
+        for name in names:
+            launch = product_launch(product, *SHAPE, target, amd.config_of(name))
+            found = assembly(launch)
+            if found.spills or found.scratch:
+                raise RuntimeError(f"{product} by {name} spills {found.spills} registers on {arch}: leave it out")
+            config = amd.config_of(name)
+            kernel = kernel_of(found, config.BM, config.BN, launch.constexprs["BK"], config.num_warps, processor)
+            kernels.append([
+                product, name, kernel.bk, *map(_short, (*kernel.step, *kernel.rest, kernel.peeled)),
+                kernel.vgprs, found.agprs, found.sgprs, kernel.lds,
+            ])  # fmt: skip
+    import triton
+
+    document = {
+        "format": amd.FORMAT, "arch": arch, "processor": processor.name, "modelled": True,
+        "origin": {
+            "fp8fn": __version__, "triton": triton.__version__,
+            "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        },
+        "kernel_columns": list(amd.KERNEL_COLUMNS), "row_columns": list(amd.ROW_COLUMNS),
+    }  # fmt: skip
+    _write(path, document, kernels, [])
+    amd.forget()  # the choices are made from what was just written
+    rows = []
+    for product, m, n, k in layer_products():
+        choice = amd.modelled(product, m, n, k, arch)
+        assert choice.time is not None
+        rows.append([product, m, n, k, choice.name, round(choice.time.us, 1), choice.time.bound])
+    _write(path, document, kernels, rows)
+    amd.forget()
+
+
+def layer_products() -> tuple[tuple[str, int, int, int], ...]:
+    """The products of the 84 layers, each once: forward, dgrad and wgrad with their own M, N and K."""
+    found: dict[tuple[str, int, int, int], None] = {}
+    for _, _, m, n, k in LLM84:
+        found |= dict.fromkeys((product, *of_layer(product, m, n, k)) for product in ("forward", "dgrad", "wgrad"))
+    return tuple(sorted(found))
+
+
+def _short(value: float) -> float:
+    return int(value) if value == int(value) else round(value, 3)
+
+
+def _write(path: Path, head: Mapping[str, Any], kernels: Sequence[Any], rows: Sequence[Any]) -> None:
+    def listed(name: str, lines: Sequence[Any]) -> str:
+        body = ",\n".join("  " + json.dumps(line) for line in lines)
+        return f' "{name}": [' + (f"\n{body}\n " if lines else "") + "]"
+
+    text = json.dumps(head, indent=1)[:-2]
+    path.write_text(f"{text},\n{listed('kernels', kernels)},\n{listed('rows', rows)}\n}}\n", encoding="utf-8")
+
+
+def _config_of(name: str) -> Any:
+    from fp8fn.ops.tuning.amd import config_of
+
+    return config_of(name)
+
+
+def _ops(names: str) -> tuple[str, ...]:
+    found = tuple(names.split(","))
+    for name in found:
+        if name not in OPS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no op; choose from {', '.join(OPS)}")
+    return found
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn isa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--arch", choices=TARGETS, help="whose machine code (default: gfx950)")
+    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"by default all: {','.join(OPS)}")
+    parser.add_argument(
+        "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="of x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"
+    )
+    parser.add_argument(
+        "--compare", metavar="CFG", help="a product's chosen configuration beside this one, such as 256x128w8s2n16h"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
+    parser.add_argument(
+        "--write-tables", action="store_true", help="compile the candidates and write ops/tuning/amd_*.json"
+    )
+    return parser

@@ -1,0 +1,225 @@
+"""`python -m fp8fn tune`: times configurations for the user's shapes on the user's GPU, into the user's cache.
+
+Each product of each shape is timed in turn, on a chip warmed before it: the model's best configurations and cuBLASLt,
+in random order, behind an emptied L2. What is found is kept in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn) after every
+product, so that a run that is interrupted goes on where it was; later calls of the library read it, and none of them
+times anything itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib.util
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
+from fp8fn.bench.timing import clock_of
+from fp8fn.cli.environment import describe
+from fp8fn.cli.options import gpu, output_file
+from fp8fn.ops import targets
+from fp8fn.ops.code_cache import VARIABLE
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.tuning import compare, table
+from fp8fn.ops.tuning.candidates import config_name
+from fp8fn.ops.tuning.device import DeviceBench
+from fp8fn.ops.tuning.model import ranked
+from fp8fn.ops.tuning.problem import PRODUCTS, Problem, chip_of, linear_problems
+from fp8fn.ops.tuning.sweep import Bench, tune
+from fp8fn.ops.tuning.table import Entry
+
+SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
+    "llm84": tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),
+    "anchors": (*ANCHORS, *SMALL),
+}
+
+
+def main(argv: Sequence[str], bench: Bench | None = None) -> int:
+    """Tunes, exports or compares; `bench` is the current GPU unless given."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.compare:
+        try:
+            print(comparison(*(table.read(path) for path in args.compare)))
+        except (OSError, ValueError) as error:
+            parser.error(f"--compare: {error}")
+        return 0
+    if not (args.shapes or args.suite or args.export):
+        parser.error("give --shapes M,N,K ... or --suite, or --export to write what the cache has")
+    if importlib.util.find_spec("tqdm") is None:
+        parser.error("needs tqdm: pip install tqdm")
+    try:
+        problems = problems_of(args.shapes or SUITES.get(args.suite, ()), args.products, parse_recipe(args.recipe))
+    except ValueError as error:
+        parser.error(f"--recipe {args.recipe}: {error}")
+    bench = bench or _gpu_bench(parser, args.device, warm=bool(problems))
+    try:
+        left = sweep(problems, bench, force=args.force, budget=args.budget)
+    except NotKept as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+    found = table.users(bench.chip)
+    if problems:
+        print(report({p: found.entries[p] for p in problems if p in found.entries}, bench.chip.multiprocessors))
+        print(f"\n{len(problems) - left} of {len(problems)} products are tuned, in {table.user_path(bench.chip)}")
+    if args.export:
+        table.write(args.export, found)
+        print(f"{len(found.entries)} products of the {bench.chip.name} written to {args.export}")
+    return 0
+
+
+class NotKept(RuntimeError):
+    """The user's table can't be written; the message says where it is, and what to do."""
+
+
+def problems_of(shapes: Iterable[tuple[int, ...]], products: Sequence[str], recipe: Recipe) -> tuple[Problem, ...]:
+    """The problems of some products of linear layers `(M, N, K)`, each once, the small ones first."""
+    found = {linear_problems(m, n, k, recipe)[product] for m, n, k in shapes for product in products}
+    return tuple(sorted(found, key=lambda p: (p.operations, str(p))))
+
+
+def sweep(problems: Sequence[Problem], bench: Bench, *, force: bool = False, budget: float | None = None) -> int:
+    """Tunes the problems that the user's table has not yet, saving each; returns how many are left for want of time."""
+    from tqdm import tqdm
+
+    known = {} if force else table.users(bench.chip).entries
+    todo = [problem for problem in problems if problem not in known]
+    origin = _origin()
+    began, done = time.perf_counter(), 0
+    with tqdm(total=len(todo), unit="product", disable=not todo) as bar:
+        for problem in todo:
+            if budget is not None and time.perf_counter() - began >= budget:
+                break
+            bar.set_description(str(problem))
+            entry = tune(problem, bench)
+            try:
+                table.add(bench.chip, {problem: entry}, origin)
+            except OSError as error:
+                why = f"{table.user_path(bench.chip)} can't be written ({error.strerror or error})"
+                raise NotKept(f"{why}: set {VARIABLE} to a folder that you can write") from error
+            gc.collect()  # the operands of the last problem: up to 15 GB
+            done += 1
+            bar.update()
+    table.forget()
+    return len(todo) - done
+
+
+def _origin() -> dict[str, str]:
+    wanted = ("fp8fn", "torch", "triton", "CUDA")
+    versions = {key: value for key, value in describe().items() if key in wanted}
+    if nvrtc.unavailable() is None:
+        versions["NVRTC"] = ".".join(map(str, nvrtc.version()))
+    return {**versions, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
+
+
+def report(entries: Mapping[Problem, Entry], cores: int) -> str:
+    """A line for each problem: what was chosen, its speed, what the model would have had, and cuBLASLt's time."""
+    lines = [("M,N,K and blocks", "chosen", "µs", "TFLOP/s", "spread", "the model's", "gain", "cuBLASLt")]
+    for problem, entry in entries.items():
+        models = config_name(ranked(problem, cores)[0])
+        gain = f"{100 * (entry.times[models] / entry.us - 1):.1f} %" if models in entry.times else ""
+        peer = "" if entry.peer_us is None else f"{entry.peer_us:.1f}{' faster' if entry.peer_wins else ''}"
+        lines.append((
+            str(problem), entry.config, f"{entry.us:.1f}", f"{problem.operations / entry.us / 1e6:.0f}",
+            f"{100 * entry.spread / entry.us:.1f} %", models, gain, peer,
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def comparison(first: table.Table, second: table.Table) -> str:
+    """What `--compare` prints."""
+    both = compare.agreement(first, second)
+    count = max(both.problems, 1)
+    lines = [
+        f"{both.problems} products in both of {first.name} and {second.name} ({first.chip.name})",
+        f"the same choice: {both.same} ({100 * both.same / count:.0f} %); the same or within the spread: {both.within} "
+        f"({100 * both.within / count:.0f} %)",
+        f"time of the choices, second over first: {both.ratio:.3f} in the geometric mean",
+        f"the first's choices by the second's times: {100 * both.carried:.1f} % of the best",
+    ]
+    for found in (first, second):
+        for unseen, which in ((False, "all products"), (True, "shapes that the model was not fitted to")):
+            regret = compare.regret(found, unseen=unseen)
+            lines.append(
+                f"the model by {found.name}, {which}: {100 * regret.mean:.1f} % of the best in the geometric mean of "
+                f"{regret.problems}, at least {100 * regret.least:.1f} %"
+                + (f" ({regret.worst})" if regret.worst is not None else "")
+            )
+    return "\n".join(lines)
+
+
+def _gpu_bench(parser: argparse.ArgumentParser, device: torch.device, *, warm: bool) -> Bench:
+    if not torch.cuda.is_available():
+        parser.error("no GPU here; `python -m fp8fn aot` compiles without one")
+    if device.index is None:
+        device = torch.device(device.type, torch.cuda.current_device())
+    target, chip = targets.target_of(device), chip_of(device, targets.target_of(device))
+    problem = nvrtc.unavailable()
+    if target.name != "sm90" or problem or chip is None:
+        parser.error(f"only the kernels in CUDA C++ are tuned: {problem or f'{target.name} is not sm90'}")
+    torch.cuda.set_device(device)
+    clock = clock_of(device)
+    if warm:
+        clock.warm(1.0)
+    return DeviceBench(device, target, chip, clock)
+
+
+def sizes(text: str) -> tuple[int, int, int]:
+    """`"8192,6144,4096"` → `(8192, 6144, 4096)`."""
+    parts = text.split(",")
+    if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is no M,N,K such as 8192,6144,4096")
+    return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def _products(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in PRODUCTS:
+            raise argparse.ArgumentTypeError(f"{name!r} is no product; choose from {', '.join(PRODUCTS)}")
+    return names
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number of seconds")
+    return seconds
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ of your model"
+    )
+    which.add_argument("--suite", choices=SUITES, help="the shapes of the benchmarks")
+    parser.add_argument(
+        "--products", type=_products, default=PRODUCTS, metavar="NAMES",
+        help=f"of a layer; by default {','.join(PRODUCTS)}; dgrad is the forward product with N and K exchanged",
+    )  # fmt: skip
+    parser.add_argument("--recipe", default="blockwise", help="whose blocks (default: %(default)s)")
+    parser.add_argument("--budget", type=_seconds, metavar="SECONDS", help="start no further product after this time")
+    parser.add_argument("--force", action="store_true", help="measure again what the cache has")
+    parser.add_argument("--device", type=gpu, default=torch.device("cuda"), help="by default %(default)s")
+    parser.add_argument(
+        "--export", type=output_file, metavar="FILE", help="then write all that the cache has for the chip"
+    )
+    parser.add_argument(
+        "--compare", type=Path, nargs=2, metavar="FILE", help="how far two exported tables agree; measures nothing"
+    )
+    return parser

@@ -1,0 +1,360 @@
+"""Finding the matrix products of a Dynamo graph: which operands, which of them is a weight, which source line."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fp8fn.lowering import attention, find_grouped
+from fp8fn.lowering.find_grouped import Groups
+from fp8fn.lowering.graph.substitute import source_of
+from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
+from fp8fn.site import Site
+
+_LINEAR: Final = (F.linear, torch._C._nn.linear)
+_MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm)
+_MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
+_ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
+# By name, and where the operands stand among the tensors.
+_LEFT_ALONE: Final = {
+    torch.functional.einsum: ("einsum", -2),
+    torch.baddbmm: ("baddbmm", -2),
+}
+
+# Products that are listed and left alone, and what would have them in FP8.
+_OTHERS: Final[Mapping[Any, str]] = {
+    torch.bilinear: "bilinear has a matrix for each output: spell it with torch.einsum or torch.matmul",
+    **dict.fromkeys(
+        (torch.conv1d, torch.conv2d, torch.conv3d),
+        "a convolution: one of kernel size 1 is F.linear with channels as the last dimension",
+    ),
+    torch.lstm: "the weights of an LSTM are multiplied inside PyTorch's kernel",
+    torch.gru: "the weights of a GRU are multiplied inside PyTorch's kernel",
+}
+
+# A row's own copy of a weight: more to read than the product is worth, in any format.
+GATHERED: Final = (
+    "its weights are gathered, one matrix for each row: sort the rows by expert and call torch._grouped_mm; of "
+    "transformers, model.set_experts_implementation('grouped_mm')"
+)
+
+# Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
+REGIONS: Final = (
+    torch.ops.higher_order.tag_activation_checkpoint,
+    torch.ops.higher_order.wrap,
+    torch.ops.higher_order.invoke_subgraph,
+)
+
+# What a weight may pass through between the parameter and the product: views and casts.
+_VIEWS: Final = {
+    "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "transpose", "permute", "swapaxes", "view", "reshape",
+    "flatten", "unsqueeze", "squeeze", "expand", "contiguous", "clone", "detach", "alias", "to", "type", "float",
+    "half", "bfloat16", "double", "getattr", "select", "unbind", "chunk", "split",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`.
+
+    `groups` where it is one of groups, as `torch._grouped_mm` has them; `parameter` the graph's input, where known.
+    """
+
+    node: Node
+    a: Node
+    b: Node
+    bias: Node | None
+    transposed: bool
+    flipped: bool
+    site: Site
+    reason: str | None
+    groups: Groups | None = None
+    parameter: Node | None = None
+
+    @property
+    def source(self) -> str:
+        """`file:line` of the user's code, `""` where PyTorch did not keep it."""
+        return source_of(self.node)
+
+
+def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Iterator[Gemm]:
+    """Every product of the graph, those too that are none of our business, with the reason.
+
+    Also those of the regions inside, such as checkpointed ones; `outer` has the nodes that a region's inputs are.
+    """
+    outer = {} if outer is None else outer
+    for node in gm.graph.nodes:
+        operands = _operands(node)
+        in_groups = find_grouped.operands(node)
+        if in_groups is not None:
+            yield _classify_grouped(node, outer, in_groups)
+        elif node.op == "call_function" and (node.target in _OTHERS or attention.REASON in node.meta):
+            yield from _classify_other(node, outer)
+        elif operands is not None:
+            gemm = _classify(node, outer, *operands)
+            if gemm is not None:
+                yield gemm
+        elif node.op == "call_function" and node.target in REGIONS:
+            region = getattr(gm, str(node.args[0].target))
+            inputs = region.graph.find_nodes(op="placeholder")
+            given = node.args[len(node.args) - len(inputs) :]
+            yield from find_gemms(region, {**outer, **dict(zip(inputs, given, strict=True))})
+
+
+def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
+    """`op, a, b, bias, whether b is (N, K), a reason to leave it alone` of a product."""
+    args, kwargs = node.args, node.kwargs
+    if node.op == "call_function":
+        if node.target in _LINEAR:
+            x = args[0] if args else kwargs["input"]
+            weight = args[1] if len(args) > 1 else kwargs["weight"]
+            return "linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), True, None
+        if node.target in _MATMUL and len(args) == 2 and not kwargs:
+            return "matmul", *args, None, False, None
+        if node.target in _ADDMM and len(args) == 3:
+            reason = None if all(scale == 1 for scale in kwargs.values()) else "addmm with alpha or beta"
+            return "addmm", args[1], args[2], args[0], False, reason
+        if node.target in _LEFT_ALONE:
+            name, first = _LEFT_ALONE[node.target]
+            tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and _value(arg) is not None]
+            if len(tensors) >= 2:
+                return name, tensors[first], tensors[first + 1], None, False, f"{name} is not matched"
+    elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
+        return "matmul", *args, None, False, None
+    return None
+
+
+def _classify(
+    node: Node, outer: Mapping[Node, Node], op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None
+) -> Gemm | None:
+    left, right, out = _value(a), _value(b), _value(node)
+    if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
+        return None
+    parameter = parameter_of(b, outer) or differentiated(b, outer)
+    flipped = False
+    if (
+        parameter is None
+        and op == "matmul"
+        and left.ndim == 2
+        and right.ndim >= 2
+        and parameter_of(a, outer) is not None
+    ):
+        parameter, flipped = parameter_of(a, outer), True
+        a, b, left, right = b, a, right.mT, left.mT
+    k, n = right.shape[-2:] if right.ndim > 1 else (right.shape[0], 1)
+    if transposed:
+        k, n = n, k
+    gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
+    if reason is None:
+        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
+    if parameter is not None or gathered is not None:
+        reason = reason or why_not_operands(a, b, outer)
+    elif (computed := _computed(b, outer) or _computed(a, outer)) is not None:
+        reason = why_not_operands(a, b, outer) or computed
+    parameter = parameter or gathered
+    batch = _product(right.shape[:-2])
+    rows = left.shape[-2] if right.ndim > 2 and left.ndim > 1 else _product(left.shape[:-1])
+    name = "" if parameter is None else weight_name(parameter)
+    site = Site(op=op, m=rows, n=n, k=k, batch=batch, dtype=left.dtype, device=left.device, weight=name)
+    return Gemm(
+        node=node, a=a, b=b, bias=bias, transposed=transposed, flipped=flipped, site=site, reason=reason,
+        parameter=parameter,
+    )  # fmt: skip
+
+
+def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str, Any]) -> Gemm:
+    """A product of groups: of an expert's weight, known or not, unless it is a batch without offsets."""
+    a, b = given["a"], given["b"]
+    left, right = a.meta["example_value"], b.meta["example_value"]
+    groups = find_grouped.groups_of(left, right, given.get("offsets"))
+    reason = groups if isinstance(groups, str) else None
+    parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
+    if isinstance(groups, Groups) and groups.offsets is None and parameter is None:
+        reason = "no parameter: activation by activation"
+    if given.get("bias") is not None:
+        reason = "a bias is given, which PyTorch's product of groups does not take either: add it to the output"
+    reason = reason or why_not_operands(a, b, outer)
+    batched = isinstance(groups, Groups) and groups.offsets is None
+    count = groups.count if isinstance(groups, Groups) else 1
+    site = Site(
+        op=find_grouped.OP, m=left.shape[-2], n=right.shape[-1], k=left.shape[-1], batch=count if batched else 1,
+        groups=0 if batched else count, dtype=left.dtype, device=left.device,
+        weight="" if parameter is None else weight_name(parameter),
+    )  # fmt: skip
+    return Gemm(
+        node=node, a=a, b=b, bias=None, transposed=False, flipped=False, site=site, reason=reason,
+        groups=groups if isinstance(groups, Groups) else None, parameter=parameter,
+    )  # fmt: skip
+
+
+def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
+    """A product for each weight of a node that is known, and not taken apart."""
+    reason = node.meta.get(attention.REASON) or _OTHERS[node.target]
+    given = [each for each in node.all_input_nodes if _value(each) is not None]
+    for b in given:
+        weight, left = _value(b), _value(given[0])
+        if weight is None or left is None or weight.ndim < 2 or b is given[0] or parameter_of(b, outer) is None:
+            continue
+        n, k = weight.shape[0], _product(weight.shape[1:])
+        if "conv" in _name(node):
+            if any(size != 1 for size in weight.shape[2:]):
+                continue
+            rows = left.numel() // left.shape[-weight.ndim + 1]
+        else:
+            rows = _product(left.shape[:-1])
+        name = weight_name(b)
+        site = Site(op=_name(node), m=rows, n=n, k=k, dtype=left.dtype, device=left.device, weight=name)
+        yield Gemm(
+            node=node, a=given[0], b=b, bias=None, transposed=True, flipped=False, site=site, reason=reason,
+            parameter=parameter_of(b, outer),
+        )  # fmt: skip
+
+
+def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
+    """The reason to leave a weight alone that is computed of parameters and buffers alone; else None."""
+    seen: set[Node] = set()
+    waiting, names, parameters = [outer.get(node, node)], [], []
+    while waiting:
+        each = waiting.pop()
+        each = outer.get(each, each)
+        if each in seen:
+            continue
+        seen.add(each)
+        if each.op not in ("placeholder", "get_attr"):
+            waiting += each.all_input_nodes
+        elif isinstance(_value(each), torch.nn.Parameter):
+            parameters.append(weight_name(each))
+        elif _is_buffer(each):
+            names.append(weight_name(each))
+        elif isinstance(_value(each), Tensor):
+            return None
+    if parameters:
+        found = ", ".join(sorted(parameters))
+        return f"computed from a parameter ({found}): fp8fn.linear takes it"
+    return f"a buffer ({names[0]}), not a parameter: register it as one, with requires_grad=False" if names else None
+
+
+def _is_buffer(node: Node) -> bool:
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    return "_buffers" in str(name() if callable(name) else name)
+
+
+def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, parameter: Node | None) -> str | None:
+    if parameter is None:
+        return "no parameter: activation by activation"
+    if left.ndim < 2 or right.ndim < 2:
+        return "a vector is an operand"
+    if op == "linear" and right.ndim != 2:
+        return "the weight is not a matrix"
+    if right.ndim > 2 and left.ndim != right.ndim:
+        return "batches of different rank"
+    if bias is not None and (
+        bias.ndim != 1 or bias.shape[0] != (right.shape[0] if op == "linear" else right.shape[-1])
+    ):
+        return "the bias is not one row of N"
+    return None
+
+
+def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The parameter behind a chain of views and casts, else None."""
+    while isinstance(node, Node):
+        if node in outer:
+            node = outer[node]
+            continue
+        value = _value(node)
+        if node.op in ("placeholder", "get_attr"):
+            return node if isinstance(value, torch.nn.Parameter) else None
+        if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def differentiated(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The input behind views and casts that `torch.func.grad` differentiates, be it a Parameter or not; else None.
+
+    As a right operand, it is a weight: `torch.func.grad` of a `functional_call` has all of them as inputs.
+    """
+    tracked = False
+    while isinstance(node, Node):
+        node = outer.get(node, node)
+        if node.op == "placeholder":
+            return node if tracked else None
+        name = _name(node)
+        tracked = tracked or any("_set_tensor_requires_grad" in _name(each) for each in (node, *node.users))
+        if name not in _VIEWS and name not in ("_wrap_for_grad", "_set_tensor_requires_grad") and not _picks(node):
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _picks(node: Node) -> bool:
+    """Whether a node is `w[i]`, a part of `w` that one index or slice names, be it known only at run time."""
+    if node.target not in (operator.getitem, "__getitem__") or len(node.args) < 2:
+        return False
+    index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
+    return all(_value(i) is None or _value(i).ndim == 0 for i in index)  # type: ignore[union-attr]
+
+
+def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The parameter of which matrices were gathered, `w[indices]`, behind views and casts; else None."""
+    while isinstance(node, Node):
+        node = outer.get(node, node)
+        gathers = node.target in (operator.getitem, "__getitem__") and not _picks(node)
+        if node.args and (gathers or _name(node) == "index_select"):
+            found = parameter_of(node.args[0], outer)
+            return found if found is not None and _value(found).ndim > 2 else None  # type: ignore[union-attr]
+        if node.op not in ("call_function", "call_method") or _name(node) not in _VIEWS:
+            return None
+        node = node.args[0] if node.args else None
+    return None
+
+
+def _first_stacked(node: Any, outer: Mapping[Node, Node]) -> Node | None:
+    """The first of the parameters that one `torch.stack` or `torch.cat` makes a weight of; else None."""
+    while isinstance(node, Node) and node.op in ("call_function", "call_method"):
+        first = node.args[0] if node.args else None
+        if node.target in (torch.stack, torch.cat) and isinstance(first, Sequence):
+            return parameter_of(first[0], outer)
+        if _name(node) not in _VIEWS:
+            return None
+        node = first
+    return None
+
+
+def weight_name(node: Node) -> str:
+    """`"layers.0.fc.weight"`: the name in `named_parameters()` of a lifted parameter."""
+    source = getattr(node, "_dynamo_source", None)
+    name = getattr(source, "name", "")
+    text = str(name() if callable(name) else name)
+    keys = re.findall(r"\[['\"]?([^'\"\]]+)['\"]?\]|\.(\w+)", text)
+    parts = [quoted or dotted for quoted, dotted in keys]
+    return ".".join(
+        part for part in parts[1:] if part not in ("_modules", "_parameters", "_buffers", "__dict__")
+    ) or str(node.target)
+
+
+def _value(node: Any) -> Tensor | None:
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, Tensor) else None
+
+
+def _product(sizes: Any) -> Any:
+    total = 1
+    for size in sizes:
+        total = total * size
+    return total

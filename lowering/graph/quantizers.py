@@ -1,0 +1,174 @@
+"""The quantizers of a graph, who else reads what they read, and one in the place of several of one tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from fp8fn.lowering.graph.dequantized import call
+from fp8fn.lowering.graph.substitute import arguments_of
+from fp8fn.lowering.graph.views import Size, aten, equal
+from fp8fn.ops import targets
+from fp8fn.ops.layout import Block, swap
+
+RESHAPES: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_SINGLE: Final = torch.ops.fp8fn.quantize.default
+_DUAL: Final = torch.ops.fp8fn.quantize_dual.default
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """`fp8fn::quantize` or `fp8fn::quantize_dual` of `x (..., M, N)`, and its results."""
+
+    node: Node
+    x: Node
+    block: Block
+    dtype: torch.dtype
+    scale: str
+
+    @property
+    def dual(self) -> bool:
+        return self.node.target is _DUAL
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return tuple(self.x.meta["val"].shape)
+
+    @property
+    def outs(self) -> tuple[Tensor, ...]:
+        return tuple(self.node.meta["val"])
+
+    @property
+    def device(self) -> torch.device:
+        return self.x.meta["val"].device  # type: ignore[no-any-return]
+
+    def place_in(self, other: Quantizer) -> int | None:
+        """Where in the results of `other` these two are, which is a quantizer of the same tensor."""
+        if other.dual and not self.dual:
+            places = [place for place, block in ((0, other.block), (2, swap(other.block))) if block == self.block]
+        else:
+            places = [0] if (self.dual, self.block) == (other.dual, other.block) else []
+        for place in places:
+            if all(same_layout(mine, its) for mine, its in zip(self.outs, other.outs[place:], strict=False)):
+                return place
+        return None
+
+
+def find_quantizers(graph: Graph) -> list[Quantizer]:
+    """In the graph's order."""
+    found = []
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target in (_SINGLE, _DUAL):
+            given = arguments_of(node)
+            x, (rows, columns) = given["x"], given["block"]
+            dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
+            found.append(Quantizer(node, x, (rows, columns), dtype, given["scale"]))
+    return found
+
+
+def reshaped_of(node: Node) -> Node:
+    """The tensor that `node` is in another shape, in the same order."""
+    while node.target in RESHAPES:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def readers(node: Node) -> Iterator[Node]:
+    """The nodes that read a tensor, in whatever shape."""
+    for user in node.users:
+        if user.target in RESHAPES:
+            yield from readers(user)
+        else:
+            yield user
+
+
+def computed(node: Node) -> bool:
+    """Whether Inductor makes code for a node, so that it can be in one kernel with its neighbours."""
+    return elementwise(node) or torch.Tag.reduction in _tags(node)
+
+
+def elementwise(node: Node) -> bool:
+    """Whether each element comes of those at its place; not of a sum that is merely cast."""
+    source: Any = node
+    while source.target is torch.ops.prims.convert_element_type.default:
+        source = source.args[0]
+    return torch.Tag.pointwise in _tags(node) and torch.Tag.reduction not in _tags(source)
+
+
+def _tags(node: Node) -> Sequence[torch.Tag]:
+    return getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Shape, type and strides, but for those of an axis of one element."""
+    if a.dtype != b.dtype or a.dim() != b.dim():
+        return False
+    sizes = zip(a.shape, b.shape, a.stride(), b.stride(), strict=True)
+    return all(equal(m, n) and (equal(m, 1) or equal(s, t)) for m, n, s, t in sizes)
+
+
+def replace_quantizer(graph: Graph, old: Node, new: Node, place: int = 0) -> None:
+    """The results of `new` from `place` on, in the place of those of `old`."""
+    for item in list(old.users):  # each is a getitem
+        with graph.inserting_before(item):
+            index: Any = item.args[1]
+            out = call(graph, item.target, new, index + place)
+        for key, meta in item.meta.items():
+            if key not in ("val", "tensor_meta", "eager_input_vals"):
+                out.meta.setdefault(key, meta)
+        item.replace_all_uses_with(out)
+        graph.erase_node(item)
+    for key, meta in old.meta.items():
+        if key not in ("val", "tensor_meta", "original_aten", "eager_input_vals"):
+            new.meta.setdefault(key, meta)
+    graph.erase_node(old)
+
+
+def merge_quantizers(graph: Graph) -> int:
+    """One quantizer for the same tensor in the same format, as of the projections of one input; how many are gone.
+
+    The same bits, so that exact substitutions may do it too. AOTAutograd merges equal calls where a graph has a
+    backward, but neither those of an inference, nor a quantizer with one that has its results and others.
+    """
+    alike: dict[Any, list[Quantizer]] = {}
+    for quantizer in find_quantizers(graph):
+        key = (reshaped_of(quantizer.x), str(quantizer.shape), quantizer.dtype, quantizer.scale)
+        alike.setdefault(key, []).append(quantizer)
+    return sum(_merge(graph, group) for group in alike.values() if len(group) > 1)
+
+
+def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
+    """Of quantizers of one tensor, in the graph's order."""
+    gone, left = 0, sorted(group, key=lambda quantizer: not quantizer.dual)  # stable
+    while left:
+        lead, *left = left
+        places = {id(other): other.place_in(lead) for other in left}
+        merged = [other for other in left if places[id(other)] is not None]
+        if not merged:
+            continue
+        left = [other for other in left if places[id(other)] is None]
+        first = min((lead, *merged), key=group.index)
+        new = lead.node
+        if first is not lead:  # its results are needed before it
+            with graph.inserting_before(first.node):
+                new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale)
+            replace_quantizer(graph, lead.node, new)
+            _erase_unread(graph, lead.x)
+        for other in merged:
+            replace_quantizer(graph, other.node, new, places[id(other)] or 0)
+            _erase_unread(graph, other.x)
+        gone += len(merged)
+    return gone
+
+
+def _erase_unread(graph: Graph, node: Node) -> None:
+    """The views that nothing reads any more: a pass over the whole graph would look at each node for these few."""
+    while node.target in RESHAPES and not node.users:
+        source: Any = node.args[0]
+        graph.erase_node(node)
+        node = source

@@ -1,0 +1,138 @@
+"""The pass over joint graphs that puts fp8fn's ops in the place of products on FP8 data; always exact, never by recipe.
+
+It runs with `backend="fp8fn"`, and with plain `torch.compile` inside of `substitution()`, or after `enable()`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from fp8fn import lowering, meta, ops
+from fp8fn.lowering.graph.quantizers import merge_quantizers
+from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.inductor import autotune, extern_call
+from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
+from fp8fn.ops import tuning
+from fp8fn.version import __version__
+
+PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (
+    scaled_mm.substitute, torchao.substitute, transformers_fp8.substitute, dequantized_matmul.substitute,
+)  # fmt: skip
+_LOG: Final = logging.getLogger("fp8fn")
+_listeners: Final[list[list[Substitution]]] = []
+
+
+def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
+    """Substitutes in place, and returns what became of each product that a pattern knows; merges equal quantizers.
+
+    With `everything` also what no measurement says to be faster, of the patterns that ask.
+    """
+    origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
+    found = []
+    grouped: Callable[[Graph], Iterator[Substitution]] = partial(scaled_grouped_mm.substitute, everything=everything)
+    for pattern in (*PATTERNS, grouped):
+        for substitution in pattern(graph):
+            origin, backward = origins.get(substitution.node, ("", False))
+            found.append(replace(substitution, origin=origin, backward=backward))
+    merged = merge_quantizers(graph)
+    if any(substitution.reason is None for substitution in found):
+        graph.eliminate_dead_code()
+        graph.lint()
+    if merged:
+        _LOG.info("%d quantizers of tensors that another one quantizes so: left out", merged)
+    for substitution in found:
+        _LOG.info(
+            "%s %s (M,N,K)=(%s,%s,%s): %s",
+            substitution.source, substitution.target, *substitution.shape,
+            substitution.reason or substitution.made,
+        )  # fmt: skip
+    for listener in _listeners:
+        listener += found
+    return found
+
+
+@contextmanager
+def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[Substitution]]:
+    """All substitutions of the compilations inside; `listeners` are those of another pass."""
+    found: list[Substitution] = []
+    listeners.append(found)
+    try:
+        yield found
+    finally:
+        listeners.remove(found)
+
+
+class SubstitutionPass(CustomGraphPass):
+    """Inductor's hook; graphs that were compiled with other patterns or fakes are no hits of its caches."""
+
+    def __init__(self, before: Any = None, everything: bool = False) -> None:
+        self.before, self.everything = before, everything
+
+    def __call__(self, graph: Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        apply(graph, self.everything)
+        extern_call.install()
+        if autotune.wanted():
+            autotune.install()
+
+    def uuid(self) -> Any:
+        before = self.before.uuid() if self.before is not None else None
+        return ("fp8fn", __version__, _fingerprint(), self.everything, before)
+
+
+@cache
+def _fingerprint() -> str:
+    """Of the sources that decide about a graph, the sizes and strides in it among them, and of the tuning tables."""
+    digest = hashlib.sha256()
+    sources = [(lowering, "**/*.py"), (meta, "*.py"), (ops, "*.py"), (tuning, "tables/*.json")]
+    for file in sorted(file for package, files in sources for file in Path(package.__path__[0]).glob(files)):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def with_pass(patches: dict[str, Any], everything: bool = False) -> dict[str, Any]:
+    """Inductor's options with the pass among them, after the user's own; `everything` as `apply` has it."""
+    import torch._inductor.config as config
+
+    transformers_fp8.serve()
+    before = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+    if isinstance(before, SubstitutionPass):
+        if before.everything == everything:
+            return patches
+        before = before.before
+    return {**patches, "joint_custom_pre_pass": SubstitutionPass(before, everything)}
+
+
+@contextmanager
+def substitution() -> Iterator[None]:
+    """See `fp8fn.lowering.substitution`."""
+    import torch._inductor.config as config
+
+    with config.patch(with_pass({})):
+        yield
+
+
+def enable() -> None:
+    """See `fp8fn.lowering.enable`."""
+    import torch._inductor.config as config
+
+    config.joint_custom_pre_pass = with_pass({}).get("joint_custom_pre_pass", config.joint_custom_pre_pass)
+
+
+def disable() -> None:
+    """See `fp8fn.lowering.disable`."""
+    import torch._inductor.config as config
+
+    if isinstance(config.joint_custom_pre_pass, SubstitutionPass):
+        config.joint_custom_pre_pass = config.joint_custom_pre_pass.before

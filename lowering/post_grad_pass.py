@@ -1,0 +1,78 @@
+"""The pass over the graphs that Inductor compiles, forward and backward: quantizers take in what they quantize."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Final
+
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
+
+from fp8fn.lowering import joint_pass
+from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.patterns import inlined, producers
+from fp8fn.ops.layout import Block
+
+# Inlined without being asked for, by the bytes: 3 for an element in place of 7. Of 128 elements Inductor's kernel keeps
+# all in registers; of a row of more than 1024 it reads the producer's inputs twice. Not timed on a GPU.
+INLINED: Final[tuple[Block, ...]] = ((1, 128),)
+_LOG: Final = logging.getLogger("fp8fn")
+_listeners: Final[list[list[Substitution]]] = []
+
+
+def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution]:
+    """Fuses in place, and returns what became of each quantizer with a producer that a pattern knows."""
+    origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
+    found = []
+    for substitution in (*producers.substitute(graph), *inlined.substitute(graph, blocks)):
+        origin, backward = origins.get(substitution.node, ("", False))
+        found.append(replace(substitution, origin=origin, backward=backward))
+    if any(substitution.reason is None for substitution in found):
+        graph.eliminate_dead_code()
+        graph.lint()
+    for substitution in found:
+        m, _, k = substitution.shape
+        _LOG.info(
+            "%s %s (M,K)=(%s,%s) quantized: %s",
+            substitution.source, substitution.target, m, k, substitution.reason or substitution.made,
+        )  # fmt: skip
+    for listener in _listeners:
+        listener += found
+    return found
+
+
+def recorded() -> AbstractContextManager[list[Substitution]]:
+    """What became of each such quantizer in the compilations inside; `shape` is `(M, 0, K)`, for it has no product."""
+    return joint_pass.recorded(_listeners)
+
+
+class FusionPass(CustomGraphPass):
+    """Inductor's hook, in its caches' keys like `joint.SubstitutionPass`."""
+
+    def __init__(self, blocks: tuple[Block, ...] = INLINED, before: Any = None) -> None:
+        self.blocks, self.before = blocks, before
+
+    def __call__(self, graph: Graph) -> None:
+        if self.before is not None:
+            self.before(graph)
+        fuse(graph, self.blocks)
+
+    def uuid(self) -> Any:
+        before = self.before.uuid() if self.before is not None else None
+        return ("fusion", joint_pass.SubstitutionPass().uuid(), self.blocks, before)
+
+
+def with_fusion(patches: dict[str, Any], wanted: bool | None) -> dict[str, Any]:
+    """Inductor's options with the pass among them, after the user's own; `wanted` is the option `fuse_quantize`."""
+    import torch._inductor.config as config
+
+    if wanted not in (None, False, True):
+        raise ValueError(f"options['fuse_quantize'] is {wanted!r}; use True, False, or None for the default")
+    if wanted is False:
+        return patches
+    before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
+    blocks = inlined.BLOCKS if wanted else INLINED
+    return {**patches, "post_grad_custom_pre_pass": FusionPass(blocks, before)}

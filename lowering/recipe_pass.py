@@ -1,0 +1,142 @@
+"""The recipe pass: in a Dynamo graph, products with a parameter become `fp8fn::gemm`, which brings its own backward."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from fp8fn.lowering.attention import spell_attention
+from fp8fn.lowering.costs import chip_for, estimated, why_slower
+from fp8fn.lowering.find import Gemm, find_gemms, parameter_of
+from fp8fn.lowering.find_grouped import why_not_recipe
+from fp8fn.lowering.graph.einsum import reduce_einsums
+from fp8fn.lowering.heads import Heads
+from fp8fn.lowering.quantized_weights import why_not_operands
+from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.recipe import BLOCKWISE, Recipe
+from fp8fn.ops.tuning.estimate import Times
+from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
+
+_log = logging.getLogger("fp8fn")
+_MOST_REASONS: Final = 3
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What became of one product: `reason` is None where it was substituted.
+
+    `possible` where another `where` would have it in FP8, and `times` the estimate of that, where there is one.
+    """
+
+    gemm: Gemm
+    reason: str | None
+    possible: bool
+    times: Times | None
+
+
+def decide(
+    gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None
+) -> list[Decision]:
+    """For every product of the graph, whether it goes to FP8 and why not; einsums and attention become products.
+
+    Estimates are for the product's device, or for a `target` of `rates.NAMED`.
+    """
+    spell_attention(gm)
+    reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
+    gemms = list(find_gemms(gm))
+    heads = Heads(gm, gemms)
+    return [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
+
+
+def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads: Heads) -> Decision:
+    site = gemm.site
+    impossible = gemm.reason or why_not(site) or why_not_recipe(gemm.groups, recipe)
+    if impossible is not None:
+        return Decision(gemm, impossible, False, None)
+    times = estimated(site, recipe, chip_for(site.device, target))
+    reason = why_not(site, where)
+    if where is None:
+        slower = why_slower(times) if _is_16_bit(gemm.node) else None
+        reason = why_not_by_default(site) or heads.why(gemm) or slower
+    return Decision(gemm, reason, True, times)
+
+
+def _is_16_bit(node: Node) -> bool:
+    """Whether the product that FP8 replaces is one in 16 bits, also by autocast: in float32 it takes much longer."""
+    out = node.meta.get("example_value")
+    return isinstance(out, Tensor) and out.dtype in INPUT_DTYPES and out.dtype.itemsize == 2
+
+
+def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:
+    """Substitutes the eligible products of the graph in place, and returns what was decided for each."""
+    decisions = decide(gm, where, recipe)
+    substitutes: dict[Node, Node] = {}
+    for decision in decisions:
+        gemm = decision.gemm
+        if decision.reason is None:
+            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes)
+        _log.info(
+            "%s %s %s (M,N,K)=(%s,%s,%s): %s",
+            gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
+            decision.reason or f"fp8fn.{'gemm' if gemm.groups is None else 'grouped_gemm'}, {recipe.key}",
+        )  # fmt: skip
+    _summarize(decisions, recipe, where)
+    for graph in {decision.gemm.node.graph for decision in decisions if decision.reason is not None} | {gm.graph}:
+        graph.lint()
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            module.recompile()
+    return decisions
+
+
+def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> None:
+    """One line for each compilation: a warning where no weight's product is in FP8, unless the estimates say so."""
+    taken = sum(decision.reason is None for decision in decisions)
+    reasons = Counter(decision.reason for decision in decisions if decision.reason is not None)
+    left = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
+    slower = any(decision.reason and decision.reason == why_slower(decision.times) for decision in decisions)
+    # The exact pass reports on FP8 data itself, and a recipe takes no product of two activations.
+    gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
+    weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
+    level = logging.INFO if taken or slower or not weights else logging.WARNING
+    unmatched = None if taken else why_none_match(where, (gemm.site.weight for gemm in weights))
+    _log.log(
+        level, "%d of %d products in FP8, recipe %s%s", taken, len(decisions), recipe.key,
+        f": {unmatched}" if unmatched else f"; left: {left}" if left else "",
+    )  # fmt: skip
+
+
+def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node]) -> Node:
+    """Puts `fp8fn::gemm` or `grouped_gemm` in the place of a product, whose operands may be substitutes themselves."""
+    node = gemm.node
+    a, b = (substitutes.get(operand, operand) for operand in (gemm.a, gemm.b))
+    bias = gemm.bias if gemm.bias is None else substitutes.get(gemm.bias, gemm.bias)
+
+    def transpose(operand: Node) -> Node:
+        # A function: a call_method node would bypass AOTAutograd's cache.
+        return graph.call_function(torch.transpose, (operand, -2, -1))
+
+    with graph.inserting_before(node):
+        if gemm.flipped:
+            a = transpose(a)
+        if gemm.transposed or gemm.flipped:
+            b = transpose(b)
+        if gemm.groups is None:
+            out = graph.call_function(torch.ops.fp8fn.gemm.default, (a, b, bias, recipe.key, None))
+        else:
+            # PyTorch's product of groups does not follow autocast, and neither does its substitute.
+            args = (a, b, gemm.groups.offsets, None, recipe.key, node.meta["example_value"].dtype)
+            out = graph.call_function(torch.ops.fp8fn.grouped_gemm.default, args)
+        if gemm.flipped:
+            out = transpose(out)
+    out.meta.update(node.meta)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+    return out

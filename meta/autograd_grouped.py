@@ -1,0 +1,162 @@
+"""Autograd of the products of groups: `fp8fn::grouped_gemm` at one level."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8fn.meta import levels
+from fp8fn.ops import grouped_gemm as grouped
+from fp8fn.ops.gemm import Quantized, default_out_dtype
+from fp8fn.ops.groups import group_of
+from fp8fn.ops.layout import is_column_major
+from fp8fn.ops.recipe import Recipe, parse_recipe
+
+
+def grouped_gemm(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor | None = None,
+    bias: Tensor | None = None,
+    recipe: str = "blockwise",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """`fp8fn::grouped_gemm` at one level; without offsets it is a batched `fp8fn::gemm`."""
+    parsed = parse_recipe(recipe)
+    grouped.check_grouped_gemm(a, b, offsets, bias, parsed, out_dtype)
+    if out_dtype is None:
+        out_dtype = default_out_dtype(a)
+    out: Tensor
+    if offsets is None:
+        if bias is None:
+            return torch.ops.fp8fn.gemm(a, b, None, recipe, out_dtype)  # type: ignore[no-any-return]
+        out = torch.ops.fp8fn.gemm(a, b, None, recipe, torch.float32)
+        return (out + bias.float()[:, None]).to(out_dtype)
+    if levels.is_tracked(a, b, bias):
+        out = levels.apply(GroupedGemm, a, b, offsets, bias, parsed, out_dtype)
+    elif levels.inside_transform():
+        out = levels.below(torch.ops.fp8fn.grouped_gemm, a, b, offsets, bias, recipe, out_dtype)
+    else:
+        out = levels.below(_forward, a, b, offsets, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
+    return out
+
+
+def _forward(
+    a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
+    *, dgrad: bool, wgrad: bool,
+) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
+    forward = grouped.rows_forward if b.ndim == 3 else grouped.k_forward
+    return forward(a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+
+
+class GroupedGemm(levels.SingleLevelFunction):
+    """`C = A B + bias` of each group; gradients as `Gemm` has them, group by group.
+
+    Where rows of A are grouped, `dA` is of the same kind and `dB` sums over each group's tokens; where K is, both
+    gradients have groups of rows. Saves the operands that the forward quantized, as `Gemm` does.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.recipe, ctx.dtypes = recipe, (a.dtype, b.dtype, None if bias is None else bias.dtype)
+        ctx.rows, ctx.b_column_major, ctx.out_dtype = b.ndim == 3, is_column_major(b), out_dtype
+        ctx.out_shape = (*(() if ctx.rows else offsets.shape), a.shape[0], b.shape[-1])
+        ctx.inside_transform = levels.inside_transform()
+        ctx.keeps_operands = recipe.second_order or levels.is_tracked_below(a, b, bias)
+        if levels.has_forward_mode():
+            ctx.save_for_forward(a, b, offsets)
+        dgrad, wgrad = ctx.needs_input_grad[:2]
+        out: Tensor
+        if ctx.keeps_operands:
+            ctx.save_for_backward(a, b, offsets)
+            if ctx.inside_transform:
+                args = (a, b, offsets, bias, recipe.key, out_dtype)
+                out = levels.below(torch.ops.fp8fn.grouped_gemm, *args)
+            else:
+                out = levels.below(_forward, a, b, offsets, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
+            return out
+        out, a_kept, b_kept = levels.below(_forward, a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+        ctx.blocks = [None if q is None else q.block for q in (a_kept, b_kept)]
+        ctx.save_for_backward(offsets, *(a_kept or (None, None))[:2], *(b_kept or (None, None))[:2])
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a_dtype, b_dtype, bias_dtype = ctx.dtypes
+        offsets = ctx.saved_tensors[2 if ctx.keeps_operands else 0]
+        grad_bias = None
+        if bias_dtype is not None and ctx.needs_input_grad[3]:
+            sums = grouped.sum_groups(grad, offsets) if ctx.rows else grad.sum(1, dtype=torch.float32)
+            grad_bias = sums.to(bias_dtype)
+        if ctx.keeps_operands:
+            return *_backward_of_operands(ctx, grad), None, grad_bias, None, None
+        if torch.is_grad_enabled() and not ctx.inside_transform:
+            raise NotImplementedError(SECOND_ORDER)
+        _, *parts = ctx.saved_tensors
+        a_kept, b_kept = (
+            None if block is None else Quantized(parts[2 * i], parts[2 * i + 1], block)
+            for i, block in enumerate(ctx.blocks)
+        )
+        if ctx.rows:
+            args = (ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
+            grad_a, grad_b = grouped.rows_backward(grad, offsets, a_kept, b_kept, *args)
+        else:
+            grad_a, grad_b = grouped.k_backward(grad, offsets, a_kept, b_kept, ctx.recipe, a_dtype, b_dtype)
+        return grad_a, grad_b, None, grad_bias, None, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any, a_tangent: Tensor | None, b_tangent: Tensor | None, offsets_tangent: None,
+        bias_tangent: Tensor | None, *_: None,
+    ) -> Tensor | None:  # fmt: skip
+        if levels.forward_mode_depth() > 1:
+            raise NotImplementedError("fp8fn.grouped_gemm: jvp of jvp is not supported; use jvp of grad")
+        a, b, offsets = ctx.saved_tensors
+        key, terms = ctx.recipe.key, []
+        if a_tangent is not None:
+            terms.append(torch.ops.fp8fn.grouped_gemm(a_tangent, b, offsets, None, key, ctx.out_dtype))
+        if b_tangent is not None:
+            terms.append(torch.ops.fp8fn.grouped_gemm(a, b_tangent, offsets, None, key, ctx.out_dtype))
+        if bias_tangent is not None:
+            terms.append(_bias_rows(ctx, bias_tangent.to(ctx.out_dtype), offsets))
+        return sum(terms[1:], terms[0]) if terms else None
+
+
+SECOND_ORDER = (
+    "fp8fn.grouped_gemm: a second derivative needs the operands, and only their FP8 forms were kept; use "
+    "Recipe(second_order=True), or nest torch.func transforms, torch.func.grad(torch.func.grad(f)) for one"
+)
+
+
+def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
+    """What `bias (E, N)` adds to the output: nothing past the last group's end."""
+    if not ctx.rows:
+        return bias[:, None].expand(ctx.out_shape)
+    group, groups = group_of(offsets, ctx.out_shape[0]), offsets.shape[0]
+    return torch.where((group < groups)[:, None], bias[group.clamp_max(groups - 1)], 0)
+
+
+def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """The same two products, from the unquantized operands, each differentiable again."""
+    a, b, offsets = ctx.saved_tensors
+    a_dtype, b_dtype, _ = ctx.dtypes
+    op, recipe = torch.ops.fp8fn.grouped_gemm, ctx.recipe
+    grad_a = grad_b = None
+    if ctx.rows:
+        if ctx.needs_input_grad[0]:
+            grad_a = op(grad, b.mT, offsets, None, recipe.dgrad.key, a_dtype)
+        if ctx.needs_input_grad[1]:
+            grad_b = op(a.mT, grad, offsets, None, recipe.wgrad.key, b_dtype)
+        return grad_a, grad_b
+    by_gradient = recipe.wgrad  # whose right operand is the gradient
+    if ctx.needs_input_grad[0]:
+        dgrad = replace(by_gradient, activation_dtype=recipe.weight_dtype)
+        grad_a = op(b, grad.mT, offsets, None, dgrad.key, a_dtype).mT
+    if ctx.needs_input_grad[1]:
+        grad_b = op(a.mT, grad, offsets, None, by_gradient.key, b_dtype)
+    return grad_a, grad_b

@@ -1,0 +1,1 @@
+"""The products in CUDA C++: each kernel's launch beside its source."""

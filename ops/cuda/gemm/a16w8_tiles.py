@@ -1,0 +1,346 @@
+"""Few rows by an FP8 weight by TMA and wgmma: what it accepts, its configuration, its launch (`a16w8_tiles.cu`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.gemm import gemv_a16w8
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, ceil_power_of_two, scale_step
+from fp8fn.ops.cuda.gemm.gemv_mx import PREFETCHED
+from fp8fn.ops.cuda.gemm.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import Target
+
+STEP: Final = 128  # of K in a stage
+_PIECE: Final = 8  # of x, that a thread loads
+MOST_ROWS: Final = 16
+LEAST_STAGES: Final = 2  # of a ring
+PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
+_MOST_AHEAD: Final = 6
+_LONG: Final = 8  # stages of K, of a block's part that may not be read early
+_CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of more than 8 blocks may have no place
+
+
+@dataclass(frozen=True)
+class Config:
+    """How blocks divide a product; `a16w8_tiles.cu` says what each does.
+
+    `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
+    a multiprocessor at once; `LATE`, when the next launch may begin; `HELD` stages of the weight in registers, of which
+    `READY`, of a constant one, before x is waited for: blocks have equally long parts then, and as many stages;
+    `X_OVER`, whether x comes to lie in their place.
+    """
+
+    ROWS: int
+    WARPS_N: int = 4
+    STAGES: int = 0
+    CLUSTER: int = 1
+    RESIDENT: int = 4
+    LATE: bool = False
+    HELD: int = 0
+    READY: int = 0
+    X_OVER: bool = False
+
+    @property
+    def BN(self) -> int:
+        return 16 * self.WARPS_N
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.WARPS_N + (not self.HELD))
+
+    def steps(self, k: int) -> int:
+        """The most that a block has."""
+        return -(-stages_of(k) // self.CLUSTER)
+
+    def shared(self, k: int, w_block: Block, parts: int) -> int:
+        """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
+        steps, arriving = self.steps(k), arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
+        before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
+        x = steps * self.ROWS * ((0 if self.X_OVER else parts * STEP) + 4)
+        return before + x + scale_bytes(steps, self.BN, w_block)
+
+    def __str__(self) -> str:
+        late = " late" * self.LATE + f" held{self.HELD} ready{self.READY}" * (self.HELD > 0) + " over" * self.X_OVER
+        return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
+
+
+def arriving_bytes(rows: int, warps_n: int, cluster: int) -> int:
+    """Of the sums that a cluster's blocks send to one (`exchange.cuh`)."""
+    return cluster * -(-warps_n // cluster) * 16 * rows * 4 if cluster > 1 else 0
+
+
+def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
+    """Of the scales of a block's part of K, `steps` stages, in shared memory (`a16w8.cuh`)."""
+    kind = SCALES[w_block]
+    return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
+
+
+def largest_cluster(cores: int) -> int:
+    """Blocks that find a place together on a GPU of so many multiprocessors."""
+    return 16 if cores >= _CORES_OF_LARGE_GPCS else 8
+
+
+def stages_of(k: int) -> int:
+    """Stages that K takes, of which the last one may have zeros behind it."""
+    return -(-k // STEP)
+
+
+class Held(NamedTuple):
+    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, `along` K.
+
+    Where a `config` has no STAGES, a block's part, of `least` of them to HELD, is held as a whole.
+    """
+
+    fewest: int
+    most: int
+    config: Config
+    along: range = range(1, 17)
+    least: int = 1
+
+    def divisions(self, steps: int) -> Iterator[tuple[int, int]]:
+        """Blocks along K and the stages that each of them has."""
+        given = self.config.STAGES
+        least, most = given or self.least, given or self.config.HELD
+        for cluster in self.along:
+            stages, rest = divmod(steps, cluster)
+            if not rest and least <= stages <= most:
+                yield cluster, stages
+
+
+# By rows, the first that fits: of a constant weight, and of others.
+_HELD: Final = {
+    8: (
+        # Wholly, where two launches or more find room at once.
+        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=4, READY=4), range(4, 9), 3),
+        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=6, READY=6), range(2, 13), 6),
+        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=8, READY=8), range(2, 3), 8),
+        Held(51, 60, Config(8, 8, RESIDENT=1, HELD=8), range(3, 7), 8),
+        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), range(1, 13), 3),
+        Held(30, 110, Config(8, 4, RESIDENT=2, HELD=3, READY=3), range(16, 0, -1)),
+        Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
+        Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), range(1, 3), 3),
+        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
+        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), range(1, 3)),
+        Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
+        # Longer K.
+        Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
+        Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
+        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), range(1, 5)),
+        Held(60, 70, Config(8, 12, 6, RESIDENT=1, HELD=6)),
+        Held(48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
+        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
+    ),
+    16: (
+        # Wholly.
+        Held(40, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=3, READY=3), range(16, 17)),
+        Held(60, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=2), range(3, 17), 2),
+        Held(45, 50, Config(16, 12, RESIDENT=1, HELD=2, READY=2), range(2, 17), 2),
+        Held(30, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 17), 3),
+        Held(55, 100, Config(16, 8, RESIDENT=1, LATE=True, HELD=4), range(6, 13), 4),
+        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=2, READY=2), range(1, 17), 2),
+        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=3, READY=3), range(4, 9), 2),
+        Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 2), 2),
+        Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 3), 2),
+        Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), range(1, 4)),
+        Held(1, 70, Config(16, 4, RESIDENT=2, LATE=True, HELD=3), range(1, 3)),
+        Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 5)),
+        Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), range(1, 9)),
+        # Longer K.
+        Held(60, 80, Config(16, 16, 6, RESIDENT=1, LATE=True, HELD=3, X_OVER=True), range(8, 9)),
+        Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), range(1, 5)),
+        Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
+        Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
+        Held(60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
+        Held(48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
+    ),
+}
+_HELD_LATE: Final = {
+    rows: (
+        Held(0, most, Config(rows, 4, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 9)),
+        Held(0, most, Config(rows, 4, 3, RESIDENT=2, LATE=True, HELD=3)),
+    )
+    for rows, most in ((8, 224), (16, 132))
+}
+
+
+def accepts(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
+) -> str | None:
+    """None where `plan` takes these operands, else the reason why not."""
+    if (reason := gemv_a16w8.accepts(x, w, w_scale, w_block, bias, out, target)) is not None:
+        return reason
+    if out.dtype == torch.float32:
+        return "out of float32 shows what the tensor core's accumulators drop"
+    x, out = as_matrix(x, w, bias, out)
+    if out.dim() == 3:
+        return f"a batch of {out.shape[0]}"
+    if out.shape[0] > MOST_ROWS:
+        return f"x has {out.shape[0]} rows, more than {MOST_ROWS}"
+    if x.shape[-1] % _PIECE:
+        return f"K={x.shape[-1]} is no multiple of {_PIECE}"
+    if not gemv_a16w8.is_k_contiguous(w):
+        return "columns of w are not contiguous"
+    if not gemv_a16w8.has_pieces(x):
+        return "rows of x do not begin at multiples of 16 bytes"
+    config = configure(out.shape[0], out.shape[1], x.shape[-1], w_block, PARTS[x.dtype], target.cores)
+    if config.STAGES < LEAST_STAGES:
+        return f"x of K={x.shape[-1]} does not fit into shared memory"
+    return None
+
+
+def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
+    """None where it was the faster one on an H200, else why not."""
+    k, n = w.shape[-2:]
+    rows = x.numel() // k
+    if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
+        return "one row by short columns of a weight that may not be read early is faster in registers"
+    if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
+        return "up to eight rows by no more than a stage of a weight that may not be read early are faster in registers"
+    return None
+
+
+def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *, constant: bool = False) -> Config:
+    """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
+
+    Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
+    next one have theirs when x is there; of short K the blocks are few and wide, and those of several launches do. Else
+    it has four stages at best, 128 columns wide, for each tile reads x anew, where that makes enough blocks. Else a
+    part takes more time than x does, and fewer blocks along K have longer ones.
+
+    Of others too the blocks of two launches find room at once, unless their parts would be too long, and the next
+    launch begins late: what it asks for would delay this one. Parts of two stages, or three, are held.
+    """
+    rows, steps = 8 if m <= 8 else 16, stages_of(k)
+    wide, narrow = -(-n // 128), -(-n // 64)
+    most = max(1, min(8, steps // 2))
+    late = not constant or (rows == 16 and steps >= 16)
+
+    def fitted(warps: int, cluster: int, resident: int) -> Config:
+        return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
+
+    if (held := _held((_HELD if constant else _HELD_LATE)[rows], n, k, w_block, parts, cores)) is not None:
+        return held
+    if constant:
+        if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
+            return fitted(4, 8, 3)
+        if wide * most < (cores if rows == 8 else cores * 7 // 10):
+            return fitted(4, most, 3 if rows == 8 else 2)
+        cluster = min(4, most) if wide >= cores else min(most, -(-steps // 4))
+        # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
+        crowded = cluster == 8 and 30 < wide <= 45
+        if crowded and steps > 48:
+            cluster, crowded = 6, False
+        return fitted(8, cluster, 3 if crowded else 2)
+
+    if 5 * wide * most < 2 * cores:
+        return fitted(4, most, 2)
+    if wide >= cores:
+        return fitted(8, min(4, most), 2)
+    # The most blocks along K that have equally much each and are not more than multiprocessors.
+    cluster = max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and wide * c <= cores))
+    if steps > _LONG * cluster:
+        # Where clusters of 6 would not all find room at once, wider blocks do, with some multiprocessors left.
+        alone = min(most, cores * 13 // (15 * -(-n // 192)))
+        if alone >= 3 and steps <= 12 * alone and 11 * wide > 3 * cores:
+            config = fitted(12, alone, 1)
+            return replace(config, STAGES=min(config.STAGES, 4))
+        return fitted(8, min(most, 6, -(-steps // 4)), 2)
+    if rows == 8 and (cluster <= 2 or steps <= 4 * cluster) and 10 * narrow * cluster <= 17 * cores:
+        resident = 2 if steps <= 4 * cluster else 3 if 2 * narrow * cluster <= 3 * cores else 4
+        return fitted(4, cluster, resident)
+    # Early where two launches all but fill the chip: 36 of 39 clusters of 6.
+    late = cluster != 6 or 4 * wide * cluster <= 3 * cores or steps <= 4 * cluster
+    # With two blocks on a multiprocessor a second launch of that many clusters would find no room.
+    crowded = cluster >= 4 and steps <= 4 * cluster and 20 * wide * cluster > 19 * cores
+    return fitted(8, cluster, 3 if crowded else 2)
+
+
+def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
+    """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
+    largest, steps = largest_cluster(cores), stages_of(k)
+    for held in table:
+        for cluster, stages in held.divisions(steps):
+            config = held.config
+            # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
+            full = parts == 3 and config.ROWS == 16 and config.HELD > 3
+            count = min(config.HELD, stages) - full
+            config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
+            blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
+            if cluster > largest or config.shared(k, w_block, parts) > room:
+                continue
+            if held.fewest * cores <= blocks * 132 <= held.most * cores:
+                return config
+    return None
+
+
+def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
+    """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be.
+
+    Two stages' sums take `parts * ROWS` registers of a thread; more blocks than leave it 42 beside them would spill.
+    """
+    wanted = min(config.steps(k), 3)
+    for resident in range(config.RESIDENT, 0, -1):
+        config = replace(config, STAGES=0, RESIDENT=resident)
+        room = (SHARED_LIMIT // resident - RESERVED - config.shared(k, w_block, parts)) // 1024 * 1024
+        stages = min(room // (config.BN * STEP + 16), max(config.steps(k), LEAST_STAGES))
+        if stages >= wanted and parts * config.ROWS + 42 <= 65536 // (resident * config.threads):
+            break
+    return replace(config, STAGES=max(stages, 0))
+
+
+def plan(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config | None = None, *, constant: bool = False,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (M, N) = x (M, K) @ (w (K, N) * w_scale) + bias (N)`, nothing empty; see `accepts`."""
+    x, out = as_matrix(x, w, bias, out)
+    (m, n), k = out.shape, x.shape[-1]
+    config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
+    rows = min(ceil_power_of_two(m), config.ROWS)
+    items, threads = rows * config.steps(k), 32 * config.WARPS_N
+    lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
+    macros: dict[str, int | str] = {
+        "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
+        "TAIL": int(k % STEP > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    options = {
+        "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1,
+        "STAGES": config.STAGES, "X_ROWS": rows, "LANES": lanes,
+        "AHEAD": min(-(-items * lanes // threads), _MOST_AHEAD), "CLUSTER": config.CLUSTER,
+        "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
+        "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
+    }  # fmt: skip
+    grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
+    wgmma = partial(wgmma_source, PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
+    resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
+            wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+        ),
+        grid=grid,
+        threads=config.threads,
+        shared=config.shared(k, w_block, PARTS[x.dtype]),
+        args={
+            "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
+            "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+            "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
+            "bias_n": 0 if bias is None else bias.stride(-1),
+        },
+        target=target,
+        options=options,
+        overlaps=True,
+        constant=("w", "w_scale") if constant else (),
+        late=config.LATE,
+    )  # fmt: skip

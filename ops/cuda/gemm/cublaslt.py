@@ -1,0 +1,163 @@
+"""cuBLASLt through PyTorch as a launch, for products where a table says that it is faster than this library's kernels.
+
+Scales by tensor or by row go through `torch._scaled_mm` without fast accumulation, those of blocks through
+`torch._scaled_mm_v2`, the op below `torch.nn.functional.scaled_mm`, which alone writes to an output that is there. What
+each asks for is in PyTorch's `ScaledBlas.cpp`, restated in `accepts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import Target
+
+RECIPES: Final = {
+    ("WHOLE", "WHOLE"): "tensorwise",
+    ("LINE", "LINE"): "rowwise",
+    ("VECTOR", "BLOCK"): "1x128·128x128",
+    ("VECTOR", "VECTOR"): "1x128·128x1",
+}
+# torch.nn.functional.ScalingType.BlockWise1x128 and .BlockWise128x128.
+_ROW_BLOCKS: Final = 4
+_SQUARE_BLOCKS: Final = 5
+
+
+_allowed = True
+
+
+@contextmanager
+def left_out() -> Iterator[None]:
+    """No product planned inside goes to PyTorch: a benchmark of this library's kernels measures those."""
+    global _allowed
+    before, _allowed = _allowed, False
+    try:
+        yield
+    finally:
+        _allowed = before
+
+
+def allowed() -> bool:
+    return _allowed
+
+
+@dataclass(frozen=True, eq=False)
+class LibraryLaunch:
+    """A product by PyTorch's own kernel, decided but not performed; `recipe` is one of `RECIPES`."""
+
+    recipe: str
+    a: Tensor
+    a_scale: Tensor
+    b: Tensor
+    b_scale: Tensor
+    bias: Tensor | None
+    out: Tensor
+    target: Target
+    reason: str = field(default="")
+
+    @property
+    def name(self) -> str:
+        return "torch._scaled_mm" if self.recipe in ("tensorwise", "rowwise") else "torch._scaled_mm_v2"
+
+    def describe(self) -> str:
+        """One line: function, recipe, target."""
+        because = f" ({self.reason})" if self.reason else ""
+        return f"{self.name}[{self.recipe}] {self.target.name}{because}"
+
+    def run(self) -> None:
+        """Writes `out` on the current stream of its device."""
+        _multiply(self.recipe, self.a, self.a_scale, self.b, self.b_scale, self.bias, self.out.dtype, self.out)
+
+    def call(self) -> Callable[..., tuple[Tensor]]:
+        """The launch on other tensors of the same kinds: `(a, a_scale, b, b_scale)`, and `bias` if it has one."""
+        recipe, dtype = self.recipe, self.out.dtype
+
+        def call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
+            return (_multiply(recipe, a, a_scale, b, b_scale, bias, dtype, None),)
+
+        return call
+
+
+def accepts(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target,
+) -> str | None:  # fmt: skip
+    """None where `plan` takes these operands, which `cuda.scaled_mm.accepts`, else the reason why not."""
+    recipe = RECIPES.get((scale_kind(*a_block), scale_kind(b_block[1], b_block[0])))
+    if target.name != "sm90" or recipe is None:
+        return f"blocks {a_block} and {b_block} on {target.name} are no recipe of cuBLASLt's"
+    if a.dim() != 2 or b.dim() != 2:
+        return f"a has {a.dim()} dimensions and b {b.dim()}, not 2"
+    if a.stride(1) != 1 or b.stride(0) != 1:
+        return f"a has strides {a.stride()} and b {b.stride()}, K is not contiguous in both"
+    if a.dtype == b.dtype == torch.float8_e5m2:
+        return "both operands are e5m2"
+    (m, k), n = a.shape, b.shape[1]
+    if k % 16 or n % 16:
+        return f"K is {k} and N {n}, not both multiples of 16"
+    if not out.is_contiguous() or out.dtype not in (torch.bfloat16, torch.float16):
+        return f"out is {out.dtype} with strides {out.stride()}, not 16 bits wide and row-major"
+    if recipe != "tensorwise" and (out.dtype != torch.bfloat16 or bias is not None):
+        return f"{recipe} is for bfloat16 without a bias"
+    if bias is not None and bias.dtype != out.dtype:
+        return f"bias is {bias.dtype} and out {out.dtype}"
+    return _scale_fault(recipe, m, n, k, a_scale, b_scale)
+
+
+def _scale_fault(recipe: str, m: int, n: int, k: int, a_scale: Tensor, b_scale: Tensor) -> str | None:
+    """Why scales of blocks do not lie as cuBLASLt reads them, without the padding that TMA asks for."""
+    if recipe in ("tensorwise", "rowwise"):
+        return None
+    if not hasattr(torch, "_scaled_mm_v2"):
+        return f"PyTorch {torch.__version__} has no _scaled_mm_v2"
+    if a_scale.stride() != (1, m):
+        return f"a_scale has strides {a_scale.stride()}, not (1, {m})"
+    if recipe == "1x128·128x1":
+        return None if b_scale.stride() == (n, 1) else f"b_scale has strides {b_scale.stride()}, not ({n}, 1)"
+    blocks = -(-k // BK)
+    if blocks % 4 or b_scale.stride() != (1, blocks):
+        return f"b_scale has strides {b_scale.stride()}, not (1, {blocks}) with a multiple of 4"
+    return None
+
+
+def plan(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, reason: str = "",
+) -> LibraryLaunch:  # fmt: skip
+    """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`; see `accepts`."""
+    recipe = RECIPES[scale_kind(*a_block), scale_kind(b_block[1], b_block[0])]
+    return LibraryLaunch(recipe, a, a_scale, b, b_scale, bias, out, target, reason)
+
+
+def arguments(
+    recipe: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> tuple[str, tuple[Any, ...]]:
+    """PyTorch's op, by its name in `torch` and in ATen, and its arguments: views of those here, and constants."""
+    if recipe in ("tensorwise", "rowwise"):
+        if recipe == "tensorwise":
+            a_scale, b_scale = a_scale.reshape(()), b_scale.reshape(())
+        else:
+            a_scale, b_scale = a_scale.flatten()[:, None], b_scale.flatten()[None]
+        return "_scaled_mm", (a, b, a_scale, b_scale, bias, None, dtype, False)
+    kind = _SQUARE_BLOCKS if recipe == "1x128·128x128" else _ROW_BLOCKS
+    b_scale = b_scale if kind == _SQUARE_BLOCKS else b_scale.mT  # each `(N, K / 128)` is asked for as such
+    return "_scaled_mm_v2", (a, b, [a_scale], [_ROW_BLOCKS], [], [b_scale], [kind], [], bias, dtype, (), False)
+
+
+def _multiply(
+    recipe: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
+    out: Tensor | None,
+) -> Tensor:  # fmt: skip
+    name, given = arguments(recipe, a, a_scale, b, b_scale, bias, dtype)
+    into = {} if out is None else {"out": out}
+    product: Tensor = getattr(torch, name)(*given, **into)
+    return product

@@ -1,0 +1,217 @@
+"""Many rows by an FP8 weight on Hopper in CUDA C++: what it accepts, its configuration, its launch (`mm_a16w8.cu`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import INPUTS, SCALES, as_matrix, call, column_steps, types_of
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, LARGEST, as_batch, map_fault
+from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import Block
+from fp8fn.ops.targets import OCP, Target
+
+__all__ = ["Config", "accepts", "call", "plan"]
+
+_OUT_ROWS: Final = 32
+_STAGE_BARRIERS: Final = 16
+
+
+@dataclass(frozen=True)
+class Config:
+    """How `MATH` warpgroups compute tiles of `WIDTH * SLICES` rows of x and `64 * MATH / K_PARTS` columns of w.
+
+    `mm_a16w8.cu` says what each does: `STAGES` k-blocks in flight; `RESIDENT` blocks on a multiprocessor (0: a
+    persistent one); `GROUP` rows of tiles walked together.
+    """
+
+    WIDTH: int = 128
+    SLICES: int = 2
+    STAGES: int = 2
+    GROUP: int = 8
+    MATH: int = 2
+    RESIDENT: int = 0
+    K_PARTS: int = 1
+    TURNS: bool = False
+
+    @property
+    def BM(self) -> int:
+        return self.WIDTH * self.SLICES
+
+    @property
+    def BN(self) -> int:
+        return 64 * self.MATH // self.K_PARTS
+
+    @property
+    def threads(self) -> int:
+        return 128 * (self.MATH + (self.RESIDENT == 0))
+
+    @property
+    def slices_in_flight(self) -> int:
+        return self.STAGES * self.SLICES
+
+    @property
+    def shared(self) -> int:
+        w, x = BK * self.BN + _STAGE_BARRIERS, 2 * BK * self.WIDTH + _STAGE_BARRIERS
+        return self.STAGES * w + self.slices_in_flight * x + self.BN // 32 * _OUT_ROWS * 128
+
+    def blocks(self, tiles: int, cores: int) -> int:
+        """Of a launch."""
+        return tiles if self.RESIDENT else min(tiles, cores)
+
+    def __str__(self) -> str:
+        marks = " turns" * self.TURNS + f" parts{self.K_PARTS}" * (self.K_PARTS > 1)
+        return f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES} resident{self.RESIDENT} group{self.GROUP}{marks}"
+
+
+_SQUARE: Final = Config(128, 1, 4, TURNS=True)
+# And what a row of each costs beside the first, which is as large as the registers allow.
+_LARGE: Final = ((Config(160, TURNS=True), 1.0), (Config(256, 1, TURNS=True), 1.035), (_SQUARE, 1.3))
+_SMALLEST: Final = Config(64, 1, 6, TURNS=True)
+FEW: Final = 32  # rows
+_SHORT: Final = 4  # k-blocks: as many as all are in flight
+
+
+def tiles(m: int, n: int, batches: int, config: Config) -> int:
+    return -(-m // config.BM) * -(-n // config.BN) * batches
+
+
+def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
+    """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose
+    waves cost the least.
+
+    Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
+    128 rows where K is short.
+    """
+    if m <= FEW:
+        return _choose_few(m, n, -(-k // BK), batches, cores)
+    if m <= 128 and k <= BK:
+        return _choose_once(m, n, batches, cores)
+    if m <= 128 and k <= BK * _SHORT:
+        return _choose_short(m, n, -(-k // BK), batches, cores)
+    costs = {
+        config: -(-count // cores) * config.BM * of_row
+        for config, of_row in _LARGE
+        if (count := tiles(m, n, batches, config)) * 3 >= 2 * cores and m > config.BM // 2
+    }
+    if costs:
+        return min(costs, key=costs.__getitem__)
+    parts = Config(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
+    if tiles(m, n, batches, parts) <= cores:
+        return parts
+    return _SQUARE if m > 64 else _SMALLEST
+
+
+def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
+    """Up to 32 rows: two warpgroups share K as long as two blocks on each multiprocessor do it, else the columns."""
+    if blocks == 1:
+        return Config(32, 1, 1, MATH=1, RESIDENT=4)
+    shared = Config(32, 1, min(blocks, 4), K_PARTS=2, RESIDENT=2)
+    return shared if n <= 64 or tiles(m, n, batches, shared) <= 2 * cores else replace(shared, K_PARTS=1)
+
+
+def _choose_once(m: int, n: int, batches: int, cores: int) -> Config:
+    """Of one k-block: four blocks a multiprocessor, of 64 rows where those of 128 would be one or two for each."""
+    wide = Config(128, 1, 1, MATH=1, RESIDENT=4)
+    if m <= 64 or cores < tiles(m, n, batches, wide) <= 2 * cores:
+        return Config(64, 1, 1, MATH=1, RESIDENT=4)
+    return wide
+
+
+def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
+    """Of a few k-blocks: two warpgroups share them, of the smallest tiles that are one wave of blocks."""
+    for width, most in ((32, cores // 2), (64, cores), (128, cores if m > 64 else 0)):
+        config = Config(width, 1, blocks, K_PARTS=2, RESIDENT=1 if width > 32 else 2)
+        if tiles(m, n, batches, config) <= most:
+            return config
+    if m > 64:
+        once = Config(128, 1, 2, RESIDENT=1)
+        return once if tiles(m, n, batches, once) <= cores else _SQUARE
+    return Config(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
+
+
+def is_slow(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool = False) -> bool:
+    """Whether `gemv_a16w8` was the faster one on an H200: up to 16 rows, unless those of a batch have a short K."""
+    if m > 16:
+        return False
+    if batches == 1:
+        return True
+    blocks, count = -(-k // BK), tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
+    if m > 8:
+        return blocks > _SHORT
+    return blocks > 1 or count > 4 * cores or (m == 1 and not constant)
+
+
+def accepts(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
+) -> str | None:
+    """None where `plan` takes these operands, else the reason why not."""
+    if target.backend != "cuda" or target.arch != 90:
+        return f"{target.name} is not sm90"
+    if x.dtype not in INPUTS or out.dtype == torch.float32:
+        return f"x has dtype {x.dtype} and out {out.dtype}, not both 16 bits"
+    if w.dtype not in OCP:
+        return f"w has dtype {w.dtype}"
+    if w_block not in SCALES or w_scale.dtype != torch.float32:
+        return f"scales of {w_scale.dtype} in blocks of {w_block} are not float32 ones that hold along K"
+    x, out = as_matrix(x, w, bias, out)
+    for name, operand in (("x", x), ("w.mT", w.mT), ("out", out)):
+        if (fault := map_fault(operand)) is not None:
+            return f"{name} {fault}"
+    strides = (*w_scale.stride(), *(() if bias is None else bias.stride()))
+    if max(*x.shape, *w.shape, *strides) > LARGEST:
+        return "a size or a stride is past 32 bits"
+    if out.shape[-1] * out.element_size() % 16:  # the last piece of 16 bytes would reach past the end
+        return f"N={out.shape[-1]} is no multiple of 8"
+    return None
+
+
+def plan(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
+    config: Config | None = None, *, constant: bool = False,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
+
+    A constant weight is read early by small tiles: of larger ones with more of K than is in flight it did not pay.
+    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
+    """
+    x, out = as_matrix(x, w, bias, out)
+    (m, n), k = out.shape[-2:], x.shape[-1]
+    batches = out.shape[0] if out.dim() == 3 else 1
+    config = config or choose_config(m, n, k, batches, target.cores)
+    in_flight = config.RESIDENT > 0 and k <= BK * config.STAGES
+    early = constant and config.RESIDENT > 0 and (in_flight or config.BM <= FEW)
+    kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
+    macros = types_of(x, w, w_block, bias, out)
+    options = {
+        "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
+        "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
+        "TURNS": int(config.TURNS), "ONCE": int(k <= BK), "PERSISTENT": int(config.RESIDENT == 0),
+        "IN_FLIGHT": int(in_flight), "RESIDENT": max(config.RESIDENT, 1),
+        "GROUP": config.GROUP, "W_CONSTANT": int(early),
+    }  # fmt: skip
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
+            wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
+        ),
+        grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
+        threads=config.threads,
+        shared=config.shared,
+        args={
+            "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
+            "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
+            "w_scale": w_scale, "bias": bias, "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
+            "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+            **column_steps(w_scale, w_block, bias),
+        },
+        target=target,
+        options=options,
+        overlaps=True,
+        constant=("w", "w_scale") if constant else (),
+    )  # fmt: skip

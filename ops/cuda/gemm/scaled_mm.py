@@ -1,0 +1,243 @@
+"""The scaled product on Hopper in CUDA C++: its configurations, what it accepts, and its launch (`scaled_mm.cu`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
+from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.groups import unit_of
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.targets import OCP, Target
+
+BK: Final = 128
+SHARED_LIMIT: Final = 227 << 10  # of a block
+TMA_ALIGNMENT: Final = 16
+LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
+TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+# B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
+_RUNS: Final = 2
+_RUN_BYTES: Final = 32 * 4
+# Of a and of b, as `scale_kind` names them: the pairs that are tuned.
+KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
+OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """The tile of a block and how it is computed; `scaled_mm.cu` says what each does.
+
+    `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries, `STAGES`
+    k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks that share B (or A), or `SPLIT` blocks that share K
+    of a tile (2, 4 or 8), `GROUP` rows of tiles walked together, `PROMOTE` k-blocks a promotion where scales hold for
+    all K.
+    """
+
+    MATH: int = 2
+    SLICES_M: int = 1
+    BN: int = 128
+    SLICES_N: int = 1
+    DEPTH: int = 2
+    STAGES: int = 0
+    CLUSTER: int = 1
+    SHARE_B: bool = True
+    SPLIT: int = 1
+    GROUP: int = 8
+    PROMOTE: int = 4
+
+    @property
+    def BM(self) -> int:
+        return 64 * self.SLICES_M * self.MATH
+
+    def __str__(self) -> str:
+        slices = f"/{self.SLICES_M}x{self.SLICES_N}" if self.SLICES_M * self.SLICES_N > 1 else ""
+        shared = f" cluster{self.CLUSTER}{'B' if self.SHARE_B else 'A'}" if self.CLUSTER > 1 else ""
+        split = f" split{self.SPLIT}" if self.SPLIT > 1 else ""
+        return f"{self.BM}x{self.BN}{slices} depth{self.DEPTH}{shared} group{self.GROUP}{split}"
+
+
+def scale_kind(line: int, along_k: int) -> str:
+    """How the kernel reads the scales of an operand whose block is `line` rows (of a) or columns (of b), `along_k`."""
+    if along_k == WHOLE:
+        return "WHOLE" if line == WHOLE else "LINE"
+    return "VECTOR" if line == 1 else "BLOCK"
+
+
+def accepts(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target,
+) -> str | None:  # fmt: skip
+    """None where `plan` takes these operands, else the reason why not."""
+    return operands_fault(a, a_scale, a_block, b, b_scale, b_block, target)
+
+
+def operands_fault(
+    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, target: Target
+) -> str | None:
+    """Why the kernel cannot multiply these on a target, or None."""
+    if target.backend != "cuda" or target.arch != 90:
+        return f"{target.name} is not sm90"
+    if a.dtype not in OCP or b.dtype not in OCP:
+        return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
+    if a_scale.dtype != torch.float32 or 32 in (a_block[1], b_block[0]):
+        return "a scale is e8m0 or holds for 32 elements along K"
+    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
+    if kinds[0] == "BLOCK" or (WHOLE in (a_block[1], b_block[0]) and a_block[1] != b_block[0]):
+        return f"blocks {a_block} and {b_block} are no pair of this kernel"
+    if a.shape[-1] == 0:
+        return "K is 0"
+    for name, operand in (("a", a), ("b.mT", b.mT)):
+        if (fault := map_fault(operand)) is not None:
+            return f"{name} {fault}"
+    for name, scale, kind in (("a_scale", a_scale.mT, kinds[0]), ("b_scale", b_scale, kinds[1])):
+        if kind == "VECTOR" and (fault := map_fault(scale)) is not None:
+            return f"{name} {fault}"
+        if kind == "LINE" and scale.shape[-1] > 1 and scale.stride(-1) != 1:
+            return f"{name} has stride {scale.stride(-1)} from line to line, not 1"
+    if max(*a.shape, *b.shape, *a_scale.stride(), *b_scale.stride()) > LARGEST:
+        return "a size, or a stride of the scales, is past 32 bits"
+    return None
+
+
+def map_fault(x: Tensor) -> str | None:
+    """Why TMA cannot address a matrix or a batch of them, or None."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return f"has stride {x.stride(-1)} along its contiguous axis, not 1"
+    for axis in range(x.dim() - 1):
+        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % TMA_ALIGNMENT or x.stride(axis) == 0):
+            return f"has a stride of {x.stride(axis) * x.element_size()} bytes, no multiple of 16"
+    if x.shape[-2] > 1 and x.stride(-2) < x.shape[-1]:
+        return f"has lines of {x.shape[-1]} elements at a stride of {x.stride(-2)}"
+    if x.data_ptr() % TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
+        return "starts at an address that is no multiple of 16"
+    return None
+
+
+def plan(
+    a: Tensor, a_scale: Tensor, a_block: Block,
+    b: Tensor, b_scale: Tensor, b_block: Block,
+    bias: Tensor | None, out: Tensor, target: Target, config: Config, offsets: Tensor | None = None,
+) -> CudaLaunch:  # fmt: skip
+    """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
+
+    With `offsets (E,)` it walks over the tiles of all groups.
+    """
+    (m, k), n = a.shape[-2:], b.shape[-1]
+    batches = out.shape[0] if out.dim() == 3 else 1
+    grouped = "DENSE"
+    if offsets is not None:
+        batches, grouped = offsets.shape[0], "JAGGED_M" if b.dim() == 3 else "JAGGED_K"
+    # Bulk copies begin at multiples of 16 bytes, and a group's first scale anywhere.
+    scales_of_a = config.BM + (4 if grouped == "JAGGED_M" else 0)
+    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
+    # A bulk store writes pieces of 16 bytes: the last one of a single row would reach past its end.
+    whole_pieces = n * out.element_size() % TMA_ALIGNMENT == 0 and map_fault(out) is None
+    staged = out.dtype != torch.float32 and config.BN % 64 == 0 and whole_pieces
+    # Few rows of tiles run together, each block by its own loads; a b that serves a whole batch is read for each of it.
+    once = m <= 2 * config.BM and config.CLUSTER == 1 and grouped == "DENSE" and (batches == 1 or b.dim() == 3)
+    # A bulk store overlaps with the next tile, and few rows have few tiles.
+    out_via = "PAIRS" if not staged else "LINES" if once or config.SPLIT > 1 else "BULK"
+    width = config.BN // config.SLICES_N
+    out_chunks = 2 if config.BN % 64 == 0 and config.BN > 64 else 1
+    stages, shared = _stages(config, kinds, out_chunks if staged else 0, scales_of_a)
+    multicast = config.CLUSTER > 1
+    macros: dict[str, int | str] = {
+        "MATH": config.MATH, "SLICES_M": config.SLICES_M, "BN": config.BN, "SLICES_N": config.SLICES_N,
+        "DEPTH": config.DEPTH, "STAGES": stages, "CLUSTER": config.CLUSTER, "SHARE_B": int(config.SHARE_B),
+        "SPLIT": config.SPLIT, "GROUP": config.GROUP, "GROUPED": grouped, "A_SCALE": kinds[0], "B_SCALE": kinds[1],
+        "PROMOTE": config.PROMOTE, "OUT": OUT[out.dtype], "OUT_VIA": out_via, "OUT_CHUNKS": out_chunks,
+        "B_ONCE": int(once), "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }  # fmt: skip
+    if grouped == "JAGGED_K":
+        macros["SPREAD_UNIT"] = unit_of(k, batches)
+    a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
+    b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
+    a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
+    b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
+    args: dict[str, Argument] = {
+        "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
+        # What is read once comes by lines of 128 bytes, as it is used: 2 % faster than by 256.
+        "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
+        "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
+        "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
+        "problem": (m, n, k, batches),
+        "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
+        "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
+        "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
+    }  # fmt: skip
+    options: dict[str, Any] = {
+        "BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "SPLIT": config.SPLIT,
+       
+    }  # fmt: skip
+    if offsets is not None:
+        args |= {"offsets": offsets, "out_rows": out}
+        options["GROUPED"] = grouped
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
+        ),
+        grid=(_programs(m, n, batches, grouped, config, target), 1, 1),
+        threads=128 * (config.MATH + 1),
+        shared=shared,
+        args=args,
+        target=target,
+        options=options,
+    )
+
+
+def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
+    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, then `offsets` and `bias`.
+
+    Each of the last two where the launch has it.
+    """
+    more = [*(["offsets"] if "offsets" in launch.args else []), *(["bias"] if has_bias else [])]
+    places = {name: i for i, name in enumerate(["a", "a_scale", "b", "b_scale", *more, "out"])}
+    places["out_rows"] = places["out"]
+    names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
+    pointers = tuple(None if launch.args[name] is None else places[name] for name in names)
+    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+
+
+def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
+    pair_m = config.CLUSTER if config.SHARE_B else 1
+    pair_n = config.CLUSTER if not config.SHARE_B else 1
+    rows = -(-m // (config.BM * pair_m)) * batches
+    if grouped == "JAGGED_M":  # each group may end in a tile of its own, and so may the tokens in none
+        rows = m // config.BM + batches + 1
+    tiles = rows * -(-n // (config.BN * pair_n))
+    if config.SPLIT > 1:  # a cluster computes one tile
+        return tiles * config.SPLIT
+    return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
+
+
+def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
+    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
+    a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
+    b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0
+    stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
+    fixed = config.MATH * out_chunks * 64 * 128
+    if config.SPLIT > 1:  # sums of the other blocks, and their barrier
+        fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16
+    if kinds[1] == "BLOCK":
+        fixed += _RUNS * (_RUN_BYTES * (config.BN // math.gcd(config.BN, 128)) + 16)
+    stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
+    return stages, fixed + stages * stage
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
+    batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
+    lead = x.stride(-2) if rows > 1 else round_up(columns, TMA_ALIGNMENT // x.element_size())
+    return x.as_strided((batches, rows, columns), (x.stride(0) if batches > 1 else lead * rows, lead, 1))
+
+
+def round_up(size: int, to: int) -> int:
+    return -(-size // to) * to

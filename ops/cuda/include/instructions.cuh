@@ -1,0 +1,97 @@
+// The instructions that CUDA C++ has no name for, as functions: accesses of 16 bytes with hints, and conversions.
+#pragma once
+#include "l2_hints.cuh"
+
+enum class Fp8 { E4M3, E5M2 };
+
+// How loads of what is read once pass the caches: through L1; past it; past it, a whole line of L2 at once; past it, and
+// first to leave L2, or last.
+enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT, LAST_OUT };
+
+// Stores that leave L2 in their turn, or first.
+enum class Store { NORMAL, FIRST_OUT };
+
+template <Load HOW>
+__forceinline__ uint4 load16(const void* address) {
+    uint4 v;
+    if constexpr (HOW == Load::CACHED) {
+        asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
+    } else if constexpr (HOW == Load::PAST_L1) {
+        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+            : "l"(address));
+    } else if constexpr (HOW == Load::LINE) {
+        asm("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+            : "l"(address));
+    } else {
+        asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+            : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+            : "l"(address), "l"(HOW == Load::LAST_OUT ? last_out_policy() : first_out_policy()));
+    }
+    return v;
+}
+
+template <Store HOW>
+__forceinline__ void store16(void* address, uint4 v) {
+    if constexpr (HOW == Store::NORMAL) {
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+                     : "memory");
+    } else {
+        asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z),
+                     "r"(v.w)
+                     : "memory");
+    }
+}
+
+template <Store HOW>
+__forceinline__ void store8(void* address, uint2 v) {
+    if constexpr (HOW == Store::NORMAL) {
+        asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
+    } else {
+        asm volatile("st.global.cs.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
+    }
+}
+
+// Four values to four bytes, `a` lowest: rounded to nearest even, saturated, NaN kept.
+template <Fp8 TYPE>
+__forceinline__ unsigned pack(float a, float b, float c, float d) {
+    unsigned packed;
+    if constexpr (TYPE == Fp8::E4M3) {
+        asm("{.reg .b16 low, high;\n"
+            " cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+            " cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+            " mov.b32 %0, {low, high};}"
+            : "=r"(packed)
+            : "f"(a), "f"(b), "f"(c), "f"(d));
+    } else {
+        asm("{.reg .b16 low, high;\n"
+            " cvt.rn.satfinite.e5m2x2.f32 low, %2, %1;\n"
+            " cvt.rn.satfinite.e5m2x2.f32 high, %4, %3;\n"
+            " mov.b32 %0, {low, high};}"
+            : "=r"(packed)
+            : "f"(a), "f"(b), "f"(c), "f"(d));
+    }
+    return packed;
+}
+
+__forceinline__ float half_to_float(unsigned short half) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+}
+
+// 1 / x within one unit of the last place; 0 for Inf.
+__forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Shared memory whose size the launch says.
+#define DYNAMIC_SHARED(TYPE, NAME)                            \
+    extern __shared__ __align__(128) char NAME##_memory[];    \
+    TYPE& NAME = *reinterpret_cast<TYPE*>(NAME##_memory)
+
+// The same value, of which the compiler knows nothing any more.
+__forceinline__ void forget(unsigned& value) { asm volatile("" : "+r"(value)); }

@@ -1,0 +1,1 @@
+"""How kernels in CUDA C++ are compiled, loaded, launched and launched again."""

@@ -1,0 +1,133 @@
+"""Launches that are kept: a second call on tensors of the same kind only allocates, writes addresses and launches."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.runtime import graph_capture
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared
+
+# A training step has a few launches for each of its shapes; past the limit the one that was used longest ago goes.
+LIMIT: Final = 4096
+
+Kind: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
+Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+
+_kept: Final[OrderedDict[Hashable, Any]] = OrderedDict()
+_lock: Final = threading.Lock()
+
+
+def kind(x: Tensor) -> Kind:
+    """All that a plan reads off a tensor: shape, strides, type, device, and its address modulo 16.
+
+    The memory of `x` holds its values: a tensor with a bit that says otherwise has been through the dispatcher, which
+    `fp8fn.meta.levels` leaves out of no call on one.
+    """
+    return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
+
+
+def recall(key: Hashable) -> Any:
+    """What was kept under an equal key, or None.
+
+    `key` has to determine a launch but for the addresses of its tensors: the name of the op, its arguments, and the
+    `kind` of each tensor.
+    """
+    found = _kept.get(key)
+    if found is not None:
+        with suppress(KeyError):  # another thread may have put it out by now
+            _kept.move_to_end(key)
+    return found
+
+
+def keep(key: Hashable, value: Any) -> Any:
+    """Keeps a value under a key, and returns it; of two threads that make one at the same time, the first's."""
+    with _lock:
+        value = _kept.setdefault(key, value)
+        while len(_kept) > LIMIT:
+            _kept.popitem(last=False)
+        return value
+
+
+def prepared(key: Hashable, make: Callable[[], CudaLaunch]) -> Prepared:
+    """The launch that was kept under an equal key, or `make()`, prepared and kept."""
+    found: Prepared | None = recall(key)
+    return found or keep(key, make().prepare())  # made without the lock: it may compile
+
+
+def start(launch: Prepared, addresses: list[int]) -> None:
+    """Launch on the current stream of the device that `launch` was prepared on."""
+    if launch.device.index == torch._C._cuda_getDevice():
+        launch.launch(addresses)
+    else:
+        with torch.cuda.device(launch.device):
+            launch.launch(addresses)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A launch of a `Call`, and for each of its pointers the tensor that it takes, of inputs and then outputs."""
+
+    launch: Prepared
+    pointers: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """Launches on new tensors: allocates `made`, starts the steps, returns the first `returned` of what it made."""
+
+    steps: tuple[Step, ...]
+    made: tuple[Geometry, ...]
+    returned: int
+
+    def __call__(self, *inputs: Tensor) -> list[Tensor]:
+        device = self.steps[0].launch.device
+        made = [empty(*geometry, device=device) for geometry in self.made]
+        addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
+        window = graph_capture.ahead(device) if (tracked := graph_capture.capturing()) else None
+        for step in self.steps:
+            start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])
+        if tracked:
+            settled = any(step.launch.settles for step in self.steps)
+            graph_capture.launched(device, frozenset() if settled else window, made)
+        if (tape := _recording.tape) is not None:
+            tape.append((self, inputs, made))
+        return made[: self.returned]
+
+
+Tape: TypeAlias = list[tuple[Call, tuple[Tensor, ...], list[Tensor]]]
+
+
+class _Recording(threading.local):
+    tape: Tape | None = None
+
+
+_recording: Final = _Recording()
+
+
+@contextmanager
+def record() -> Iterator[Tape]:
+    """Inside, this thread writes down each `Call` that is made: what it took and what it made, which so stay alive."""
+    outside, _recording.tape = _recording.tape, []
+    try:
+        yield _recording.tape
+    finally:
+        _recording.tape = outside
+
+
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`torch.empty_strided`, on the current GPU past the dispatcher, as Inductor's code allocates: in half the time."""
+    if device.type == "cuda" and device.index == torch._C._cuda_getDevice():
+        return torch._C._dynamo.guards._empty_strided_cuda(shape, strides, dtype)  # type: ignore[attr-defined,no-any-return]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+
+
+def geometry(x: Tensor) -> Geometry:
+    return tuple(x.shape), x.stride(), x.dtype  # `torch.Size` is no tuple to the allocation above

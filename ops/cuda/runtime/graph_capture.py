@@ -1,0 +1,90 @@
+"""What may still run when the next launch of a CUDA graph begins: whether that one may read a weight before it waits.
+
+A launch that overlaps (programmatic dependent launch) may begin while others run, and reads what those may write once
+it has waited for them. While a stream is captured the driver tells which node of the graph it is behind. Where that is
+one of our launches it is known when its kernel lets the next one begin; and as ops are functional, it writes nothing
+but the tensors that were made for it. Of other nodes neither is known, nor behind what a launch outside of a graph is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Final, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.runtime import driver
+
+_log = logging.getLogger("fp8fn")
+
+LIMIT: Final = 256  # nodes that are remembered: asked for is the last one of a stream
+
+Window: TypeAlias = frozenset[range]
+"""Addresses that launches write which may still run when the one behind a node begins."""
+
+
+class Place(NamedTuple):
+    """Where a captured stream is: in which capture, behind which node, None at the beginning."""
+
+    capture: int
+    node: int | None
+
+
+_windows: Final[OrderedDict[Place, Window]] = OrderedDict()
+
+
+def capturing() -> bool:
+    """Whether the current stream is captured into a CUDA graph."""
+    return torch.version.cuda is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def readable(*tensors: Tensor) -> bool:
+    """Whether the launch that is captured next may read tensors of its device before it waits for those before it."""
+    window = ahead(tensors[0].device) if capturing() else None
+    if window is None or any(_meet(span(x), written) for x in tensors for written in window):
+        return False
+    _log.debug("captured: the next launch reads its weight early; what may still run does not write it")
+    return True
+
+
+def ahead(device: torch.device) -> Window | None:
+    """That of the current stream; None where it is not known, or not captured."""
+    place = _place(device)
+    if place is None:
+        return None
+    # A graph begins when all before it on its stream has ended.
+    return frozenset() if place.node is None else _windows.get(place)
+
+
+def launched(device: torch.device, window: Window | None, made: Iterable[Tensor]) -> None:
+    """Launches that write `made` were captured, `window` being that of those before them which may still run."""
+    if window is None or (place := _place(device)) is None:
+        return
+    _windows[place] = window.union(map(span, made))
+    while len(_windows) > LIMIT:
+        _windows.popitem(last=False)
+
+
+def forget() -> None:
+    """As if what has been captured were another library's."""
+    _windows.clear()
+
+
+def span(x: Tensor) -> range:
+    """The addresses of a tensor's storage."""
+    storage = x.untyped_storage()
+    return range(storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+
+
+def _meet(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def _place(device: torch.device) -> Place | None:
+    if device.index != torch._C._cuda_getDevice():
+        return None
+    found = driver.captured(torch._C._cuda_getCurrentRawStream(device.index))
+    return None if found is None else Place(*found)

@@ -1,0 +1,170 @@
+"""CUDA C++ to machine code by NVRTC, which every CUDA build of PyTorch brings along; results are kept on disk.
+
+No GPU is needed to compile. A cubin is cached in `code_cache.cache_dir()`, named by the hash of all that it depends
+on: the sources, the macros, the options and NVRTC's version.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from fp8fn.ops.code_cache import cache_dir, read_whole, write
+
+_FOLDER: Final = Path(__file__).parent.parent
+_OPTIONS: Final = ("--std=c++17", "--device-int128", "-default-device")
+
+
+@dataclass(frozen=True)
+class CudaKernel:
+    """A kernel of a `.cu` file of `ops/cuda`, specialised by macros: the constexprs of CUDA C++.
+
+    `generated` is source that goes before the file: instructions whose text depends on the macros.
+    """
+
+    file: str
+    entry: str
+    macros: tuple[tuple[str, int | str], ...]
+    generated: str = field(default="", repr=False)
+
+
+class CompilationError(RuntimeError):
+    """NVRTC refused a source; the message is its log."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code, and what the compiler said of it: `log` is empty where it came from the cache."""
+
+    cubin: bytes
+    log: str
+
+
+def compile_kernel(kernel: CudaKernel, arch: str = "sm_90a", *, verbose: bool = False) -> Compiled:
+    """The cubin of a kernel, from the cache where it is there; `verbose` always compiles, for ptxas's report."""
+    source, headers, options = _input(kernel, arch)
+    if verbose:
+        return _compile(source, kernel.file, headers, (*options, "--ptxas-options=-v"))
+    path = cache_path(kernel, arch)
+    if (cubin := read_whole(path)) is not None:
+        return Compiled(cubin, "")
+    compiled = _compile(source, kernel.file, headers, options)
+    write(path, compiled.cubin)
+    return compiled
+
+
+def cache_path(kernel: CudaKernel, arch: str = "sm_90a") -> Path:
+    """The file that has a kernel's cubin once it is compiled."""
+    digest = hashlib.sha256(repr((*_input(kernel, arch), version())).encode()).hexdigest()
+    return cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"
+
+
+@cache
+def version() -> tuple[int, int]:
+    """NVRTC's major and minor version."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+    return major.value, minor.value
+
+
+@cache
+def unavailable() -> str | None:
+    """Why there is no NVRTC here, or None where there is."""
+    try:
+        _library()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _input(kernel: CudaKernel, arch: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
+    """The source, its headers and the options."""
+    options = (*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{name}={value}" for name, value in kernel.macros))
+    return kernel.generated + f'#line 1 "{kernel.file}"\n' + _text(kernel.file), _headers(), options
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every `.cu` and `.cuh` file by its name, which no two share."""
+    return {path.name: path for path in sorted(_FOLDER.glob("*/*.cu*"))}
+
+
+@cache
+def _text(name: str) -> str:
+    return sources()[name].read_text(encoding="utf-8")
+
+
+@cache
+def _headers() -> dict[str, str]:
+    return {name: _text(name) for name in sources() if name.endswith(".cuh")}
+
+
+def _compile(source: str, name: str, headers: dict[str, str], options: tuple[str, ...]) -> Compiled:
+    nvrtc = _library()
+    program = ctypes.c_void_p()
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    names = (ctypes.c_char_p * len(headers))(*(header.encode() for header in headers))
+    _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names))
+    try:
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), flags)
+        log = _read(program, "ProgramLog").rstrip(b"\0").decode()
+        if status != 0:
+            raise CompilationError(f"NVRTC {version()} does not compile {name} with {options}:\n{log}")
+        return Compiled(_read(program, "CUBIN"), log)
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _read(program: ctypes.c_void_p, what: str) -> bytes:
+    size = ctypes.c_size_t()
+    _check(getattr(_library(), f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
+    buffer = ctypes.create_string_buffer(size.value)
+    _check(getattr(_library(), f"nvrtcGet{what}")(program, buffer))
+    return buffer.raw
+
+
+def _check(status: int) -> None:
+    if status != 0:
+        name = _library().nvrtcGetErrorString
+        name.restype = ctypes.c_char_p
+        raise CompilationError(f"NVRTC: {name(status).decode()}")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The NVRTC that PyTorch loaded, else the one of the `nvidia-cuda-nvrtc` package, else the system's."""
+    cuda = torch.version.cuda
+    majors = [cuda.split(".")[0]] if cuda else ["13", "12"]
+    for major in majors:
+        for name in (f"libnvrtc.so.{major}", *_packaged(major)):
+            try:
+                if os.sep in name:
+                    for builtins in Path(name).parent.glob(f"libnvrtc-builtins.so.{major}*"):
+                        ctypes.CDLL(str(builtins))  # NVRTC opens it by name, which succeeds once it is loaded
+                return ctypes.CDLL(name)
+            except OSError:
+                continue
+    raise OSError(
+        f"no libnvrtc.so.{' or .'.join(majors)} is here: pip install nvidia-cuda-nvrtc, or put CUDA's lib64 folder on "
+        "the loader's path"
+    )
+
+
+def _packaged(major: str) -> list[str]:
+    spec = importlib.util.find_spec("nvidia")
+    folders = spec.submodule_search_locations if spec is not None else None
+    return [
+        str(path)
+        for folder in folders or ()
+        for pattern in (f"cu{major}/lib/libnvrtc.so.{major}", f"cuda_nvrtc/lib/libnvrtc.so.{major}")
+        for path in Path(folder).glob(pattern)
+    ]

@@ -1,0 +1,145 @@
+"""The command line: help, version, exit statuses, and what `env` prints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fp8fn import cli
+from fp8fn.cli import environment
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target
+from fp8fn.version import __version__
+
+DEMO_OPTIONS = ("--device", "--steps", "--recipe", "--size", "--plot", "--seed", "--batch")
+
+
+def exit_status(*argv: str) -> int:
+    """The status with which the process would end."""
+    try:
+        return cli.main(argv)
+    except SystemExit as leave:
+        return int(leave.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("argv", "mentioned"),
+    [
+        ((), ("demo", "env", "bench", "--version")),
+        (("demo",), (*DEMO_OPTIONS, "blockwise", "hybrid", "tiny", "1b", "Exit status")),
+        (("env",), ("versions",)),
+        (("bench",), ("overhead",)),
+    ],
+)
+def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(*argv, "--help") == 0
+    text = capsys.readouterr().out
+    assert [word for word in mentioned if word not in text] == []
+    assert text.startswith(" ".join(("usage: python -m fp8fn", *argv)))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("dmeo",), "invalid choice: 'dmeo'"),
+        (("bench", "nothing"), "invalid choice: 'nothing'"),
+        (("env", "--deep"), "unrecognized arguments: --deep"),
+        (("demo", "--steps", "0"), "'0' is no positive whole number"),
+        (("demo", "--recipe", "blokwise"), "did you mean 'blockwise'"),
+        (("demo", "--device", "tpu9"), "'tpu9' is no device"),
+        (("demo", "--device", "meta"), "fp8fn has no kernels for 'meta' here"),
+        (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),
+        (("demo", "--size", "huge"), "invalid choice: 'huge'"),
+        ((), "demo"),
+        (("bench",), "overhead"),
+    ],
+)
+def test_wrong_use_exits_2(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(*argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_version_and_unknown_command_of_the_process() -> None:
+    version, unknown = (
+        subprocess.run([sys.executable, "-m", "fp8fn", word], capture_output=True, text=True, check=False)
+        for word in ("--version", "unknown")
+    )
+    assert (version.returncode, version.stdout) == (0, f"fp8fn {__version__}\n")
+    assert unknown.returncode == 2
+
+
+def test_a_command_gets_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        given.append(argv)
+        return 7
+
+    monkeypatch.setattr(environment, "main", main)
+    assert cli.main(["env", "--help", "x"]) == 7
+    assert given == [["--help", "x"]]
+
+
+def test_env_prints_what_describe_says(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status("env") == 0
+    printed = dict(line.split("  ", 1) for line in capsys.readouterr().out.splitlines())
+    lines = environment.describe()
+    assert {key: value.strip() for key, value in printed.items()} == lines
+    assert lines["fp8fn"] == __version__
+    assert lines["torch"] == torch.__version__
+    assert lines["cpu arch"] == "cpu"
+    assert lines["cpu kernels"] == "reference (PyTorch)"
+    assert lines["cpu native e4m3"] == "float8_e4m3fn"
+    assert {"Python", "platform", "triton", "C++ compiler", "cpu device"} <= lines.keys()
+
+
+@pytest.mark.parametrize(
+    ("target", "family"),
+    [
+        (CPU, "reference (PyTorch)"),
+        (SM89, "Triton, pointers"),
+        (SM90, "CUDA C++ by NVRTC 13.0"),
+        (SM100, "Triton, pointers"),
+        (SM120, "Triton, pointers"),
+        (GFX942, "Triton, pointers"),
+        (GFX950, "Triton, pointers"),
+    ],
+)
+def test_kernel_family(target: Target, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
+    assert environment.kernel_family(target) == family
+
+
+def test_kernel_family_says_why_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = environment.kernel_family(Target("cuda", 80, 32))
+    assert old.startswith("none: ")
+    assert "8.0" in old
+    assert "8.9" in old
+    monkeypatch.setattr(environment, "_triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
+    assert environment.kernel_family(SM90) == "Triton, TMA descriptors (none in CUDA C++: no NVRTC here)"
+    monkeypatch.setattr(environment, "_triton_version", lambda: None)
+    assert environment.kernel_family(SM90) == "none: Triton is not installed"
+
+
+def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
+    assert environment.cpp_compiler() is None
+    message = environment.missing_for_inductor()
+    assert message is not None
+    assert "apt install g++" in message
+
+
+def test_importing_fp8fn_brings_no_compiler() -> None:
+    """SymPy, Inductor and Triton take from 0.3 s to seconds: they come with the first call that needs them."""
+    code = "import sys, torch; before = set(sys.modules); import fp8fn; print(*sorted(set(sys.modules) - before))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    roots = {name.partition(".")[0] for name in loaded}
+    assert not roots & {"sympy", "triton", "transformers", "torchao", "matplotlib"}
+    assert not [name for name in loaded if name.startswith(("torch._inductor", "torch._dynamo"))]

@@ -1,0 +1,125 @@
+"""The notebooks: each runs from top to bottom, has its outputs committed, and shows nothing of the machine it ran on.
+
+`python tests/api/test_notebooks.py [NAME…]` runs them, or those named, and writes their outputs anew.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat")
+pytest.importorskip("ipykernel")
+nbclient = pytest.importorskip("nbclient")
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+# Of one cell: where others use the cores too, Inductor's C++ takes a minute.
+TIMEOUT_S = 400
+LARGEST = 1_000_000
+MACHINE = re.compile(r"(?<![\w.])/(?:tmp|home|root|Users|usr|opt|var|work|private)/|\b\d\d:\d\d:\d\d\b|[A-Z]:\\")
+
+names = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def executed(path: Path) -> Any:
+    """The notebook with the outputs of a new kernel. A cell that raises is a `CellExecutionError`."""
+    notebook = nbformat.read(path, as_version=4)
+    resources = {"metadata": {"path": str(path.parent)}}
+    nbclient.NotebookClient(notebook, timeout=TIMEOUT_S, kernel_name="python3", resources=resources).execute()
+    return notebook
+
+
+def cleaned(notebook: Any) -> Any:
+    """Without times, versions and random ids."""
+    notebook.metadata = {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for i, cell in enumerate(notebook.cells):
+        cell.metadata = {}
+        cell["id"] = f"cell-{i:02}"
+    return notebook
+
+
+def texts(notebook: Any) -> list[str]:
+    """What is printed and shown as text, HTML or Markdown."""
+    found = []
+    for cell in notebook.cells:
+        for output in cell.get("outputs", []):
+            shown = output.get("data", {})
+            found += [shown[kind] for kind in ("text/plain", "text/html", "text/markdown") if kind in shown]
+            found.append(output.get("text", ""))
+    return found
+
+
+def test_there_are_five() -> None:
+    assert [path.stem[:2] for path in NOTEBOOKS] == ["01", "02", "03", "04", "05"]
+
+
+@names
+def test_outputs_are_committed(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    assert sum("image/png" in output.get("data", {}) for output in outputs) >= 1
+    assert path.stat().st_size < LARGEST
+
+
+@names
+def test_outputs_say_nothing_of_the_machine(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    assert [found[0] for text in texts(notebook) if (found := MACHINE.search(text))] == []
+    assert notebook == cleaned(nbformat.read(path, as_version=4))
+
+
+@names
+def test_runs_from_top_to_bottom(path: Path) -> None:
+    notebook = executed(path)
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+
+
+def test_a_number_that_is_off_fails(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.ipynb"
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert 1 == 2")]), path)
+    with pytest.raises(nbclient.exceptions.CellExecutionError):
+        executed(path)
+
+
+def test_links_between_notebooks() -> None:
+    for path in (*NOTEBOOKS, FOLDER / "README.md"):
+        for name in re.findall(r"\]\((\w+\.ipynb)\)", path.read_text(encoding="utf-8")):
+            assert (FOLDER / name).is_file(), f"{path.name} links to {name}"
+
+
+def test_api_reference_builds(tmp_path: Path) -> None:
+    """The command of notebooks/README.md, with warnings as errors."""
+    pytest.importorskip("pdoc")
+    readme = (FOLDER / "README.md").read_text(encoding="utf-8")
+    command = re.search(r"^python -m pdoc (.*) -o \S+$", readme, re.MULTILINE)
+    assert command is not None
+    arguments = [word.strip("'") for word in command[1].split()]
+    call = [sys.executable, "-W", "error", "-m", "pdoc", *arguments, "-o", str(tmp_path)]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warn" not in done.stderr.lower(), done.stderr
+    page = (tmp_path / "fp8fn.html").read_text(encoding="utf-8")
+    for name in ("quantize", "gemm", "ScaledTensor", "Recipe", "explain", "error"):
+        assert f'id="{name}"' in page
+
+
+if __name__ == "__main__":
+    for chosen in NOTEBOOKS:
+        if len(sys.argv) == 1 or any(name in chosen.stem for name in sys.argv[1:]):
+            nbformat.write(cleaned(executed(chosen)), chosen)
+            print(chosen.name)

@@ -1,3 +1,0 @@
-// The functions of ops/cuda/overlap.cuh for the CPU, which the scheduler has.
-#pragma once
-#include "cuda.h"

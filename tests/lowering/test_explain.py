@@ -1,0 +1,299 @@
+"""Times in `explain`, and the products that stay as they are because FP8 is estimated to be slower."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn.lowering import costs, recipe_pass
+from fp8fn.lowering import explain as module
+from fp8fn.ops import targets
+from fp8fn.ops.recipe import BLOCKWISE, MXFP8
+from fp8fn.ops.tuning import table
+from fp8fn.ops.tuning.estimate import Step, Times, linear_times
+from fp8fn.ops.tuning.problem import Chip
+from fp8fn.ops.tuning.rates import NAMED
+from fp8fn.site import Site
+
+H200 = NAMED["sm90"]
+FAST = Times(Step(10.0, 20.0), Step(20.0, 40.0), "a table")
+SLOW = Times(Step(20.0, 40.0), Step(10.0, 20.0), "a table")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    """No tables but the shipped ones."""
+    monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path / "cache"))
+    table.forget()
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products on the CPU are estimated as if it were an H200."""
+    monkeypatch.setattr(recipe_pass, "chip_for", lambda device, target=None: H200)
+
+
+class Pair(nn.Module):
+    """A product that is worth it at 8192 rows, and one that is not; in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4096, 2048, bias=False, dtype=torch.bfloat16)
+        self.narrow = nn.Linear(2048, 512, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(self.wide(x))
+
+
+def meta(rows: int) -> tuple[Pair, Tensor]:
+    """Sizes as in life, with nothing computed."""
+    with torch.device("meta"):
+        return Pair(), torch.empty(rows, 4096, dtype=torch.bfloat16)
+
+
+def reasons(model: Any, *args: Any, **options: Any) -> list[str | None]:
+    return [row.reason for row in fp8fn.explain(model, *args, show=False, **options).rows]
+
+
+def test_estimates_for_a_target() -> None:
+    model, x = meta(8192)
+    explanation = fp8fn.explain(model, x, target="sm90", where="*", show=False)
+    assert [row.estimated for row in explanation.rows] == [
+        linear_times(8192, 2048, 4096, BLOCKWISE, H200), linear_times(8192, 512, 2048, BLOCKWISE, H200),
+    ]  # fmt: skip
+    assert all(row.kernel is not None and " sm90 (" in row.kernel for row in explanation.rows)
+    assert explanation.chip == "NVIDIA H200"
+    head, _, *lines, count, unit = str(explanation).splitlines()
+    assert "estimated, µs" in head
+    assert "measured" not in head
+    for row, line in zip(explanation.rows, lines, strict=True):
+        times = row.estimated
+        assert times is not None
+        cell = f"{times.bf16.combined:.0f} → {times.fp8.combined:.0f} ({times.speedup:.2f}x)"
+        assert line.index(cell) == head.index("estimated, µs")
+    assert count == "2 of 2 products in FP8, recipe blockwise, 1 graph(s)"
+    assert unit == "µs: forward and backward, bf16 → FP8 with quantization, estimated for NVIDIA H200"
+
+
+def test_no_column_where_there_is_nothing_to_show() -> None:
+    model, x = meta(8192)
+    for options in ({}, {"target": "sm90", "recipe": MXFP8}):
+        explanation = fp8fn.explain(model, x, where="*", show=False, **options)
+        assert [row.estimated for row in explanation.rows] == [None, None]
+        assert explanation.chip is None
+        assert "µs" not in str(explanation)
+
+
+@pytest.mark.parametrize(
+    ("target", "arch", "chip"),
+    [
+        ("h100", "sm90", "NVIDIA H100 80GB HBM3"), ("H200", "sm90", "NVIDIA H200"), ("SM90", "sm90", "NVIDIA H200"),
+        ("NVIDIA H100 80GB HBM3", "sm90", "NVIDIA H100 80GB HBM3"), ("h20", "sm90", "NVIDIA H20"),
+        ("AMD Instinct MI300X", "gfx942", None), ("mi325x", "gfx942", None), ("MI355X", "gfx950", None),
+        ("L40S", "sm89", None), ("NVIDIA GeForce RTX 4090", "sm89", None), ("rtx-4090", "sm89", None),
+        ("b200", "sm100", None), ("rtx 5090", "sm120", None), ("gfx950", "gfx950", None),
+    ],
+)  # fmt: skip
+def test_a_target_by_its_products_name(target: str, arch: str, chip: str | None, fresh_dynamo: None) -> None:
+    model, x = meta(8192)
+    explanation = fp8fn.explain(model.wide, x, target=target, where="*", show=False)
+    (row,) = explanation.rows
+    assert row.reason is None
+    assert row.kernel is not None
+    assert f" {arch} (" in row.kernel
+    assert explanation.chip == chip
+    assert (row.estimated is None) == (chip is None)
+
+
+def test_a_product_has_its_own_multiprocessors() -> None:
+    for name, (target, count) in targets.PRODUCTS.items():
+        found = targets.named_target(name.upper())
+        assert found == (name, replace(target, multiprocessors=count))
+        assert found[1].cores == count
+        if name in NAMED:
+            assert NAMED[name].multiprocessors == count
+    assert targets.named_target("h1000") is None
+    assert targets.named_target("") is None
+
+
+def test_wrong_use() -> None:
+    model, x = meta(64)
+    with pytest.raises(ValueError, match=r"target='sm80' is not known; use one of 'sm89', 'sm90'.* 'h100', 'h200'"):
+        fp8fn.explain(model, x, target="sm80")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="measure=True needs a GPU"):
+            fp8fn.explain(model, x, measure=True)
+
+
+def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper: None) -> None:
+    model, x = meta(8192)
+    wide, narrow = reasons(model, x)
+    times = linear_times(8192, 512, 2048, BLOCKWISE, H200)
+    assert wide is None
+    assert times is not None
+    assert narrow == (
+        f"slower: {times.fp8.combined:.0f} µs in FP8 with quantization, {times.bf16.combined:.0f} in bf16,"
+        " forward and backward by the model; where='*' takes it too"
+    )
+    assert reasons(model, x) == reasons(model, x, target="sm90")
+
+
+@pytest.mark.parametrize("where", ["*", ["narrow.*", "wide.*"], lambda site: True])
+def test_where_overrides_the_estimate(on_hopper: None, where: Any) -> None:
+    model, x = meta(8192)
+    assert reasons(model, x, where=where) == [None, None]
+
+
+def test_on_another_device_there_is_no_estimate() -> None:
+    model, x = meta(8192)
+    assert reasons(model, x) == [None, None]
+    assert costs.chip_for(torch.device("cpu")) is None
+    assert costs.chip_for(torch.device("cpu"), "sm90") == H200
+
+
+def test_in_float32_what_stays_is_no_product_in_bf16(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By autocast it is one, also where the operands are float32."""
+    monkeypatch.setattr(recipe_pass, "estimated", lambda *_: SLOW)
+    model, x = nn.Linear(512, 512), torch.randn(64, 512)
+
+    def autocast(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.linear(x, model.weight)
+
+    assert reasons(model, x) == [None]
+    assert [reason and reason.partition(":")[0] for reason in reasons(autocast, x)] == ["slower"]
+
+
+def test_the_backend_leaves_them_out(on_hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, str]] = []
+
+    def estimated(site: Site, recipe: Any, chip: Chip | None) -> Times:
+        assert chip == H200
+        seen.append((site.n, recipe.key))
+        return FAST if site.n == 1024 else SLOW
+
+    monkeypatch.setattr(recipe_pass, "estimated", estimated)
+    model = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)).bfloat16()
+    x = torch.randn(64, 512, dtype=torch.bfloat16)
+    out = torch.compile(model, backend="fp8fn", options={"recipe": "rowwise"})(x)
+    expected = model[1](fp8fn.linear(x, model[0].weight, model[0].bias, recipe="rowwise"))
+    assert (out - expected).float().norm() < 1e-2 * expected.float().norm()
+    assert seen == [(1024, "rowwise"), (512, "rowwise")]
+
+
+def test_symbolic_sizes_are_estimated_by_their_hint_with_no_guard(
+    on_hopper: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One compile serves counts of rows on either side of the verdict, and the first one decides."""
+    seen: list[int] = []
+
+    def linear(m: int, *args: Any, **options: Any) -> Times:
+        seen.append(m)
+        return FAST if m > 600 else SLOW
+
+    monkeypatch.setattr(costs, "linear_times", linear)
+    model = nn.Linear(512, 512, bias=False).bfloat16()
+    for first, others in ((300, (100, 999)), (100, (300, 999))):
+        torch._dynamo.reset()
+        seen.clear()
+        compiled = torch.compile(model, backend="fp8fn", dynamic=True, fullgraph=True)
+        with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
+            for rows in (first, *others):
+                x = torch.randn(3, rows, 512, dtype=torch.bfloat16)
+                expected = fp8fn.linear(x, model.weight) if 3 * first > 600 else model(x)
+                assert (compiled(x) - expected).float().norm() < 1e-2 * expected.float().norm()
+        assert seen == [3 * first]
+
+
+def test_a_size_without_a_hint_has_no_times() -> None:
+    class Unbacked:
+        class node:
+            hint = None
+
+    site = Site(op="linear", m=Unbacked(), n=512, k=512, dtype=torch.bfloat16, device=torch.device("cpu"))  # type: ignore[arg-type]
+    assert costs.sized(site) is None
+    assert costs.estimated(site, BLOCKWISE, H200) is None
+
+
+def test_measured_times_are_shown_beside_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each distinct shape is asked for once, those in FP8 first; a shape that was left out has an empty cell."""
+    asked: list[Site] = []
+
+    def measured(sites: Any, recipe: Any) -> dict[Site, Times]:
+        asked.extend(dict.fromkeys(sites))
+        return {site: FAST for site in asked if site.k == 4096}
+
+    monkeypatch.setattr(module, "measured", measured)
+    monkeypatch.setattr(module, "_on_gpu", lambda site: True)
+    monkeypatch.setattr(module, "check_measure", lambda measure: None)
+    model, x = meta(8192)
+
+    def forward(x: Tensor) -> Tensor:
+        y = model(x) + model(x)
+        return y @ y.mT
+
+    explanation = fp8fn.explain(forward, x, where="wide*", measure=True, target="sm90", show=False)
+    assert [(site.m, site.n, site.k) for site in asked] == [(8192, 2048, 4096), (8192, 512, 2048)]
+    assert [row.measured for row in explanation.rows] == [FAST, None, FAST, None, None]
+    head, _, *lines = str(explanation).splitlines()
+    at = head.index("measured, µs")
+    assert [line[at : at + 15].strip() for line in lines[:2]] == ["60 → 30 (2.00x)", ""]
+
+
+def test_what_a_pattern_made_has_not_the_recipes_times() -> None:
+    """A weight in FP8 that the graph dequantizes, seen through a parameter's view: by a pattern, not by the recipe."""
+    q = fp8fn.quantize(torch.randn(512, 512), (128, 128))
+    weight, scale = nn.Parameter(q.data.contiguous(), requires_grad=False), q.scale.contiguous()
+
+    def linear(x: Tensor) -> Tensor:
+        scales = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return F.linear(x, (weight.float() * scales).to(x.dtype))
+
+    (row,) = fp8fn.explain(linear, torch.randn(64, 512).bfloat16(), target="sm90", where="*", show=False).rows
+    assert (row.kernel, row.estimated, row.measured) == ("fp8fn::mm_a16w8", None, None)
+
+
+@pytest.mark.parametrize(("dtype", "batch"), [(torch.bfloat16, 1), (torch.float32, 1), (torch.float16, 2)])
+def test_measuring(dtype: torch.dtype, batch: int, device: torch.device) -> None:
+    """The same code on either device; a product that the time is too short for is left out."""
+    small, large = (
+        Site(op="", m=m, n=256, k=128, batch=batch, dtype=dtype, device=device) for m in (64, 2**31)
+    )  # fmt: skip
+    found = costs.measured([small, large, small], BLOCKWISE)
+    assert found.keys() == {small}
+    assert all(us > 0 for step in (found[small].fp8, found[small].bf16) for us in step)
+    assert found[small].source == "the clock"
+    assert costs.measured([small], BLOCKWISE, seconds=0) == {}
+
+
+def test_a_failure_to_measure_is_no_failure_to_explain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(costs, "_measured", fail)
+    site = Site(op="", m=64, n=256, k=128, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert costs.measured([site], BLOCKWISE) == {}
+
+
+@pytest.mark.gpu
+def test_measured_on_a_gpu() -> None:
+    """In a few seconds, near the estimate where there is one, and the random state is as before."""
+    model = nn.Sequential(nn.Linear(4096, 6144), nn.Linear(6144, 4096)).cuda().bfloat16()
+    x = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
+    state = torch.cuda.get_rng_state()
+    for _ in range(2):  # kernels are compiled in the time of the first
+        explanation = fp8fn.explain(model, x, measure=True, show=False)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+    assert "measured, µs" in str(explanation)
+    for row in explanation.rows:
+        assert row.measured is not None
+        if row.estimated is not None and explanation.chip == H200.name:
+            assert 0.7 < row.measured.fp8.combined / row.estimated.fp8.combined < 1.4
+            assert 0.7 < row.measured.bf16.combined / row.estimated.bf16.combined < 1.4

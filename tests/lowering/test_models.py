@@ -1,0 +1,210 @@
+"""Models that nobody edited, of transformers and of PyTorch: how many products go to FP8, and the values and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._inductor import compile_fx
+
+import fp8fn
+from fp8fn.lowering import backend
+from fp8fn.lowering.explain import Explanation
+from fp8fn.lowering.recipe_pass import Decision, rewrite
+
+pytest.importorskip("transformers")
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    ViTConfig,
+    ViTModel,
+)
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    # transformers asks for PyTorch's version in a cached function, which Dynamo traces through.
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
+
+TOKENS, WIDTH, VOCABULARY, STEPS = 64, 256, 512, 50
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 128, "use_cache": False,
+}  # fmt: skip
+
+
+def llama() -> nn.Module:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=2))
+
+
+def qwen2() -> nn.Module:
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES, num_key_value_heads=2))
+
+
+def mixtral() -> nn.Module:
+    return MixtralForCausalLM(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
+
+
+def deepseek_v3() -> nn.Module:
+    """Each token to all experts: of two nearly alike, rounding chooses another, which says nothing about products."""
+    config = DeepseekV3Config(
+        **SIZES, moe_intermediate_size=128, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=4,
+        first_k_dense_replace=1, num_key_value_heads=4, q_lora_rank=128, kv_lora_rank=128, qk_nope_head_dim=64,
+        qk_rope_head_dim=32, v_head_dim=64,
+    )  # fmt: skip
+    return DeepseekV3ForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    config = ViTConfig(
+        hidden_size=WIDTH,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=4,
+    )
+    return ViTModel(config)
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(WIDTH, nhead=4, dim_feedforward=512, dropout=0.0, batch_first=True)
+    return nn.TransformerEncoder(layer, num_layers=2)
+
+
+def tokens() -> Tensor:
+    return torch.randint(VOCABULARY, (2, TOKENS))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what goes in, and of how many products so many go to FP8, the rest for these reasons."""
+
+    model: Callable[[], nn.Module]
+    inputs: Callable[[], Tensor]
+    products: int
+    substituted: int
+    reasons: frozenset[str] = frozenset()
+
+
+def all_but_logits(site: fp8fn.Site) -> bool:
+    """What the backend leaves out by itself, but for the sizes, which are a toy's here."""
+    return "lm_head" not in site.weight
+
+
+SMALL, LOGITS = "small: N=4 is under 128", "where said no"
+CASES = {
+    "llama": Case(llama, tokens, 15, 14, frozenset({LOGITS})),
+    "qwen2": Case(qwen2, tokens, 15, 14, frozenset({LOGITS})),
+    "mixtral": Case(mixtral, tokens, 15, 12, frozenset({LOGITS, SMALL})),
+    "deepseek_v3": Case(deepseek_v3, tokens, 20, 18, frozenset({LOGITS, SMALL})),
+    "vit": Case(vit, lambda: torch.randn(2, 3, 32, 32), 13, 12, frozenset({"small: M=2 is under 16"})),
+    "encoder": Case(encoder, lambda: torch.randn(2, TOKENS, WIDTH), 8, 8),
+}
+
+
+def result(out: Any) -> Tensor:
+    """Logits, or the last hidden state of a model without a head."""
+    if isinstance(out, Tensor):
+        return out
+    return out.logits if hasattr(out, "logits") else out.last_hidden_state  # type: ignore[no-any-return]
+
+
+def snr(reference: Tensor, other: Tensor) -> float:
+    noise = (other.double() - reference.double()).square().sum()
+    return float(10 * torch.log10(reference.double().square().sum() / noise))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_products_and_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16: what `explain` says, that the backend does so, and that the result is near the model's own."""
+    case = CASES[name]
+    model, x = case.model().bfloat16(), case.inputs()
+    x = x.bfloat16() if x.is_floating_point() else x
+    explanation: Explanation = fp8fn.explain(model, x, where=all_but_logits, show=False)
+    assert (explanation.graphs, len(explanation.rows), explanation.substituted) == (1, case.products, case.substituted)
+    assert {row.reason for row in explanation.rows if row.reason} == case.reasons
+    made: list[Decision] = []
+    monkeypatch.setattr(backend, "rewrite", lambda *args: made.extend(rewrite(*args)))
+    # The graph runs as it is: Inductor would take minutes for the C++ of six models, and `test_training` has it.
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
+    compiled = torch.compile(model, backend="fp8fn", fullgraph=True, options={"where": all_but_logits})
+    with torch.no_grad():
+        expected, found = result(model(x)), result(compiled(x))
+    assert sum(decision.reason is None for decision in made) == case.substituted
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    assert snr(expected, found) > 20
+
+
+def sentences() -> Iterator[Tensor]:
+    """Batches of a chain in which a token has one successor in four of five cases."""
+    generator = torch.Generator().manual_seed(1)
+    successor = torch.randint(VOCABULARY, (VOCABULARY,), generator=generator)
+    while True:
+        words = [torch.randint(64, (2, 1), generator=generator)]
+        while len(words) < TOKENS:
+            other = torch.randint(64, (2, 1), generator=generator)
+            jumps = torch.rand(2, 1, generator=generator) < 0.2
+            words.append(torch.where(jumps, other, successor[words[-1]]))
+        yield torch.cat(words, 1)
+
+
+def signals() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        yield torch.randn(2, TOKENS, WIDTH, generator=generator)
+
+
+def language_loss(model: Callable[..., Any], x: Tensor) -> Tensor:
+    return model(x, labels=x).loss  # type: ignore[no-any-return]
+
+
+def regression_loss(model: Callable[..., Any], x: Tensor) -> Tensor:
+    return F.mse_loss(model(x), torch.tanh(x.roll(1, -1)))
+
+
+def train(
+    model: nn.Module, batches: Iterator[Tensor], loss_of: Callable[..., Tensor], rate: float, fp8: bool
+) -> list[float]:
+    options = {"where": all_but_logits}
+    call = torch.compile(model, backend="fp8fn", fullgraph=True, options=options) if fp8 else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+    losses = []
+    for _ in range(STEPS):
+        loss = loss_of(call, next(batches))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("model", "batches", "loss_of", "rate"),
+    # At twice the rate, two float32 runs from other weights are 9 % apart after 50 steps: it would show nothing.
+    [(llama, sentences, language_loss, 5e-4), (encoder, signals, regression_loss, 1e-3)],
+    ids=["llama", "encoder"],
+)
+def test_training(
+    model: Callable[[], nn.Module], batches: Callable[[], Iterator[Tensor]], loss_of: Any, rate: float
+) -> None:
+    """From the same weights on the same batches, the last ten losses are within 1 % of float32's."""
+    runs = []
+    for fp8 in (False, True):
+        torch.manual_seed(0)
+        runs.append(train(model(), batches(), loss_of, rate, fp8))
+    reference, found = (sum(run[-10:]) / 10 for run in runs)
+    assert reference < 0.75 * runs[0][0]
+    assert abs(found / reference - 1) < 0.01

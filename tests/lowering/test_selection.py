@@ -1,0 +1,272 @@
+"""Which products a compilation takes: patterns of names, what is left by default, and what is said of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import fp8fn
+from fp8fn.cli.convert import Options
+from fp8fn.lowering import recipe_pass as module
+from fp8fn.lowering.recipe_pass import Decision, rewrite
+from fp8fn.ops.recipe import BLOCKWISE
+from fp8fn.ops.tuning.estimate import Step, Times
+from fp8fn.site import Site, Where, matches, selected, why_none_match, why_sensitive
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_dynamo"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+VOCABULARY, WIDTH = 1152, 512
+
+
+def site_of(name: str) -> Site:
+    return Site(op="linear", m=64, n=512, k=512, dtype=torch.bfloat16, device=torch.device("cpu"), weight=name)
+
+
+def decided(model: Callable[..., Any], *args: Any, where: Where = None) -> list[Decision]:
+    """What the recipe decides about a model; its graphs run as they are."""
+    found: list[Decision] = []
+
+    def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:
+        found.extend(rewrite(gm, BLOCKWISE, where))
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(*args)
+    return found
+
+
+def reasons(decisions: list[Decision]) -> dict[str, str | None]:
+    return {decision.gemm.site.weight: decision.reason for decision in decisions if decision.gemm.site.weight}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "fits"),
+    [
+        ("layers.*", "model.layers.0.mlp.up.weight", True),
+        ("layers.*", "layers.0.mlp.up.weight", True),
+        ("mlp.*", "model.layers.0.mlp.up.weight", True),
+        ("weight", "model.layers.0.weight", True),
+        ("*", "weight", True),
+        ("*", "", True),
+        ("", "", True),
+        ("", "model.layers.0.weight", False),
+        ("ayers.*", "model.layers.0.weight", False),
+        ("layers.*.up", "model.layers.0.up.weight", False),
+        ("layrs.*", "model.layers.0.weight", False),
+        ("model.layers.1.*", "model.layers.0.weight", False),
+    ],
+)
+def test_patterns_fit_from_any_dot(pattern: str, name: str, fits: bool) -> None:
+    """The same rule for the backend's `where` and for `convert`'s options."""
+    assert matches(name, [pattern]) is fits
+    assert selected(site_of(name), ["nothing", pattern]) is fits
+    if name:
+        assert Options(include=(pattern,)).take(name, torch.empty(512, 512)) is fits
+        assert Options(exclude=(pattern,)).take("a.weight", torch.empty(512, 512)) is not matches("a.weight", [pattern])
+
+
+def test_the_nearest_names() -> None:
+    names = [
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.11.mlp.up_proj.weight",
+        "lm_head.weight",
+        "visual.w",
+        "",
+    ]
+    assert why_none_match("layrs.*", names) == (
+        "where='layrs.*' matches no weight; nearest names: 'model.layers.*.mlp.up_proj.weight', 'lm_head.weight', "
+        "'visual.w'"
+    )
+    assert str(why_none_match(["lm_haed.weight", "x"], names)).endswith("nearest names: 'lm_head.weight', "
+        "'model.layers.*.mlp.up_proj.weight', 'visual.w'")  # fmt: skip
+    for where in (None, "layers.*", ["layrs.*", "lm_head.*"], lambda site: False):
+        assert why_none_match(where, names) is None
+    assert why_none_match("", names) is not None
+    assert why_none_match("layers.*", []) is None
+
+
+class Model(nn.Module):
+    """Names that begin with `model.`, as transformers' do."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(width, width) for _ in range(2))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.model["layers"]:
+            x = layer(x)
+        return x @ x.mT
+
+
+LINE = "{} of 3 products in FP8, recipe blockwise"
+ACTIVATIONS = "no parameter: activation by activation"
+
+
+@pytest.mark.parametrize(
+    ("where", "level", "line"),
+    [
+        (None, "INFO", f"{LINE.format(2)}; left: 1x {ACTIVATIONS}"),
+        ("layers.*", "INFO", f"{LINE.format(2)}; left: 1x {ACTIVATIONS}"),
+        ("layers.1.*", "INFO", f"{LINE.format(1)}; left: 1x where said no; 1x {ACTIVATIONS}"),
+        ("layrs.*", "WARNING", f"{LINE.format(0)}: where='layrs.*' matches no weight; nearest names: "
+                               "'model.layers.*.weight'"),
+        ("", "WARNING", f"{LINE.format(0)}: where='' matches no weight; nearest names: 'model.layers.*.weight'"),
+        (lambda site: False, "WARNING", f"{LINE.format(0)}; left: 2x where said no; 1x {ACTIVATIONS}"),
+    ],
+    ids=["default", "from a dot", "one layer", "misspelled", "empty", "a function"],
+)  # fmt: skip
+def test_one_line_for_each_compilation(where: Where, level: str, line: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "fp8fn")
+    decided(Model(), torch.randn(64, WIDTH), where=where)
+    lines = [
+        (r.levelname, r.getMessage())
+        for r in caplog.records
+        if r.name == "fp8fn" and " of 3 products" in r.msg % r.args
+    ]
+    assert lines == [(level, line)]
+    assert sum(r.levelno >= logging.WARNING for r in caplog.records if r.name == "fp8fn") == (level == "WARNING")
+
+
+@pytest.mark.parametrize("case", ["small", "slower", "activations", "FP8"])
+def test_when_none_is_a_warning(case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not where the estimates decided so, nor where no weight of 16 bits is there."""
+    caplog.set_level(logging.INFO, "fp8fn")
+    model: Callable[..., Any] = Model(256 if case == "small" else WIDTH).bfloat16()
+    if case == "slower":
+        times = Times(Step(3.0, 6.0), Step(1.0, 2.0), "the test")
+        monkeypatch.setattr(module, "estimated", lambda *_: times)
+    elif case == "activations":
+        model = lambda x: x @ x.mT  # noqa: E731
+    elif case == "FP8":
+        weight = nn.Parameter(torch.randn(WIDTH, WIDTH).to(torch.float8_e4m3fn), requires_grad=False)
+        model = lambda x: F.linear(x, weight.to(x.dtype))  # noqa: E731
+    decisions = decided(model, torch.randn(64, 256 if case == "small" else WIDTH).bfloat16())
+    assert all(decision.reason for decision in decisions)
+    found = [r for r in caplog.records if r.name == "fp8fn" and r.getMessage().startswith("0 of ")]
+    assert [r.levelname for r in found] == ["WARNING" if case == "small" else "INFO"]
+    if case == "small":
+        assert "left: 2x small: K=256 is under 512; where='*' takes it too; 1x no parameter" in found[0].getMessage()
+
+
+def test_explain_names_what_matches_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    fp8fn.explain(Model(), torch.randn(64, WIDTH), where="layrs.*", show=False)
+    assert [r.getMessage() for r in caplog.records if r.name == "fp8fn" and r.levelno >= logging.WARNING] == [
+        "explain: where='layrs.*' matches no weight; nearest names: 'model.layers.*.weight'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("transformer.word_embeddings.weight", "word_embeddings"), ("head.weight", "head"), ("output.weight", "output"),
+        ("lm_head.weight", "lm_head"), ("model.layers.0.mlp.gate.weight", "gate"), ("embed_out.weight", "embed_out"),
+        ("transformer.wte.weight", "wte"), ("transformer.wpe.weight", "wpe"), ("classifier.weight", "classifier"),
+        ("model.layers.61.shared_head.head.weight", "head"), ("layers.0.router.weight", "router"),
+        ("layers.0.input_layernorm.weight", "input_layernorm"), ("vit.patch_embed.proj.weight", "patch_embed"),
+        ("model.layers.0.mlp.gate_proj.weight", None), ("layers.0.attention.output.weight", None),
+        ("model.layers.0.self_attn.o_proj.weight", None), ("layers.0.headed.weight", None),
+    ],
+)  # fmt: skip
+def test_one_list_of_names(name: str, part: str | None) -> None:
+    """For the backend and for `convert`."""
+    wanted = None if part is None else f"sensitive: {part}; where='*' takes it too"
+    assert why_sensitive(name, 512, 640) == wanted
+    assert Options().take(name, torch.empty(512, 640)) is (part is None)
+
+
+@pytest.mark.parametrize("n", [640, 2048])
+def test_a_gated_mlps_gate_is_no_router(n: int) -> None:
+    assert why_sensitive("layers.0.mlp.gate.weight", n, 640) is None
+    assert Options().take("layers.0.mlp.gate.weight", torch.empty(n, 640))
+    assert why_sensitive("lm_head.weight", n, 640) == "sensitive: lm_head; where='*' takes it too"
+
+
+TINY: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "use_cache": False}
+LAYERS: dict[str, Any] = {**TINY, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 640}
+NEXT: dict[str, Any] = {
+    **LAYERS, "hidden_size": 640, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 512,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "experts_implementation": "grouped_mm", "layer_types": ["full_attention"],
+}  # fmt: skip
+# How many products the backend takes, and the names and reasons of the head and the router, which it leaves.
+MODELS: dict[str, tuple[str, dict[str, Any], int, dict[str, str]]] = {
+    "falcon": ("Falcon", {**TINY, "num_hidden_layers": 1, "num_attention_heads": 4}, 4, {
+        "transformer.word_embeddings.weight": "word_embeddings"}),
+    "bloom": ("Bloom", {**TINY, "n_layer": 1, "n_head": 4}, 4, {
+        "transformer.word_embeddings.weight": "word_embeddings"}),
+    "rwkv": ("Rwkv", {**TINY, "num_hidden_layers": 2, "context_length": 8}, 14, {"head.weight": "head"}),
+    "qwen3_next": ("Qwen3Next", NEXT, 1, {"lm_head.weight": "lm_head", "model.layers.0.mlp.gate.weight": "gate"}),
+    "llama": ("Llama", LAYERS, 7, {"lm_head.weight": "lm_head"}),
+    "llama, tied": ("Llama", {**LAYERS, "tie_word_embeddings": True}, 7, {"model.embed_tokens.weight": "embed_tokens"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_and_routers_of_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    family, sizes, taken, left = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    decisions = decided(model, torch.randint(VOCABULARY, (1, 32)))
+    found = reasons(decisions)
+    assert {weight: found[weight] for weight in left} == {
+        weight: f"sensitive: {part}; where='*' takes it too" for weight, part in left.items()
+    }
+    assert sum(decision.reason is None for decision in decisions) == taken
+
+
+class Language(nn.Module):
+    """Tables and a head of names that say nothing; two layers with as many columns as there are tokens."""
+
+    def __init__(self, tied: bool, columns: int = VOCABULARY) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(640, WIDTH)
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, VOCABULARY) for _ in range(2))
+        self.down, self.square = nn.Linear(VOCABULARY, WIDTH), nn.Linear(WIDTH, 640)
+        self.last = nn.Linear(WIDTH, columns, bias=False)
+        if tied:
+            self.last.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, ...]:
+        x = self.tokens(ids) + self.places(torch.arange(ids.shape[-1]))
+        x = self.down(self.ups[0](x) + self.ups[1](x))
+        return self.square(x), self.last(x)
+
+
+TIED = "sensitive: an embedding reads the weight too; where='*' takes it too"
+AS_MANY = f"sensitive: N={VOCABULARY} is the vocabulary of the model's embedding; where='*' takes it too"
+
+
+@pytest.mark.parametrize(
+    ("tied", "columns", "reason"), [(True, VOCABULARY, TIED), (False, VOCABULARY, AS_MANY), (False, 1024, None)]
+)
+def test_heads_by_facts(tied: bool, columns: int, reason: str | None) -> None:
+    """In one graph; compiled alone, named `weight`; and behind a graph break. Layers beside it are no heads."""
+    model, ids, x = Language(tied, columns), torch.randint(VOCABULARY, (1, 64)), torch.randn(64, WIDTH)
+    found = reasons(decided(model, ids))
+    assert found.pop("tokens.weight" if tied else "last.weight") == reason
+    assert set(found.values()) == {None}
+    assert reasons(decided(model.last, x)) == {"weight": reason}
+    assert reasons(decided(model.square, x)) == {"weight": None}
+    assert list(reasons(decided(lambda x: model.last(x), x)).values()) == [reason]
+    explanation = fp8fn.explain(model.last, x, show=False)
+    assert [row.reason for row in explanation.rows] == [reason]
+
+
+def test_a_head_compiled_alone_has_its_name_in_the_model() -> None:
+    model, x = nn.ModuleDict({"lm_head": nn.Linear(WIDTH, 1024)}), torch.randn(64, WIDTH)
+    assert reasons(decided(model["lm_head"], x)) == {"weight": "sensitive: lm_head; where='*' takes it too"}
+    assert reasons(decided(model["lm_head"], x, where="*")) == {"weight": None}
+    assert reasons(decided(nn.Linear(WIDTH, 1024), x)) == {"weight": None}

@@ -1,0 +1,138 @@
+"""Calls as one: what is written down, what is refused, and that values follow the tensors of each call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8fn
+from fp8fn.ops.cuda.runtime import call_cache
+from fp8fn.ops.cuda.runtime import fused_calls as module
+from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
+from fp8fn.ops.cuda.runtime.fused_calls import chained
+
+
+class Adds:
+    """In the place of a `Prepared`: its last pointer is where the sum of the others is written."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.started: list[list[int]] = []
+
+    def launch(self, addresses: list[int]) -> None:
+        self.started.append(addresses)
+        *terms, out = (_at[address] for address in addresses)
+        out.copy_(sum(terms[1:], terms[0]))
+
+
+_at: dict[int, Tensor] = {}
+
+
+def known(*tensors: Tensor) -> tuple[Tensor, ...]:
+    _at.update({x.data_ptr(): x for x in tensors})
+    return tensors
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call_cache, "_kept", type(call_cache._kept)())
+    monkeypatch.setattr(call_cache, "start", lambda launch, addresses: launch.launch(addresses))
+    empty = call_cache.empty
+    monkeypatch.setattr(call_cache, "empty", lambda *args, **kwargs: known(empty(*args, **kwargs))[0])
+    _at.clear()
+
+
+def add() -> Call:
+    """`add()(x, y)` is `[x + y]`, of four elements."""
+    return Call((Step(Adds(), (0, 1, 2)),), (geometry(torch.empty(4)),), 1)  # type: ignore[arg-type]
+
+
+def ones(value: float) -> Tensor:
+    return known(torch.full((4,), value))[0]
+
+
+def runner(first: Call, second: Call, x: Tensor, y: Tensor, ran: list[int]) -> Callable[[], list[Tensor | None]]:
+    def run() -> list[Tensor | None]:
+        ran.append(1)
+        both = first(x, y)[0]
+        return [second(both, y)[0], None, both]
+
+    return run
+
+
+def test_the_second_time_is_one_call_on_the_new_tensors() -> None:
+    first, second, ran = add(), add(), []
+    for value in (1.0, 10.0, 100.0):
+        x, y = ones(value), ones(2 * value)
+        out, nothing, both = chained("key", (x, y), runner(first, second, x, y, ran))
+        assert out is not None
+        assert both is not None
+        assert nothing is None
+        assert (out[0].item(), both[0].item()) == (5 * value, 3 * value)
+    assert len(ran) == 1
+    assert len(first.steps[0].launch.started) == len(second.steps[0].launch.started) == 3  # type: ignore[attr-defined]
+
+
+def test_one_tensor_for_two_inputs_is_not_kept() -> None:
+    """`x @ xᵀ` first, and `x @ y` later."""
+    first, second, ran = add(), add(), []
+    x, y = ones(1.0), ones(5.0)
+    assert chained("key", (x, x), runner(first, second, x, x, ran))[0][0] == 3.0  # type: ignore[index]
+    assert call_cache.recall("key") is None
+    assert chained("key", (x, y), runner(first, second, x, y, ran))[0][0] == 11.0  # type: ignore[index]
+    assert chained("key", (x, x), runner(first, second, x, x, ran))[0][0] == 3.0  # type: ignore[index]
+
+
+def test_what_is_not_all_calls_runs_each_time() -> None:
+    def uses_a_copy(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        return list(add()(*known(x.clone()), y))
+
+    def returns_a_copy(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        return [add()(x, y)[0].clone()]
+
+    def calls_nothing(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        return [x + y]
+
+    for run in (uses_a_copy, returns_a_copy, calls_nothing):
+        for value in (1.0, 2.0):
+            x, y = ones(value), ones(value)
+            found = chained(run.__name__, (x, y), lambda run=run, x=x, y=y: run(x, y))  # type: ignore[misc]
+            assert found[0][0] == 2 * value  # type: ignore[index]
+        assert call_cache.recall(run.__name__) is module._NOT_ALL_CALLS
+
+
+def test_a_run_that_raises_leaves_nothing_behind() -> None:
+    def fails() -> list[Tensor | None]:
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        chained("key", (ones(1.0),), fails)
+    assert call_cache.recall("key") is None
+    assert call_cache._recording.tape is None
+
+
+@pytest.mark.gpu
+def test_a_layers_calls_as_one_give_the_same_bits() -> None:
+    """Twice with other values, then one tensor as both operands; each beside the ops one by one."""
+
+    def step(x: Tensor, w: Tensor, bias: Tensor | None, g: Tensor) -> tuple[Tensor, ...]:
+        leaves = [t.detach().requires_grad_() for t in (x, w, bias) if t is not None]
+        out = fp8fn.linear(*leaves)
+        return out.detach(), *torch.autograd.grad(out, leaves, g)
+
+    for bias in (False, True):
+        for _ in range(3):
+            x, w, g = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+            b = torch.randn(256, device="cuda", dtype=torch.bfloat16) if bias else None
+            at_once = step(x, w, b, g)
+            with torch.profiler.profile(acc_events=True):  # which has each op called
+                one_by_one = step(x, w, b, g)
+            assert all(torch.equal(first, second) for first, second in zip(at_once, one_by_one, strict=True))
+    x, g = (torch.randn(256, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    with torch.no_grad():
+        assert torch.equal(fp8fn.linear(x, x), fp8fn.linear(x, x.clone()))
+        assert not torch.equal(fp8fn.linear(x, g), fp8fn.linear(x, x))

@@ -1,0 +1,21 @@
+// The functions of ops/cuda/include/cluster.cuh for the CPU.
+#pragma once
+#include "hopper.cuh"
+
+template <int TOGETHER>
+void cluster_arrive(bool) {
+    if constexpr (TOGETHER > 1) cluster_arrive();
+}
+template <int TOGETHER>
+void cluster_wait() {
+    if constexpr (TOGETHER > 1) cluster_wait();
+}
+template <int TOGETHER>
+void cluster_wait_alone() {
+    cluster_wait<TOGETHER>();
+}
+inline unsigned load_of_block(const unsigned* address, unsigned rank) {
+    if (rank != cluster_rank()) reach_block(rank);
+    const auto offset = reinterpret_cast<const char*>(address) - block_memory();
+    return *reinterpret_cast<const unsigned*>(memories[rank] + offset);
+}

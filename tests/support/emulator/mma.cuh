@@ -1,0 +1,339 @@
+// The functions of ops/cuda/include/mma.cuh for the CPU.
+#pragma once
+#include "convert.cuh"
+#include "overlap.cuh"
+
+inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
+
+inline uint32_t load_constant(const uint32_t* address) { return __ldg(address); }
+inline float load_constant(const float* address) { return __ldg(address); }
+
+inline uint4 load_written(const void* address, bool inside) {
+    return inside ? *static_cast<const uint4*>(address) : make_uint4(0, 0, 0, 0);
+}
+
+inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
+
+// A thread's copies are made when it waits for those that `end_copies` has ended before, as late as they may be.
+struct Copy {
+    char* to;
+    const char* from;
+    int bytes;  // the rest of 16 is zeros
+    bool ended;
+};
+inline List<Copy> copies[MOST_THREADS];
+
+inline void copy16(void* to, const void* from, int bytes) {
+    if (bytes > 0 && !allowed("copy", from, 16, bytes)) return;
+    if (bytes > 0) read_ahead(from);
+    if (early) {
+        memset(to, 0, 16);
+        memcpy(to, from, bytes);
+        return;
+    }
+    memset(to, 0xff, 16);
+    copies[current].add({static_cast<char*>(to), static_cast<const char*>(from), bytes, false});
+}
+inline void end_copies() {
+    for (Copy& copy : copies[current]) copy.ended = true;
+}
+inline void wait_for_copies() {
+    copies[current].take_out([](const Copy& copy) {
+        if (!copy.ended) return false;
+        memset(copy.to, 0, 16);
+        memcpy(copy.to, copy.from, copy.bytes);
+        return true;
+    });
+}
+
+inline void store_to_block(float2* to, uint32_t rank, float2 value) {
+    if (rank != cluster_rank()) reach_block(rank);
+    const long blocks = static_cast<long>(rank) - cluster_rank();
+    *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
+}
+inline void prefetch(const void* address, unsigned bytes) {
+    for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
+}
+inline void prefetch_line(const void* address) { may_load(address, 1); }
+
+template <Fp8 TYPE>
+float of_fp8(uint8_t bits) {
+    constexpr int MANTISSA = TYPE == Fp8::E4M3 ? 3 : 2, OFFSET = TYPE == Fp8::E4M3 ? 7 : 15;
+    const int magnitude = bits & 0x7f, exponent = magnitude >> MANTISSA, fraction = magnitude & ((1 << MANTISSA) - 1);
+    float value = exponent == 0 ? __builtin_ldexpf(fraction, 1 - OFFSET - MANTISSA)
+                                : __builtin_ldexpf(fraction + (1 << MANTISSA), exponent - OFFSET - MANTISSA);
+    if (TYPE == Fp8::E4M3 ? magnitude == 0x7f : magnitude > 0x7c) value = __builtin_nanf("");
+    if (TYPE == Fp8::E5M2 && magnitude == 0x7c) value = __builtin_inff();
+    return bits & 0x80 ? -value : value;
+}
+template <typename T, Fp8 TYPE>
+void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    float value[4];
+    for (int i = 0; i < 4; ++i) value[i] = of_fp8<TYPE>(bytes >> 8 * i);
+    low = pack<T>(value[0], value[1]);
+    high = pack<T>(value[2], value[3]);
+}
+
+template <typename T>
+constexpr bool IS_BF16 = false;
+template <>
+constexpr bool IS_BF16<Bf16> = true;
+
+template <typename T>
+float of_pair(uint32_t pair, int upper) {
+    return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)});
+}
+template <Fp8 TYPE>
+void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
+    widen<Fp16, TYPE>(bytes, low, high);
+}
+inline uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
+    return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0), of_pair<Fp16>(high, 1));
+}
+inline uint32_t difference_times_32(uint32_t a, uint32_t b) {
+    auto of = [&](int i) { return (of_pair<Fp16>(a, i) - of_pair<Fp16>(b, i)) * 32.0f; };
+    return pack<Fp16>(of(0), of(1));
+}
+template <typename T>
+uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+    return pack<T>(of_pair<T>(a, 0) * of_pair<T>(b, 0), of_pair<T>(a, 1) * of_pair<T>(b, 1));
+}
+
+// The fragments of a warp's lanes, where all of them can read.
+struct Fragments {
+    uint32_t a[4], b[2];
+};
+inline Fragments fragments[MOST_THREADS];
+
+template <typename T>
+void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    fragments[current] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+    meet_warp();
+    const Fragments* warp = fragments + current / 32 * 32;
+    const int lane = current % 32;
+    auto half = [](uint32_t pair, int upper) { return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)}); };
+    for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+        double sum = d[i];
+        for (int k = 0; k < 16; ++k) {
+            const int pair = k % 8 / 2;
+            sum += static_cast<double>(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
+                   half(warp[column * 4 + pair].b[k / 8], k % 2);
+        }
+        d[i] = static_cast<float>(sum);
+    }
+    meet_warp();
+}
+
+// ---- wgmma: products in flight, of which nothing is to be seen nor to be changed until they are waited for ------------
+
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+inline constexpr int MOST_SUMS = 128, MOST_IN_FLIGHT = 8;
+inline constexpr uint32_t POISON = 0x7fc0dead;
+
+// Accumulators of a thread, which lie at `at` and hold POISON there.
+struct Sums {
+    float* at;
+    int count, group;
+    float values[MOST_SUMS];
+};
+struct LeftRegisters {
+    const uint32_t* at;
+    uint32_t values[4];
+    int group;
+};
+// Part of an operand in shared memory, and how often that had been written.
+struct Operand {
+    uint32_t first, stop;  // KiB
+    unsigned writings;
+    int group;
+};
+struct InFlight {
+    int group, count;  // groups that were committed; of the sums
+    bool fenced;
+    Sums sums[MOST_IN_FLIGHT];
+    List<LeftRegisters> registers;
+    List<Operand> operands;
+};
+inline InFlight in_flight[MOST_THREADS];
+
+inline unsigned writings_of(uint32_t first, uint32_t stop) {
+    unsigned sum = 0;
+    for (uint32_t i = first; i < stop; ++i) sum += writings[i];
+    return sum;
+}
+// `rows` rows of 128 bytes.
+inline void take_operand(uint64_t descriptor, int rows) {
+    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, first = address / 1024, stop = first + (rows + 7) / 8;
+    read_by_engine("wgmma", first * 1024, rows * 128);
+    if (current % 32 == 0)  // once for a warp
+        in_flight[current].operands.add({first, stop, writings_of(first, stop), in_flight[current].group});
+}
+inline void take_registers_of_left(const uint32_t (&a)[4]) {
+    in_flight[current].registers.add({a, {a[0], a[1], a[2], a[3]}, in_flight[current].group});
+}
+
+// The sums that a product adds to: what is in flight, or what lies there.
+inline float* begin_product(float* d, int count) {
+    InFlight& mine = in_flight[current];
+    if (!mine.fenced) break_off("wgmma without wgmma_fence before its group");
+    int i = 0;
+    while (i < mine.count && mine.sums[i].at != d) ++i;
+    if (i == mine.count) {
+        if (i == MOST_IN_FLIGHT || count > MOST_SUMS) break_off("more products in flight than the emulator has room for");
+        ++mine.count;
+        mine.sums[i].at = d, mine.sums[i].count = count;
+        memcpy(mine.sums[i].values, d, count * sizeof(float));
+        for (int j = 0; j < count; ++j) memcpy(&d[j], &POISON, sizeof(float));
+    }
+    mine.sums[i].group = mine.group;
+    return mine.sums[i].values;
+}
+inline void wgmma_fence() { in_flight[current].fenced = true; }
+inline void wgmma_commit() {
+    ++in_flight[current].group;
+    in_flight[current].fenced = false;
+}
+inline void end_products(int pending) {
+    InFlight& mine = in_flight[current];
+    const int stop = mine.group - pending;
+    for (const Operand& operand : mine.operands)
+        if (operand.group < stop && writings_of(operand.first, operand.stop) != operand.writings)
+            break_off("shared memory that wgmma reads is written before the product was waited for");
+    mine.operands.take_out([&](const Operand& operand) { return operand.group < stop; });
+    for (const LeftRegisters& left : mine.registers)
+        if (left.group < stop && memcmp(left.at, left.values, sizeof(left.values)) != 0)
+            break_off("registers that wgmma reads are written before the product was waited for");
+    mine.registers.take_out([&](const LeftRegisters& left) { return left.group < stop; });
+    int left = 0;
+    for (int i = 0; i < mine.count; ++i) {
+        Sums& sums = mine.sums[i];
+        if (sums.group >= stop) {
+            if (left != i) mine.sums[left] = sums;
+            ++left;
+            continue;
+        }
+        for (int j = 0; j < sums.count; ++j)
+            if (memcmp(&sums.at[j], &POISON, sizeof(float)) != 0)
+                break_off("accumulators are written before the product was waited for");
+        memcpy(sums.at, sums.values, sums.count * sizeof(float));
+    }
+    mine.count = left;
+}
+#pragma GCC pop_options
+template <int PENDING>
+void wgmma_wait() {
+    meet_warp();
+    end_products(PENDING);
+}
+template <int COUNT>
+void fence_registers(float (&)[COUNT]) {}
+inline uint64_t descriptor_of_matrices(const void* first) { return reinterpret_cast<uint64_t>(first); }
+
+inline const bool watches_mma = watch({
+    [] {
+        for (int i = 0; i < thread_count * block_count; ++i) {
+            copies[i].count = 0;
+            in_flight[i].count = in_flight[i].group = 0;
+            in_flight[i].fenced = false;
+            in_flight[i].operands.count = in_flight[i].registers.count = 0;
+        }
+    },
+    [] {
+        if (in_flight[current].count > 0) break_off("a thread ends while its products are in flight");
+        if (copies[current].count > 0) break_off("a thread ends while its copies may still write to shared memory");
+    },
+    [] {},
+});
+
+#pragma GCC push_options
+#pragma GCC optimize("O2")
+// Of operands that bulk copies have put into shared memory, swizzled, in rows of 128 bytes.
+inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
+    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + byte;
+    return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
+}
+
+// The fragments of the warp's lanes, once all of them have come; the warps of a warpgroup do not wait for each other.
+inline const Fragments* shown(const uint32_t (&a)[4]) {
+    fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
+    take_registers_of_left(a);
+    meet_warp();
+    return fragments + current / 32 * 32;
+}
+// Of a warp's 16 rows and all columns those elements that a thread has; `product` of row, column and k.
+template <int OF_K, int COUNT, typename Product>
+void multiply(float (&accumulators)[COUNT], int onto, Product product) {
+    const int lane = current % 32;
+    float* const d = begin_product(accumulators, COUNT);
+    for (int i = 0; i < COUNT; ++i) {
+        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+        double sum = onto ? d[i] : 0.0;
+        for (int k = 0; k < OF_K; ++k) sum += product(row, column, k);
+        d[i] = static_cast<float>(sum);
+    }
+}
+
+#ifdef B_FP8
+template <Fp8 TYPE>
+struct Values {
+    float of[256];
+    Values() {
+        for (int bits = 0; bits < 256; ++bits) of[bits] = of_fp8<TYPE>(bits);
+    }
+};
+template <Fp8 TYPE>
+inline const Values<TYPE> values;
+
+// Of matrices at a pointer, which all threads of the block wrote before they last met, or swizzled ones, whose addresses in
+// shared memory are small.
+inline void take_right(uint64_t descriptor, int columns) {
+    if (descriptor >> 32 == 0) return take_operand(descriptor, columns);
+    const int block = cluster_rank();
+    for (int i = 0; i < thread_count; ++i)
+        if (fences[block * thread_count + i] != static_cast<int>(block_round[block]) - 1)
+            break_off("wgmma reads what thread %d wrote without fence_async", i);
+}
+inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
+    if (descriptor >> 32 == 0) return *swizzled(descriptor, column, k);
+    return reinterpret_cast<const uint8_t*>(descriptor)[column / 8 * 256 + k / 16 * 128 + column % 8 * 16 + k % 16];
+}
+
+template <int COUNT>
+void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
+    const Fragments* warp = shown(a);
+    take_right(b, 2 * COUNT);
+    multiply<32>(d, onto, [&](int row, int column, int k) {
+        const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
+        return static_cast<double>(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
+    });
+    meet_warp();
+}
+
+template <int COUNT>
+void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
+    const int first_row = threadIdx.x / 32 % 4 * 16;
+    take_operand(a, 64);
+    take_operand(b, 2 * COUNT);
+    multiply<32>(d, onto, [&](int row, int column, int k) {
+        return static_cast<double>(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) *
+               values<A_FP8>.of[*swizzled(b, column, k)];
+    });
+}
+#endif
+
+#ifdef WIDE
+template <int COUNT>
+void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
+    const Fragments* warp = shown(a);
+    take_operand(b, 2 * COUNT);
+    multiply<16>(d, onto, [&](int row, int column, int k) {
+        const uint32_t left = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
+        const auto* right = reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k));
+        return static_cast<double>(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
+    });
+    meet_warp();
+}
+#endif
+#pragma GCC pop_options
