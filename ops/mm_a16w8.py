@@ -18,9 +18,9 @@ from fp8fn.ops.cuda.runtime import graph_capture, nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.scaled_mm import check_operand, empty_output
+from fp8fn.ops.triton.launch import TritonLaunch
 
 MM_A16W8_SCHEMA: Final = (
     "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -113,7 +113,7 @@ def mm_a16w8_kernel(
 def _plan(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target,
     constant: bool = False,
-) -> Launch | CudaLaunch:  # fmt: skip
+) -> TritonLaunch | CudaLaunch:  # fmt: skip
     """In CUDA C++: of up to 128 rows by `splitk_a16w8` where that has few tiles, of others up to 16 by `a16w8_tiles` or
     `gemv_a16w8`, of more by `mm_a16w8`; what none takes in Triton.
 

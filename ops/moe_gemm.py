@@ -17,11 +17,11 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.launch import HipLaunch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.scaled_mm import check_operand
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import MoeProblem
 
 MOE_GEMM_SCHEMA: Final = (
@@ -127,7 +127,7 @@ def plan(
     a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block, sorted_token_ids: Tensor,
     expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor,
     target: Target, fault: str | None = None,
-) -> Launch | HipLaunch | CudaLaunch:  # fmt: skip
+) -> TritonLaunch | HipLaunch | CudaLaunch:  # fmt: skip
     """The launch that fills the rows of `out` that ids name: by a kernel in HIP or CUDA C++ where it takes the problem.
 
     `fault` is why the one in HIP can't be loaded here.

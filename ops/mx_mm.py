@@ -28,10 +28,10 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.views import largest_offset
 from fp8fn.ops.tuning.mx import SHIPPED, Config, Problem, Table, lookup, parse
 
@@ -51,7 +51,7 @@ _MOST_SPLITS: Final = 8
 _FAULTS: Final[dict[str, str]] = {}
 
 # Of Triton, HIP and CUDA C++.
-AnyLaunch: TypeAlias = Launch | HipLaunch | CudaLaunch
+AnyLaunch: TypeAlias = TritonLaunch | HipLaunch | CudaLaunch
 AnyConfig: TypeAlias = Config | HipConfig | CudaConfig | TilesConfig
 
 _log = logging.getLogger("fp8fn")
@@ -336,13 +336,13 @@ def _configure_widened(problem: Problem) -> Config:
     return Config(128, 128, 64, 8, 3)
 
 
-def _plan_widened(*args: Any) -> tuple[Launch, ...]:
+def _plan_widened(*args: Any) -> tuple[TritonLaunch, ...]:
     from fp8fn.ops.triton.mx_mm import plan_mx_mm
 
     return plan_mx_mm(*args)
 
 
-def _plan_scaled(*args: Any) -> tuple[Launch, ...]:
+def _plan_scaled(*args: Any) -> tuple[TritonLaunch, ...]:
     from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
 
     return (plan_mx_mm_scaled(*args),)

@@ -29,10 +29,10 @@ from fp8fn.ops.groups import (
     spread_unit,
     unit_of,
 )
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 
 SCALED_GROUPED_MM_SCHEMA: Final = (
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -197,7 +197,7 @@ def scaled_grouped_mm_kernel(
         a, b = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
     launch = plan(a, a_scale, left, b, b_scale, right, offsets.contiguous(), bias, out, target)
     copied = a.stride() != operands[0].stride() or b.stride() != operands[2].stride()
-    if isinstance(launch, Launch) or copied or not all(x.is_contiguous() for x in operands[4:]):
+    if isinstance(launch, TritonLaunch) or copied or not all(x.is_contiguous() for x in operands[4:]):
         launch.run()
         return out
     return keep(key, cuda_call(launch, out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
@@ -207,12 +207,12 @@ def plan(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-) -> Launch | CudaLaunch:  # fmt: skip
+) -> TritonLaunch | CudaLaunch:  # fmt: skip
     """Which kernel multiplies, the one place that chooses: in CUDA C++ where that takes the operands, else Triton."""
     operands = (a, a_scale, a_block, b, b_scale, b_block, offsets, bias)
     # Tensors on the CPU are for Triton's interpreter.
     reason = "a is on the CPU" if a.device.type == "cpu" else cuda.accepts(*operands, target) or nvrtc.unavailable()
-    launch: Launch | CudaLaunch
+    launch: TritonLaunch | CudaLaunch
     if reason is None:
         from fp8fn.ops.tuning.grouped import choose_config, problem_of
 

@@ -14,8 +14,8 @@ from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block, matrix_strides, scale_shape, unknown_block
+from fp8fn.ops.triton.launch import TritonLaunch
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -160,7 +160,7 @@ def scaled_mm_kernel(
     from fp8fn.ops.tuning.choose import plan_scaled_mm
 
     launch = plan_scaled_mm(a, a_scale, left, b, b_scale, right, bias, out, target)
-    if isinstance(launch, Launch):
+    if isinstance(launch, TritonLaunch):
         launch.run()
         return out
     call = cuda.call(launch, out, bias is not None) if isinstance(launch, CudaLaunch) else launch.call()

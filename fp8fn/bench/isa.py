@@ -17,8 +17,8 @@ from fp8fn.bench import record, tables
 from fp8fn.bench.shapes import LLM84
 from fp8fn.cli import options
 from fp8fn.cli.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.amd_isa import Mix
 from fp8fn.ops.tuning.compare import geomean
@@ -104,13 +104,13 @@ def claims(target: Target) -> list[dict[str, Any]]:
     return [{"claim": name, "theirs": said if theirs else None, "ours": ours} for name, said, ours in found]
 
 
-def stored_straight(target: Target) -> Launch:
+def stored_straight(target: Target) -> TritonLaunch:
     """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: what a lane has are neighbours of a column."""
     launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
     return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
 
 
-def _turned(launch: Launch, target: Target) -> Any:
+def _turned(launch: TritonLaunch, target: Target) -> Any:
     """The candidate with a turned store, of the tile of `launch`."""
     sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
     for name in amd.CANDIDATES[target.name]["wgrad"]:

@@ -23,9 +23,9 @@ from fp8fn.bench.shapes import LLM84
 from fp8fn.cli.options import output_file
 from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
 from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
 from fp8fn.ops.tuning.amd_model import (
     PROCESSORS,
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def figures(launch: Launch) -> dict[str, Any]:
+def figures(launch: TritonLaunch) -> dict[str, Any]:
     """What is printed of a launch, by name, and JSON as it is; compiles it."""
     processor = PROCESSORS[launch.target.name]
     found = assembly(launch)
@@ -128,7 +128,7 @@ def figures(launch: Launch) -> dict[str, Any]:
     return report
 
 
-def assembly(launch: Launch) -> Assembly:
+def assembly(launch: TritonLaunch) -> Assembly:
     """The machine code of a launch for its own target."""
     compiled = launch.compile()
     return parse(compiled.asm["amdgcn"], int(compiled.metadata.shared))
@@ -153,7 +153,7 @@ def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, An
     }
 
 
-def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
+def _intensity(launch: TritonLaunch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
     """Operations for each byte that a tile loads, and that the whole product must move; what the latter bounds."""
     m, n, k = (int(launch.args[size]) for size in ("M", "N", "K"))  # type: ignore[arg-type]
     moved = 0
@@ -168,7 +168,7 @@ def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str
     }
 
 
-def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> Launch:
+def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> TritonLaunch:
     """A scaled product of `PRODUCTS` on tensors without memory; in its own configuration unless one is given."""
     from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 
@@ -184,7 +184,7 @@ def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tens
     return torch.empty_strided((rows, columns), strides, dtype=native_e4m3(target), device="meta")
 
 
-def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     """By rows of `m` tokens in 8 groups, and along K over the same tokens."""
     from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
@@ -206,7 +206,7 @@ def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
     return [rows, wgrad]
 
 
-def _a16w8(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
 
     x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
@@ -215,7 +215,7 @@ def _a16w8(target: Target, m: int, n: int, k: int) -> list[Launch]:
     return [plan_mm_a16w8(x, w, empty_scale(w, (128, 128), "fp32"), (128, 128), None, out, target)]
 
 
-def _mx(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     """What Triton serves: MX scales need OCP types."""
     from fp8fn.ops.mx_mm import plan
 
@@ -223,14 +223,14 @@ def _mx(target: Target, m: int, n: int, k: int) -> list[Launch]:
     b = _matrix(k, n, target, column_major=True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
     launches = plan(a, empty_scale(a, (1, 32), "e8m0"), b, empty_scale(b, (32, 1), "e8m0"), None, out, target)
-    return [launch for launch in launches or () if isinstance(launch, Launch)]
+    return [launch for launch in launches or () if isinstance(launch, TritonLaunch)]
 
 
-def _quantize(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _quantize(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize import plan_quantize
 
     x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-    launches: list[Launch] = []
+    launches: list[TritonLaunch] = []
     for block in _QUANTIZED:
         scale = "e8m0" if 32 in block else "fp32"
         data = empty_data(x, block, native_e4m3(target))
@@ -238,7 +238,7 @@ def _quantize(target: Target, m: int, n: int, k: int) -> list[Launch]:
     return launches
 
 
-def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 
     x, block = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), (1, 128)
@@ -247,7 +247,7 @@ def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[Launch]:
     return [plan_quantize_dual(x, row, row_scale, col, col_scale, block, "fp32", target)]
 
 
-def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 
@@ -265,12 +265,12 @@ def of_layer(product: str, m: int, n: int, k: int) -> tuple[int, int, int]:
     return {"dgrad": (m, k, n), "wgrad": (n, k, m), "TN": (n, k, m)}.get(product, (m, n, k))
 
 
-def _product(product: str) -> Callable[[Target, int, int, int], list[Launch]]:
+def _product(product: str) -> Callable[[Target, int, int, int], list[TritonLaunch]]:
     return lambda target, m, n, k: [product_launch(product, *of_layer(product, m, n, k), target)]
 
 
 # Each gives the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
-OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[Launch]]]] = {
+OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[TritonLaunch]]]] = {
     **{product: _product(product) for product in PRODUCTS},
     "grouped": _grouped,
     "a16w8": _a16w8,

@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -164,7 +164,7 @@ def _power_above(scale):
 def plan_mm_a16w8(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
     config: Config | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, `N` at least 1.
 
     `out` is row-major bfloat16, float16 or float32. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or
@@ -181,7 +181,7 @@ def plan_mm_a16w8(
         bias = bias.expand(batch, n) if bias.ndim == 1 else bias.reshape(batch, n)
     config = config or choose_config(m, n, w_block, x.dtype, target)
     bk = config.BK
-    return Launch(
+    return TritonLaunch(
         kernel=mm_a16w8,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, widened
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
@@ -103,7 +103,7 @@ def plan_moe_gemm(
     a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block,
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int,
     token_weights: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
 
     `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
@@ -114,7 +114,7 @@ def plan_moe_gemm(
     a_scale, w_scale = storage(a_scale), storage(w_scale)
     config = config or choose_config(block_m, n, k, expert_ids.shape[0], a_block[1], target)
     places = expert_ids.shape[0] * ceil_div(block_m, config.BM)
-    return Launch(
+    return TritonLaunch(
         kernel=moe_gemm,
         grid=(places * ceil_div(n, config.BN), 1, 1),
         args={

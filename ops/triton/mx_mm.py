@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -127,7 +127,7 @@ def sum_parts(parts, out, bias, N, total, PARTS: tl.constexpr, BLOCK: tl.constex
 def plan_mx_mm(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
     config: Config,
-) -> tuple[Launch, ...]:  # fmt: skip
+) -> tuple[TritonLaunch, ...]:  # fmt: skip
     """The launches of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, which is not empty.
 
     `out` is contiguous bfloat16, float16 or float32, `bias` contiguous; a 2-D operand serves a whole batch.
@@ -141,7 +141,7 @@ def plan_mx_mm(
     splits = max(ceil_div(ceil_div(k, config.BK), steps), 1)
     shared = splits > 1
     sums = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device) if shared else out[None]
-    product = Launch(
+    product = TritonLaunch(
         kernel=mx_mm,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), splits, 1),
         args={
@@ -161,7 +161,7 @@ def plan_mx_mm(
     if not shared:
         return (product,)
     total = out.numel()
-    summation = Launch(
+    summation = TritonLaunch(
         kernel=sum_parts,
         grid=(ceil_div(total, _SUMMED), 1, 1),
         args={"parts": sums, "out": out, "bias": bias, "N": n, "total": total},

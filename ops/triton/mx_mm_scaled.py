@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, scale_strides, strides
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile
@@ -76,7 +76,7 @@ def mx_mm_scaled(
 def plan_mx_mm_scaled(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
     config: Config,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, as of `plan_mx_mm`; OCP types only."""
     formats = {"A_FORMAT": _FORMATS[a.dtype], "B_FORMAT": _FORMATS[b.dtype]}
     a, a_scale = batched(a), batched(storage(a_scale))
@@ -84,7 +84,7 @@ def plan_mx_mm_scaled(
     out = batched(out)
     batch, m, n = out.shape
     k = a.shape[2]
-    return Launch(
+    return TritonLaunch(
         kernel=mx_mm_scaled,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={

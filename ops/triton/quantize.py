@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, swap
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
@@ -175,7 +175,7 @@ def quantize_whole(
 
 def plan_quantize(
     x: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target, tile: Tile | None = None
-) -> tuple[Launch, ...]:
+) -> tuple[TritonLaunch, ...]:
     """Launches, in order, that fill `data (B?, M, N)` and `scales` from `x (B?, M, N)` of any strides.
 
     No launch for an empty `x`: then there is no data, and the caller fills the scales.
@@ -215,10 +215,10 @@ def _row_tile(x: Tensor) -> Tile:
 def _plan_blocks(
     x: Tensor, data: Tensor, scales: Tensor, block: Block, constants: dict[str, Any], wide: bool,
     target: Target, tile: Tile,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     batch, m, n = x.shape
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
-    return Launch(
+    return TritonLaunch(
         kernel=quantize_blocks,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={
@@ -236,10 +236,10 @@ def _plan_blocks(
 
 def _plan_rows(
     x: Tensor, data: Tensor, scales: Tensor, constants: dict[str, Any], wide: bool, target: Target, tile: Tile
-) -> Launch:
+) -> TritonLaunch:
     batch, m, n = x.shape
     tiles_m = ceil_div(m, tile.rows)
-    return Launch(
+    return TritonLaunch(
         kernel=quantize_rows,
         grid=(batch * tiles_m, 1, 1),
         args={
@@ -257,14 +257,14 @@ def _plan_rows(
 
 def _plan_whole(
     x: Tensor, data: Tensor, scales: Tensor, constants: dict[str, Any], wide: bool, target: Target, tile: Tile
-) -> tuple[Launch, ...]:
+) -> tuple[TritonLaunch, ...]:
     batch, m, n = x.shape
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
     parts = min(tiles_m * tiles_n, _PARTIALS)
     partials = torch.empty((batch, parts), dtype=torch.int32, device=x.device)
     shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": wide}
     options = {"num_warps": tile.num_warps}
-    amax = Launch(
+    amax = TritonLaunch(
         kernel=partial_amax,
         grid=(batch * parts, 1, 1),
         args={
@@ -275,7 +275,7 @@ def _plan_whole(
         options=options,
         target=target,
     )  # fmt: skip
-    quantize = Launch(
+    quantize = TritonLaunch(
         kernel=quantize_whole,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_DUAL, QUANTIZE_WARPS
@@ -83,7 +83,7 @@ def quantize_dual(
 def plan_quantize_dual(
     x: Tensor, row: Tensor, row_scales: Tensor, col: Tensor, col_scales: Tensor, block: Block, scale: str,
     target: Target, tile: DualTile | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch that fills `row` in blocks `(1, c)` and `col` in blocks `(c, 1)` from a non-empty `x (B?, M, N)`."""
     if block not in DUAL_BLOCKS:
         raise ValueError(f"block is {block}; one read gives both formats for {DUAL_BLOCKS} only: quantize twice")
@@ -97,7 +97,7 @@ def plan_quantize_dual(
     tensors = {"x": x, "row": row, "rs": row_scales, "col": col, "cs": col_scales}
     strides = {f"{k}_{axis}": t.stride(i) for k, t in tensors.items() for i, axis in enumerate("bmn")}
     order = ("x", "row", "rs", "col", "cs")
-    return Launch(
+    return TritonLaunch(
         kernel=quantize_dual,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={

@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, spread_blocks, spread_unit
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
@@ -229,7 +229,7 @@ def quantize_by_group(
 def plan_quantize_grouped(
     x: Tensor, offsets: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target,
     tile: GroupedTile | None = None,
-) -> tuple[Launch, ...]:  # fmt: skip
+) -> tuple[TritonLaunch, ...]:  # fmt: skip
     """Launches, in order, that fill `data` and `scales` from `x (M, N)` and `offsets (E,)` of any strides.
 
     No launch for an empty `x`: the caller fills both.
@@ -241,7 +241,7 @@ def plan_quantize_grouped(
         return _plan_by_group(x, offsets, data, storage(scales), scale, target, tile)
     programs, args, constexprs = _grouped(x, offsets, data, tile)
     scales = storage(scales)
-    launch = Launch(
+    launch = TritonLaunch(
         kernel=quantize_spread,
         grid=(programs, 1, 1),
         args={
@@ -258,7 +258,7 @@ def plan_quantize_grouped(
 def plan_quantize_grouped_dual(
     x: Tensor, offsets: Tensor, row: Tensor, row_scales: Tensor, data: Tensor, scales: Tensor, scale: str,
     target: Target, tile: GroupedTile | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch that fills `row` in blocks `(1, 128)` and `data`, spread, in `(128, 1)` from `x (M, N)`, not empty."""
     if x.numel() == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
@@ -267,7 +267,7 @@ def plan_quantize_grouped_dual(
     tile = tile or replace(DUAL_TILE, num_warps=warps)
     programs, args, constexprs = _grouped(x, offsets, data, tile)
     row_scales, scales = storage(row_scales), storage(scales)
-    return Launch(
+    return TritonLaunch(
         kernel=quantize_spread_dual,
         grid=(programs, 1, 1),
         args={
@@ -283,7 +283,7 @@ def plan_quantize_grouped_dual(
 
 def _plan_by_group(
     x: Tensor, offsets: Tensor, data: Tensor, scales: Tensor, scale: str, target: Target, tile: GroupedTile
-) -> tuple[Launch, ...]:
+) -> tuple[TritonLaunch, ...]:
     m, n = x.shape
     groups, tiles_n = offsets.shape[0], ceil_div(n, tile.columns)
     partials = torch.empty((spread_blocks(m, groups), n), dtype=torch.int32, device=x.device)
@@ -291,7 +291,7 @@ def _plan_by_group(
     constants = scale_constants(data.dtype, scale)
     options = {"num_warps": tile.num_warps}
     reach = {"p_m": partials.stride(0)}
-    amax = Launch(
+    amax = TritonLaunch(
         kernel=block_amax,
         grid=(programs, 1, 1),
         args={"x": x, "offsets": offsets, "partials": partials, **args, **reach, "tiles_n": tiles_n},
@@ -299,7 +299,7 @@ def _plan_by_group(
         options=options,
         target=target,
     )
-    reduce = Launch(
+    reduce = TritonLaunch(
         kernel=group_scales,
         grid=(groups * tiles_n, 1, 1),
         args={
@@ -310,7 +310,7 @@ def _plan_by_group(
         options=options,
         target=target,
     )  # fmt: skip
-    quantize = Launch(
+    quantize = TritonLaunch(
         kernel=quantize_by_group,
         grid=(programs, 1, 1),
         args={

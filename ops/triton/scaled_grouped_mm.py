@@ -14,9 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import Config, choose_config
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
@@ -216,7 +216,7 @@ def plan_scaled_grouped_mm(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch of `out (M, N) = a (M, K) @ b (E, K, N)`, or of `out (E, M, N) = a (M, P) @ b (P, N)`; `E` is not 0.
 
     `out` is row-major bfloat16, float16 or float32, `bias (E, N)` has contiguous rows, `offsets` is contiguous.
@@ -229,12 +229,12 @@ def _plan_rows(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     (m, k), n, groups = a.shape, b.shape[2], offsets.shape[0]
     config = config or _rows_config(ceil_div(m, groups), n, k, b.stride(1) == 1, target)
     finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
     bk = min(finite, default=128)
-    return Launch(
+    return TritonLaunch(
         kernel=grouped_rows_mm,
         grid=((m // config.BM + groups + 1) * ceil_div(n, config.BN), 1, 1),
         args={
@@ -260,11 +260,11 @@ def _plan_k(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     (m, k), n, groups = a.shape, b.shape[1], offsets.shape[0]
     spread = a_block[1] != WHOLE
     config = config or _k_config(m, n, ceil_div(k, groups), spread, target)
-    return Launch(
+    return TritonLaunch(
         kernel=grouped_k_mm,
         grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, swap
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile, on_chiplet, scaled, tile_scales
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -137,7 +137,7 @@ def plan_scaled_mm(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     bias: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`; a 2-D operand serves a whole batch.
 
     `out` is row-major bfloat16, float16 or float32. ValueError for a scale that changes with every element along K.
@@ -156,7 +156,7 @@ def plan_scaled_mm(
     k = a.shape[2]
     finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
     bk = min(finite, default=128)
-    return Launch(
+    return TritonLaunch(
         kernel=scaled_mm,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={

@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import check_blocks
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
@@ -175,7 +175,7 @@ def plan_scaled_mm_tma(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     bias: Tensor | None, out: Tensor, target: Target, config: TmaConfig | None = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`, K contiguous in both operands; see `accepts`."""
     check_blocks(a_block, b_block)
     (m, k), n = a.shape, b.shape[1]
@@ -185,7 +185,7 @@ def plan_scaled_mm_tma(
     width = config.BN // 2 if config.SPLIT else config.BN
     tiles = ceil_div(m, config.BM) * ceil_div(n, config.BN)
     programs = min(tiles, config.OCCUPANCY * target.cores)
-    return Launch(
+    return TritonLaunch(
         kernel=scaled_mm_tma,
         grid=(programs, 1, 1),
         args={

@@ -14,15 +14,15 @@ from fp8fn.ops.cuda.gemm.cublaslt import LibraryLaunch
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.candidates import config_of
 from fp8fn.ops.tuning.model import ranked
 from fp8fn.ops.tuning.problem import Chip, Problem, chip_of, problem_of
 from fp8fn.ops.tuning.table import Table, lookup, tables
 
-AnyLaunch: TypeAlias = "Launch | CudaLaunch | LibraryLaunch"
+AnyLaunch: TypeAlias = "TritonLaunch | CudaLaunch | LibraryLaunch"
 
 _LOG: Final = logging.getLogger("fp8fn")
 
@@ -78,7 +78,7 @@ def _plan_triton(
     a: Tensor, a_scale: Tensor, a_block: Block,
     b: Tensor, b_scale: Tensor, b_block: Block,
     bias: Tensor | None, out: Tensor, target: Target, reason: str,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch in Triton: through TMA where that applies, else by pointers; `reason` is why not in CUDA C++."""
     from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
 

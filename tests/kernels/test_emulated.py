@@ -20,13 +20,13 @@ import triton.language as tl
 from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, empty_grouped
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap, turned
 from fp8fn.ops.reference.quantize import spread
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import GFX942, GFX950, Target, fp8_dtypes, native_e4m3
 from fp8fn.ops.triton import mm_a16w8, moe_gemm, scaled_grouped_mm, scaled_mm
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.quantize import Tile, plan_quantize
 from fp8fn.ops.triton.quantize_dual import DualTile, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import GroupedTile, plan_quantize_grouped, plan_quantize_grouped_dual
@@ -67,7 +67,7 @@ def fill(out, size):
 
 
 def filled(out: Tensor, size: int, *, inputs: bool = False) -> None:
-    launch = Launch(fill, (1, 1, 1), {"out": out, "size": size}, {}, {"num_warps": 1}, GFX950)
+    launch = TritonLaunch(fill, (1, 1, 1), {"out": out, "size": size}, {}, {"num_warps": 1}, target=GFX950)
     run([launch], [out] if inputs else [])
 
 

@@ -12,9 +12,10 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.cli.isa import OPS, assembly, product_launch
-from fp8fn.ops.launch import Launch, Resources, resources
+from fp8fn.ops.launch import Resources
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
@@ -44,7 +45,7 @@ PRODUCTS: dict[str, tuple[Block, Block, str, str, str]] = {
 def product(
     target: Target, kind: str, m: int = 4096, n: int = 4096, k: int = 4096, planner: Any = plan_scaled_mm,
     config: Any = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     a_block, b_block, a_contiguous, b_contiguous, scale = PRODUCTS[kind]
     dtype = native_e4m3(target)
     a = torch.empty(m, k, dtype=dtype, device="meta")
@@ -55,7 +56,7 @@ def product(
         b = torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, a_block, scale), empty_scale(b, b_block, scale)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    launch: Launch = planner(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
+    launch: TritonLaunch = planner(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
     return launch
 
 

@@ -504,7 +504,7 @@ def test_scalars_and_the_problem_are_in_place(stub: StubDriver) -> None:
 def test_a_float_is_packed_as_float32_and_none_as_a_null_pointer(stub: StubDriver) -> None:
     x = torch.empty(4)
     args: dict[str, launch.Argument] = {"x": x, "none": None, "half": 0.5, "negative": -3}
-    plan = CudaLaunch(ROWS, (1, 2, 3), 256, 0, args, SM90)
+    plan = CudaLaunch(ROWS, (1, 2, 3), 256, 0, args, target=SM90)
     assert pointers(plan.args) == [x.data_ptr(), 0]
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
@@ -524,7 +524,7 @@ def test_shape_shared_memory_and_stream_reach_the_driver(stub: StubDriver) -> No
 
 
 def test_a_launch_that_overlaps_reaches_the_driver_with_the_attribute(stub: StubDriver) -> None:
-    plan = CudaLaunch(ROWS, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, SM90, overlaps=True)
+    plan = CudaLaunch(ROWS, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, target=SM90, overlaps=True)
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
     assert (seen.grid, seen.block, seen.shared) == ((4, 5, 6), (256, 1, 1), 512)
@@ -661,7 +661,7 @@ def test_a_kernel_is_loaded_once_for_all_launches_of_it(stub: StubDriver) -> Non
 
 
 def test_description_is_one_line_with_what_was_chosen_and_why() -> None:
-    plan = CudaLaunch(ROWS, (4, 1, 1), 256, 0, {}, SM90, {"BM": 64}, reason="by the model")
+    plan = CudaLaunch(ROWS, (4, 1, 1), 256, 0, {}, {"BM": 64}, target=SM90, reason="by the model")
     assert plan.describe() == "row_rstd[BM=64] grid=4x1x1 sm90 (by the model)"
     assert (plan.name, "\n" in plan.describe()) == ("row_rstd", False)
 
@@ -1128,6 +1128,6 @@ def test_an_error_of_the_real_driver_has_its_text(hopper: Target) -> None:
         driver.load_function(b"\x7fELF no cubin" + b"\0" * 200, "nothing", 0, torch.cuda.current_device())
     product = Product()
     unaligned = TensorMap(product.a.as_strided((1, 200, 520), (200 * 521, 521, 1)), (1, 128, 128), 128)
-    launch_ = CudaLaunch(ROWS, (1, 1, 1), 256, 0, {"a": unaligned}, hopper)
+    launch_ = CudaLaunch(ROWS, (1, 1, 1), 256, 0, {"a": unaligned}, target=hopper)
     with pytest.raises(driver.DriverError, match=r"TMA descriptor of shape \(520, 200, 1\), strides \(521, .* \(1\)"):
         Prepared(launch_)

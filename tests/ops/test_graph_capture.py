@@ -204,7 +204,7 @@ def test_what_the_driver_says() -> None:
 
 def test_which_launches_settle() -> None:
     """Those that do not overlap, for they begin when all before has ended; and those that let the next begin late."""
-    assert CudaLaunch(CudaKernel("a.cu", "a", ()), (1, 1, 1), 32, 0, {}, SM90).settles
+    assert CudaLaunch(CudaKernel("a.cu", "a", ()), (1, 1, 1), 32, 0, {}, target=SM90).settles
     x, w = torch.empty(1, 2048, dtype=BF16), weight(2048, 256, (128, 128))
     out = torch.empty(1, 256, dtype=BF16)
     for late in (False, True):

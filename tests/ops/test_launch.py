@@ -19,7 +19,6 @@ from triton.runtime.jit import JITFunction
 
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, fp8_max
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import (
@@ -36,6 +35,7 @@ from fp8fn.ops.targets import (
     target_of,
 )
 from fp8fn.ops.triton.interpreter import interpreting
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
 from fp8fn.ops.tuning.choose import plan_scaled_mm
@@ -61,10 +61,11 @@ def argument_kernel(out, big, sixteen, one, odd, nothing):
     tl.store(out, big + sixteen + one + odd)
 
 
-def cast_launch(source: torch.Tensor, target: torch.Tensor) -> Launch:
+def cast_launch(source: torch.Tensor, target: torch.Tensor) -> TritonLaunch:
     count = source.numel()
     args = {"source": source, "target": target, "N": count}
-    return Launch(cast_kernel, (triton.cdiv(count, 4096), 1, 1), args, {"BLOCK": 4096}, {"num_warps": 4}, SM90)
+    grid = triton.cdiv(count, 4096), 1, 1
+    return TritonLaunch(cast_kernel, grid, args, {"BLOCK": 4096}, {"num_warps": 4}, target=SM90)
 
 
 def test_targets_have_names_types_and_triton_targets() -> None:
@@ -115,7 +116,8 @@ def test_interpreted_cast_to_bfloat16_rounds_to_nearest_even() -> None:
 def test_interpreted_product_multiplies_values(dtype: torch.dtype) -> None:
     a, b = torch.randn(32, 32).to(dtype), torch.randn(32, 32).to(dtype)
     out = torch.empty(32, 32)
-    Launch(dot_kernel, (1, 1, 1), {"a": a, "b": b, "out": out}, {"N": 32}, {"num_warps": 4}, SM90).interpret()
+    args = {"a": a, "b": b, "out": out}
+    TritonLaunch(dot_kernel, (1, 1, 1), args, {"N": 32}, {"num_warps": 4}, target=SM90).interpret()
     torch.testing.assert_close(out, a.float() @ b.float())
 
 
@@ -148,7 +150,7 @@ def test_one_process_compiles_interprets_and_compiles() -> None:
 def test_arguments_are_typed_as_the_jit_types_them() -> None:
     out = torch.empty(8, dtype=torch.int64)
     args = {"out": out, "big": 2**31, "sixteen": 48, "one": 1, "odd": 7, "nothing": None}
-    source = Launch(argument_kernel, (1, 1, 1), args, {}, {"num_warps": 1}, SM90).compile().src
+    source = TritonLaunch(argument_kernel, (1, 1, 1), args, {}, {"num_warps": 1}, target=SM90).compile().src
     assert source.signature == {
         "out": "*i64", "big": "i64", "sixteen": "i32", "one": "constexpr", "odd": "i32", "nothing": "constexpr",
     }  # fmt: skip
@@ -156,7 +158,7 @@ def test_arguments_are_typed_as_the_jit_types_them() -> None:
     divisible = [key for key, value in source.attrs.items() if ["tt.divisibility", 16] in value]
     assert divisible == [(0,), (1,), (2,)]
     shifted = {**args, "out": out[1:]}
-    again = Launch(argument_kernel, (1, 1, 1), shifted, {}, {"num_warps": 1}, SM90).compile().src
+    again = TritonLaunch(argument_kernel, (1, 1, 1), shifted, {}, {"num_warps": 1}, target=SM90).compile().src
     assert (0,) not in again.attrs or again.attrs[(0,)] == []
 
 
@@ -229,6 +231,6 @@ def test_a_launch_runs_on_the_device_of_its_tensors(
     x = torch.empty(4).as_subclass(Lying)
     kernel = Counted(devices)
     argument = SimpleNamespace(base=x) if described else x
-    Launch(kernel, (1, 1, 1), {"M": 3, "x": argument}, {}, {}, SM90).run()  # type: ignore[dict-item]
+    TritonLaunch(kernel, (1, 1, 1), {"M": 3, "x": argument}, {}, {}, target=SM90).run()  # type: ignore[dict-item]
     assert kernel.ran_on == [1]
     assert devices == [current]

@@ -42,10 +42,10 @@ from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_t
 from fp8fn.ops.cuda.runtime import call_cache, graph_capture, nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Call, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import problem_of
 from fp8fn.ops.scaled_mm import empty_output
+from fp8fn.ops.triton.launch import TritonLaunch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS: Final = (1, 2, 4, 8, 9, 16, 17, 32, 64, 128)
@@ -451,18 +451,18 @@ class Refused(Exception):
 def launches_seen() -> Iterator[set[str]]:
     """The names of the launches that are prepared inside, or started by Triton; nothing prepared before is kept."""
     seen: set[str] = set()
-    prepare, run = CudaLaunch.prepare, Launch.run
+    prepare, run = CudaLaunch.prepare, TritonLaunch.run
 
     def prepared_(launch: CudaLaunch) -> Any:
         seen.add(launch.kernel.file.removesuffix(".cu") + "*" * launch.overlaps)
         return prepare(launch)
 
-    def ran(launch: Launch) -> None:
+    def ran(launch: TritonLaunch) -> None:
         seen.add(f"triton {launch.name}")
         run(launch)
 
     call_cache._kept.clear()
-    with patched(CudaLaunch, "prepare", prepared_), patched(Launch, "run", ran):
+    with patched(CudaLaunch, "prepare", prepared_), patched(TritonLaunch, "run", ran):
         yield seen
 
 

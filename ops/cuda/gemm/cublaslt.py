@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
 
@@ -49,7 +50,7 @@ def allowed() -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class LibraryLaunch:
+class LibraryLaunch(Launch):
     """A product by PyTorch's own kernel, decided but not performed; `recipe` is one of `RECIPES`."""
 
     recipe: str
@@ -59,8 +60,6 @@ class LibraryLaunch:
     b_scale: Tensor
     bias: Tensor | None
     out: Tensor
-    target: Target
-    reason: str = field(default="")
 
     @property
     def name(self) -> str:
@@ -68,8 +67,7 @@ class LibraryLaunch:
 
     def describe(self) -> str:
         """One line: function, recipe, target."""
-        because = f" ({self.reason})" if self.reason else ""
-        return f"{self.name}[{self.recipe}] {self.target.name}{because}"
+        return f"{self.name}[{self.recipe}] {self.target.name}{self._because()}"
 
     def run(self) -> None:
         """Writes `out` on the current stream of its device."""
@@ -135,7 +133,7 @@ def plan(
 ) -> LibraryLaunch:  # fmt: skip
     """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`; see `accepts`."""
     recipe = RECIPES[scale_kind(*a_block), scale_kind(b_block[1], b_block[0])]
-    return LibraryLaunch(recipe, a, a_scale, b, b_scale, bias, out, target, reason)
+    return LibraryLaunch(recipe, a, a_scale, b, b_scale, bias, out, target=target, reason=reason)
 
 
 def arguments(

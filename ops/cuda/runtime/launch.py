@@ -1,11 +1,8 @@
-"""A launch of a CUDA kernel as a value: like `fp8fn.ops.launch.Launch`, for sources that NVRTC compiles."""
+"""A launch of a CUDA kernel as a value, for sources that NVRTC compiles, and the same launch loaded and packed."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +14,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_kernel
-from fp8fn.ops.launch import Resources
-from fp8fn.ops.targets import Target
+from fp8fn.ops.launch import Launch, Resources, cubin_resources
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +36,8 @@ Argument: TypeAlias = "TensorMap | Tensor | int | float | tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
-class CudaLaunch:
-    """One launch, decided but not performed; `args` are the kernel's parameters in order.
+class CudaLaunch(Launch):
+    """One launch of a CUDA kernel; `args` are the kernel's parameters in order.
 
     A tensor is passed as its address, None as a null pointer, `int` as int32, `float` as float32, and a tuple as a
     struct of int32.
@@ -52,9 +48,7 @@ class CudaLaunch:
     threads: int
     shared: int
     args: Mapping[str, Argument]
-    target: Target
     options: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = field(default="")
     overlaps: bool = False
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
     late: bool = False
@@ -73,10 +67,7 @@ class CudaLaunch:
 
     def describe(self) -> str:
         """One line: kernel, the macros that make the tile, grid, target."""
-        shown = ",".join(f"{key}={value}" for key, value in self.options.items())
-        grid = "x".join(str(size) for size in self.grid)
-        because = f" ({self.reason})" if self.reason else ""
-        return f"{self.name}[{shown}] grid={grid} {self.target.name}{because}"
+        return self._described(self.options, self.grid, {})
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device; compiles where no cubin is cached."""
@@ -94,18 +85,7 @@ class CudaLaunch:
 
     def resources(self) -> Resources:
         """Registers, spills and shared memory of the compiled kernel."""
-        from triton import knobs
-
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.compile().cubin)
-            file.flush()
-            command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-        if found is None:
-            raise RuntimeError(f"cuobjdump says nothing about the registers of {self.name}: {usage!r}")
-        registers, stack, local = (int(group) for group in found.groups())
-        return Resources(registers, (stack + local) // 4, stack + local, self.shared)
+        return cubin_resources(self.compile().cubin, self.name, self.shared)
 
 
 def pointers(args: Mapping[str, Argument]) -> list[int]:

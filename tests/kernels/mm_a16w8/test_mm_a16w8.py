@@ -23,9 +23,9 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.formats import FP8_DTYPES
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, plan_mm_a16w8
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -167,7 +167,7 @@ def test_a_bad_scale_or_row_stays_where_it_is(block: Block, dtype: torch.dtype, 
         assert torch.equal(found[~touched], clean[~touched])
 
 
-def offline(target: Target, block: Block, m: int, dtype: torch.dtype = BF16, n: int = 4096) -> Launch:
+def offline(target: Target, block: Block, m: int, dtype: torch.dtype = BF16, n: int = 4096) -> TritonLaunch:
     """A weight's forward or, with N contiguous, the input's gradient."""
     x, out = (torch.empty(m, size, dtype=dtype, device="meta") for size in (4096, n))
     w = torch.empty(n, 4096, dtype=native_e4m3(target), device="meta").mT

@@ -23,10 +23,10 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops import reference
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 from fp8fn.ops.tuning.mx import Config
 
@@ -310,7 +310,7 @@ def test_compiled_with_changing_numbers_of_tokens(fresh_dynamo: None) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def offline(target: Target, kind: str, block_m: int, tiles: int = 256, n: int = 2048, k: int = 4096) -> Launch:
+def offline(target: Target, kind: str, block_m: int, tiles: int = 256, n: int = 2048, k: int = 4096) -> TritonLaunch:
     dtype, (a_block, w_block, scale) = native_e4m3(target), FORMATS[kind]
     a = torch.empty(64, k, dtype=dtype, device="meta")
     w = torch.empty(32, n, k, dtype=dtype, device="meta").mT

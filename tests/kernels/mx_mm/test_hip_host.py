@@ -201,7 +201,7 @@ def test_weights_beyond_2_gib() -> None:
     args = dict(launch.args)
     args["w"] = far_apart(args["w"], 2**31 + 64)  # type: ignore[arg-type]
     args["w_expert"] = type(args["w_expert"])(2**31 + 64)  # type: ignore[arg-type, call-arg, misc]
-    far_launch = HipLaunch(launch.kernel, launch.grid, launch.threads, args, GFX950)
+    far_launch = HipLaunch(launch.kernel, launch.grid, launch.threads, args, target=GFX950)
     on_host(Product((far_launch,), (args["w"], *product.inputs), *list(vars(product).values())[2:]))  # type: ignore[arg-type]
 
 
@@ -266,7 +266,9 @@ def test_splits_that_would_be_empty_are_left_out() -> None:
 
 def probe(entry: str, *args: Tensor | int, threads: int = 64, **macros: int) -> HipLaunch:
     named = {str(i): arg for i, arg in enumerate(args)}
-    return HipLaunch(HipKernel("probes.hip", entry, "gfx950", tuple(macros.items())), (1, 1, 1), threads, named, GFX950)
+    return HipLaunch(
+        HipKernel("probes.hip", entry, "gfx950", tuple(macros.items())), (1, 1, 1), threads, named, target=GFX950
+    )
 
 
 def probes() -> dict[str, tuple[Sequence[Tensor | int], dict[int, Tensor]]]:

@@ -73,7 +73,7 @@ def test_values_on_a_gpu(case: Dense) -> None:
         else:
             args[name] = (value & 0xFFFFFFFF, value >> 32) if isinstance(value, Wide) else value
     threads = launch.threads // 2  # of as many warps as there were waves
-    CudaLaunch(cuda_kernel(launch), launch.grid, threads, 0, args, target_of(torch.device("cuda"))).run()
+    CudaLaunch(cuda_kernel(launch), launch.grid, threads, 0, args, target=target_of(torch.device("cuda"))).run()
     found = args["out"]
     assert isinstance(found, Tensor)
     replace(product, out=found.cpu()).check()

@@ -26,10 +26,10 @@ from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.envelope import accepts_gemv, accepts_mfma, accepts_moe, configure_moe, untuned_moe
 from fp8fn.ops.hip.launch import HipLaunch, check_parameters
 from fp8fn.ops.hip.runtime import HipError
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, choose, plan, problem_of
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -56,7 +56,7 @@ def meta(m: int, n: int, k: int, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...
 
 def planned(
     m: int, n: int, k: int, table: str | None = None, out: torch.dtype = BF16
-) -> tuple[Launch | HipLaunch, ...]:
+) -> tuple[TritonLaunch | HipLaunch, ...]:
     rows = None if table is None else parse(f"arch,K,N,M,kernel,options\n{table}\n")
     launches = plan(*meta(m, n, k), None, torch.empty(m, n, dtype=out, device="meta"), GFX950, rows)  # type: ignore[misc]
     assert launches is not None
@@ -90,7 +90,7 @@ def test_every_dense_shape_has_its_kernel_and_configuration(shape: tuple[int, in
             ("hip_gemv", f"M={m} is above 16"),
             ("hip_mfma", f"M={m} is above 16, for tables alone" if k != 192 else "K=192 is no multiple of 128"),
         )
-        assert isinstance(launches[0], Launch)
+        assert isinstance(launches[0], TritonLaunch)
 
 
 @pytest.mark.parametrize("m", [3, 5, 6, 7, 9, 11, 15])
@@ -197,7 +197,7 @@ def test_what_spans_2_gib() -> None:
     assert choose(problem_of(a, b[:, :-1], GFX950, a_scale, b_scale)).name == "hip_mfma"
     launches = plan(a, a_scale, b, b_scale, None, torch.empty(16, 2**19, dtype=BF16, device="meta"), GFX950)
     assert launches is not None
-    assert isinstance(launches[0], Launch)
+    assert isinstance(launches[0], TritonLaunch)
     assert "not hip_mfma: a tensor spans 2147483648 bytes" in launches[0].describe()
     # An output of float32, scales with long strides, and one line whose stride would not fit an argument.
     assert problem_of(*(meta(16, 2**25, 32)[i] for i in (0, 2)), GFX950).largest == 2**31  # type: ignore[misc]
@@ -334,14 +334,14 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The CPU passes for a gfx950: Triton's kernels are interpreted; the names of all that are launched."""
     launched: list[str] = []
 
-    def interpret(launch: Launch) -> None:
+    def interpret(launch: TritonLaunch) -> None:
         launched.append(launch.name)
         launch.interpret()
 
     for module in (mx_mm, moe_gemm):
         monkeypatch.setattr(module.targets, "target_of", lambda device: GFX950)
         monkeypatch.setattr(module, "_FAULTS", {})
-    monkeypatch.setattr(Launch, "run", interpret)
+    monkeypatch.setattr(TritonLaunch, "run", interpret)
     monkeypatch.setattr(HipLaunch, "run", lambda launch: launched.append(launch.name))
     monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
     return launched
@@ -535,7 +535,7 @@ def test_routed_tokens_without_the_kernel_in_hip(gfx950: list[str], monkeypatch:
     launch = moe_gemm.plan(
         a.data, a.scale, (1, 32), w.data, w.scale, (32, 1), *LAYOUT, 2, None, out, GFX950, "of a reason"
     )  # fmt: skip
-    assert isinstance(launch, Launch)
+    assert isinstance(launch, TritonLaunch)
     assert launch.reason == "not hip_moe: of a reason"
 
 

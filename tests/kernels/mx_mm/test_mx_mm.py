@@ -23,10 +23,10 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, choose, plan
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -275,7 +275,7 @@ def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> 
         parse("K,N,M\n1,2,3\n")
 
 
-def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[Launch, ...]:
+def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[TritonLaunch, ...]:
     dtype = native_e4m3(target)
     a, b = torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(b, (32, 1), "e8m0")

@@ -25,7 +25,6 @@ from fp8fn import GroupedScaledTensor, ScaledTensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.groups import empty_grouped, most_tokens, spread_blocks, spread_rows, unit_of
-from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantize_grouped import (
     GROUPED_BLOCKS,
@@ -34,6 +33,7 @@ from fp8fn.ops.quantize_grouped import (
     quantize_grouped_kernel,
 )
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 
 E4M3 = torch.float8_e4m3fn
@@ -326,11 +326,11 @@ def test_offsets_of_any_stride() -> None:
                 assert_same_bits(got, want)
 
 
-def launches(target: Target, x: Tensor, groups: int) -> list[Launch]:
+def launches(target: Target, x: Tensor, groups: int) -> list[TritonLaunch]:
     """Every kernel's launch on `x`, whose values no planner reads."""
     offsets = torch.empty(groups, dtype=torch.int32, device=x.device)
     dtype = native_e4m3(target)
-    planned: list[Launch] = []
+    planned: list[TritonLaunch] = []
     for block in GROUPED_BLOCKS:
         out = empty_grouped(x, groups, block, dtype, "fp32")
         planned += plan_quantize_grouped(x, offsets, *out, block, "fp32", target)
@@ -343,12 +343,12 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
     """And plain PyTorch for a type that the device lacks, and for nothing."""
     names: list[str] = []
 
-    def run(launch: Launch) -> None:
+    def run(launch: TritonLaunch) -> None:
         names.append(launch.name)
         launch.interpret()
 
     monkeypatch.setattr(targets, "target_of", lambda device: SM89)
-    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(TritonLaunch, "run", run)
     tokens, offsets, dual = random(140, 33), ends_of((100, 0, 30)), (1, block[0])
     for x, dtype in ((tokens, E4M3), (tokens, torch.float8_e4m3fnuz), (tokens[:0], E4M3)):
         out = quantize_grouped_kernel(x, offsets, block, dtype)

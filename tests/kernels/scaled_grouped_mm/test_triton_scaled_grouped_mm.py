@@ -16,10 +16,10 @@ pytest.importorskip("triton")
 
 from fp8fn.ops import reference
 from fp8fn.ops.groups import empty_grouped
-from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 from fp8fn.ops.triton.scaled_mm import Config
 
@@ -267,7 +267,7 @@ KINDS = ("forward", "dgrad", "rowwise", "wgrad", "wgrad_few", "wgrad_rowwise")
 
 def product(
     target: Target, kind: str, tokens: int = 8192, n: int = 4096, k: int = 2048, groups: int = 8, config: Any = None
-) -> Launch:
+) -> TritonLaunch:
     dtype = native_e4m3(target)
     offsets = torch.empty(groups, dtype=torch.int32, device="meta")
     if kind.startswith("wgrad"):
