@@ -13,10 +13,11 @@ from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.meta.levels import goes_unseen
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.gemm import Quantized, default_out_dtype, product
+from fp8fn.ops.gemm import default_out_dtype, product
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor

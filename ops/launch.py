@@ -9,9 +9,11 @@ import re
 import subprocess
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from torch import Tensor
 
 from fp8fn.ops.targets import Target
 
@@ -38,6 +40,10 @@ class Launch(ABC):
 
     def fault(self) -> str | None:
         """Why the kernel can't be compiled or loaded on this machine; None where `run` only has to start it."""
+        return None
+
+    def call(self) -> Callable[..., Sequence[Tensor]] | None:
+        """The launch on other tensors of the same kinds, where it can be kept as such a function by itself."""
         return None
 
     def _described(self, tile: Mapping[str, Any], grid: tuple[int, int, int], options: Mapping[str, Any]) -> str:

@@ -24,6 +24,8 @@ from fp8fn.cli.options import output_file
 from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
@@ -217,13 +219,15 @@ def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
 
 def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     """What Triton serves: MX scales need OCP types."""
-    from fp8fn.ops.mx_mm import plan
+    from fp8fn.ops.mx_mm import MX_MM
 
     a = torch.empty(m, k, dtype=native_e4m3(target), device="meta")
     b = _matrix(k, n, target, column_major=True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    launches = plan(a, empty_scale(a, (1, 32), "e8m0"), b, empty_scale(b, (32, 1), "e8m0"), None, out, target)
-    return [launch for launch in launches or () if isinstance(launch, TritonLaunch)]
+    left = Quantized(a, empty_scale(a, (1, 32), "e8m0"), (1, 32))
+    right = Quantized(b, empty_scale(b, (32, 1), "e8m0"), (32, 1))
+    launches = MX_MM.plan(ScaledProduct(a=left, b=right, out=out, target=target))
+    return [launch for launch in launches if isinstance(launch, TritonLaunch)]
 
 
 def _quantize(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:

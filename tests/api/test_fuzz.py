@@ -15,6 +15,7 @@ from fp8fn.ops.mx_mm import KERNELS, problem_of
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 from fp8fn.ops.tuning.choose import plan_scaled_mm
+from support.products import mx_product
 
 EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
 EXAMPLES = {"interpreted": 100, "device": 300}
@@ -177,7 +178,8 @@ def test_mx_mm(execution: str) -> None:
                 if kernel.accepts(problem) is None:
                     results.append(torch.full((m, n), torch.nan, dtype=torch.bfloat16))
                     config = kernel.configure(problem)
-                    for launch in kernel.plan(*a, *b, bias, results[-1], targets.GFX950, config):
+                    product = mx_product((a[0], b[0]), (a[1], b[1]), results[-1], targets.GFX950, bias=bias)
+                    for launch in kernel.plan(product, config):
                         launch.interpret()
             assert results
         else:

@@ -24,6 +24,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import scaled_product
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = needs_compiler
@@ -88,9 +89,7 @@ def mx(depth: int = 2) -> Tensor:
     a = fp8fn.quantize(torch.randn(5, 512), (1, 32), scale="e8m0")
     b = fp8fn.quantize(torch.randn(512, 64), (32, 1), scale="e8m0")
     out = torch.full((5, 64), 7.0)
-    (launch,) = mx_tiles.plan(
-        a.data, a.scale, b.data, b.scale, None, out, SM90, mx_tiles.Config(8, 4, 1, 2, DEPTH=depth)
-    )
+    (launch,) = mx_tiles.plan(scaled_product(a, b, out, SM90), mx_tiles.Config(8, 4, 1, 2, DEPTH=depth))
     emulate(launch)
     return out
 

@@ -32,6 +32,7 @@ from fp8fn.ops.triton.quantize_dual import DualTile, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import GroupedTile, plan_quantize_grouped, plan_quantize_grouped_dual
 from fp8fn.ops.tuning import amd, mx
 from support.emulated import run, untouched, with_nan_between
+from support.products import mx_product
 
 pytestmark = pytest.mark.emulated
 
@@ -430,7 +431,8 @@ def check_mx_mm(
     bias, out = torch.randn(n).to(BF16), torch.empty(*lead, m, n, dtype=out_dtype)
     problem = mx_mm.problem_of(a.data, b.data, target)
     assert kernel.accepts(problem) is None
-    launches = kernel.plan(*a[:2], *b[:2], bias, out, target, config or kernel.configure(problem))
+    product = mx_product((a.data, b.data), (a.scale, b.scale), out, target, bias=bias)
+    launches = kernel.plan(product, config or kernel.configure(problem))
     assert len(launches) == (1 if config is None or config.SPLITS == 1 else 2)
     run(launches, [*a[:2], *b[:2], bias])
     assert_product(out, a.values(), b.values(), bias)

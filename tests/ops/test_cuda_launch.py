@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -690,15 +689,6 @@ def test_what_was_used_longest_ago_is_dropped(kept: OrderedDict[Any, Any], monke
 def test_the_first_of_two_that_are_kept_under_one_key_stays(kept: OrderedDict[Any, Any]) -> None:
     assert call_cache.keep("key", "first") == "first"
     assert call_cache.keep("key", "second") == "first"
-    made = []
-
-    def make() -> Any:
-        made.append(1)
-        return SimpleNamespace(prepare=lambda: "prepared")
-
-    found: list[Any] = [call_cache.prepared("other", make) for _ in range(2)]
-    assert found == ["prepared"] * 2
-    assert len(made) == 1
 
 
 def test_threads_that_keep_at_once_keep_no_more_than_the_limit(

@@ -23,6 +23,7 @@ from fp8fn.ops.cuda.runtime import call_cache, driver, fused_calls, graph_captur
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
+from support.products import scaled_product
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -214,7 +215,7 @@ def test_which_launches_settle() -> None:
     a, b = operands(1, 256, 2048)
     for late in (False, True):
         config = mx_tiles.Config(8, LATE=late, STAGES=2)
-        (launch_,) = mx_tiles.plan(a.data, a.scale, b.data, b.scale, None, out, SM90, config)
+        (launch_,) = mx_tiles.plan(scaled_product(a, b, out, SM90), config)
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
 

@@ -38,14 +38,15 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, scaled_mm, splitk_a16w8
+from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.runtime import call_cache, graph_capture, nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import Call, keep, kind, recall
+from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import problem_of
 from fp8fn.ops.scaled_mm import empty_output
 from fp8fn.ops.triton.launch import TritonLaunch
+from support.products import mx_product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS: Final = (1, 2, 4, 8, 9, 16, 17, 32, 64, 128)
@@ -432,8 +433,9 @@ def _forced_mx_product(module: Any, constant: bool) -> Product:
             if (reason := module.accepts(problem)) is not None:
                 raise Refused(reason)
             config = module.configure(problem)
-            (launch,) = module.plan(a, a_scale, b, b_scale, None, out, target, config, constant=told)
-            call = keep(key, scaled_mm.call(launch, out, False))
+            product = mx_product((a, b), (a_scale, b_scale), out, target, constant=told)
+            launches = module.plan(product, config)
+            call = keep(key, call_of(launches, ("a", "a_scale", "b", "b_scale"), product.outputs))
             assert call is not None
         return call(*operands)
 

@@ -43,10 +43,12 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
 from fp8fn.ops.tuning.problem import Problem, empty_operands
+from support.products import mx_product
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 RUNS: Final = 3
@@ -190,18 +192,20 @@ def _splitk_a16w8(device: torch.device, target: Target) -> Launches:
             yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(*operands, target, config, constant=constant)
 
 
-def _mx(m: int, n: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, None, Tensor]:
+def _mx(shape: tuple[int, int, int], device: torch.device, target: Target, *, constant: bool = False) -> ScaledProduct:
+    m, n, k = shape
     a = _quantized((m, k), (1, 32), device, column_major=False, scale="e8m0")
     b = _quantized((k, n), (32, 1), device, column_major=True, scale="e8m0")
-    return *a, *b, None, torch.empty(m, n, dtype=BF16, device=device)
+    out = torch.empty(m, n, dtype=BF16, device=device)
+    return mx_product((a[0], b[0]), (a[1], b[1]), out, target, constant=constant)
 
 
 def _gemv_mx(device: torch.device, target: Target) -> Launches:
     for config in MX_GEMVS[::3]:
         m, n = config.ROWS + 3, 33
-        chunk = int(gemv_mx.plan(*_mx(m, n, 1 << 20, META), target, config)[0].options["CHUNK"])
-        operands = _mx(m, n, 2 * chunk * config.CLUSTER + 24, device)
-        yield f"dense {config}", gemv_mx.plan(*operands, target, config)[0]
+        chunk = int(gemv_mx.plan(_mx((m, n, 1 << 20), META, target), config)[0].options["CHUNK"])
+        product = _mx((m, n, 2 * chunk * config.CLUSTER + 24), device, target)
+        yield f"dense {config}", gemv_mx.plan(product, config)[0]
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056
     chosen = torch.arange(tokens * choices).view(tokens, choices) * 7 % 5 - 1  # also experts that there are not
     layout = [part.to(device) for part in sort_tokens(chosen, experts, block_m)]
@@ -216,8 +220,9 @@ def _gemv_mx(device: torch.device, target: Target) -> Launches:
 
 def _mx_tiles(device: torch.device, target: Target) -> Launches:
     for config, constant in zip(MX_TILES[::2], cycle((False, True)), strict=False):
-        operands = _mx(config.ROWS + 3, 70, 2 * config.STAGES * config.CLUSTER * BK, device)
-        yield f"{config}{' constant' * constant}", mx_tiles.plan(*operands, target, config, constant=constant)[0]
+        shape = config.ROWS + 3, 70, 2 * config.STAGES * config.CLUSTER * BK
+        product = _mx(shape, device, target, constant=constant)
+        yield f"{config}{' constant' * constant}", mx_tiles.plan(product, config)[0]
 
 
 def _quantize(device: torch.device, target: Target) -> Launches:

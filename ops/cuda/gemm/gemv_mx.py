@@ -17,6 +17,8 @@ from fp8fn.ops.cuda.gemm.scaled_mm import LARGEST, OUT, TYPES
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
@@ -103,21 +105,18 @@ def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) 
     return Config(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config, *, constant: bool = False,
-) -> tuple[CudaLaunch]:  # fmt: skip
+def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
     `out` and `bias` are contiguous. A 2-D operand serves a whole batch. That b is constant has no effect.
     """
-    m = out.shape[-2]
-    batch = out.shape[0] if out.dim() == 3 else 1
+    m = product.m
     sizes: dict[str, Argument] = {
         "sorted_token_ids": None, "expert_ids": None, "num_tokens_post_padded": None, "token_weights": None, "M": m,
     }  # fmt: skip
     routing: dict[str, Argument] = {"experts": 0, "block_m": 0, "a_div": 1}
-    return (_launch(a, a_scale, b, b_scale, bias, out, sizes, routing, m, -(-m // config.ROWS), batch, target, config),)
+    tiles = -(-m // config.ROWS)
+    return (_launch(product, sizes, routing, rows=m, tiles=tiles, config=config),)
 
 
 def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
@@ -168,16 +167,20 @@ def plan_moe(
     routing: dict[str, Argument] = {"experts": w.shape[0], "block_m": block_m, "a_div": a_div}
     parts = -(-block_m // config.ROWS)
     # A tile is seldom full: two rows of it are what is asked for at once.
-    return _launch(a, a_scale, w, w_scale, None, out, sizes, routing, 2, tiles * parts, 1, target, config)
+    product = ScaledProduct(
+        a=Quantized(a, a_scale, (1, 32)), b=Quantized(w, w_scale, (32, 1)), out=out, target=target
+    )  # fmt: skip
+    return _launch(product, sizes, routing, rows=2, tiles=tiles * parts, config=config)
 
 
 def _launch(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
-    sizes: dict[str, Argument], routing: dict[str, Argument], rows: int, tiles: int, batch: int, target: Target,
+    product: ScaledProduct, sizes: dict[str, Argument], routing: dict[str, Argument], *, rows: int, tiles: int,
     config: Config,
 ) -> CudaLaunch:  # fmt: skip
-    """Of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has their ids."""
-    n, k = out.shape[-1], a.shape[-1]
+    """The launch of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has ids."""
+    (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
+    n, k, target = product.n, product.k, product.target
+    batch = 1 if sizes["sorted_token_ids"] is not None else product.batch
     # Of four blocks of a: bytes, a gap after each, and scales.
     part = 4 * (config.ROWS * 32 + 16 + config.ROWS * 4)
     chunk, received, shared = divide_memory(config.ROWS, part, 0, k, _UNIT, config)

@@ -13,7 +13,7 @@ from fp8fn.ops.cuda.gemm.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, ro
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.tuning.mx import Problem
 
 STEP: Final = 128  # of K in a stage
@@ -163,16 +163,13 @@ def _has_words(scale: Tensor) -> bool:
     return (step == 1 or scale.shape[-1] == 1) and aligned and scale.data_ptr() % 4 == 0
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config, *, constant: bool = False,
-) -> tuple[CudaLaunch]:  # fmt: skip
+def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
-    `out` and `bias` are contiguous. A 2-D operand serves a whole batch.
+    `out` and `bias` are contiguous. A 2-D operand serves a whole batch. A constant b is read early.
     """
-    (m, n), k = out.shape[-2:], a.shape[-1]
-    batch = out.shape[0] if out.dim() == 3 else 1
+    (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
+    m, n, k, batch, target, constant = product.m, product.n, product.k, product.batch, product.target, product.constant
     macros: dict[str, int | str] = {
         "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
         "A_SCALES_ALONG_K": int(along_k(a_scale)), "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),

@@ -32,11 +32,12 @@ from fp8fn.ops.cuda.gemm.gemv_mx import accepts, configure, plan
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import choose, problem_of
+from fp8fn.ops.mx_mm import MX_MM, choose, problem_of
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import mx_product, scaled_product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -69,7 +70,7 @@ def emulated(
     found = memory[:-64].view(shape)
     problem = problem_of(a.data, b.data, SM90, a.scale, b.scale)
     assert accepts(problem) is None
-    (launch,) = plan(a.data, a.scale, b.data, b.scale, bias, found, SM90, config or configure(problem))
+    (launch,) = plan(scaled_product(a, b, found, SM90, bias=bias), config or configure(problem))
     emulate(launch, backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
@@ -445,7 +446,8 @@ def test_the_choice_and_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose(problem).name != "cuda_gemv"
     assert choose(on(SM90), faults={"cuda_gemv": "no NVRTC"}).name == "triton_few"
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no libnvrtc.so is here")
-    launch, *_ = mx_mm.plan(*unwritten(1), SM90) or ()
+    a, a_scale, b, b_scale, bias, out = unwritten(1)
+    launch, *_ = MX_MM.plan(mx_product((a, b), (a_scale, b_scale), out, SM90, bias=bias))
     assert launch.name == "mx_mm"
     assert "not cuda_gemv: no libnvrtc.so is here" in launch.reason
 
@@ -488,7 +490,7 @@ def unwritten(
 def planned(*args: Any, **kwargs: Any) -> CudaLaunch:
     a, a_scale, b, b_scale, bias, out = unwritten(*args, **kwargs)
     problem = problem_of(a, b, SM90, a_scale, b_scale)
-    return plan(a, a_scale, b, b_scale, bias, out, SM90, configure(problem))[0]
+    return plan(mx_product((a, b), (a_scale, b_scale), out, SM90, bias=bias), configure(problem))[0]
 
 
 def launches() -> Iterator[CudaLaunch]:

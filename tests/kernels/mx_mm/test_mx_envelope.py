@@ -27,10 +27,12 @@ from fp8fn.ops.hip.envelope import accepts_gemv, accepts_mfma, accepts_moe, conf
 from fp8fn.ops.hip.launch import HipLaunch, check_parameters
 from fp8fn.ops.hip.runtime import HipError
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import KERNELS, choose, plan, problem_of
+from fp8fn.ops.mx_mm import KERNELS, MX_MM, _problem, choose, problem_of
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
+from support.products import mx_product
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -58,9 +60,8 @@ def planned(
     m: int, n: int, k: int, table: str | None = None, out: torch.dtype = BF16
 ) -> tuple[TritonLaunch | HipLaunch, ...]:
     rows = None if table is None else parse(f"arch,K,N,M,kernel,options\n{table}\n")
-    launches = plan(*meta(m, n, k), None, torch.empty(m, n, dtype=out, device="meta"), GFX950, rows)  # type: ignore[misc]
-    assert launches is not None
-    return launches
+    product = unwritten(torch.empty(m, n, dtype=out, device="meta"), k)
+    return choose(_problem(product), rows).plan(product)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32, 64])
@@ -195,8 +196,8 @@ def test_what_spans_2_gib() -> None:
     assert problem_of(a, b, GFX950, a_scale, b_scale).largest == 2**31
     assert problem_of(a, b[:, :-1], GFX950, a_scale, b_scale[:, :-1]).largest == 2**31 - 4096
     assert choose(problem_of(a, b[:, :-1], GFX950, a_scale, b_scale)).name == "hip_mfma"
-    launches = plan(a, a_scale, b, b_scale, None, torch.empty(16, 2**19, dtype=BF16, device="meta"), GFX950)
-    assert launches is not None
+    out = torch.empty(16, 2**19, dtype=BF16, device="meta")
+    launches = MX_MM.plan(mx_product((a, b), (a_scale, b_scale), out, GFX950))
     assert isinstance(launches[0], TritonLaunch)
     assert "not hip_mfma: a tensor spans 2147483648 bytes" in launches[0].describe()
     # An output of float32, scales with long strides, and one line whose stride would not fit an argument.
@@ -291,8 +292,9 @@ def test_all_that_a_table_can_name_is_compiled_ahead() -> None:
             for name, options in (("hip_gemv", ""), ("hip_mfma", f"n_sub={n_sub} k_splits={splits}")):
                 table = parse(f"arch,K,N,M,kernel,options\ngfx950,{k},2304,{m},{name},{options}\n")
                 for added in (None, bias):
-                    launches = plan(*meta(m, 2304, k), added, out[m], GFX950, table)  # type: ignore[misc]
-                    assert {launch.kernel for launch in launches or () if isinstance(launch, HipLaunch)} <= kernels
+                    product = replace(unwritten(out[m], k), bias=added)
+                    launches = choose(_problem(product), table).plan(product)
+                    assert {launch.kernel for launch in launches if isinstance(launch, HipLaunch)} <= kernels
 
 
 def test_aot_compiles_every_kernel_in_hip_once(
@@ -340,11 +342,15 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for module in (mx_mm, moe_gemm):
         monkeypatch.setattr(module.targets, "target_of", lambda device: GFX950)
-        monkeypatch.setattr(module, "_FAULTS", {})
     monkeypatch.setattr(TritonLaunch, "run", interpret)
     monkeypatch.setattr(HipLaunch, "run", lambda launch: launched.append(launch.name))
     monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
     return launched
+
+
+def unwritten(out: Tensor, k: int) -> ScaledProduct:
+    a, a_scale, b, b_scale = meta(*out.shape, k)
+    return mx_product((a, b), (a_scale, b_scale), out, GFX950)
 
 
 def product(a: ScaledTensor, b: ScaledTensor) -> Tensor:
@@ -438,10 +444,10 @@ def test_what_no_kernel_takes_is_an_error_before_any_launch(gfx950: list[str]) -
         (KERNELS[1], HipConfig(k_splits=5), "k_splits=5"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            kernel.plan(*meta(17, 48, 128), None, out, GFX950, config)
+            kernel.plan(unwritten(out, 128), config)
     for kernel, config in ((KERNELS[0], HipConfig(rows=16)), (KERNELS[1], HipConfig())):
         with pytest.raises(ValueError, match="K=100; it must be a multiple of 32"):
-            kernel.plan(*meta(16, 48, 100), None, out[:16], GFX950, config)
+            kernel.plan(unwritten(out[:16], 100), config)
     assert not gfx950
 
 
@@ -540,5 +546,5 @@ def test_routed_tokens_without_the_kernel_in_hip(gfx950: list[str], monkeypatch:
 
 
 def test_the_names_say_which_kernels_are_in_hip() -> None:
-    assert [kernel.name for kernel in KERNELS if kernel.hip] == ["hip_gemv", "hip_mfma"]
+    assert [kernel.name for kernel in KERNELS if kernel.backend == "hip"] == ["hip_gemv", "hip_mfma"]
     assert (envelope.GEMV_ROWS, envelope.MFMA_ROWS, envelope.MOST_BYTES) == (16, 64, 2**31 - 1)
