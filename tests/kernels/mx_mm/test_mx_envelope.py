@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -332,7 +334,7 @@ def test_wrong_use_of_aot_for_gfx950_exits_2(
 
 
 @pytest.fixture
-def gfx950(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def gfx950(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The CPU passes for a gfx950: Triton's kernels are interpreted; the names of all that are launched."""
     launched: list[str] = []
 
@@ -345,7 +347,9 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(TritonLaunch, "run", interpret)
     monkeypatch.setattr(HipLaunch, "run", lambda launch: launched.append(launch.name))
     monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
-    return launched
+    monkeypatch.setattr(moe_gemm, "_FAULTS", {})
+    with patch.dict(mx_mm.MX_MM.faults, clear=True):
+        yield launched
 
 
 def unwritten(out: Tensor, k: int) -> ScaledProduct:
