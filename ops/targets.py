@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -132,3 +132,26 @@ def check_supported(target: Target, device: torch.device | None = None) -> None:
             f"{where} has compute capability {capability}; fp8fn's kernels need 8.9 (Ada) or later: {remedy}"
         )
     raise ValueError(f"{where} is {target.name}; fp8fn's kernels need gfx942 (MI300) or gfx950 (MI350): {remedy}")
+
+
+class Chip(NamedTuple):
+    """A processor as its driver names it. The same name with fewer multiprocessors (a MIG slice) is another chip."""
+
+    name: str
+    multiprocessors: int
+
+
+def chip_of(device: torch.device, target: Target) -> Chip | None:
+    """The chip that a plan is for: that of the tensors, and of `meta` tensors the current one if it is the target."""
+    if device.type == "cuda":
+        return _chip_of_index(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "meta" and target.multiprocessors and torch.cuda.is_available():
+        chip = _chip_of_index(torch.cuda.current_device())
+        return chip if chip.multiprocessors == target.multiprocessors else None
+    return None
+
+
+@cache
+def _chip_of_index(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(str(properties.name), int(properties.multi_processor_count))
