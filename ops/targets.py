@@ -46,6 +46,13 @@ class Target:
         """Streaming multiprocessors or compute units."""
         return self.multiprocessors or _MULTIPROCESSORS.get(self.arch, 1)
 
+    @property
+    def cubin(self) -> str:
+        """The architecture that NVRTC compiles for, with the instructions that Hopper and later have for themselves."""
+        if self.backend != "cuda":
+            raise ValueError(f"{self.name} runs no cubin: compile kernels in CUDA C++ for a CUDA target")
+        return f"sm_{self.arch}a" if int(self.arch) >= 90 else f"sm_{self.arch}"
+
     def to_triton(self) -> GPUTarget:
         """The same processor, as Triton's compiler names it; ValueError for the CPU."""
         if self.backend == "cpu":

@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -105,7 +106,8 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     what = f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
-    return _compile(what, kernels, nvrtc.compile_kernel, nvrtc.cache_path)
+    compile_ = partial(nvrtc.compile_kernel, arch=target.cubin)
+    return _compile(what, kernels, compile_, partial(nvrtc.cache_path, arch=target.cubin))
 
 
 def chip_and_target() -> tuple[Chip, Target]:

@@ -32,7 +32,7 @@ from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
 from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture, launch, nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap, pointers
-from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled, compile_kernel
+from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled
 from fp8fn.ops.kernel import Choice, Named
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized
@@ -69,6 +69,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(nvrtc, "_compile", compile_)
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     return calls
+
+
+def compile_kernel(kernel: nvrtc.CudaKernel, arch: str = SM90.cubin, *, verbose: bool = False) -> Compiled:
+    return nvrtc.compile_kernel(kernel, arch, verbose=verbose)
 
 
 def test_the_second_time_a_kernel_comes_from_the_cache(cache: Path, compiled: list[Any]) -> None:
@@ -413,7 +417,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     """Launches of tensors on the CPU go to a stub of the driver."""
     found = StubDriver()
     monkeypatch.setattr(driver, "library", lambda: found)
-    monkeypatch.setattr(launch, "compile_kernel", lambda kernel: Compiled(b"cubin", ""))
+    monkeypatch.setattr(launch, "compile_kernel", lambda kernel, arch: Compiled(b"cubin", ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(graph_capture, "capturing", lambda: False)

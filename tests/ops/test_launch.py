@@ -29,6 +29,7 @@ from fp8fn.ops.targets import (
     SM89,
     SM90,
     SM100,
+    SM120,
     Target,
     check_supported,
     fp8_dtypes,
@@ -72,6 +73,9 @@ def cast_launch(source: torch.Tensor, target: torch.Tensor) -> TritonLaunch:
 def test_targets_have_names_types_and_triton_targets() -> None:
     assert [t.name for t in (CPU, SM89, SM90, GFX942, GFX950)] == ["cpu", "sm89", "sm90", "gfx942", "gfx950"]
     assert native_e4m3(GFX942) is torch.float8_e4m3fnuz
+    assert [t.cubin for t in (SM89, SM90, SM100, SM120)] == ["sm_89", "sm_90a", "sm_100a", "sm_120a"]
+    with pytest.raises(ValueError, match="gfx942 runs no cubin"):
+        GFX942.cubin  # noqa: B018
     assert {native_e4m3(t) for t in (CPU, SM89, SM90, SM100, GFX950)} == {E4M3}
     assert fp8_dtypes(SM90) == fp8_dtypes(GFX950) == (E4M3, E5M2)
     assert fp8_dtypes(GFX942) == (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
