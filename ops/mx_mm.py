@@ -121,7 +121,8 @@ def mx_mm_reference(
     out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
-    return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out_dtype or torch.bfloat16)
+    left, right = Quantized(a, a_scale, A_BLOCK), Quantized(b, b_scale, B_BLOCK)
+    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
 def mx_mm_kernel(
@@ -149,7 +150,7 @@ def _settled(product: ScaledProduct) -> Tensors | None:
 
 
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
-    return (reference.scaled_mm(*product.a, *product.b, product.bias, product.out.dtype),)
+    return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
 
 @cache

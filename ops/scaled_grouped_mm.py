@@ -28,7 +28,7 @@ from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.scaled_mm import along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
+from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
 
 SCALED_GROUPED_MM_SCHEMA: Final = (
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -45,11 +45,10 @@ _NAME: Final = "scaled_grouped_mm"
 
 
 def check_scaled_grouped_mm(
-    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
-    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None,
-) -> tuple[Block, Block]:  # fmt: skip
-    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    a_parts: Parts, b_parts: Parts, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Quantized, Quantized]:
+    """The operands with known blocks, or the error that says which argument is wrong and what would work."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = a_parts, b_parts
     check_grouping(_NAME, a, b, offsets)
     if b.ndim == 3:
         left = check_operand(f"{_NAME}: a", a, a_scale, a_block)
@@ -76,7 +75,7 @@ def check_scaled_grouped_mm(
     for name, tensor in (("a_scale", a_scale), ("b_scale", b_scale)):
         if tensor.device != a.device:
             raise ValueError(f"{_NAME}: a is on {a.device} and {name} on {tensor.device}; move them to one device")
-    return left, right
+    return Quantized(a, a_scale, left), Quantized(b, b_scale, right)
 
 
 def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
@@ -161,10 +160,9 @@ def scaled_grouped_mm_reference(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
     check_ends(_NAME, offsets)
-    out_dtype = out_dtype or torch.bfloat16
-    return reference.scaled_grouped_mm(a, a_scale, left, b, b_scale, right, offsets, bias, out_dtype)
+    return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype or torch.bfloat16)
 
 
 def scaled_grouped_mm_kernel(
@@ -178,11 +176,9 @@ def scaled_grouped_mm_kernel(
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
     (a, a_scale, b, b_scale, offsets, bias), (a_block, b_block, out_dtype) = tensors, values
-    left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
-    return ScaledProduct(
-        a=Quantized(a, a_scale, left), b=Quantized(b, b_scale, right), offsets=offsets, bias=bias,
-        out=empty_grouped_output(a, b, offsets, out_dtype), target=targets.target_of(a.device),
-    )  # fmt: skip
+    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    out, target = empty_grouped_output(a, b, offsets, out_dtype), targets.target_of(a.device)
+    return ScaledProduct(a=left, b=right, offsets=offsets, bias=bias, out=out, target=target)
 
 
 def _settled(product: ScaledProduct) -> Tensors | None:
@@ -196,8 +192,8 @@ def _settled(product: ScaledProduct) -> Tensors | None:
 
 
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
-    out_dtype = product.out.dtype
-    return (reference.scaled_grouped_mm(*product.a, *product.b, product.group_ends, product.bias, out_dtype),)
+    a, b, out_dtype = product.a, product.b, product.out.dtype
+    return (reference.scaled_grouped_mm(a, b, product.group_ends, product.bias, out_dtype),)
 
 
 def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:

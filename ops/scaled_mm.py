@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,12 +24,15 @@ SCALED_MM_SCHEMA: Final = (
 )
 
 
+Parts: TypeAlias = tuple[Tensor, Tensor, Sequence[int]]
+"""Data, scales and block, as an op is given them."""
+
+
 def check_scaled_mm(
-    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
-    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    bias: Tensor | None, out_dtype: torch.dtype | None,
-) -> tuple[Block, Block]:  # fmt: skip
-    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    a_parts: Parts, b_parts: Parts, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Quantized, Quantized]:
+    """The operands with known blocks, or the error that says which argument is wrong and what would work."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = a_parts, b_parts
     left = check_operand("scaled_mm: a", a, a_scale, a_block)
     right = check_operand("scaled_mm: b", b, b_scale, b_block)
     check_product("scaled_mm", a, b, bias, out_dtype)
@@ -50,7 +53,7 @@ def check_scaled_mm(
     for name, scale in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale)):
         if scale.device != a.device:
             raise ValueError(f"scaled_mm: a is on {a.device} and {name} on {scale.device}; move them to one device")
-    return left, right
+    return Quantized(a, a_scale, left), Quantized(b, b_scale, right)
 
 
 def broadcast_batch(name: str, a: Tensor, b: Tensor) -> torch.Size:
@@ -127,8 +130,8 @@ def scaled_mm_reference(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
-    return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out_dtype or torch.bfloat16)
+    left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
+    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
 def scaled_mm_kernel(
@@ -141,11 +144,9 @@ def scaled_mm_kernel(
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
     (a, a_scale, b, b_scale, bias), (a_block, b_block, out_dtype) = tensors, values
-    left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
-    return ScaledProduct(
-        a=Quantized(a, a_scale, left), b=Quantized(b, b_scale, right), bias=bias, out=empty_output(a, b, out_dtype),
-        target=targets.target_of(a.device),
-    )  # fmt: skip
+    left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
+    out, target = empty_output(a, b, out_dtype), targets.target_of(a.device)
+    return ScaledProduct(a=left, b=right, bias=bias, out=out, target=target)
 
 
 def foreign_types(product: ScaledProduct) -> str | None:
@@ -176,7 +177,7 @@ def _settled(product: ScaledProduct) -> Tensors | None:
 
 
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
-    return (reference.scaled_mm(*product.a, *product.b, product.bias, product.out.dtype),)
+    return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
 
 def by_cuda(product: ScaledProduct) -> str | None:

@@ -24,6 +24,7 @@ from fp8fn.ops.cuda.quantize import quantize_grouped as quantizers
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM90, Target
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
@@ -249,7 +250,7 @@ def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, c
     for given in ((x, y), (beside_nan(x, sizes), beside_nan(y, sizes))):
         operands = summed(*given, offsets)
         outs.append(emulated(operands, config, backwards=bool(outs)))
-        want = reference.scaled_grouped_mm(*operands, None, FP32)
+        want = reference.scaled_grouped_mm(Quantized(*operands[:3]), Quantized(*operands[3:6]), operands[6], None, FP32)
         torch.testing.assert_close(outs[-1], want, rtol=1e-4, atol=1e-4, equal_nan=True)
         left, right = (operands[0].mT, operands[1].mT), operands[3:5]
         rows, columns = (
@@ -459,7 +460,7 @@ def test_products_over_tokens(sizes: list[int], rest: int, hopper: Target) -> No
         a = torch.ops.fp8fn.quantize_grouped(x, offsets)
         b = torch.ops.fp8fn.quantize_grouped(g, offsets)
         ops = (a[0].mT, a[1].mT, (1, 128), *b, (128, 1), offsets)
-        want = reference.scaled_grouped_mm(*ops, None, torch.float32).double()
+        want = reference.scaled_grouped_mm(Quantized(*ops[:3]), Quantized(*ops[3:6]), ops[6], None, FP32).double()
         for config in tiles(problem("summed")):
             out = torch.full((len(sizes), m, n), torch.nan, device="cuda", dtype=out_dtype)
             products.plan(grouped_product(ops, None, out, hopper), config)[0].run()

@@ -17,6 +17,7 @@ pytest.importorskip("triton")
 from fp8fn.ops import reference
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
 from fp8fn.ops.triton.gemm_config import GemmConfig
@@ -77,7 +78,8 @@ def interpreted(
 
 
 def expected(operands: Operands, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    return reference.scaled_grouped_mm(*operands, out_dtype)
+    a, b = Quantized(*operands[:3]), Quantized(*operands[3:6])
+    return reference.scaled_grouped_mm(a, b, *operands[6:], out_dtype)
 
 
 def assert_near(operands: Operands, out_dtype: torch.dtype = torch.float32, **how: Any) -> Tensor:
