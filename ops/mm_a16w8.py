@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm import mm_a16w8 as cuda
+from fp8fn.ops.cuda.gemm.operands import as_matrix
 from fp8fn.ops.cuda.runtime import graph_capture, nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -121,7 +122,7 @@ def _plan(
     """
     operands = (x, w, w_scale, w_block, bias, out, target)
     missing = nvrtc.unavailable()
-    m = gemv_a16w8.as_matrix(x, w, bias, out)[0].shape[-2]
+    m = as_matrix(x, w, bias, out)[0].shape[-2]
     sizes = m, out.shape[-1], x.shape[-1], math.prod(out.shape[:-1]) // m
     split = missing or splitk_a16w8.accepts(*operands)
     if split is None and splitk_a16w8.untuned(*sizes, w_block, target.cores, constant=constant) is None:

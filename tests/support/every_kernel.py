@@ -34,6 +34,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_grouped_mm as grouped
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
+from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
@@ -54,7 +55,7 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 RUNS: Final = 3
 ROW, COLUMN, SQUARE = BLOCK_SHAPES
 FORWARD, WGRAD = KINDS[:2]
-WEIGHT_BLOCKS: Final = tuple(gemv_a16w8.SCALES)
+WEIGHT_BLOCKS: Final = tuple(SCALES)
 META: Final = torch.device("meta")
 
 Launches: TypeAlias = Iterator[tuple[str, CudaLaunch]]

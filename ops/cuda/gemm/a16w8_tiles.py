@@ -11,10 +11,19 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, ceil_power_of_two, scale_step
-from fp8fn.ops.cuda.gemm.gemv_mx import PREFETCHED
-from fp8fn.ops.cuda.gemm.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.gemm.operands import (
+    INPUTS,
+    OUT,
+    SCALES,
+    TYPES,
+    as_batch,
+    as_matrix,
+    has_pieces,
+    is_k_contiguous,
+    scale_step,
+)
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster, round_up
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
@@ -27,7 +36,6 @@ LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
-_CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of more than 8 blocks may have no place
 
 
 @dataclass(frozen=True)
@@ -83,11 +91,6 @@ def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
     """Of the scales of a block's part of K, `steps` stages, in shared memory (`a16w8.cuh`)."""
     kind = SCALES[w_block]
     return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
-
-
-def largest_cluster(cores: int) -> int:
-    """Blocks that find a place together on a GPU of so many multiprocessors."""
-    return 16 if cores >= _CORES_OF_LARGE_GPCS else 8
 
 
 def stages_of(k: int) -> int:
@@ -188,9 +191,9 @@ def accepts(
         return f"x has {out.shape[0]} rows, more than {MOST_ROWS}"
     if x.shape[-1] % _PIECE:
         return f"K={x.shape[-1]} is no multiple of {_PIECE}"
-    if not gemv_a16w8.is_k_contiguous(w):
+    if not is_k_contiguous(w):
         return "columns of w are not contiguous"
-    if not gemv_a16w8.has_pieces(x):
+    if not has_pieces(x):
         return "rows of x do not begin at multiples of 16 bytes"
     config = configure(out.shape[0], out.shape[1], x.shape[-1], w_block, PARTS[x.dtype], target.cores)
     if config.STAGES < LEAST_STAGES:

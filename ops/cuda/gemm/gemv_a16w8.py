@@ -8,19 +8,34 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.scaled_mm import LARGEST, OUT, SHARED_LIMIT, TYPES, map_fault, round_up
+from fp8fn.ops.cuda.gemm.operands import (
+    INPUTS,
+    SCALES,
+    as_matrix,
+    batch_step,
+    column_steps,
+    has_pieces,
+    is_k_contiguous,
+    map_fault,
+    types_of,
+)
+from fp8fn.ops.cuda.limits import (
+    LARGEST,
+    MOST_BLOCKS,
+    RESERVED,
+    SHARED_LIMIT,
+    ceil_power_of_two,
+    floor_power_of_two,
+    round_up,
+)
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import OCP, Target
 
-INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
 # Rows of x: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 128
-_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
-RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
 _WARPS: Final = 8
 _LARGEST_CLUSTER: Final = 8
 
@@ -72,31 +87,12 @@ def accepts(
         return f"x has {out.shape[-2]} rows a matrix, more than {rows}"
     if (fault := map_fault(w.mT if is_k_contiguous(w) else w)) is not None:
         return f"w {fault}"
-    if out.dim() == 3 and out.shape[0] > _MOST_BLOCKS:
+    if out.dim() == 3 and out.shape[0] > MOST_BLOCKS:
         return f"a batch of {out.shape[0]} is more than a grid has"
     strides = (*x.stride(), *w.stride(), *w_scale.stride(), *(() if bias is None else bias.stride()))
     if max(*x.shape, *w.shape, *strides) > LARGEST:
         return "a size or a stride is past 32 bits"
     return None
-
-
-def is_k_contiguous(w: Tensor) -> bool:
-    """Whether the columns of `w (B?, K, N)` are lines in memory, as `nn.Linear` keeps them; or single elements."""
-    return w.shape[-2] == 1 or (w.stride(-2) == 1 and (w.stride(-1) != 1 or w.shape[-1] == 1))
-
-
-def has_pieces(x: Tensor) -> bool:
-    """Whether the rows of `x` load by 16 bytes."""
-    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    return aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
-
-
-def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` and `out`; a batch of `x` whose rows follow one another, by one weight, is one matrix."""
-    one_weight = x.dim() == 3 and w.dim() == 2 and (bias is None or bias.dim() == 1)
-    if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
-        return x.flatten(0, 1), out.flatten(0, 1)
-    return x, out
 
 
 def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, cores: int) -> Config:
@@ -152,14 +148,6 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
 def _is_large(n: int, units: int, cores: int) -> bool:
     """Whether a weight of lines along K is more than two launches can hold on all multiprocessors at once."""
     return -(-n // 16) * units > 120 * cores
-
-
-def floor_power_of_two(count: int) -> int:
-    return 1 << (count.bit_length() - 1)
-
-
-def ceil_power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
 
 
 def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguous: bool, cores: int) -> Config:
@@ -233,33 +221,6 @@ def call(launch: CudaLaunch, out: Tensor) -> Call:
     has_bias = launch.args["bias"] is not None
     pointers = (0, 1, 2, 3 if has_bias else None, 4 if has_bias else 3)
     return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
-
-
-def types_of(x: Tensor, w: Tensor, w_block: Block, bias: Tensor | None, out: Tensor) -> dict[str, int | str]:
-    """The macros that say what the operands are."""
-    return {
-        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
-
-
-def column_steps(w_scale: Tensor, w_block: Block, bias: Tensor | None) -> dict[str, int]:
-    """The arguments that say where scales and biases of columns lie, in the order of the kernels."""
-    return {
-        "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
-        "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
-        "bias_n": 0 if bias is None else bias.stride(-1),
-    }  # fmt: skip
-
-
-def batch_step(x: Tensor) -> int:
-    """From a matrix to the next; 0 where one serves the whole batch."""
-    return x.stride(0) if x.dim() == 3 else 0
-
-
-def scale_step(w_scale: Tensor, w_block: Block) -> int:
-    """From the scale of a column, or a block of them, to the next; 0 where one serves all."""
-    return 0 if w_block == (WHOLE, WHOLE) else w_scale.stride(-1)
 
 
 def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:

@@ -6,15 +6,10 @@ from typing import Final
 
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import (
-    Config,
-    batch_step,
-    ceil_power_of_two,
-    divide_memory,
-    floor_power_of_two,
-)
-from fp8fn.ops.cuda.gemm.scaled_mm import LARGEST, OUT, TYPES
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, divide_memory
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.operand import Quantized
@@ -37,9 +32,7 @@ _DIVISIONS: Final = {
     32: ((1, 8, 1), (1, 4, 2)),
     64: ((1, 8, 1), (1, 4, 2)),
 }
-PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
 _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
-_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
 
 
 def accepts(problem: Problem) -> str | None:
@@ -58,7 +51,7 @@ def accepts(problem: Problem) -> str | None:
         return "the K of an operand is not in consecutive bytes from a multiple of 16"
     if problem.largest > _MOST_BYTES:
         return f"a tensor spans {problem.largest} bytes, past 32-bit strides"
-    if problem.batch > _MOST_BLOCKS:
+    if problem.batch > MOST_BLOCKS:
         return f"a batch of {problem.batch} is more than a grid has"
     return None
 
@@ -127,7 +120,7 @@ def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
     if steps > LARGEST:
         return f"a stride of {steps} is past 32 bits"
     config = configure_moe(problem)
-    if problem.tiles * -(-problem.block_m // config.ROWS) > _MOST_BLOCKS:
+    if problem.tiles * -(-problem.block_m // config.ROWS) > MOST_BLOCKS:
         return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
     each = Problem(
         1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines

@@ -8,9 +8,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import INPUTS, SCALES, as_matrix, call, column_steps, types_of
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, LARGEST, as_batch, map_fault
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import call
+from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, as_matrix, column_steps, map_fault, types_of
+from fp8fn.ops.cuda.gemm.scaled_mm import BK
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block

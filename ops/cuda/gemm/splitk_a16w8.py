@@ -9,18 +9,17 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STEP, arriving_bytes, largest_cluster, scale_bytes, stages_of
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import (
-    RESERVED,
-    as_matrix,
-    ceil_power_of_two,
-    column_steps,
-    floor_power_of_two,
-    types_of,
-)
-from fp8fn.ops.cuda.gemm.gemv_mx import PREFETCHED
-from fp8fn.ops.cuda.gemm.scaled_mm import SHARED_LIMIT, as_batch, map_fault
+from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STEP, arriving_bytes, scale_bytes, stages_of
+from fp8fn.ops.cuda.gemm.operands import as_batch, as_matrix, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import (
+    PREFETCHED,
+    RESERVED,
+    SHARED_LIMIT,
+    ceil_power_of_two,
+    floor_power_of_two,
+    largest_cluster,
+)
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block

@@ -23,7 +23,8 @@ from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import SCALES, Config, accepts, choose_config, plan
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, accepts, choose_config, plan
+from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block, empty_scale

@@ -22,6 +22,7 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import gemv_a16w8
+from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
@@ -319,7 +320,7 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
     n, k = size
     for block, target, dtype in product(BLOCKS, (SM89, SM90, SM100, GFX942, GFX950), (BF16, FP32)):
         assert len({choose_config(m, n, block, dtype, target) for m in rows}) == 1
-    for block, batch, column_major in product(gemv_a16w8.SCALES, (1, 16), (True, False)):
+    for block, batch, column_major in product(SCALES, (1, 16), (True, False)):
         w = torch.empty(batch, n, -(-k // 16) * 16, dtype=E4M3, device="meta")[..., :k].mT
         w = w if column_major else torch.empty(batch, k, -(-n // 16) * 16, dtype=E4M3, device="meta")[..., :n]
         orders, scale = set(), empty_scale(w, block, "fp32")
