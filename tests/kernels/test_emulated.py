@@ -21,6 +21,8 @@ from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, empty_grouped
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap, turned
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.reference.quantize import spread
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.sort_tokens import sort_tokens
@@ -383,7 +385,8 @@ def check_mm_a16w8(
     x = Operand(torch.randn(m, k).to(dtype))
     w = operand(torch.randn(k, n), w_block, native_e4m3(target), scale, column_major=w_block[0] != 1)
     bias, out = torch.randn(n).to(dtype), torch.empty(m, n, dtype=out_dtype)
-    run([mm_a16w8.plan_mm_a16w8(x.data, *w, bias, out, target, config)], [x.data, *w[:2], bias])
+    given = WeightProduct(x=x.data, w=Quantized(*w), bias=bias, out=out, target=target)
+    run(mm_a16w8.plan_mm_a16w8(given, config or mm_a16w8.configure(given)), [x.data, *w[:2], bias])
     values = w.values()
     if w_block[0] == 1 and dtype != FP32:
         # A scale for each element of K multiplies the weight, in the type of x; here none leaves the range of float16.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct, WeightProduct
+from fp8fn.ops.targets import SM90, Target
 from fp8fn.scaled_tensor import ScaledTensor
 
 
@@ -26,3 +28,20 @@ def mx_product(
     """In blocks of 32 along K."""
     a, b = Quantized(data[0], scales[0], (1, 32)), Quantized(data[1], scales[1], (32, 1))
     return ScaledProduct(a=a, b=b, out=out, target=target, **rest)
+
+
+def weight_product(x: Tensor, w: ScaledTensor, out: Tensor, target: Target = SM90, **rest: Any) -> WeightProduct:
+    return WeightProduct(x=x, w=quantized(w), out=out, target=target, **rest)
+
+
+def with_parts(product: WeightProduct, **parts: Any) -> WeightProduct:
+    """With other parts: `data`, `scale` and `block` of w, and fields of the product."""
+    of_w = {name: parts.pop(name) for name in ("data", "scale", "block") if name in parts}
+    return replace(product, w=product.w._replace(**of_w), **parts)
+
+
+def planned(kernel: Any, product: Any, config: Any = None) -> Any:
+    """The only launch of a kernel's module, by its default configuration unless one is given."""
+    launches: tuple[Launch, ...] = kernel.plan(product, kernel.configure(product) if config is None else config)
+    (launch,) = launches
+    return launch

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.operands import (
@@ -17,7 +16,6 @@ from fp8fn.ops.cuda.gemm.operands import (
     SCALES,
     TYPES,
     as_batch,
-    as_matrix,
     has_pieces,
     is_k_contiguous,
     scale_step,
@@ -27,7 +25,8 @@ from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 STEP: Final = 128  # of K in a stage
 _PIECE: Final = 8  # of x, that a thread loads
@@ -176,15 +175,14 @@ _HELD_LATE: Final = {
 }
 
 
-def accepts(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> str | None:
-    """None where `plan` takes these operands, else the reason why not."""
-    if (reason := gemv_a16w8.accepts(x, w, w_scale, w_block, bias, out, target)) is not None:
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    if (reason := gemv_a16w8.accepts(product)) is not None:
         return reason
+    product = product.as_matrix()
+    x, w, out = product.x, product.w.data, product.out
     if out.dtype == torch.float32:
         return "out of float32 shows what the tensor core's accumulators drop"
-    x, out = as_matrix(x, w, bias, out)
     if out.dim() == 3:
         return f"a batch of {out.shape[0]}"
     if out.shape[0] > MOST_ROWS:
@@ -195,16 +193,16 @@ def accepts(
         return "columns of w are not contiguous"
     if not has_pieces(x):
         return "rows of x do not begin at multiples of 16 bytes"
-    config = configure(out.shape[0], out.shape[1], x.shape[-1], w_block, PARTS[x.dtype], target.cores)
+    config = configure(replace(product, constant=False))
     if config.STAGES < LEAST_STAGES:
         return f"x of K={x.shape[-1]} does not fit into shared memory"
     return None
 
 
-def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
+def untuned(product: WeightProduct) -> str | None:
     """None where it was the faster one on an H200, else why not."""
-    k, n = w.shape[-2:]
-    rows = x.numel() // k
+    n, k, constant = product.n, product.k, product.constant
+    rows = product.m * product.batch
     if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
     if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
@@ -212,7 +210,12 @@ def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
     return None
 
 
-def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *, constant: bool = False) -> Config:
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(weight_problem(product))
+
+
+def choose_config(problem: WeightProblem) -> Config:
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
@@ -223,7 +226,8 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     Of others too the blocks of two launches find room at once, unless their parts would be too long, and the next
     launch begins late: what it asks for would delay this one. Parts of two stages, or three, are held.
     """
-    rows, steps = 8 if m <= 8 else 16, stages_of(k)
+    n, k, w_block, cores, constant = problem.n, problem.k, problem.block, problem.cores, problem.constant
+    rows, steps, parts = 8 if problem.m <= 8 else 16, stages_of(k), PARTS[problem.x_dtype]
     wide, narrow = -(-n // 128), -(-n // 64)
     most = max(1, min(8, steps // 2))
     late = not constant or (rows == 16 and steps >= 16)
@@ -231,7 +235,7 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     def fitted(warps: int, cluster: int, resident: int) -> Config:
         return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
-    if (held := _held((_HELD if constant else _HELD_LATE)[rows], n, k, w_block, parts, cores)) is not None:
+    if (held := _held((_HELD if constant else _HELD_LATE)[rows], problem)) is not None:
         return held
     if constant:
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
@@ -268,8 +272,9 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     return fitted(8, cluster, 3 if crowded else 2)
 
 
-def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
+def _held(table: tuple[Held, ...], problem: WeightProblem) -> Config | None:
     """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
+    n, k, cores, parts = problem.n, problem.k, problem.cores, PARTS[problem.x_dtype]
     largest, steps = largest_cluster(cores), stages_of(k)
     for held in table:
         for cluster, stages in held.divisions(steps):
@@ -279,7 +284,7 @@ def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, c
             count = min(config.HELD, stages) - full
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
             blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
-            if cluster > largest or config.shared(k, w_block, parts) > room:
+            if cluster > largest or config.shared(k, problem.block, parts) > room:
                 continue
             if held.fewest * cores <= blocks * 132 <= held.most * cores:
                 return config
@@ -301,14 +306,11 @@ def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
     return replace(config, STAGES=max(stages, 0))
 
 
-def plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None, *, constant: bool = False,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `out (M, N) = x (M, K) @ (w (K, N) * w_scale) + bias (N)`, nothing empty; see `accepts`."""
-    x, out = as_matrix(x, w, bias, out)
-    (m, n), k = out.shape, x.shape[-1]
-    config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
+def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch of a product that `accepts` accepts, of which nothing is empty."""
+    product = product.as_matrix()
+    m, n, k, target, constant = product.m, product.n, product.k, product.target, product.constant
+    x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
     rows = min(ceil_power_of_two(m), config.ROWS)
     items, threads = rows * config.steps(k), 32 * config.WARPS_N
     lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
@@ -327,23 +329,25 @@ def plan(
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
     wgmma = partial(wgmma_source, PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
-    return CudaLaunch(
-        kernel=CudaKernel(
-            "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
-            wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+    return (
+        CudaLaunch(
+            kernel=CudaKernel(
+                "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
+                wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+            ),
+            grid=grid,
+            threads=config.threads,
+            shared=config.shared(k, w_block, PARTS[x.dtype]),
+            args={
+                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
+                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
+                "bias_n": 0 if bias is None else bias.stride(-1),
+            },
+            target=target,
+            options=options,
+            overlaps=True,
+            constant=("w", "w_scale") if constant else (),
+            late=config.LATE,
         ),
-        grid=grid,
-        threads=config.threads,
-        shared=config.shared(k, w_block, PARTS[x.dtype]),
-        args={
-            "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
-            "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
-            "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
-            "bias_n": 0 if bias is None else bias.stride(-1),
-        },
-        target=target,
-        options=options,
-        overlaps=True,
-        constant=("w", "w_scale") if constant else (),
-        late=config.LATE,
     )  # fmt: skip

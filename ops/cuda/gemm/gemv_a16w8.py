@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.operands import (
     INPUTS,
     SCALES,
-    as_matrix,
     batch_step,
     column_steps,
     has_pieces,
@@ -28,11 +26,11 @@ from fp8fn.ops.cuda.limits import (
     floor_power_of_two,
     round_up,
 )
-from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import OCP
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 # Rows of x: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 128
@@ -69,10 +67,11 @@ class Config:
         return f"{self.ROWS}x{self.BN} warps{warps} unroll{self.UNROLL} cluster{self.CLUSTER} resident{self.RESIDENT}"
 
 
-def accepts(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> str | None:
-    """None where `plan` takes these operands, else the reason why not."""
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    product = product.as_matrix()
+    x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
+    target = product.target
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if x.dtype not in INPUTS:
@@ -81,7 +80,6 @@ def accepts(
         return f"w has dtype {w.dtype}"
     if w_block not in SCALES or w_scale.dtype != torch.float32:
         return f"scales of {w_scale.dtype} in blocks of {w_block} are not float32 ones that hold along K"
-    x, out = as_matrix(x, w, bias, out)
     rows = MOST_ROWS if is_k_contiguous(w) else MOST_ROWS // 4
     if out.shape[-2] > rows:
         return f"x has {out.shape[-2]} rows a matrix, more than {rows}"
@@ -95,10 +93,16 @@ def accepts(
     return None
 
 
-def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, cores: int) -> Config:
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(weight_problem(product))
+
+
+def choose_config(problem: WeightProblem) -> Config:
     """The default: blocks so that all multiprocessors wait for memory at once, and no more rows of x than needed."""
+    m, n, batches, k_contiguous, cores = problem.m, problem.n, problem.batch, problem.k_lines, problem.cores
     rows = min(8 * ceil_power_of_two(-(-m // 8)), 64 if k_contiguous else 16)
-    units = -(-k // (64 if k_contiguous else 32))
+    units = -(-problem.k // (64 if k_contiguous else 32))
     if k_contiguous and rows <= 32:
         return choose_few(m, n, units, batches, rows, cores)
     return _choose_many(m, n, units, batches, rows, k_contiguous, cores)
@@ -176,51 +180,38 @@ def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguo
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 1)
 
 
-def plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
-
-    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
-    """
-    x, out = as_matrix(x, w, bias, out)
-    (m, n), k = out.shape[-2:], x.shape[-1]
-    batches = out.shape[0] if out.dim() == 3 else 1
+def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch of a product that `accepts` accepts, of which nothing is empty. `constant` has no effect."""
+    product = product.as_matrix()
+    m, n, k, x, w = product.m, product.n, product.k, product.x, product.w.data
     k_contiguous = is_k_contiguous(w)
-    config = config or choose_config(m, n, k, batches, k_contiguous, target.cores)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
     macros = {
-        **types_of(x, w, w_block, bias, out), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
+        **types_of(product), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
         "X_PIECES": int(has_pieces(x)),
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
     }  # fmt: skip
-    return CudaLaunch(
-        kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),
-        grid=(-(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches),
-        threads=config.threads,
-        shared=shared,
-        args={
-            "x": x, "w": w, "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-            "received": received,
-            "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
-            "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
-            **column_steps(w_scale, w_block, bias),
-        },
-        target=target,
-        options={**options, "K_CONTIGUOUS": int(k_contiguous)},
-        overlaps=True,
+    return (
+        CudaLaunch(
+            kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),
+            grid=(-(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), product.batch),
+            threads=config.threads,
+            shared=shared,
+            args={
+                "x": x, "w": w, "w_scale": product.w.scale, "bias": product.bias, "out": product.out,
+                "M": m, "N": n, "K": k, "received": received,
+                "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
+                "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
+                **column_steps(product),
+            },
+            target=product.target,
+            options={**options, "K_CONTIGUOUS": int(k_contiguous)},
+            overlaps=True,
+        ),
     )  # fmt: skip
-
-
-def call(launch: CudaLaunch, out: Tensor) -> Call:
-    """A planned launch as a call on tensors of the same kinds: `(x, w, w_scale)`, and `bias` where it had one."""
-    has_bias = launch.args["bias"] is not None
-    pointers = (0, 1, 2, 3 if has_bias else None, 4 if has_bias else 3)
-    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
 
 
 def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:

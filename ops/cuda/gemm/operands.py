@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.limits import TMA_ALIGNMENT, round_up
 from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -48,26 +50,20 @@ def has_pieces(x: Tensor) -> bool:
     return aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
 
 
-def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` and `out`; a batch of `x` whose rows follow one another, by one weight, is one matrix."""
-    one_weight = x.dim() == 3 and w.dim() == 2 and (bias is None or bias.dim() == 1)
-    if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
-        return x.flatten(0, 1), out.flatten(0, 1)
-    return x, out
-
-
-def types_of(x: Tensor, w: Tensor, w_block: Block, bias: Tensor | None, out: Tensor) -> dict[str, int | str]:
+def types_of(product: WeightProduct) -> dict[str, int | str]:
     """The macros that say what the operands are."""
     return {
-        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
+        "INPUT": INPUTS[product.x.dtype], "FP8": f"Fp8::{TYPES[product.w.data.dtype].upper()}",
+        "SCALE": SCALES[product.w.block], "OUT": OUT[product.out.dtype],
+        "BIAS": 0 if product.bias is None else OUT[product.bias.dtype],
     }  # fmt: skip
 
 
-def column_steps(w_scale: Tensor, w_block: Block, bias: Tensor | None) -> dict[str, int]:
+def column_steps(product: WeightProduct) -> dict[str, int]:
     """The arguments that say where scales and biases of columns lie, in the order of the kernels."""
+    scale, bias = product.w.scale, product.bias
     return {
-        "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
+        "s_batch": batch_step(scale), "s_k": scale.stride(-2), "s_n": scale_step(product.w),
         "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
         "bias_n": 0 if bias is None else bias.stride(-1),
     }  # fmt: skip
@@ -78,6 +74,6 @@ def batch_step(x: Tensor) -> int:
     return x.stride(0) if x.dim() == 3 else 0
 
 
-def scale_step(w_scale: Tensor, w_block: Block) -> int:
+def scale_step(w: Quantized) -> int:
     """From the scale of a column, or a block of them, to the next; 0 where one serves all."""
-    return 0 if w_block == (WHOLE, WHOLE) else w_scale.stride(-1)
+    return 0 if w.block == (WHOLE, WHOLE) else w.scale.stride(-1)

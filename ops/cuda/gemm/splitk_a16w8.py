@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STEP, arriving_bytes, scale_bytes, stages_of
-from fp8fn.ops.cuda.gemm.operands import as_batch, as_matrix, column_steps, map_fault, types_of
+from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.limits import (
     PREFETCHED,
@@ -23,7 +22,8 @@ from fp8fn.ops.cuda.limits import (
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _MOST_CLUSTER: Final = 8
 _SHORT: Final = 4  # stages of K
@@ -163,27 +163,26 @@ _WHOLE_LATE: Final = {
 }
 
 
-def accepts(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> str | None:
-    """None where `plan` takes these operands, else the reason why not."""
-    if (reason := gemv_a16w8.accepts(x, w, w_scale, w_block, bias, out, target)) is not None:
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    if (reason := gemv_a16w8.accepts(product)) is not None:
         return reason
-    x, out = as_matrix(x, w, bias, out)
-    for name, operand in (("x", x), ("w.mT", w.mT)):
+    product = product.as_matrix()
+    for name, operand in (("x", product.x), ("w.mT", product.w.data.mT)):
         if (fault := map_fault(operand)) is not None:
             return f"{name} {fault}"
-    (m, n), k = out.shape[-2:], x.shape[-1]
-    if _ring(m, n, k, out.shape[0] if out.dim() == 3 else 1, w_block, target.cores, False).STAGES < LEAST_STAGES:
-        return f"the scales of K={k} do not fit into shared memory"
+    if _ring(weight_problem(replace(product, constant=False))).STAGES < LEAST_STAGES:
+        return f"the scales of K={product.k} do not fit into shared memory"
     return None
 
 
-def untuned(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, *, constant: bool = False) -> str | None:
+def untuned(product: WeightProduct) -> str | None:
     """None where it was the fastest one on an H200, else why not: `a16w8_tiles`, `mm_a16w8` or `gemv_a16w8` was."""
-    if _whole(m, n, k, batches, w_block, cores, constant) is not None:
+    problem = weight_problem(product)
+    if _whole(problem) is not None:
         return None
-    tiles, steps = _tiles(n, batches), stages_of(k)
+    m, k, batches, cores = problem.m, problem.k, problem.batch, problem.cores
+    tiles, steps = _tiles(problem), stages_of(k)
     if m <= _FEW or (m <= 16 and batches == 1):
         return f"M={m} is few rows"
     if steps == 1:
@@ -197,39 +196,46 @@ def untuned(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, *,
     return f"{tiles} tiles of 64 columns keep most multiprocessors busy" if full else None
 
 
-def configure(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, *, constant: bool = False) -> Config:
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(weight_problem(product))
+
+
+def choose_config(problem: WeightProblem) -> Config:
     """By what was timed on an H200, in chains of products: the whole of K in flight where a table has it, or a ring."""
-    whole = _whole(m, n, k, batches, w_block, cores, constant)
-    return whole or _ring(m, n, k, batches, w_block, cores, constant)
+    return _whole(problem) or _ring(problem)
 
 
-def _whole(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, constant: bool) -> Config | None:
+def _whole(problem: WeightProblem) -> Config | None:
     """The first of the table that divides K evenly, into as many blocks as it has, which find room."""
+    m, n, k, cores = problem.m, problem.n, problem.k, problem.cores
     if m <= _FEW:
         return None
     steps = stages_of(k)
-    for entry in (_WHOLE if constant else _WHOLE_LATE).get(max(16, ceil_power_of_two(m)), ()):
+    for entry in (_WHOLE if problem.constant else _WHOLE_LATE).get(max(16, ceil_power_of_two(m)), ()):
         config = entry.config
-        tiles = -(-n // config.BN) * -(-m // config.ROWS) * batches
+        tiles = -(-n // config.BN) * -(-m // config.ROWS) * problem.batch
         for cluster in entry.along:
             stages, rest = divmod(steps, cluster)
             if rest or stages not in entry.stages or cluster > largest_cluster(cores):
                 continue
             found = replace(config, STAGES=stages, CLUSTER=cluster, HELD=min(config.HELD, stages))
             room = SHARED_LIMIT // config.RESIDENT - RESERVED
-            if entry.fewest * cores <= 132 * tiles * cluster <= entry.most * cores and found.shared(k, w_block) <= room:
+            fits = found.shared(k, problem.block) <= room
+            if fits and entry.fewest * cores <= 132 * tiles * cluster <= entry.most * cores:
                 return found
     return None
 
 
-def _ring(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, constant: bool) -> Config:
+def _ring(problem: WeightProblem) -> Config:
     """Stages that are filled anew.
 
     Of little to do there is about a block for each multiprocessor, beside those of the next launch, which begins late.
     Else there are as many as find room at once, of four stages of K or more, and the next launch begins late where it
     may not read early, or would put its blocks beside whole tiles. 64 rows have half as many blocks: sums take longer.
     """
-    columns, steps = _tiles(n, batches), stages_of(k)
+    m, k, cores = problem.m, problem.k, problem.cores
+    columns, steps = _tiles(problem), stages_of(k)
     halves = columns * -(-m // 32)
     rows = 32 if m <= 32 or (halves <= cores and halves * steps < 11 * cores) else 64
     tiles = columns * -(-m // rows)
@@ -244,13 +250,13 @@ def _ring(m: int, n: int, k: int, batches: int, w_block: Block, cores: int, cons
     least = 2 if 5 * tiles * (steps // 4) < 2 * cores else 4  # stages of a block
     cluster = max(1, min(cluster, steps // least, _MOST_CLUSTER))
     resident = 3 if rows == 32 and not little and cluster > 1 else 2
-    late = little or not constant or cluster == 1
-    return with_stages(Config(rows, 4, 0, cluster, resident, late), k, w_block)
+    late = little or not problem.constant or cluster == 1
+    return with_stages(Config(rows, 4, 0, cluster, resident, late), k, problem.block)
 
 
-def _tiles(n: int, batches: int) -> int:
-    """Of 64 columns."""
-    return -(-n // 64) * batches
+def _tiles(problem: WeightProblem) -> int:
+    """Tiles of 64 columns, of all rows."""
+    return -(-problem.n // 64) * problem.batch
 
 
 def with_stages(config: Config, k: int, w_block: Block) -> Config:
@@ -264,19 +270,12 @@ def with_stages(config: Config, k: int, w_block: Block) -> Config:
     return replace(config, STAGES=max(stages, 0), RESIDENT=resident)
 
 
-def plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None, *, constant: bool = False,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
-
-    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
-    """
-    x, out = as_matrix(x, w, bias, out)
-    (m, n), k = out.shape[-2:], x.shape[-1]
-    batches = out.shape[0] if out.dim() == 3 else 1
-    config = config or configure(m, n, k, batches, w_block, target.cores, constant=constant)
-    macros = types_of(x, w, w_block, bias, out)
+def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch of a product that `accepts` accepts, of which nothing is empty."""
+    product = product.as_matrix()
+    m, n, k, batches, constant = product.m, product.n, product.k, product.batch, product.constant
+    x, w = product.x, product.w.data
+    macros = types_of(product)
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": 1, "STAGES": config.STAGES,
         "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "W_CONSTANT": int(constant), "LATE": int(config.LATE),
@@ -284,26 +283,28 @@ def plan(
     }  # fmt: skip
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches
-    resident = min(grid[0] * grid[1] * grid[2], target.cores * config.RESIDENT)
-    return CudaLaunch(
-        kernel=CudaKernel(
-            "splitk_a16w8.cu", "splitk_a16w8", (*macros.items(), *options.items()),
-            wgmma_source(config.ROWS, kind, kind, a_in_registers=True),
+    resident = min(grid[0] * grid[1] * grid[2], product.target.cores * config.RESIDENT)
+    return (
+        CudaLaunch(
+            kernel=CudaKernel(
+                "splitk_a16w8.cu", "splitk_a16w8", (*macros.items(), *options.items()),
+                wgmma_source(config.ROWS, kind, kind, a_in_registers=True),
+            ),
+            grid=grid,
+            threads=config.threads,
+            shared=config.shared(k, product.w.block),
+            args={
+                "x": TensorMap(as_batch(x), (1, config.ROWS, 64), 128),
+                "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128),
+                "w_scale": product.w.scale, "bias": product.bias, "out": product.out, "M": m, "N": n, "K": k,
+                "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+                **column_steps(product),
+            },
+            target=product.target,
+            options=options,
+            overlaps=True,
+            constant=("w", "w_scale") if constant else (),
+            late=config.LATE,
         ),
-        grid=grid,
-        threads=config.threads,
-        shared=config.shared(k, w_block),
-        args={
-            "x": TensorMap(as_batch(x), (1, config.ROWS, 64), 128),
-            "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128),
-            "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-            "prefetched": PREFETCHED // (resident * config.BN * STEP),
-            "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
-            **column_steps(w_scale, w_block, bias),
-        },
-        target=target,
-        options=options,
-        overlaps=True,
-        constant=("w", "w_scale") if constant else (),
-        late=config.LATE,
     )  # fmt: skip
