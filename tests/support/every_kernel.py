@@ -45,7 +45,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized as Operand
-from fp8fn.ops.products import ScaledProduct, WeightProduct
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
@@ -224,8 +224,11 @@ def _gemv_mx(device: torch.device, target: Target) -> Launches:
         w = _quantized((experts, k, n), (32, 1), device, column_major=True, scale="e8m0")
         weights = torch.empty(tokens * choices, device=device)
         out = torch.empty(tokens * choices, n, dtype=BF16, device=device)
-        launch = gemv_mx.plan_moe(*a, *w, layout[0], layout[1], layout[2], choices, weights, out, target, config)
-        yield f"routed {config}", launch
+        given = RoutedProduct(
+            a=Operand(*a, (1, 32)), w=Operand(*w, (32, 1)), routing=Routing(*layout), a_div=choices, out=out,
+            target=target, token_weights=weights,
+        )  # fmt: skip
+        yield f"routed {config}", gemv_mx.plan_moe(given, config)[0]
 
 
 def _mx_tiles(device: torch.device, target: Target) -> Launches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct, WeightProduct
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.scaled_tensor import ScaledTensor
 
@@ -38,6 +39,16 @@ def with_parts(product: WeightProduct, **parts: Any) -> WeightProduct:
     """With other parts: `data`, `scale` and `block` of w, and fields of the product."""
     of_w = {name: parts.pop(name) for name in ("data", "scale", "block") if name in parts}
     return replace(product, w=product.w._replace(**of_w), **parts)
+
+
+def routed_product(
+    a: ScaledTensor, w: ScaledTensor, layout: Sequence[Tensor], a_div: int, out: Tensor, target: Target = SM90,
+    token_weights: Tensor | None = None,
+) -> RoutedProduct:  # fmt: skip
+    return RoutedProduct(
+        a=quantized(a), w=quantized(w), routing=Routing(*layout), a_div=a_div, out=out, target=target,
+        token_weights=token_weights,
+    )  # fmt: skip
 
 
 def planned(kernel: Any, product: Any, config: Any = None) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
-
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, divide_memory
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
@@ -12,8 +11,7 @@ from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import RoutedProduct, ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
@@ -112,13 +110,12 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     return (_launch(product, sizes, routing, rows=m, tiles=tiles, config=config),)
 
 
-def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
-    """None for a product of routed tokens that `plan_moe` takes, of these operands, else the reason why not."""
+def accepts_moe(problem: MoeProblem) -> str | None:
+    """None for a product of routed tokens that `plan_moe` takes, else the reason why not."""
     if problem.a_block != (1, 32):
         return f"blocks of {problem.a_block} are not those of MX"
-    steps = max((step for operand in operands for step in operand.stride()), default=0)
-    if steps > LARGEST:
-        return f"a stride of {steps} is past 32 bits"
+    if problem.longest_step > LARGEST:
+        return f"a stride of {problem.longest_step} is past 32 bits"
     config = configure_moe(problem)
     if problem.tiles * -(-problem.block_m // config.ROWS) > MOST_BLOCKS:
         return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
@@ -142,28 +139,23 @@ def configure_moe(problem: MoeProblem) -> Config:
     return _in_flight(rows, warps_n, warps_k, cluster, units)
 
 
-def plan_moe(
-    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
-    num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor, target: Target,
-    config: Config,
-) -> CudaLaunch:  # fmt: skip
-    """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
+def plan_moe(product: RoutedProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch that fills the rows of `out` that ids name, of a problem that `accepts_moe` accepts.
 
-    `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
+    There is a tile and an expert at least.
     """
-    tiles = expert_ids.shape[0]
-    block_m = sorted_token_ids.shape[0] // tiles
+    routing = product.routing
     sizes: dict[str, Argument] = {
-        "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
-        "num_tokens_post_padded": num_tokens_post_padded, "token_weights": token_weights, "M": out.shape[0],
+        **routing._asdict(), "token_weights": product.token_weights, "M": product.ids,
     }  # fmt: skip
-    routing: dict[str, Argument] = {"experts": w.shape[0], "block_m": block_m, "a_div": a_div}
-    parts = -(-block_m // config.ROWS)
+    owners: dict[str, Argument] = {
+        "experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div,
+    }  # fmt: skip
+    tiles = routing.tiles * -(-routing.block_m // config.ROWS)
+    dense = ScaledProduct(a=product.a, b=product.w, out=product.out, target=product.target)
     # A tile is seldom full: two rows of it are what is asked for at once.
-    product = ScaledProduct(
-        a=Quantized(a, a_scale, (1, 32)), b=Quantized(w, w_scale, (32, 1)), out=out, target=target
-    )  # fmt: skip
-    return _launch(product, sizes, routing, rows=2, tiles=tiles * parts, config=config)
+    launch = _launch(dense, sizes, owners, rows=2, tiles=tiles, config=config)
+    return (replace(launch, binds={"b": "w", "b_scale": "w_scale"}),)
 
 
 def _launch(

@@ -347,8 +347,8 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(TritonLaunch, "run", interpret)
     monkeypatch.setattr(HipLaunch, "run", lambda launch: launched.append(launch.name))
     monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
-    monkeypatch.setattr(moe_gemm, "_FAULTS", {})
-    with patch.dict(mx_mm.MX_MM.faults, clear=True):
+    faults = mx_mm.MX_MM.faults, moe_gemm.MOE_GEMM.faults
+    with patch.dict(faults[0], clear=True), patch.dict(faults[1], clear=True):
         yield launched
 
 
