@@ -158,9 +158,11 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
         shape = m, 200, 2 * config.STAGES * config.CLUSTER * BK
         given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=constant)
         yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(given, config)[0]
-    for m, held in a16w8_tiles._HELD.items():
+    for (constant, m), divisions in a16w8_tiles.divisions().items():
+        if not constant:
+            continue
         of_others = set()
-        configs = dict.fromkeys(entry.config for entry in held)
+        configs = dict.fromkeys(division.config for division in divisions)
         for (config, cluster), dtype in zip(product(configs, (2, 1)), cycle((FP16, BF16, BF16, FP16)), strict=False):
             # Those without stages hold a block's part as a whole, which zeros follow here.
             stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48

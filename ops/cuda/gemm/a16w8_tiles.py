@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, NamedTuple
+from functools import cache, partial
+from typing import Final
 
 import torch
 
@@ -26,6 +25,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.tuning.divisions import Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 STEP: Final = 128  # of K in a stage
@@ -97,82 +97,10 @@ def stages_of(k: int) -> int:
     return -(-k // STEP)
 
 
-class Held(NamedTuple):
-    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, `along` K.
-
-    Where a `config` has no STAGES, a block's part, of `least` of them to HELD, is held as a whole.
-    """
-
-    fewest: int
-    most: int
-    config: Config
-    along: range = range(1, 17)
-    least: int = 1
-
-    def divisions(self, steps: int) -> Iterator[tuple[int, int]]:
-        """Blocks along K and the stages that each of them has."""
-        given = self.config.STAGES
-        least, most = given or self.least, given or self.config.HELD
-        for cluster in self.along:
-            stages, rest = divmod(steps, cluster)
-            if not rest and least <= stages <= most:
-                yield cluster, stages
-
-
-# By rows, the first that fits: of a constant weight, and of others.
-_HELD: Final = {
-    8: (
-        # Wholly, where two launches or more find room at once.
-        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=4, READY=4), range(4, 9), 3),
-        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=6, READY=6), range(2, 13), 6),
-        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=8, READY=8), range(2, 3), 8),
-        Held(51, 60, Config(8, 8, RESIDENT=1, HELD=8), range(3, 7), 8),
-        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), range(1, 13), 3),
-        Held(30, 110, Config(8, 4, RESIDENT=2, HELD=3, READY=3), range(16, 0, -1)),
-        Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
-        Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), range(1, 3), 3),
-        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
-        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), range(1, 3)),
-        Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
-        # Longer K.
-        Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
-        Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
-        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), range(1, 5)),
-        Held(60, 70, Config(8, 12, 6, RESIDENT=1, HELD=6)),
-        Held(48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
-        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
-    ),
-    16: (
-        # Wholly.
-        Held(40, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=3, READY=3), range(16, 17)),
-        Held(60, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=2), range(3, 17), 2),
-        Held(45, 50, Config(16, 12, RESIDENT=1, HELD=2, READY=2), range(2, 17), 2),
-        Held(30, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 17), 3),
-        Held(55, 100, Config(16, 8, RESIDENT=1, LATE=True, HELD=4), range(6, 13), 4),
-        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=2, READY=2), range(1, 17), 2),
-        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=3, READY=3), range(4, 9), 2),
-        Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 2), 2),
-        Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 3), 2),
-        Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), range(1, 4)),
-        Held(1, 70, Config(16, 4, RESIDENT=2, LATE=True, HELD=3), range(1, 3)),
-        Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 5)),
-        Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), range(1, 9)),
-        # Longer K.
-        Held(60, 80, Config(16, 16, 6, RESIDENT=1, LATE=True, HELD=3, X_OVER=True), range(8, 9)),
-        Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), range(1, 5)),
-        Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
-        Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
-        Held(60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
-        Held(48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
-    ),
-}
-_HELD_LATE: Final = {
-    rows: (
-        Held(0, most, Config(rows, 4, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 9)),
-        Held(0, most, Config(rows, 4, 3, RESIDENT=2, LATE=True, HELD=3)),
-    )
-    for rows, most in ((8, 224), (16, 132))
-}
+@cache
+def divisions() -> Divisions[Config]:
+    """Divisions that hold weights in registers, as were timed on an H200."""
+    return read("a16w8_tiles.json", Config)
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -235,7 +163,7 @@ def choose_config(problem: WeightProblem) -> Config:
     def fitted(warps: int, cluster: int, resident: int) -> Config:
         return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
-    if (held := _held((_HELD if constant else _HELD_LATE)[rows], problem)) is not None:
+    if (held := _held(rows, problem)) is not None:
         return held
     if constant:
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
@@ -272,21 +200,23 @@ def choose_config(problem: WeightProblem) -> Config:
     return fitted(8, cluster, 3 if crowded else 2)
 
 
-def _held(table: tuple[Held, ...], problem: WeightProblem) -> Config | None:
-    """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
+def _held(rows: int, problem: WeightProblem) -> Config | None:
+    """The first of the table whose blocks have equally long parts, find room and are neither too few nor too many.
+
+    A division without STAGES holds the whole of a block's part.
+    """
     n, k, cores, parts = problem.n, problem.k, problem.cores, PARTS[problem.x_dtype]
-    largest, steps = largest_cluster(cores), stages_of(k)
-    for held in table:
-        for cluster, stages in held.divisions(steps):
-            config = held.config
+    for division in divisions().get((problem.constant, rows), ()):
+        for cluster, stages in division.parts(stages_of(k)):
+            config = division.config
             # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
             full = parts == 3 and config.ROWS == 16 and config.HELD > 3
             count = min(config.HELD, stages) - full
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
-            blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
-            if cluster > largest or config.shared(k, problem.block, parts) > room:
+            room = SHARED_LIMIT // config.RESIDENT - RESERVED
+            if cluster > largest_cluster(cores) or config.shared(k, problem.block, parts) > room:
                 continue
-            if held.fewest * cores <= blocks * 132 <= held.most * cores:
+            if division.has(-(-n // config.BN) * cluster, cores):
                 return config
     return None
 

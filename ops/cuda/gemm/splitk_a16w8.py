@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from functools import cache
+from typing import Final
 
 import torch
 
@@ -23,6 +24,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.tuning.divisions import Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _MOST_CLUSTER: Final = 8
@@ -74,93 +76,10 @@ class Config:
         return f"{self.ROWS}x{self.BN} stages{self.STAGES} cluster{self.CLUSTER} resident{self.RESIDENT}{late}"
 
 
-class Whole(NamedTuple):
-    """Where the whole of a block's part of K is in flight: by `fewest` to `most` blocks on 132 multiprocessors.
-
-    Of the divisions `along` K it is the first whose parts have that many `stages` each.
-    """
-
-    fewest: int
-    most: int
-    config: Config
-    stages: range
-    along: range = range(16, 0, -1)
-
-
-# By rows, the first that fits: of a constant weight, and of others.
-_WHOLE: Final = {
-    16: (
-        Whole(36, 72, Config(16, 8, RESIDENT=1, HELD=6), range(2, 3), range(1, 2)),
-        Whole(36, 56, Config(16, 8, RESIDENT=1, HELD=6), range(3, 7), range(1, 2)),
-        Whole(44, 56, Config(16, 8, RESIDENT=1, HELD=6), range(2, 4), range(8, 1, -1)),
-        Whole(44, 56, Config(16, 8, RESIDENT=1, HELD=6), range(6, 7), range(4, 1, -1)),
-        Whole(16, 132, Config(16, HELD=6), range(1, 4), range(1, 2)),
-        Whole(44, 132, Config(16, HELD=6), range(4, 6), range(1, 2)),
-        Whole(20, 132, Config(16, HELD=6), range(1, 4), range(8, 1, -1)),
-        Whole(20, 132, Config(16, HELD=6), range(4, 6), range(8, 3, -1)),
-        Whole(20, 96, Config(16, HELD=6), range(1, 5), range(12, 8, -1)),
-        Whole(20, 96, Config(16, HELD=6), range(4, 5), range(16, 12, -1)),
-        Whole(120, 132, Config(16, HELD=6), range(4, 5), range(2, 4)),
-        Whole(132, 190, Config(16, RESIDENT=3, HELD=3), range(1, 2), range(8, 2, -1)),
-        Whole(132, 264, Config(16, RESIDENT=3, HELD=3), range(1, 2), range(1, 2)),
-        Whole(190, 264, Config(16, RESIDENT=3, HELD=3), range(4, 5), range(1, 2)),
-        Whole(190, 264, Config(16, HELD=6), range(8, 9), range(1, 2)),
-        Whole(20, 150, Config(16, HELD=6), range(7, 9), range(16, 12, -1)),
-    ),
-    32: (
-        Whole(44, 64, Config(32, 8, RESIDENT=1, HELD=5), range(2, 7), range(1, 2)),
-        Whole(16, 132, Config(32, HELD=5), range(1, 4), range(1, 2)),
-        Whole(30, 132, Config(32, HELD=5), range(4, 6), range(1, 2)),
-        Whole(60, 132, Config(32, HELD=5), range(6, 7), range(1, 2)),
-        Whole(60, 132, Config(16, HELD=6), range(1, 5), range(16, 8, -1)),
-        Whole(60, 264, Config(16, RESIDENT=3, HELD=3), range(2, 4), range(8, 1, -1)),
-        Whole(80, 264, Config(16, RESIDENT=3, HELD=3), range(1, 2), range(12, 1, -1)),
-        Whole(80, 200, Config(16, HELD=6), range(4, 6), range(8, 1, -1)),
-        Whole(132, 232, Config(16, RESIDENT=3, HELD=3), range(4, 5), range(16, 8, -1)),
-        Whole(60, 150, Config(16, HELD=6), range(7, 9), range(16, 12, -1)),
-        Whole(110, 150, Config(32, RESIDENT=3, HELD=2, LATE=True), range(3, 5), range(4, 1, -1)),
-        Whole(132, 232, Config(32, HELD=5), range(4, 7), range(8, 1, -1)),
-        Whole(132, 232, Config(16, HELD=6), range(4, 5), range(8, 1, -1)),
-        Whole(190, 264, Config(32, HELD=5), range(4, 5), range(1, 2)),
-        Whole(60, 110, Config(32, HELD=5, LATE=True), range(4, 7), range(8, 1, -1)),
-        Whole(20, 60, Config(32, HELD=5, LATE=True), range(2, 5), range(16, 1, -1)),
-        Whole(40, 100, Config(32, 8, RESIDENT=1, HELD=5, LATE=True), range(7, 9), range(16, 1, -1)),
-    ),
-    64: (
-        Whole(16, 200, Config(32, HELD=5), range(2, 4), range(1, 2)),
-        Whole(16, 132, Config(32, HELD=5), range(4, 6), range(1, 2)),
-        Whole(16, 170, Config(32, HELD=5), range(6, 7), range(1, 2)),
-        Whole(60, 200, Config(32, HELD=5, LATE=True), range(2, 7), range(2, 9)),
-        Whole(30, 60, Config(32, HELD=5, LATE=True), range(2, 5), range(8, 1, -1)),
-        Whole(60, 200, Config(32, HELD=5, LATE=True), range(2, 7), range(9, 17)),
-        Whole(16, 132, Config(64, HELD=4, LATE=True), range(2, 5), range(1, 2)),
-        Whole(56, 84, Config(32, 8, RESIDENT=1, HELD=5, LATE=True), range(7, 9), range(8, 1, -1)),
-    ),
-    128: (
-        Whole(16, 100, Config(32, HELD=5), range(2, 7), range(1, 2)),
-        Whole(100, 132, Config(32, HELD=5, LATE=True), range(2, 7), range(1, 2)),
-        Whole(44, 200, Config(32, HELD=5, LATE=True), range(3, 7), range(2, 9)),
-        Whole(56, 200, Config(64, HELD=4, LATE=True), range(2, 5), range(1, 2)),
-    ),
-}
-_WHOLE_LATE: Final = {
-    16: (
-        Whole(16, 100, Config(16, HELD=6, LATE=True), range(1, 4)),
-        Whole(100, 150, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 4), range(8, 0, -1)),
-        Whole(150, 210, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 2)),
-        Whole(110, 132, Config(16, RESIDENT=3, HELD=3, LATE=True), range(4, 5), range(2, 3)),
-        Whole(16, 132, Config(16, RESIDENT=3, HELD=3, LATE=True), range(4, 5), range(16, 12, -1)),
-        Whole(16, 132, Config(16, HELD=6, LATE=True), range(7, 8), range(16, 12, -1)),
-        Whole(132, 264, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 2), range(1, 2)),
-    ),
-    32: (
-        Whole(16, 168, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 4)),
-        Whole(168, 210, Config(16, RESIDENT=3, HELD=3, LATE=True), range(1, 2)),
-        Whole(60, 132, Config(16, HELD=6, LATE=True), range(4, 5), range(16, 8, -1)),
-        Whole(16, 100, Config(32, HELD=5, LATE=True), range(1, 4), range(1, 5)),
-        Whole(60, 84, Config(32, HELD=5, LATE=True), range(1, 5), range(12, 0, -1)),
-    ),
-}
+@cache
+def divisions() -> Divisions[Config]:
+    """Divisions with the whole of a block's part of K in flight, as were timed on an H200."""
+    return read("splitk_a16w8.json", Config)
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -211,18 +130,15 @@ def _whole(problem: WeightProblem) -> Config | None:
     m, n, k, cores = problem.m, problem.n, problem.k, problem.cores
     if m <= _FEW:
         return None
-    steps = stages_of(k)
-    for entry in (_WHOLE if problem.constant else _WHOLE_LATE).get(max(16, ceil_power_of_two(m)), ()):
-        config = entry.config
+    for division in divisions().get((problem.constant, max(16, ceil_power_of_two(m))), ()):
+        config = division.config
         tiles = -(-n // config.BN) * -(-m // config.ROWS) * problem.batch
-        for cluster in entry.along:
-            stages, rest = divmod(steps, cluster)
-            if rest or stages not in entry.stages or cluster > largest_cluster(cores):
-                continue
+        for cluster, stages in division.parts(stages_of(k)):
             found = replace(config, STAGES=stages, CLUSTER=cluster, HELD=min(config.HELD, stages))
             room = SHARED_LIMIT // config.RESIDENT - RESERVED
-            fits = found.shared(k, problem.block) <= room
-            if fits and entry.fewest * cores <= 132 * tiles * cluster <= entry.most * cores:
+            if cluster > largest_cluster(cores) or found.shared(k, problem.block) > room:
+                continue
+            if division.has(tiles * cluster, cores):
                 return found
     return None
 
