@@ -12,7 +12,7 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.kernel import Dispatch, Kernel, Named
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
@@ -118,6 +118,15 @@ def _untuned_gemv(product: WeightProduct) -> str | None:
     return None
 
 
+def _named(product: WeightProduct) -> Named | None:
+    """What tables of the operands' GPU say; of other devices there are none."""
+    if product.x.device.type != "cuda":
+        return None
+    from fp8fn.ops.tuning.weight_table import named
+
+    return named(product)
+
+
 def _any(_: WeightProduct) -> None:
     return None
 
@@ -150,4 +159,5 @@ MM_A16W8: Final = Dispatch(
     kernels=KERNELS,
     reference=_reference,
     unserved=_unserved,
+    named=_named,
 )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product as every
 from typing import Final
 
 import torch
@@ -25,7 +27,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.tuning.divisions import Divisions, read
+from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 STEP: Final = 128  # of K in a stage
@@ -201,11 +203,26 @@ def choose_config(problem: WeightProblem) -> Config:
 
 
 def _held(rows: int, problem: WeightProblem) -> Config | None:
-    """The first of the table whose blocks have equally long parts, find room and are neither too few nor too many.
+    """The first of the table whose blocks are neither too few nor too many."""
+    for division, config in _that_fit(rows, problem):
+        if division.has(-(-problem.n // config.BN) * config.CLUSTER, problem.cores):
+            return config
+    return None
+
+
+def _all_held(rows: int, problem: WeightProblem) -> Iterator[Config]:
+    """Those of the table with about as many blocks as multiprocessors, whatever its own bounds are."""
+    for _, config in _that_fit(rows, problem):
+        if problem.cores <= 4 * -(-problem.n // config.BN) * config.CLUSTER <= 16 * problem.cores:
+            yield config
+
+
+def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[Config], Config]]:
+    """The divisions of the table whose blocks have equally long parts and find room.
 
     A division without STAGES holds the whole of a block's part.
     """
-    n, k, cores, parts = problem.n, problem.k, problem.cores, PARTS[problem.x_dtype]
+    k, cores, parts = problem.k, problem.cores, PARTS[problem.x_dtype]
     for division in divisions().get((problem.constant, rows), ()):
         for cluster, stages in division.parts(stages_of(k)):
             config = division.config
@@ -214,11 +231,21 @@ def _held(rows: int, problem: WeightProblem) -> Config | None:
             count = min(config.HELD, stages) - full
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
             room = SHARED_LIMIT // config.RESIDENT - RESERVED
-            if cluster > largest_cluster(cores) or config.shared(k, problem.block, parts) > room:
-                continue
-            if division.has(-(-n // config.BN) * cluster, cores):
-                return config
-    return None
+            if cluster <= largest_cluster(cores) and config.shared(k, problem.block, parts) <= room:
+                yield division, config
+
+
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first; at most 16 rows by lines along K."""
+    if problem.m > MOST_ROWS or problem.batch > 1 or not problem.k_lines or problem.k % _PIECE:
+        return ()
+    k, parts, rows = problem.k, PARTS[problem.x_dtype], 8 if problem.m <= 8 else 16
+    found = [choose_config(problem), *_all_held(rows, problem)]
+    late = (False, True) if problem.constant else (True,)
+    for warps, cluster, resident, later in every((4, 8, 12), range(1, 9), (2, 3), late):
+        if cluster <= stages_of(k) // 2 or cluster == 1:
+            found.append(_with_stages(Config(rows, warps, 0, cluster, resident, later), k, problem.block, parts))
+    return tuple(dict.fromkeys(config for config in found if (1 if config.HELD else LEAST_STAGES) <= config.STAGES))
 
 
 def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -106,6 +106,17 @@ def choose_config(problem: WeightProblem) -> Config:
     if k_contiguous and rows <= 32:
         return choose_few(m, n, units, batches, rows, cores)
     return _choose_many(m, n, units, batches, rows, k_contiguous, cores)
+
+
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first: others share K by other clusters."""
+    if problem.m > (MOST_ROWS if problem.k_lines else MOST_ROWS // 4):
+        return ()
+    default = choose_config(problem)
+    units = -(-problem.k // (64 if problem.k_lines else 32))
+    clusters = [c for c in (1, 2, 4, 8) if c == 1 or c * default.WARPS_K <= units]
+    others = (replace(default, CLUSTER=c, RESIDENT=r) for c in clusters for r in range(1, default.RESIDENT + 1))
+    return tuple(dict.fromkeys([default, *others]))
 
 
 def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> Config:

@@ -112,6 +112,16 @@ def choose_config(problem: WeightProblem) -> Config:
     return _SQUARE if m > 64 else _SMALLEST
 
 
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first; more than 16 rows, or those of a batch."""
+    if (problem.m <= 16 and problem.batch == 1) or not problem.k_lines:
+        return ()
+    parts = (Config(rows, 1, 4, K_PARTS=2, RESIDENT=1) for rows in (64, 128))
+    few = [Config(32, 1, 4, K_PARTS=2, RESIDENT=2), Config(32, 1, 4, RESIDENT=2)] if problem.m <= FEW else []
+    large = [config for config, _ in _LARGE if problem.m > config.BM // 2]
+    return tuple(dict.fromkeys([choose_config(problem), *large, _SMALLEST, *parts, *few]))
+
+
 def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
     """Up to 32 rows: two warpgroups share K as long as two blocks on each multiprocessor do it, else the columns."""
     if blocks == 1:

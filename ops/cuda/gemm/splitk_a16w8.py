@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product as every
 from typing import Final
 
 import torch
@@ -24,7 +26,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.tuning.divisions import Divisions, read
+from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _MOST_CLUSTER: Final = 8
@@ -125,22 +127,45 @@ def choose_config(problem: WeightProblem) -> Config:
     return _whole(problem) or _ring(problem)
 
 
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first; up to 128 rows by lines along K."""
+    if not _FEW < problem.m <= gemv_a16w8.MOST_ROWS or not problem.k_lines:
+        return ()
+    cores, steps, found = problem.cores, stages_of(problem.k), [choose_config(problem)]
+    for _, config in _that_fit(problem):
+        if cores <= 4 * _blocks(problem, config) <= 16 * cores:
+            found.append(config)
+    late = (False, True) if problem.constant else (True,)
+    for rows, cluster, resident, later in every((32, 64), range(1, _MOST_CLUSTER + 1), (2, 3), late):
+        if cluster <= steps // 2 or cluster == 1:
+            found.append(with_stages(Config(rows, 4, 0, cluster, resident, later), problem.k, problem.block))
+    return tuple(dict.fromkeys(config for config in found if (1 if config.HELD else LEAST_STAGES) <= config.STAGES))
+
+
+def _blocks(problem: WeightProblem, config: Config) -> int:
+    tiles = -(-problem.n // config.BN) * -(-problem.m // config.ROWS) * problem.batch
+    return tiles * config.CLUSTER
+
+
 def _whole(problem: WeightProblem) -> Config | None:
-    """The first of the table that divides K evenly, into as many blocks as it has, which find room."""
-    m, n, k, cores = problem.m, problem.n, problem.k, problem.cores
-    if m <= _FEW:
-        return None
-    for division in divisions().get((problem.constant, max(16, ceil_power_of_two(m))), ()):
+    """The first of the table that divides the product into as many blocks as the table has."""
+    for division, config in _that_fit(problem):
+        if division.has(_blocks(problem, config), problem.cores):
+            return config
+    return None
+
+
+def _that_fit(problem: WeightProblem) -> Iterator[tuple[Division[Config], Config]]:
+    """The divisions of the table that divide K evenly, into blocks that find room."""
+    if problem.m <= _FEW:
+        return
+    for division in divisions().get((problem.constant, max(16, ceil_power_of_two(problem.m))), ()):
         config = division.config
-        tiles = -(-n // config.BN) * -(-m // config.ROWS) * problem.batch
-        for cluster, stages in division.parts(stages_of(k)):
+        for cluster, stages in division.parts(stages_of(problem.k)):
             found = replace(config, STAGES=stages, CLUSTER=cluster, HELD=min(config.HELD, stages))
             room = SHARED_LIMIT // config.RESIDENT - RESERVED
-            if cluster > largest_cluster(cores) or found.shared(k, problem.block) > room:
-                continue
-            if division.has(tiles * cluster, cores):
-                return found
-    return None
+            if cluster <= largest_cluster(problem.cores) and found.shared(problem.k, problem.block) <= room:
+                yield division, found
 
 
 def _ring(problem: WeightProblem) -> Config:
