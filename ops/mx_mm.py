@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fp8fn.ops import kernel, reference, targets
 from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
-from fp8fn.ops.cuda.gemm.scaled_mm import map_fault
+from fp8fn.ops.cuda.gemm.operands import map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig

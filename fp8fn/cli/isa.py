@@ -25,7 +25,7 @@ from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import ScaledProduct, WeightProduct
 from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
@@ -211,12 +211,14 @@ def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
 
 
 def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
-    from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
+    from fp8fn.ops.triton.mm_a16w8 import configure, plan_mm_a16w8
 
     x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
     w = _matrix(k, n, target, column_major=True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return [plan_mm_a16w8(x, w, empty_scale(w, (128, 128), "fp32"), (128, 128), None, out, target)]
+    weight = Quantized(w, empty_scale(w, (128, 128), "fp32"), (128, 128))
+    product = WeightProduct(x=x, w=weight, out=out, target=target)
+    return list(plan_mm_a16w8(product, configure(product)))
 
 
 def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:

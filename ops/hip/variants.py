@@ -14,7 +14,7 @@ from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import plan_gemv, plan_mfma
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct
 from fp8fn.ops.targets import GFX950
 
 
@@ -37,15 +37,17 @@ def dense(dtype: torch.dtype) -> Iterator[HipLaunch]:
 
 def routed(dtype: torch.dtype) -> Iterator[HipLaunch]:
     """Launches of `moe_gemm`: tiles of more than 64 ids are several blocks of 64."""
-    product = _operands(16, 128, dtype, None)
-    (a, a_scale, _), (w, w_scale, _), out = product.a, product.b, product.out
+    dense = _operands(16, 128, dtype, None)
+    w = Quantized(dense.b.data[None], dense.b.scale[None], (32, 1))
     ids, number = (torch.empty(size, dtype=torch.int32, device="meta") for size in (64, 1))
     for weights in (None, torch.empty(16, device="meta")):
         for block_m in (16, 32, 48, 64):
             for block_n in (8, 16):
-                layout = (ids[:block_m], number, number)
-                operands = (a, a_scale, w[None], w_scale[None], *layout, 1, weights, out)
-                yield plan_moe(*operands, GFX950, HipConfig(block_n=block_n))
+                product = RoutedProduct(
+                    a=dense.a, w=w, routing=Routing(ids[:block_m], number, number), a_div=1, token_weights=weights,
+                    out=dense.out, target=GFX950,
+                )  # fmt: skip
+                yield from plan_moe(product, HipConfig(block_n=block_n))
 
 
 def _operands(m: int, k: int, dtype: torch.dtype, bias: Tensor | None) -> ScaledProduct:

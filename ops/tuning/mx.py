@@ -43,7 +43,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class MoeProblem:
-    """`ids` rows by `(E, K, N)` of `experts`, in `tiles` of `block_m` ids; `largest` and `k_lines` as of `Problem`."""
+    """`ids` rows by `(E, K, N)` of `experts`, in `tiles` of `block_m` ids; `largest` and `k_lines` as of `Problem`.
+
+    `longest_step` is the largest stride of an operand.
+    """
 
     ids: int
     n: int
@@ -57,6 +60,7 @@ class MoeProblem:
     w_dtype: torch.dtype = torch.float8_e4m3fn
     largest: int = 0
     k_lines: bool = True
+    longest_step: int = 0
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, empty_grouped
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap, turned
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing, WeightProduct
 from fp8fn.ops.reference.quantize import spread
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.sort_tokens import sort_tokens
@@ -384,7 +387,8 @@ def check_mm_a16w8(
     x = Operand(torch.randn(m, k).to(dtype))
     w = operand(torch.randn(k, n), w_block, native_e4m3(target), scale, column_major=w_block[0] != 1)
     bias, out = torch.randn(n).to(dtype), torch.empty(m, n, dtype=out_dtype)
-    run([mm_a16w8.plan_mm_a16w8(x.data, *w, bias, out, target, config)], [x.data, *w[:2], bias])
+    given = WeightProduct(x=x.data, w=Quantized(*w), bias=bias, out=out, target=target)
+    run(mm_a16w8.plan_mm_a16w8(given, config or mm_a16w8.configure(given)), [x.data, *w[:2], bias])
     values = w.values()
     if w_block[0] == 1 and dtype != FP32:
         # A scale for each element of K multiplies the weight, in the type of x; here none leaves the range of float16.
@@ -492,8 +496,12 @@ def test_moe_gemm(kind: str, config: str, block_m: int, n: int, k: int, target: 
     weights = torch.rand(tokens * top_k) if config == "default" else None
     out = torch.empty(tokens * top_k, n, dtype=FP32)
     other = mx.Config(32, 64, 128, 8, 1, options=(("matrix_instr_nonkdim", 32),)) if config == "other" else None
-    launch = moe_gemm.plan_moe_gemm(*a, *w, *layout, top_k, weights, out, target, other)
-    run([launch], [*a[:2], *w[:2], *layout, weights])
+    given = RoutedProduct(
+        a=Quantized(*a), w=Quantized(*w), routing=Routing(*layout), a_div=top_k, out=out, target=target,
+        token_weights=weights,
+    )  # fmt: skip
+    chosen_config = other or moe_gemm.configure(moe.problem_of(given))
+    run(moe_gemm.plan_moe_gemm(given, chosen_config), [*a[:2], *w[:2], *layout, weights])
     values, matrices = a.values(), w.values()
     for row, expert in enumerate(chosen.flatten().tolist()):
         if expert == experts:

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from test_cuda_scaled_mm import instructions, needs_nvrtc
 
-from fp8fn.ops.cuda.gemm.scaled_mm import SHARED_LIMIT
+from fp8fn.ops.cuda.limits import SHARED_LIMIT
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.targets import SM90

@@ -23,7 +23,7 @@ from fp8fn.ops.cuda.runtime import call_cache, driver, fused_calls, graph_captur
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
-from support.products import scaled_product
+from support.products import planned, scaled_product, weight_product
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -209,7 +209,7 @@ def test_which_launches_settle() -> None:
     x, w = torch.empty(1, 2048, dtype=BF16), weight(2048, 256, (128, 128))
     out = torch.empty(1, 256, dtype=BF16)
     for late in (False, True):
-        launch_ = a16w8_tiles.plan(x, w.data, w.scale, w.block, None, out, SM90, a16w8_tiles.Config(8, 4, 2, LATE=late))
+        launch_ = planned(a16w8_tiles, weight_product(x, w, out), a16w8_tiles.Config(8, 4, 2, LATE=late))
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
     a, b = operands(1, 256, 2048)

@@ -40,7 +40,7 @@ from fp8fn.ops.triton.interpreter import interpreting
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
-from support.products import Parts, planned
+from support.products import Parts, dispatched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -180,10 +180,10 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
 ) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
     with caplog.at_level(logging.DEBUG, logger="fp8fn"):
-        assert planned(meta_product(4096, 4096, 4096)).name == "scaled_mm_tma"
-        assert planned(meta_product(4096, 4096, 4096, target=SM100)).name == "scaled_mm"
-        assert planned(meta_product(16, 4096, 4096)).name == "scaled_mm"
-        unaligned = planned(meta_product(256, 256, 256, padded=257))
+        assert dispatched(meta_product(4096, 4096, 4096)).name == "scaled_mm_tma"
+        assert dispatched(meta_product(4096, 4096, 4096, target=SM100)).name == "scaled_mm"
+        assert dispatched(meta_product(16, 4096, 4096)).name == "scaled_mm"
+        unaligned = dispatched(meta_product(256, 256, 256, padded=257))
     assert unaligned.reason.endswith("not triton_tma: a has a row stride of 257 bytes, no multiple of 16")
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 4

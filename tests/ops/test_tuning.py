@@ -40,7 +40,7 @@ from fp8fn.ops.tuning.model import FITTED, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem, linear_problems, problem_of
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER, Entry, Table
-from support.products import Parts, empty_operands, planned
+from support.products import Parts, dispatched, empty_operands
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"needs NVRTC: {nvrtc.unavailable()}")
 
@@ -483,22 +483,22 @@ def test_two_processes_that_tune_keep_each_others_rows(cache: Path) -> None:
 
 def test_a_plan_says_who_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    launch = planned(operands(PROBLEM).product(SM90, CHIP))
+    launch = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert isinstance(launch, CudaLaunch)
     assert launch.reason == "cuda by the model"
     assert (launch.options["BM"], launch.options["BN"]) == (192, 128)
     save({PROBLEM: replace(ENTRY, peer_us=305.0)})
-    tuned = planned(operands(PROBLEM).product(SM90, CHIP))
+    tuned = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert tuned.reason == "cuda by nvidia-test-132.json"
     assert tuned.describe().startswith("scaled_mm[BM=128,BN=256")
     # Without a device or a chip it is the model's.
-    assert planned(operands(PROBLEM).product(SM90)).reason == "cuda by the model"
+    assert dispatched(operands(PROBLEM).product(SM90)).reason == "cuda by the model"
 
 
 def test_a_plan_of_few_tiles_shares_k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     problem = Problem(64, 512, 16384)
-    launch = planned(operands(problem).product(SM90, CHIP))
+    launch = dispatched(operands(problem).product(SM90, CHIP))
     assert isinstance(launch, CudaLaunch)
     assert launch.options["SPLIT"] == ranked(problem, 132)[0].SPLIT > 1
 
@@ -506,33 +506,35 @@ def test_a_plan_of_few_tiles_shares_k(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_is_the_librarys_where_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     save({PROBLEM: replace(ENTRY, peer_us=200.0)})
-    launch = planned(operands(PROBLEM).product(SM90, CHIP))
+    launch = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert isinstance(launch, LibraryLaunch)
     assert launch.describe() == ("torch._scaled_mm_v2[1x128·128x128] sm90 (cublaslt by nvidia-test-132.json)")
     # With a bias cuBLASLt does not take these, and with e5m2 nothing was measured.
     biased = operands(PROBLEM)._replace(bias=torch.empty(6144, dtype=torch.bfloat16, device="meta"))
-    assert isinstance(planned(biased.product(SM90, CHIP)), CudaLaunch)
-    assert isinstance(planned(operands(replace(PROBLEM, a_type="e5m2")).product(SM90, CHIP)), CudaLaunch)
+    assert isinstance(dispatched(biased.product(SM90, CHIP)), CudaLaunch)
+    assert isinstance(dispatched(operands(replace(PROBLEM, a_type="e5m2")).product(SM90, CHIP)), CudaLaunch)
 
 
 def test_what_cuda_does_not_take_goes_to_triton_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     problem = Problem(256, 256, 256)
-    assert planned(operands(problem, "cpu").product(SM90)).name == "scaled_mm_tma"
-    assert planned(operands(problem, "cpu").product(SM90)).reason == "triton_tma by default; not cuda: a is on the CPU"
-    elsewhere = planned(operands(problem).product(SM100))
+    assert dispatched(operands(problem, "cpu").product(SM90)).name == "scaled_mm_tma"
+    assert (
+        dispatched(operands(problem, "cpu").product(SM90)).reason == "triton_tma by default; not cuda: a is on the CPU"
+    )
+    elsewhere = dispatched(operands(problem).product(SM100))
     assert (elsewhere.name, elsewhere.reason) == (
         "scaled_mm", "triton by default; not cuda: sm100 is not sm90; not triton_tma: sm100 is not sm90",
     )  # fmt: skip
     made = operands(problem)
     odd = made._replace(a=torch.empty_strided((256, 256), (257, 1), dtype=torch.float8_e4m3fn, device="meta"))
-    assert planned(odd.product(SM90)).reason == (
+    assert dispatched(odd.product(SM90)).reason == (
         "triton by default; not cuda: a has a stride of 257 bytes, no multiple of 16; "
         "not triton_tma: a has a row stride of 257 bytes, no multiple of 16"
     )
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no libnvrtc.so.13 is here")
-    without = planned(made.product(SM90))
+    without = dispatched(made.product(SM90))
     assert (without.name, without.reason) == (
         "scaled_mm_tma", "triton_tma by default; not cuda: no libnvrtc.so.13 is here",
     )  # fmt: skip
@@ -978,7 +980,7 @@ def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
     assert cubins(cache)["scaled_mm"] >= 1
     before = cubins(cache)
     for problem in linear_problems(8192, 6144, 4096, parse_recipe("rowwise")).values():
-        launch = planned(operands(problem).product(Target("cuda", 90, 32, 132), H200))
+        launch = dispatched(operands(problem).product(Target("cuda", 90, 32, 132), H200))
         assert isinstance(launch, CudaLaunch)
         launch.compile()
     assert cubins(cache) == before

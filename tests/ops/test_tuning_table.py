@@ -21,7 +21,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.targets import Chip, Target
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.problem import Problem, empty_product
-from support.products import planned
+from support.products import dispatched
 
 CHIP = Chip("NVIDIA Test", 132)
 HOPPER = Target("cuda", 90, 32, 132)
@@ -260,5 +260,5 @@ def test_a_product_is_planned_beside_a_bad_row(bad: list[Any], monkeypatch: pyte
     """The row's own shape goes by the model, another by its row."""
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     put(with_rows(bad, OTHER))
-    reasons = [planned(empty_product(Problem(m, 7168, 2112), "meta", HOPPER, CHIP)).reason for m in (64, 128)]
+    reasons = [dispatched(empty_product(Problem(m, 7168, 2112), "meta", HOPPER, CHIP)).reason for m in (64, 128)]
     assert reasons == ["cuda by the model", f"cuda by {table.user_path(CHIP).name}"]

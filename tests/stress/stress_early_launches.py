@@ -44,6 +44,8 @@ from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import problem_of
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import empty_output
 from fp8fn.ops.triton.launch import TritonLaunch
 from support.products import mx_product
@@ -395,11 +397,12 @@ def _forced_product(module: Any, constant: bool) -> Product:
         call: Call | None = recall(key)
         if call is None:
             out = empty_output(x, w, x.dtype)
-            given = (*operands, _SQUARE, None, out, targets.target_of(x.device))
-            if (reason := module.accepts(*given)) is not None:
+            weight = Quantized(w, scale, _SQUARE)
+            given = WeightProduct(x=x, w=weight, out=out, target=targets.target_of(x.device), constant=told)
+            if (reason := module.accepts(given)) is not None:
                 raise Refused(reason)
-            launch = module.plan(*given) if module is gemv_a16w8 else module.plan(*given, constant=told)
-            call = keep(key, mm_a16w8.call(launch, out))
+            launches = module.plan(given, module.configure(given))
+            call = keep(key, call_of(launches, ("x", "w", "w_scale"), given.outputs))
             assert call is not None
         return call(*operands)
 

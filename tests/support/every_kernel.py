@@ -33,6 +33,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
+from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
@@ -42,7 +43,8 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.operand import Quantized as Operand
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
@@ -53,7 +55,7 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 RUNS: Final = 3
 ROW, COLUMN, SQUARE = BLOCK_SHAPES
 FORWARD, WGRAD = KINDS[:2]
-WEIGHT_BLOCKS: Final = tuple(gemv_a16w8.SCALES)
+WEIGHT_BLOCKS: Final = tuple(SCALES)
 META: Final = torch.device("meta")
 
 Launches: TypeAlias = Iterator[tuple[str, CudaLaunch]]
@@ -128,11 +130,15 @@ def _scaled_grouped_mm(device: torch.device, target: Target) -> Launches:
 
 
 def _rows_by_weight(
-    m: int, n: int, k: int, block: Block, device: torch.device, *, dtype: torch.dtype = BF16, column_major: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Block, Tensor, Tensor]:
-    """`x`, `w`, `w_scale`, `w_block`, `bias` and `out`, as the plans for 16 by 8 bits take them."""
+    shape: tuple[int, int, int], block: Block, device: torch.device, target: Target, *, dtype: torch.dtype = BF16,
+    column_major: bool = True, constant: bool = False,
+) -> WeightProduct:  # fmt: skip
+    """With a bias of float32."""
+    m, n, k = shape
     x, out = (torch.empty(m, size, dtype=dtype, device=device) for size in (k, n))
-    return x, *_quantized((k, n), block, device, column_major=column_major), block, torch.empty(n, device=device), out
+    w = Operand(*_quantized((k, n), block, device, column_major=column_major), block)
+    bias = torch.empty(n, device=device)
+    return WeightProduct(x=x, w=w, bias=bias, out=out, target=target, constant=constant)
 
 
 def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
@@ -140,57 +146,63 @@ def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
     configs = (*((config, True) for config in GEMVS[::2]), *((config, False) for config in ROW_MAJOR))
     for (config, lines), block in zip(configs, cycle(WEIGHT_BLOCKS), strict=False):
         m, n = config.ROWS + 3, 33
-        endless = _rows_by_weight(m, n, 1 << 20, block, META, column_major=lines)
-        chunk = int(gemv_a16w8.plan(*endless, target, config).options["CHUNK"])
-        operands = _rows_by_weight(m, n, 2 * chunk * config.CLUSTER + 24, block, device, column_major=lines)
-        yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(*operands, target, config)
+        endless = _rows_by_weight((m, n, 1 << 20), block, META, target, column_major=lines)
+        k = 2 * int(gemv_a16w8.plan(endless, config)[0].options["CHUNK"]) * config.CLUSTER + 24
+        given = _rows_by_weight((m, n, k), block, device, target, column_major=lines)
+        yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(given, config)[0]
 
 
 def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
     rows = {8: cycle((1, 8)), 16: cycle((16, 13))}
     for config, constant in zip(WEIGHT_TILES, cycle((False, True, True)), strict=False):
         m = next(rows[config.ROWS])
-        operands = _rows_by_weight(m, 200, 2 * config.STAGES * config.CLUSTER * BK, WEIGHT_BLOCKS[0], device)
-        yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(*operands, target, config, constant=constant)
-    for m, held in a16w8_tiles._HELD.items():
+        shape = m, 200, 2 * config.STAGES * config.CLUSTER * BK
+        given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=constant)
+        yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(given, config)[0]
+    for (constant, m), divisions in a16w8_tiles.divisions().items():
+        if not constant:
+            continue
         of_others = set()
-        configs = dict.fromkeys(entry.config for entry in held)
+        configs = dict.fromkeys(division.config for division in divisions)
         for (config, cluster), dtype in zip(product(configs, (2, 1)), cycle((FP16, BF16, BF16, FP16)), strict=False):
             # Those without stages hold a block's part as a whole, which zeros follow here.
             stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
             k = cluster * stages * BK - beyond
-            operands = _rows_by_weight(m, 200, k, WEIGHT_BLOCKS[1], device, dtype=dtype)
-            yield f"M{m} K{k} constant {config}", a16w8_tiles.plan(*operands, target, config, constant=True)
+            given = _rows_by_weight((m, 200, k), WEIGHT_BLOCKS[1], device, target, dtype=dtype, constant=True)
+            yield f"M{m} K{k} constant {config}", a16w8_tiles.plan(given, config)[0]
             config = replace(config, READY=0)
             if config not in of_others:
-                yield f"M{m} K{k} {config}", a16w8_tiles.plan(*operands, target, config)
+                yield f"M{m} K{k} {config}", a16w8_tiles.plan(replace(given, constant=False), config)[0]
             of_others.add(config)
 
 
 def _mm_a16w8(device: torch.device, target: Target) -> Launches:
     for config, block in zip(MANY[::3], cycle(WEIGHT_BLOCKS), strict=False):
         k = 2 * config.STAGES * config.K_PARTS * BK + 16
-        operands = _rows_by_weight(2 * config.BM + 9, 2 * config.BN + 8, k, block, device)
-        yield f"{config}", mm_a16w8.plan(*operands, target, config)
+        given = _rows_by_weight((2 * config.BM + 9, 2 * config.BN + 8, k), block, device, target)
+        yield f"{config}", mm_a16w8.plan(given, config)[0]
     for config in (mm_a16w8.Config(128, 1, 1, MATH=1, RESIDENT=4), mm_a16w8.Config(64, 1, 3, K_PARTS=2, RESIDENT=1)):
-        operands = _rows_by_weight(config.BM + 9, config.BN + 8, config.STAGES * BK, WEIGHT_BLOCKS[0], device)
-        yield f"{config} all of K in flight", mm_a16w8.plan(*operands, target, config)
-        yield f"constant {config} all of K in flight", mm_a16w8.plan(*operands, target, config, constant=True)
+        for constant in (False, True):
+            shape = config.BM + 9, config.BN + 8, config.STAGES * BK
+            given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=constant)
+            yield f"{'constant ' * constant}{config} all of K in flight", mm_a16w8.plan(given, config)[0]
     for config in (mm_a16w8.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), mm_a16w8.Config(32, 1, 2, RESIDENT=2)):
         for k in (config.STAGES * BK, 2 * config.STAGES * BK + 144):
-            operands = _rows_by_weight(config.BM + 9, config.BN + 8, k, WEIGHT_BLOCKS[0], device)
-            yield f"constant K{k} {config}", mm_a16w8.plan(*operands, target, config, constant=True)
+            shape = config.BM + 9, config.BN + 8, k
+            given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=True)
+            yield f"constant K{k} {config}", mm_a16w8.plan(given, config)[0]
 
 
 def _splitk_a16w8(device: torch.device, target: Target) -> Launches:
     for config, block in zip(SPLITS, cycle(WEIGHT_BLOCKS), strict=False):
         stages = config.STAGES if config.HELD else 2 * config.STAGES + 1
         k = stages * config.CLUSTER * BK + (-112 if config.HELD else 16)
-        operands = _rows_by_weight(config.ROWS + 9, config.BN + 6, k, block, device)
         for constant in (False, True):
-            yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(*operands, target, config, constant=constant)
+            shape = config.ROWS + 9, config.BN + 6, k
+            given = _rows_by_weight(shape, block, device, target, constant=constant)
+            yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(given, config)[0]
 
 
 def _mx(shape: tuple[int, int, int], device: torch.device, target: Target, *, constant: bool = False) -> ScaledProduct:
@@ -215,8 +227,11 @@ def _gemv_mx(device: torch.device, target: Target) -> Launches:
         w = _quantized((experts, k, n), (32, 1), device, column_major=True, scale="e8m0")
         weights = torch.empty(tokens * choices, device=device)
         out = torch.empty(tokens * choices, n, dtype=BF16, device=device)
-        launch = gemv_mx.plan_moe(*a, *w, layout[0], layout[1], layout[2], choices, weights, out, target, config)
-        yield f"routed {config}", launch
+        given = RoutedProduct(
+            a=Operand(*a, (1, 32)), w=Operand(*w, (32, 1)), routing=Routing(*layout), a_div=choices, out=out,
+            target=target, token_weights=weights,
+        )  # fmt: skip
+        yield f"routed {config}", gemv_mx.plan_moe(given, config)[0]
 
 
 def _mx_tiles(device: torch.device, target: Target) -> Launches:

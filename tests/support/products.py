@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import SM90, Chip, Target
@@ -58,7 +61,34 @@ def empty_operands(problem: Problem, device: torch.device | str) -> Parts:
     return Parts(*product.a, *product.b, None, product.out)
 
 
-def planned(product: ScaledProduct) -> Any:
+def dispatched(product: ScaledProduct) -> Any:
     """The launch of `scaled_mm`, or of `scaled_grouped_mm` where the product has offsets."""
     (launch,) = (SCALED_MM if product.offsets is None else SCALED_GROUPED_MM).plan(product)
+    return launch
+
+
+def weight_product(x: Tensor, w: ScaledTensor, out: Tensor, target: Target = SM90, **rest: Any) -> WeightProduct:
+    return WeightProduct(x=x, w=quantized(w), out=out, target=target, **rest)
+
+
+def with_parts(product: WeightProduct, **parts: Any) -> WeightProduct:
+    """With other parts: `data`, `scale` and `block` of w, and fields of the product."""
+    of_w = {name: parts.pop(name) for name in ("data", "scale", "block") if name in parts}
+    return replace(product, w=product.w._replace(**of_w), **parts)
+
+
+def routed_product(
+    a: ScaledTensor, w: ScaledTensor, layout: Sequence[Tensor], a_div: int, out: Tensor, target: Target = SM90,
+    token_weights: Tensor | None = None,
+) -> RoutedProduct:  # fmt: skip
+    return RoutedProduct(
+        a=quantized(a), w=quantized(w), routing=Routing(*layout), a_div=a_div, out=out, target=target,
+        token_weights=token_weights,
+    )  # fmt: skip
+
+
+def planned(kernel: Any, product: Any, config: Any = None) -> Any:
+    """The only launch of a kernel's module, by its default configuration unless one is given."""
+    launches: tuple[Launch, ...] = kernel.plan(product, kernel.configure(product) if config is None else config)
+    (launch,) = launches
     return launch

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
-from torch import Tensor
-
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import (
-    Config,
-    batch_step,
-    ceil_power_of_two,
-    divide_memory,
-    floor_power_of_two,
-)
-from fp8fn.ops.cuda.gemm.scaled_mm import LARGEST, OUT, TYPES
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, divide_memory
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.operand import Quantized
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import RoutedProduct, ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
@@ -37,9 +30,7 @@ _DIVISIONS: Final = {
     32: ((1, 8, 1), (1, 4, 2)),
     64: ((1, 8, 1), (1, 4, 2)),
 }
-PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
 _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
-_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
 
 
 def accepts(problem: Problem) -> str | None:
@@ -58,7 +49,7 @@ def accepts(problem: Problem) -> str | None:
         return "the K of an operand is not in consecutive bytes from a multiple of 16"
     if problem.largest > _MOST_BYTES:
         return f"a tensor spans {problem.largest} bytes, past 32-bit strides"
-    if problem.batch > _MOST_BLOCKS:
+    if problem.batch > MOST_BLOCKS:
         return f"a batch of {problem.batch} is more than a grid has"
     return None
 
@@ -119,15 +110,14 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     return (_launch(product, sizes, routing, rows=m, tiles=tiles, config=config),)
 
 
-def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
-    """None for a product of routed tokens that `plan_moe` takes, of these operands, else the reason why not."""
+def accepts_moe(problem: MoeProblem) -> str | None:
+    """None for a product of routed tokens that `plan_moe` takes, else the reason why not."""
     if problem.a_block != (1, 32):
         return f"blocks of {problem.a_block} are not those of MX"
-    steps = max((step for operand in operands for step in operand.stride()), default=0)
-    if steps > LARGEST:
-        return f"a stride of {steps} is past 32 bits"
+    if problem.longest_step > LARGEST:
+        return f"a stride of {problem.longest_step} is past 32 bits"
     config = configure_moe(problem)
-    if problem.tiles * -(-problem.block_m // config.ROWS) > _MOST_BLOCKS:
+    if problem.tiles * -(-problem.block_m // config.ROWS) > MOST_BLOCKS:
         return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
     each = Problem(
         1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines
@@ -149,28 +139,23 @@ def configure_moe(problem: MoeProblem) -> Config:
     return _in_flight(rows, warps_n, warps_k, cluster, units)
 
 
-def plan_moe(
-    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
-    num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor, target: Target,
-    config: Config,
-) -> CudaLaunch:  # fmt: skip
-    """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
+def plan_moe(product: RoutedProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch that fills the rows of `out` that ids name, of a problem that `accepts_moe` accepts.
 
-    `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
+    There is a tile and an expert at least.
     """
-    tiles = expert_ids.shape[0]
-    block_m = sorted_token_ids.shape[0] // tiles
+    routing = product.routing
     sizes: dict[str, Argument] = {
-        "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
-        "num_tokens_post_padded": num_tokens_post_padded, "token_weights": token_weights, "M": out.shape[0],
+        **routing._asdict(), "token_weights": product.token_weights, "M": product.ids,
     }  # fmt: skip
-    routing: dict[str, Argument] = {"experts": w.shape[0], "block_m": block_m, "a_div": a_div}
-    parts = -(-block_m // config.ROWS)
+    owners: dict[str, Argument] = {
+        "experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div,
+    }  # fmt: skip
+    tiles = routing.tiles * -(-routing.block_m // config.ROWS)
+    dense = ScaledProduct(a=product.a, b=product.w, out=product.out, target=product.target)
     # A tile is seldom full: two rows of it are what is asked for at once.
-    product = ScaledProduct(
-        a=Quantized(a, a_scale, (1, 32)), b=Quantized(w, w_scale, (32, 1)), out=out, target=target
-    )  # fmt: skip
-    return _launch(product, sizes, routing, rows=2, tiles=tiles * parts, config=config)
+    launch = _launch(dense, sizes, owners, rows=2, tiles=tiles, config=config)
+    return (replace(launch, binds={"b": "w", "b_scale": "w_scale"}),)
 
 
 def _launch(

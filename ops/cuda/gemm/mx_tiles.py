@@ -8,9 +8,9 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_mx
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import RESERVED, batch_step, ceil_power_of_two, floor_power_of_two
-from fp8fn.ops.cuda.gemm.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two, round_up
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import ScaledProduct
@@ -195,7 +195,7 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
                 "a": TensorMap(as_batch(a), (1, config.ROWS, STEP), 128),
                 "b": TensorMap(as_batch(b.mT), (1, config.BN, STEP), 128),
                 "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-                "prefetched": gemv_mx.PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": PREFETCHED // (resident * config.BN * STEP),
                 "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3),
                 "as_batch": batch_step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
                 "bs_batch": batch_step(b_scale), "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),

@@ -9,7 +9,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT, round_up
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
@@ -18,16 +20,11 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
-SHARED_LIMIT: Final = 227 << 10  # of a block
-TMA_ALIGNMENT: Final = 16
-LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
-TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # Of a and of b, as `scale_kind` names them: the pairs that are tuned.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
-OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
 
 @dataclass(frozen=True)
@@ -110,20 +107,6 @@ def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
         return f"offsets has stride {offsets.stride(0)}, not 1"
     if bias is not None and not bias.is_contiguous():
         return f"bias has strides {bias.stride()}"
-    return None
-
-
-def map_fault(x: Tensor) -> str | None:
-    """Why TMA cannot address a matrix or a batch of them, or None."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        return f"has stride {x.stride(-1)} along its contiguous axis, not 1"
-    for axis in range(x.dim() - 1):
-        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % TMA_ALIGNMENT or x.stride(axis) == 0):
-            return f"has a stride of {x.stride(axis) * x.element_size()} bytes, no multiple of 16"
-    if x.shape[-2] > 1 and x.stride(-2) < x.shape[-1]:
-        return f"has lines of {x.shape[-1]} elements at a stride of {x.stride(-2)}"
-    if x.data_ptr() % TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
-        return "starts at an address that is no multiple of 16"
     return None
 
 
@@ -224,14 +207,3 @@ def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a
         fixed += _RUNS * (_RUN_BYTES * (config.BN // math.gcd(config.BN, 128)) + 16)
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
-
-
-def as_batch(x: Tensor) -> Tensor:
-    """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
-    batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
-    lead = x.stride(-2) if rows > 1 else round_up(columns, TMA_ALIGNMENT // x.element_size())
-    return x.as_strided((batches, rows, columns), (x.stride(0) if batches > 1 else lead * rows, lead, 1))
-
-
-def round_up(size: int, to: int) -> int:
-    return -(-size // to) * to

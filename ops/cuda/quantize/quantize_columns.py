@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.scaled_mm import SHARED_LIMIT
+from fp8fn.ops.cuda.limits import SHARED_LIMIT
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
 from fp8fn.ops.cuda.quantize.chunk import SECTOR, scale_lead, typical_rows
 from fp8fn.ops.cuda.quantize.quantize import CHUNK, Quantized, accepts_rows, batched, is_aligned, types

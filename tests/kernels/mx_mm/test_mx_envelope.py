@@ -34,7 +34,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
-from support.products import mx_product
+from support.products import mx_product, routed_product
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -347,8 +347,8 @@ def gfx950(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     monkeypatch.setattr(TritonLaunch, "run", interpret)
     monkeypatch.setattr(HipLaunch, "run", lambda launch: launched.append(launch.name))
     monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
-    monkeypatch.setattr(moe_gemm, "_FAULTS", {})
-    with patch.dict(mx_mm.MX_MM.faults, clear=True):
+    faults = mx_mm.MX_MM.faults, moe_gemm.MOE_GEMM.faults
+    with patch.dict(faults[0], clear=True), patch.dict(faults[1], clear=True):
         yield launched
 
 
@@ -542,11 +542,10 @@ def test_routed_tokens_without_the_kernel_in_hip(gfx950: list[str], monkeypatch:
     assert asked == ["mxfp8_moe"]
     assert gfx950 == ["moe_gemm"] * 2
     out = torch.empty(4, 40)
-    launch = moe_gemm.plan(
-        a.data, a.scale, (1, 32), w.data, w.scale, (32, 1), *LAYOUT, 2, None, out, GFX950, "of a reason"
-    )  # fmt: skip
+    moe_gemm.MOE_GEMM.faults["hip_moe"] = "of a reason"
+    (launch,) = moe_gemm.MOE_GEMM.plan(routed_product(a, w, LAYOUT, 2, out, GFX950))
     assert isinstance(launch, TritonLaunch)
-    assert launch.reason == "not hip_moe: of a reason"
+    assert launch.reason.startswith("triton_moe by default; not hip_moe: of a reason; not cuda_moe: ")
 
 
 def test_the_names_say_which_kernels_are_in_hip() -> None:
