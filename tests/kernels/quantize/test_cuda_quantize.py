@@ -19,7 +19,7 @@ from test_cuda_scaled_mm import instructions, needs_nvrtc
 from test_cuda_scaled_mm_values import skip_below
 from test_triton_quantize import HARD, assert_same_bits, random
 
-from fp8fn.ops import quantize, quantize_produced
+from fp8fn.ops import quantize, quantize_fused
 from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.cuda.quantize.quantize import Quantized, Tile, accepts, plan_quantize, plan_quantize_both
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc
@@ -47,7 +47,7 @@ def over(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 FORMATS = [(dtype, scale) for dtype in OCP for scale in SCALE_FORMATS]
-FUNCTIONS: dict[str, Callable[..., Sequence[Tensor]]] = {**vars(quantize), **vars(quantize_produced)}
+FUNCTIONS: dict[str, Callable[..., Sequence[Tensor]]] = {**vars(quantize), **vars(quantize_fused)}
 GUARD: Final = 512
 MARK: Final = 0xA5
 

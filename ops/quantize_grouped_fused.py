@@ -1,6 +1,6 @@
 """The ops that quantize, by rows and by groups of tokens, an expert's gated activation and the gradient of it.
 
-As in `fp8fn.ops.quantize_produced` the arithmetic before is float32, and nothing is rounded in between; on a GPU `silu`
+As in `fp8fn.ops.quantize_fused` the arithmetic before is float32, and nothing is rounded in between; on a GPU `silu`
 and its derivative have an error under 1e-5 of their terms.
 """
 
