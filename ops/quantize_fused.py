@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import fused_quantize
+from fp8fn.ops.cuda.quantize import rms_norm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
 from fp8fn.ops.layout import Block
@@ -154,9 +154,9 @@ def _silu_mul(
     call = recall(key)
     if call is None:
         target = targets.target_of(gate.device)
-        if not _cuda_takes(name, gate, fp8, lambda: fused_quantize.accepts_silu_mul(gate, up, pair, fp8, target)):
+        if not _cuda_takes(name, gate, fp8, lambda: rms_norm.accepts_silu_mul(gate, up, pair, fp8, target)):
             return _quantized(reference.silu_mul(gate, up), pair, fp8, scale, dual)
-        call = keep(key, fused_quantize.call_silu_mul(gate, up, pair, fp8, scale, target, dual=dual))
+        call = keep(key, rms_norm.call_silu_mul(gate, up, pair, fp8, scale, target, dual=dual))
     return call(gate, up)  # type: ignore[no-any-return]
 
 
@@ -172,9 +172,9 @@ def _rms_norm(
     call = recall(key)
     if call is None:
         target = targets.target_of(x.device)
-        if not _cuda_takes(name, x, fp8, lambda: fused_quantize.accepts_rms_norm(x, weight, pair, fp8, target)):
+        if not _cuda_takes(name, x, fp8, lambda: rms_norm.accepts_rms_norm(x, weight, pair, fp8, target)):
             return _quantized(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, dual)
-        call = keep(key, fused_quantize.call_rms_norm(x, weight, eps, pair, fp8, scale, target, rstd, dual=dual))
+        call = keep(key, rms_norm.call_rms_norm(x, weight, eps, pair, fp8, scale, target, rstd, dual=dual))
     return call(x, weight) if rstd is None else call(x, weight, rstd)  # type: ignore[no-any-return]
 
 

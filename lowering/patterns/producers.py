@@ -37,7 +37,7 @@ from fp8fn.lowering.graph.quantizers import (
 from fp8fn.lowering.graph.substitute import Substitution, source_of
 from fp8fn.lowering.graph.views import as_matrix, aten, equal
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.quantize import fused_quantize
+from fp8fn.ops.cuda.quantize import rms_norm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import INPUT_DTYPES
 
@@ -70,7 +70,7 @@ class SiluMul:
         gate, up = (_sized(node.meta["val"], quantizer.shape) for node in self.inputs)
         if gate is None or up is None:
             return "a size is not known"
-        return fused_quantize.accepts_silu_mul(gate, up, quantizer.block, quantizer.dtype, target)
+        return rms_norm.accepts_silu_mul(gate, up, quantizer.block, quantizer.dtype, target)
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         operands = [_like(graph, node, quantizer.x) for node in self.inputs]
@@ -102,7 +102,7 @@ class RmsNorm:
         x, weight = _sized(self.x.meta["val"], quantizer.shape), _sized(self.weight.meta["val"], None)
         if x is None or weight is None:
             return "a size is not known"
-        return fused_quantize.accepts_rms_norm(x, weight, quantizer.block, quantizer.dtype, target)
+        return rms_norm.accepts_rms_norm(x, weight, quantizer.block, quantizer.dtype, target)
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         x, rstd = _like(graph, self.x, quantizer.x), None

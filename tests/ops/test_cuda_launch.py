@@ -28,7 +28,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.code_cache import cache_dir, read_whole
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
+from fp8fn.ops.cuda.quantize.rms_norm import plan_row_rstd
 from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture, launch, nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Call, geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap, pointers

@@ -37,8 +37,8 @@ from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_rms_norm, plan_row_rstd
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES, Quantized, plan, plan_quantize, plan_quantize_both
+from fp8fn.ops.cuda.quantize.rms_norm import plan_rms_norm, plan_row_rstd
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.groups import empty_grouped

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import SHARED_LIMIT
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
-from fp8fn.ops.cuda.quantize.chunk import SECTOR, scale_lead, typical_rows
+from fp8fn.ops.cuda.quantize.column_panels import SECTOR, scale_lead, typical_rows
 from fp8fn.ops.cuda.quantize.quantize import CHUNK, Quantized, accepts_rows, batched, is_aligned, types
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch

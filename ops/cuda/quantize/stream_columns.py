@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import as_batch
-from fp8fn.ops.cuda.quantize.chunk import CHUNK_ROWS, PIECES, ROW_BYTES, scale_lead, typical_rows
+from fp8fn.ops.cuda.quantize.column_panels import CHUNK_ROWS, PIECES, ROW_BYTES, scale_lead, typical_rows
 from fp8fn.ops.cuda.quantize.quantize import Quantized, outgrows_l2, types
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap, function_of

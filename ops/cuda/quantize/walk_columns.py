@@ -8,7 +8,7 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import as_batch
-from fp8fn.ops.cuda.quantize.chunk import CHUNK_ROWS, PIECES, ROW_BYTES
+from fp8fn.ops.cuda.quantize.column_panels import CHUNK_ROWS, PIECES, ROW_BYTES
 from fp8fn.ops.cuda.quantize.quantize import LARGEST_INT32, Quantized, outgrows_l2, types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel

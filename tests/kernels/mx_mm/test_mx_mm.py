@@ -22,7 +22,7 @@ from test_machine_code import assert_no_spills
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
-from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
+from fp8fn.ops.cuda.quantize.rms_norm import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3

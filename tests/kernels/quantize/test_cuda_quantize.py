@@ -20,8 +20,8 @@ from test_cuda_scaled_mm_values import skip_below
 from test_triton_quantize import HARD, assert_same_bits, random
 
 from fp8fn.ops import quantize, quantize_fused
-from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.cuda.quantize.quantize import Quantized, Tile, accepts, plan_quantize, plan_quantize_both
+from fp8fn.ops.cuda.quantize.rms_norm import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import SCALE_FORMATS
