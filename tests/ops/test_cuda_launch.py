@@ -34,8 +34,10 @@ from fp8fn.ops.cuda.runtime.call_cache import Call, geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap, pointers
 from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.quantization import RMS_NORM
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning import choose
+from support.quantizers import quantization
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FORWARD: tuple[Block, Block] = ((1, 128), (128, 128))
@@ -45,7 +47,8 @@ planner: Callable[..., CudaLaunch] = cuda.plan
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # A small one.
-ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
+_X = quantization(torch.empty(4, 64, dtype=BF16, device="meta"), (1, 128), source=RMS_NORM, eps=1e-6)
+ROWS = plan_row_rstd(_X, torch.empty(4, device="meta")).kernel
 
 
 @pytest.fixture
