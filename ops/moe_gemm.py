@@ -138,12 +138,13 @@ def moe_gemm_kernel(
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> RoutedProduct:
-    (a, a_scale, w, w_scale, *layout, token_weights), (a_block, w_block, top_k, a_div, out_dtype) = tensors, values
+    a, a_scale, w, w_scale, ids, experts, number, token_weights = tensors
+    a_block, w_block, top_k, a_div, out_dtype = values
     left, right = check_moe_gemm(
-        a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, token_weights, out_dtype
+        a, a_scale, a_block, w, w_scale, w_block, ids, experts, number, top_k, a_div, token_weights, out_dtype
     )  # fmt: skip
     return RoutedProduct(
-        a=Quantized(a, a_scale, left), w=Quantized(w, w_scale, right), routing=Routing(*layout), a_div=a_div,
+        a=Quantized(a, a_scale, left), w=Quantized(w, w_scale, right), routing=Routing(ids, experts, number), a_div=a_div,
         out=a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16),
         target=targets.target_of(a.device), token_weights=token_weights,
     )  # fmt: skip

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
 
 from fp8fn.cli.tune import SUITES, sizes
 from fp8fn.ops import code_cache, targets
@@ -32,7 +31,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
-from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import SCALED_MM
 from fp8fn.ops.targets import Chip, Target, chip_of
@@ -205,23 +204,11 @@ def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, targ
         (g, recipe.gradient_block, recipe.gradient_dtype),
     ):
         element = fp8 or torch.float8_e4m3fn
-        if quantize.accepts(tensor, block, element, target) is not None:
+        both = Quantization(x=tensor, block=block, dtype=element, scale=recipe.scale, target=target, dual=True)
+        if quantize.accepts(both) is not None:
             continue
-        outs = [_empty(tensor, of, element, recipe.scale, side) for of, side in _sides(block)]
-        yield quantize.plan_quantize_both(tensor, outs[0], outs[1], is_square(block), recipe.scale, target)
-        if tensor is not g:
-            out = _empty(tensor, block, element, recipe.scale, None)
-            yield quantize.plan_quantize(tensor, out, block, recipe.scale, target)
-
-
-def _sides(block: Block) -> tuple[tuple[Block, bool], tuple[Block, bool]]:
-    """The blocks of a dual quantization, each with whether its data is column-major: the row-major one first."""
-    first = block if block[0] <= block[1] else swap(block)
-    return (first, False), (swap(first), True)
-
-
-def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major: bool | None) -> quantize.Quantized:
-    return quantize.Quantized(empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major))
+        for q in (both,) if tensor is g else (both, replace(both, dual=False)):
+            yield from quantize.plan(q, quantize.configure(q))
 
 
 def _parser() -> argparse.ArgumentParser:

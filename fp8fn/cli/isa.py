@@ -23,9 +23,10 @@ from fp8fn.bench.shapes import LLM84
 from fp8fn.cli.options import output_file
 from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
-from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
+from fp8fn.ops.layout import WHOLE, Block, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct, WeightProduct
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
@@ -234,38 +235,30 @@ def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     return [launch for launch in launches if isinstance(launch, TritonLaunch)]
 
 
+def _quantization(target: Target, m: int, k: int, block: Block, **rest: Any) -> Quantization:
+    x, scale = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), "e8m0" if 32 in block else "fp32"
+    return Quantization(x=x, block=block, dtype=native_e4m3(target), scale=scale, target=target, **rest)
+
+
 def _quantize(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize import plan_quantize
 
-    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-    launches: list[TritonLaunch] = []
-    for block in _QUANTIZED:
-        scale = "e8m0" if 32 in block else "fp32"
-        data = empty_data(x, block, native_e4m3(target))
-        launches += plan_quantize(x, data, empty_scale(x, block, scale), block, scale, target)
-    return launches
+    return [launch for block in _QUANTIZED for launch in plan_quantize(_quantization(target, m, k, block))]
 
 
 def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 
-    x, block = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), (1, 128)
-    row, col = (empty_data(x, side, native_e4m3(target)) for side in (block, swap(block)))
-    row_scale, col_scale = (empty_scale(x, side, "fp32") for side in (block, swap(block)))
-    return [plan_quantize_dual(x, row, row_scale, col, col_scale, block, "fp32", target)]
+    return [*plan_quantize_dual(_quantization(target, m, k, (1, 128), dual=True))]
 
 
 def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
-    from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 
-    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
     offsets = torch.empty(_EXPERTS, dtype=torch.int32, device="meta")
-    dtype = native_e4m3(target)
-    row, row_scale = empty_data(x, (1, 128), dtype), empty_scale(x, (1, 128), "fp32")
-    data, scale = empty_grouped(x, _EXPERTS, (128, 1), dtype, "fp32")
-    dual = plan_quantize_grouped_dual(x, offsets, row, row_scale, data, scale, "fp32", target)
-    return [*plan_quantize_grouped(x, offsets, data, scale, (128, 1), "fp32", target), dual]
+    one = _quantization(target, m, k, (128, 1), offsets=offsets)
+    dual = _quantization(target, m, k, (1, 128), offsets=offsets, dual=True)
+    return [*plan_quantize_grouped(one), *plan_quantize_grouped_dual(dual)]
 
 
 def of_layer(product: str, m: int, n: int, k: int) -> tuple[int, int, int]:
