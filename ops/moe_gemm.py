@@ -13,13 +13,14 @@ from fp8fn.ops.cuda.gemm import gemv_mx
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
-from fp8fn.ops.kernel import Dispatch, Kernel, Tensors
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.scaled_mm import check_operand
+from fp8fn.ops.targets import chip_of
 from fp8fn.ops.tuning.mx import Config, MoeProblem
 
 MOE_GEMM_SCHEMA: Final = (
@@ -111,6 +112,7 @@ def problem_of(product: RoutedProduct) -> MoeProblem:
         block_m=routing.block_m, target=product.target, a_block=a_block, a_dtype=a.dtype, w_dtype=w.dtype,
         largest=max(*map(span, operands), product.out.itemsize * product.out.numel()),
         k_lines=has_lines(a) and has_lines(w.mT), longest_step=max(max(x.stride()) for x in operands),
+        chip=chip_of(a.device, product.target) if a.is_cuda else None,
     )  # fmt: skip
 
 
@@ -138,13 +140,15 @@ def moe_gemm_kernel(
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> RoutedProduct:
-    a, a_scale, w, w_scale, ids, experts, number, token_weights = tensors
-    a_block, w_block, top_k, a_div, out_dtype = values
+    (a, a_scale, w, w_scale, ids, owners, number, token_weights), (a_block, w_block, top_k, a_div, out_dtype) = (
+        tensors, values
+    )  # fmt: skip
+    routing = Routing(ids, owners, number)
     left, right = check_moe_gemm(
-        a, a_scale, a_block, w, w_scale, w_block, ids, experts, number, top_k, a_div, token_weights, out_dtype
+        a, a_scale, a_block, w, w_scale, w_block, *routing, top_k, a_div, token_weights, out_dtype
     )  # fmt: skip
     return RoutedProduct(
-        a=Quantized(a, a_scale, left), w=Quantized(w, w_scale, right), routing=Routing(ids, experts, number), a_div=a_div,
+        a=Quantized(a, a_scale, left), w=Quantized(w, w_scale, right), routing=routing, a_div=a_div,
         out=a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16),
         target=targets.target_of(a.device), token_weights=token_weights,
     )  # fmt: skip
@@ -175,6 +179,15 @@ def _reference(product: RoutedProduct) -> tuple[Tensor]:
         return (product.out,)
     operands = *product.a, *product.w, *product.routing, product.a_div, product.token_weights
     return (reference.moe_gemm(*operands, product.out.dtype),)
+
+
+def _named(problem: MoeProblem) -> Named | None:
+    """What tables of the operands' GPU say; of other devices there are none."""
+    if problem.chip is None:
+        return None
+    from fp8fn.ops.tuning.mx_table import moe_named
+
+    return moe_named(problem)
 
 
 def _any(_: MoeProblem) -> None:
@@ -216,5 +229,6 @@ MOE_GEMM: Final = Dispatch(
     reference=_reference,
     unserved=_unserved,
     settled=_settled,
+    named=_named,
     by_value=True,
 )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -22,9 +21,9 @@ from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset
-from fp8fn.ops.tuning.mx import SHIPPED, Config, Problem, Table, lookup, parse
+from fp8fn.ops.tuning.mx import Config, Problem, Table, lookup, shipped
 
 MX_MM_SCHEMA: Final = (
     "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -78,8 +77,13 @@ def choose(
 
 
 def named(problem: Problem, table: Table | None = None) -> Named | None:
-    """What a table, by default the shipped one, says of a problem."""
-    row = lookup(problem, _shipped() if table is None else table)
+    """What a table says of a problem, by default those of its chip and then the shipped one."""
+    if table is None and problem.chip is not None:
+        from fp8fn.ops.tuning.mx_table import mx_named
+
+        if (measured := mx_named(problem)) is not None:
+            return measured
+    row = lookup(problem, shipped() if table is None else table)
     if row is None:
         return None
     slower = {} if row.use_hip else dict.fromkeys(_HIP, "the table has use_hip=0")
@@ -101,7 +105,8 @@ def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: 
 
 def _problem(product: ScaledProduct) -> Problem:
     (a, a_scale, _), (b, b_scale, _) = product.a, product.b
-    return problem_of(a, b, product.target, a_scale, b_scale, constant=product.constant)
+    problem = problem_of(a, b, product.target, a_scale, b_scale, constant=product.constant)
+    return replace(problem, chip=chip_of(a.device, product.target)) if a.is_cuda else problem
 
 
 def span(x: Tensor) -> int:
@@ -151,11 +156,6 @@ def _settled(product: ScaledProduct) -> Tensors | None:
 
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
     return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
-
-
-@cache
-def _shipped() -> Table:
-    return parse(SHIPPED)
 
 
 def _foreign(problem: Problem) -> str | None:

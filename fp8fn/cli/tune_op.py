@@ -15,10 +15,11 @@ from typing import Any, Final
 
 import torch
 
-from fp8fn.bench.decode import BATCH_ROWS, BLOCK, ROWS
-from fp8fn.bench.shapes import BATCH_DECODE, DECODE
+from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROWS, TOP_K
+from fp8fn.bench.shapes import BATCH_DECODE, DECODE, MX_DECODE, MX_MOE
+from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.targets import Chip, Target
-from fp8fn.ops.tuning import measured, op_sweep, weight_table
+from fp8fn.ops.tuning import chain_device, measured, mx_table, op_sweep, weight_table
 from fp8fn.ops.tuning.measured import Form, Key, Row, Table, candidate_name
 from fp8fn.ops.tuning.op_sweep import OpBench
 from fp8fn.ops.tuning.sweep import Clock
@@ -38,14 +39,20 @@ class Tuned:
 
 
 def _weight_keys(shape: Shape) -> tuple[Key, ...]:
-    problems = (WeightProblem(*shape, block=BLOCK, constant=constant) for constant in (True, False))
+    m, n, k = shape
+    problems = (WeightProblem(m, n, k, block=BLOCK, constant=constant) for constant in (True, False))
     return tuple(map(weight_table.key_of, problems))
 
 
-def _weight_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> OpBench:
-    from fp8fn.ops.tuning.weight_device import WeightBench
+def _mx_keys(shape: Shape) -> tuple[Key, ...]:
+    m, n, k = shape
+    return tuple((ceil_power_of_two(m), n, k, constant) for constant in (True, False))
 
-    return WeightBench(device, target, chip, clock)
+
+def _moe_keys(shape: Shape) -> tuple[Key, ...]:
+    """Of `(T, N, K)`, tokens with `TOP_K` of `EXPERTS` experts each."""
+    tokens, n, k = shape
+    return ((ceil_power_of_two(tokens * TOP_K), n, k, EXPERTS, BLOCK_M),)
 
 
 OPS: Final[Mapping[str, Tuned]] = {
@@ -55,8 +62,15 @@ OPS: Final[Mapping[str, Tuned]] = {
         shapes=(
             *((m, n, k) for k, n in DECODE for m in ROWS), *((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS)
         ),
-        bench=_weight_bench,
+        bench=chain_device.weight_bench,
     ),
+    "mx_mm": Tuned(
+        form=mx_table.MX_FORM,
+        keys=_mx_keys,
+        shapes=tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS),
+        bench=chain_device.mx_bench,
+    ),
+    "moe_gemm": Tuned(form=mx_table.MOE_FORM, keys=_moe_keys, shapes=MX_MOE, bench=chain_device.moe_bench),
 }  # fmt: skip
 
 

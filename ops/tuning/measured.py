@@ -21,6 +21,7 @@ from fp8fn.ops.tuning.table import user_path as dense_path
 
 FORMAT: Final = 1
 _VALUES: Final = ("kernel", "config", "times_us", "spread_us")
+_LARGEST_SIZE: Final = 2**31
 _FOLDER: Final = Path(__file__).parent / "tables"
 
 Key = tuple[Any, ...]
@@ -191,6 +192,13 @@ def _row(form: Form, chip: Chip, values: Any) -> tuple[Key, Row]:
     if spread != 0 and not _is_time(spread):
         raise ValueError(f"has {spread!r:.80} as spread_us, which has to be a number of at least 0")
     return key, Row(kernel, config, {str(name): float(us) for name, us in times.items()}, float(spread))
+
+
+def check_sizes(**sizes: Any) -> None:
+    """ValueError where one is no positive whole number, to go on after "row 3 "."""
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size < _LARGEST_SIZE:
+            raise ValueError(f"has {size!r:.40} as {name}, which has to be a positive whole number")
 
 
 def _is_time(value: Any) -> bool:

@@ -17,10 +17,9 @@ from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import SM90, Chip, chip_of
-from fp8fn.ops.tuning.measured import Form, Key, lookup
+from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-_LARGEST_SIZE: Final = 2**31
 _TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in INPUTS}
 
 
@@ -42,9 +41,7 @@ def key_of(problem: WeightProblem) -> Key:
 
 def _problem(key: Key, chip: Chip) -> WeightProblem:
     m, n, k, batch, block, dtype, constant = key
-    for name, size in (("M", m), ("N", n), ("K", k), ("batch", batch)):
-        if type(size) is not int or not 0 < size < _LARGEST_SIZE:
-            raise ValueError(f"has {size!r:.40} as {name}, which has to be a positive whole number")
+    check_sizes(M=m, N=n, K=k, batch=batch)
     if block not in list(SCALES):
         raise ValueError(f"has {block!r:.40} as block, which has to be one of {', '.join(map(str, SCALES))}")
     if dtype not in list(_TYPES):

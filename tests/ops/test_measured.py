@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +19,19 @@ pytest.importorskip("tqdm")
 from fp8fn import ScaledTensor
 from fp8fn.bench.timing import clock_of
 from fp8fn.cli import tune, tune_op
+from fp8fn.ops import moe_gemm, mx_mm
 from fp8fn.ops.kernel import choose
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mm_a16w8 import KERNELS
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import Chip, Target, chip_of
+from fp8fn.ops.targets import SM90, Chip, Target, chip_of
 from fp8fn.ops.tuning import measured, op_sweep, weight_table
+from fp8fn.ops.tuning.chain_device import weight_bench
 from fp8fn.ops.tuning.measured import Key, candidate_name
+from fp8fn.ops.tuning.mx import MoeProblem, Problem
+from fp8fn.ops.tuning.mx_table import moe_key, moe_named, mx_key, mx_named
 from fp8fn.ops.tuning.op_sweep import Named
 from fp8fn.ops.tuning.sweep import Call
-from fp8fn.ops.tuning.weight_device import WeightBench
 from fp8fn.ops.tuning.weight_table import FORM
 from support.products import weight_product
 
@@ -177,7 +181,7 @@ def test_the_bench_runs_each_candidate_on_a_gpu(
     device = torch.device("cuda", torch.cuda.current_device())
     chip = chip_of(device, hopper)
     assert chip is not None
-    bench = WeightBench(device, hopper, chip, clock_of(device))
+    bench = weight_bench(device, hopper, chip, clock_of(device))
     for m, n, k in ((4, 1536, 768), (16, 384, 6144), (64, 2304, 1024)):
         key = (m, n, k, 1, (128, 128), "bfloat16", constant)
         row = op_sweep.tune(FORM, key, bench)
@@ -186,4 +190,60 @@ def test_the_bench_runs_each_candidate_on_a_gpu(
             candidate_name(kernel, c) for kernel, configs in FORM.candidates(problem).items() for c in configs
         }
         assert row.us <= row.times[candidate_name(*FORM.default(problem))]
+    assert "is left out" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("op", "named", "problem", "elsewhere"),
+    [
+        (
+            "mx_mm", mx_named, Problem(3, 2304, 6144, SM90, constant=True, chip=CHIP),
+            ({"m": 9}, {"n": 1536}, {"k": 3072}, {"batch": 2}, {"chip": None}),
+        ),
+        (
+            "moe_gemm", moe_named, MoeProblem(15, 1536, 6144, 128, 15, 16, SM90, chip=CHIP),
+            ({"ids": 17}, {"experts": 64}, {"block_m": 32}, {"a_block": (1, 128)}, {"chip": None}),
+        ),
+    ],
+)  # fmt: skip
+def test_tables_of_mx_products(op: str, named: Any, problem: Any, elsewhere: Any) -> None:
+    form = tune_op.OPS[op].form
+    key = (mx_key if op == "mx_mm" else moe_key)(problem)
+    measured_problem = form.problem(key, CHIP)
+    default = candidate_name(*form.default(measured_problem))
+    names = {candidate_name(k, c): (k, c) for k, cs in form.candidates(measured_problem).items() for c in cs}
+    assert default in names
+    kernel, config = next(given for name, given in names.items() if given[0] != default.split()[0])
+    path = measured.user_path(form, CHIP)
+    shape = f"4,{problem.n},{problem.k}"  # of tokens with 4 experts each
+    assert tune.main(["--op", op, "--shapes", shape], FakeBench(candidate_name(kernel, config))) == 0
+    kernels = (mx_mm if op == "mx_mm" else moe_gemm).KERNELS
+    choice = choose(problem, kernels, named(problem))
+    assert (choice.name, choice.config, choice.source) == (kernel, config, path.name)
+    if op == "mx_mm":
+        assert mx_mm.choose(problem).source == path.name
+    for change in elsewhere:
+        assert named(replace(problem, **change)) is None
+
+
+@pytest.mark.parametrize("op", ["mx_mm", "moe_gemm"])
+def test_the_shapes_of_mx_decoding(op: str) -> None:
+    form = tune_op.OPS[op].form
+    for key in tune_op.keys_of(op, None):
+        problem = form.problem(key, CHIP)
+        names = {candidate_name(kernel, c) for kernel, configs in form.candidates(problem).items() for c in configs}
+        assert candidate_name(*form.default(problem)) in names
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["mx_mm", "moe_gemm"])
+def test_the_bench_of_mx_products_runs_each_candidate_on_a_gpu(
+    op: str, hopper: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    chip, tuned = chip_of(device, hopper), tune_op.OPS[op]
+    assert chip is not None
+    for key in tuned.keys((4, 1536, 768)):
+        row = op_sweep.tune(tuned.form, key, tuned.bench(device, hopper, chip, clock_of(device)))
+        assert row.us <= row.times[candidate_name(*tuned.form.default(tuned.form.problem(key, chip)))]
     assert "is left out" not in caplog.text

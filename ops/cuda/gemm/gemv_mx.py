@@ -85,6 +85,28 @@ def configure(problem: Problem) -> Config:
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
 
 
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first: K is shared by other clusters."""
+    return _by_clusters(configure(problem), problem.k)
+
+
+def candidates_moe(problem: MoeProblem) -> tuple[Config, ...]:
+    """As `candidates`, for routed tokens."""
+    return _by_clusters(configure_moe(problem), problem.k)
+
+
+def _by_clusters(default: Config, k: int) -> tuple[Config, ...]:
+    units = -(-k // _UNIT)
+    clusters = [c for c in range(1, _MOST_CLUSTER + 1) if c == 1 or c * default.WARPS_K <= units]
+    found = [default]
+    for cluster in clusters:
+        each = -(-units // (default.WARPS_K * cluster))
+        for resident in range(1, default.RESIDENT + 1):
+            unroll = min(default.UNROLL, each)
+            found.append(replace(default, CLUSTER=cluster, RESIDENT=resident, UNROLL=unroll))
+    return tuple(dict.fromkeys(found))
+
+
 def _enough(cores: int) -> int:
     """Blocks that keep the memory busy: with fewer, clusters share K."""
     return cores * 14 // 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product as every
 from typing import Final
 
 from torch import Tensor
@@ -134,6 +135,17 @@ def configure(problem: Problem) -> Config:
     else:
         config = Config(rows, 4, 2, 0, cluster, resident, 1 if rows == 32 and resident == 3 else 2)
     return _with_stages(config, k)
+
+
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first: other clusters along K, and residents."""
+    default, k = configure(problem), problem.k
+    steps = k // STEP
+    found, late = [default], (False, True) if problem.constant else (False,)
+    for cluster, resident, later in every(range(1, _MOST_CLUSTER + 1), (1, 2, 3, 4), late):
+        if -(-steps // _MOST_STEPS) <= cluster <= max(1, steps // 2):
+            found.append(_with_stages(replace(default, CLUSTER=cluster, RESIDENT=resident, LATE=later, STAGES=0), k))
+    return tuple(dict.fromkeys(config for config in found if config.least_stages <= config.STAGES))
 
 
 def _with_stages(config: Config, k: int) -> Config:

@@ -33,7 +33,8 @@ from fp8fn.ops.mx_mm import KERNELS, MX_MM, _problem, choose, problem_of
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
+from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row
+from support.mx_tables import mx_table
 from support.products import mx_product, routed_product
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
@@ -61,7 +62,7 @@ def meta(m: int, n: int, k: int, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...
 def planned(
     m: int, n: int, k: int, table: str | None = None, out: torch.dtype = BF16
 ) -> tuple[TritonLaunch | HipLaunch, ...]:
-    rows = None if table is None else parse(f"arch,K,N,M,kernel,options\n{table}\n")
+    rows = None if table is None else mx_table(table)
     product = unwritten(torch.empty(m, n, dtype=out, device="meta"), k)
     return choose(_problem(product), rows).plan(product)  # type: ignore[return-value]
 
@@ -209,7 +210,7 @@ def test_what_spans_2_gib() -> None:
     assert problem_of(a[:1].as_strided((1, 128), (2**32, 1)), b, GFX950).largest == 2**32
 
 
-TABLE: Final = """arch,K,N,M,kernel,options
+TABLE: Final = """
 gfx950,6144,2304,4,hip_mfma,n_sub=4 k_splits=8
 gfx950,6144,2304,16,hip_gemv,
 gfx950,6144,2304,32,hip_mfma,n_sub=2 k_splits=4
@@ -233,18 +234,18 @@ gfx942,6144,2304,32,hip_mfma,
 def test_a_table_names_kernels_and_where_triton_is_faster(
     m: int, name: str, config: HipConfig | None, source: str
 ) -> None:
-    choice = choose(on(GFX950, m=m), parse(TABLE))
+    choice = choose(on(GFX950, m=m), mx_table(TABLE))
     assert (choice.name, choice.source) == (name, source)
     if config is not None:
         assert choice.config == config
     if m in (64, 8):
         assert choice.refused[:2] == (("hip_gemv", "the table has use_hip=0"), ("hip_mfma", "the table has use_hip=0"))
-    assert parse(TABLE)["gfx950", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 1, "k_splits": 1}, use_hip=False)
+    assert mx_table(TABLE)["gfx950", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 1, "k_splits": 1}, use_hip=False)
 
 
 def test_a_table_of_another_architecture_is_no_way_in() -> None:
     problem = replace(on(GFX950, m=32), target=GFX942)
-    assert choose(problem, parse(TABLE)).refused[0] == ("hip_mfma", "the table names it, but gfx942 is not gfx950")
+    assert choose(problem, mx_table(TABLE)).refused[0] == ("hip_mfma", "the table names it, but gfx942 is not gfx950")
 
 
 def test_the_options_of_a_row_reach_the_launch() -> None:
@@ -292,7 +293,7 @@ def test_all_that_a_table_can_name_is_compiled_ahead() -> None:
     for k in (96, 640, 6144):
         for m, n_sub, splits in ((m, n, s) for m in out for n in (1, 2, 4) for s in (1, 2, 4, 8)):
             for name, options in (("hip_gemv", ""), ("hip_mfma", f"n_sub={n_sub} k_splits={splits}")):
-                table = parse(f"arch,K,N,M,kernel,options\ngfx950,{k},2304,{m},{name},{options}\n")
+                table = mx_table(f"gfx950,{k},2304,{m},{name},{options}")
                 for added in (None, bias):
                     product = replace(unwritten(out[m], k), bias=added)
                     launches = choose(_problem(product), table).plan(product)

@@ -27,6 +27,7 @@ from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
+from support.mx_tables import mx_table
 from support.products import mx_product, scaled_product
 from support.quantizers import accepts_rms_norm, accepts_silu_mul
 
@@ -246,7 +247,7 @@ def test_a_foreign_type_goes_to_pytorch_and_says_why() -> None:
     assert MX_MM.plan(scaled_product(a, b, torch.empty(4, 40), SM90)) == ()
 
 
-TABLE = """arch,K,N,M,kernel,options
+TABLE = """
 sm90,6144,2304,8,triton_widened,BN=64 num_warps=8
 sm90,6144,2304,16,triton_few,SPLITS=8
 sm90,6144,2304,32,triton_few,
@@ -255,7 +256,7 @@ sm90,6144,2304,64,hip_mfma,n_sub=2
 
 
 def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> None:
-    table = parse(TABLE)
+    table = mx_table(TABLE)
     assert table["sm90", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 2})
     choice = choose(on(SM90, m=8), table)
     assert (choice.name, choice.source) == ("triton_widened", "the table")
@@ -272,8 +273,8 @@ def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> 
     )
     for other in (on(SM90, m=8, batch=2), on(SM100, m=8), on(SM90, m=4), on(SM90, m=8, k=3072)):
         assert choose(other, table).source == "default"
-    with pytest.raises(ValueError, match="columns arch,K,N,M,kernel,options"):
-        parse("K,N,M\n1,2,3\n")
+    with pytest.raises(ValueError, match="columns arch,K,N,M,kernel,options, this one"):
+        parse({"format": 1, "columns": ["K", "N", "M"], "rows": [[1, 2, 3]]})
 
 
 def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[TritonLaunch, ...]:
