@@ -21,7 +21,8 @@ from fp8fn import arguments
 from fp8fn.lowering import find_grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
 from fp8fn.lowering.find import Gemm
-from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.graph.nodes import origin_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Outside, Seen
 from fp8fn.lowering.recipe_pass import Decision, decide
 from fp8fn.ops import mx_mm, targets

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering import attention, find_grouped
 from fp8fn.lowering.find_grouped import Groups
-from fp8fn.lowering.graph.substitute import source_of
+from fp8fn.lowering.graph.nodes import source_of
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.site import Site
 

@@ -18,8 +18,9 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp8fn import lowering, meta, ops
+from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.quantizers import merge_quantizers
-from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.inductor import autotune, extern_call
 from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
 from fp8fn.ops import tuning

@@ -12,7 +12,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp8fn.lowering import joint_pass
-from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.graph.nodes import origin_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import inlined, producers
 from fp8fn.ops.layout import Block
 

@@ -1,1 +1,1 @@
-"""What a graph says: views, dequantized tensors, quantizers, and the exchange of a node."""
+"""What a graph says (nodes, views, dequantized tensors, quantizers), and how a pass changes it (emit)."""

@@ -8,10 +8,10 @@ from math import prod
 from typing import Any, Final
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor
 from torch.fx import Graph, Node
 
+from fp8fn.lowering.graph.emit import arranged, call
+from fp8fn.lowering.graph.nodes import value
 from fp8fn.lowering.graph.views import (
     Dim,
     Run,
@@ -86,12 +86,6 @@ class Operand:
         if all(map(equal, shape[:-2], self.shape[:-2])):
             return node
         return call(graph, aten.expand.default, node, [*self.shape[:-2], *shape[-2:]])
-
-
-def value(node: Any) -> Tensor | None:
-    """What a node of a joint graph gives, as a fake tensor."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return found if isinstance(found, Tensor) else None
 
 
 def find_dequantized(node: Node) -> Dequantized | None:
@@ -287,21 +281,3 @@ def _block(sizes: Sequence[Size], steps: Sequence[Size | None]) -> Block | None:
         if all(map(fits, block, sizes, steps)):
             return block
     return None
-
-
-def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Size]) -> Node:
-    """`node` with its axes in `order`, those of one element left out, as `shape`."""
-    rest = [axis for axis in range(node.meta["val"].dim()) if axis not in order]
-    if [*order] != sorted(order):
-        node = call(graph, aten.permute.default, node, [*rest, *order])
-    if len(node.meta["val"].shape) != len(shape) or not all(map(equal, node.meta["val"].shape, shape)):
-        node = call(graph, aten.reshape.default, node, list(shape))
-    return node
-
-
-def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the graph's insertion point, with what it gives as a fake tensor."""
-    node = graph.call_function(target, args, kwargs)
-    values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
-    node.meta["val"] = target(*values, **kwargs)  # on fake tensors, which bring their mode
-    return node

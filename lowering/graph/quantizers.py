@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call
-from fp8fn.lowering.graph.substitute import arguments_of
+from fp8fn.lowering.graph.emit import call
+from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.layout import Block, swap

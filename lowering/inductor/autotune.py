@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-from fp8fn.lowering.graph.substitute import arguments_of
+from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.tuning.problem import Operands

@@ -16,8 +16,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import Operand, call, find_operand, value
-from fp8fn.lowering.graph.substitute import Substitution, replace, source_of
+from fp8fn.lowering.graph.dequantized import Operand, find_operand
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import source_of, value
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES, short_name

@@ -21,9 +21,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call, value
+from fp8fn.lowering.graph.emit import call
+from fp8fn.lowering.graph.nodes import source_of, value
 from fp8fn.lowering.graph.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
-from fp8fn.lowering.graph.substitute import Substitution, source_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max

@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import FLOATS, call, value
+from fp8fn.lowering.graph.dequantized import FLOATS
+from fp8fn.lowering.graph.emit import call
+from fp8fn.lowering.graph.nodes import source_of, value
 from fp8fn.lowering.graph.quantizers import (
     Quantizer,
     computed,
@@ -34,7 +36,7 @@ from fp8fn.lowering.graph.quantizers import (
     reshaped_of,
     same_layout,
 )
-from fp8fn.lowering.graph.substitute import Substitution, source_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import fused_quantize

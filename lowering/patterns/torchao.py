@@ -23,8 +23,9 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call, value
-from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of, triton_function
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import arguments_of, source_of, triton_function, value
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten, equal
 from fp8fn.lowering.patterns.scaled_mm import Side, why_slower
 from fp8fn.ops import targets
