@@ -54,8 +54,8 @@ def fp8fn(
         with without_guards():
             return compile_fx_inner(*args, **kwargs)
 
-    compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
-    return compiled  # type: ignore[no-any-return]
+    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    return compiled
 
 
 def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering import attention, find_grouped
 from fp8fn.lowering.find_grouped import Groups
-from fp8fn.lowering.graph.nodes import source_of
+from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.site import Site
 
@@ -125,7 +125,7 @@ def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
             return "addmm", args[1], args[2], args[0], False, reason
         if node.target in _LEFT_ALONE:
             name, first = _LEFT_ALONE[node.target]
-            tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and _value(arg) is not None]
+            tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and value(arg) is not None]
             if len(tensors) >= 2:
                 return name, tensors[first], tensors[first + 1], None, False, f"{name} is not matched"
     elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
@@ -136,7 +136,7 @@ def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
 def _classify(
     node: Node, outer: Mapping[Node, Node], op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None
 ) -> Gemm | None:
-    left, right, out = _value(a), _value(b), _value(node)
+    left, right, out = value(a), value(b), value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None
     parameter = parameter_of(b, outer) or differentiated(b, outer)
@@ -155,7 +155,7 @@ def _classify(
         k, n = n, k
     gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
     if reason is None:
-        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
+        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, value(bias), parameter)
     if parameter is not None or gathered is not None:
         reason = reason or why_not_operands(a, b, outer)
     elif (computed := _computed(b, outer) or _computed(a, outer)) is not None:
@@ -174,7 +174,7 @@ def _classify(
 def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str, Any]) -> Gemm:
     """A product of groups: of an expert's weight, known or not, unless it is a batch without offsets."""
     a, b = given["a"], given["b"]
-    left, right = a.meta["example_value"], b.meta["example_value"]
+    left, right = tensor_of(a), tensor_of(b)
     groups = find_grouped.groups_of(left, right, given.get("offsets"))
     reason = groups if isinstance(groups, str) else None
     parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
@@ -199,9 +199,9 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
 def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
     """A product for each weight of a node that is known, and not taken apart."""
     reason = node.meta.get(attention.REASON) or _OTHERS[node.target]
-    given = [each for each in node.all_input_nodes if _value(each) is not None]
+    given = [each for each in node.all_input_nodes if value(each) is not None]
     for b in given:
-        weight, left = _value(b), _value(given[0])
+        weight, left = value(b), value(given[0])
         if weight is None or left is None or weight.ndim < 2 or b is given[0] or parameter_of(b, outer) is None:
             continue
         n, k = weight.shape[0], _product(weight.shape[1:])
@@ -231,11 +231,11 @@ def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
         seen.add(each)
         if each.op not in ("placeholder", "get_attr"):
             waiting += each.all_input_nodes
-        elif isinstance(_value(each), torch.nn.Parameter):
+        elif isinstance(value(each), torch.nn.Parameter):
             parameters.append(weight_name(each))
         elif _is_buffer(each):
             names.append(weight_name(each))
-        elif isinstance(_value(each), Tensor):
+        elif isinstance(value(each), Tensor):
             return None
     if parameters:
         found = ", ".join(sorted(parameters))
@@ -271,9 +271,8 @@ def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
         if node in outer:
             node = outer[node]
             continue
-        value = _value(node)
         if node.op in ("placeholder", "get_attr"):
-            return node if isinstance(value, torch.nn.Parameter) else None
+            return node if isinstance(value(node), torch.nn.Parameter) else None
         if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
             return None
         node = node.args[0] if node.args else None
@@ -307,7 +306,7 @@ def _picks(node: Node) -> bool:
     if node.target not in (operator.getitem, "__getitem__") or len(node.args) < 2:
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(_value(i) is None or _value(i).ndim == 0 for i in index)  # type: ignore[union-attr]
+    return all(value(i) is None or tensor_of(i).ndim == 0 for i in index)
 
 
 def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
@@ -317,7 +316,7 @@ def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
         gathers = node.target in (operator.getitem, "__getitem__") and not _picks(node)
         if node.args and (gathers or _name(node) == "index_select"):
             found = parameter_of(node.args[0], outer)
-            return found if found is not None and _value(found).ndim > 2 else None  # type: ignore[union-attr]
+            return found if found is not None and tensor_of(found).ndim > 2 else None
         if node.op not in ("call_function", "call_method") or _name(node) not in _VIEWS:
             return None
         node = node.args[0] if node.args else None
@@ -346,11 +345,6 @@ def weight_name(node: Node) -> str:
     return ".".join(
         part for part in parts[1:] if part not in ("_modules", "_parameters", "_buffers", "__dict__")
     ) or str(node.target)
-
-
-def _value(node: Any) -> Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) else None
 
 
 def _product(sizes: Any) -> Any:

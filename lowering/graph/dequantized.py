@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import arranged, call
-from fp8fn.lowering.graph.nodes import value
+from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.views import (
     Dim,
     Run,
@@ -59,11 +59,11 @@ class Operand:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.found.data.meta["val"].dtype  # type: ignore[no-any-return]
+        return tensor_of(self.found.data).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.found.data.meta["val"].device  # type: ignore[no-any-return]
+        return tensor_of(self.found.data).device
 
     def emit(self, graph: Graph) -> tuple[Node, Node]:
         """Nodes of data `(B?, R, C)` and of float32 or e8m0 scales, put in at the graph's insertion point."""

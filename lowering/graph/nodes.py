@@ -10,9 +10,21 @@ from torch.fx import Node
 
 
 def value(node: Any) -> Tensor | None:
-    """What a node of a joint graph gives, as a fake tensor."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
+    """The tensor that a node computes, as its graph was traced with it; None for other values and for no node.
+
+    Dynamo keeps it as `example_value`, AOTAutograd as `val`.
+    """
+    if not isinstance(node, Node):
+        return None
+    found = node.meta.get("example_value", node.meta.get("val"))
     return found if isinstance(found, Tensor) else None
+
+
+def tensor_of(node: Any) -> Tensor:
+    """The `value` of a node that is known to compute a tensor."""
+    found = value(node)
+    assert found is not None, node
+    return found
 
 
 def origin_of(node: Node) -> tuple[str, bool]:
@@ -28,6 +40,20 @@ def source_of(node: Node) -> str:
     users = [line for line in lines if "/site-packages/" not in line[0]]
     users = users or [line for line in lines if "/site-packages/torch/" not in line[0]] or lines
     return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
+
+
+def input_of(node: Node, place: int = 0) -> Node:
+    """The argument at `place`, which is a node."""
+    found = node.args[place]
+    assert isinstance(found, Node), node
+    return found
+
+
+def place_of(item: Node) -> int:
+    """The place `i` of a node `results[i]`."""
+    found = item.args[1]
+    assert isinstance(found, int), item
+    return found
 
 
 def arguments_of(node: Node) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import arguments_of
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, tensor_of
 from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.layout import Block, swap
@@ -45,7 +45,7 @@ class Quantizer:
 
     @property
     def device(self) -> torch.device:
-        return self.x.meta["val"].device  # type: ignore[no-any-return]
+        return tensor_of(self.x).device
 
     def place_in(self, other: Quantizer) -> int | None:
         """Where in the results of `other` these two are, which is a quantizer of the same tensor."""
@@ -74,7 +74,7 @@ def find_quantizers(graph: Graph) -> list[Quantizer]:
 def reshaped_of(node: Node) -> Node:
     """The tensor that `node` is in another shape, in the same order."""
     while node.target in RESHAPES:
-        node = node.args[0]  # type: ignore[assignment]
+        node = input_of(node)
     return node
 
 

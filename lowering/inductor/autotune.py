@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-from fp8fn.lowering.graph.nodes import arguments_of
+from fp8fn.lowering.graph.nodes import arguments_of, value
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.tuning.problem import Operands
@@ -73,9 +73,9 @@ def _lowering(fallback: Callable[..., Any]) -> Callable[..., Any]:
 
 def peer(node: Node) -> str | None:
     """The recipe of `library.RECIPES` by which cuBLASLt multiplies what an `fp8fn::scaled_mm` is given, or None."""
-    given = {name: _value(argument) for name, argument in arguments_of(node).items()}
+    given = {name: value(each) if isinstance(each, Node) else each for name, each in arguments_of(node).items()}
     out: Tensor = node.meta["val"]
-    tensors = [value for value in (*given.values(), out) if isinstance(value, Tensor)]
+    tensors = [each for each in (*given.values(), out) if isinstance(each, Tensor)]
     if not all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride())):
         return None  # its scales have to lie by the very number of rows
     operands = Operands(
@@ -86,10 +86,6 @@ def peer(node: Node) -> str | None:
     if out.numel() == 0 or cublaslt.accepts(*operands, target) is not None:
         return None
     return cublaslt.plan(*operands, target).recipe
-
-
-def _value(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def _select(

@@ -18,7 +18,7 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.dequantized import Operand, find_operand
 from fp8fn.lowering.graph.emit import call, replace
-from fp8fn.lowering.graph.nodes import source_of, value
+from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
@@ -76,7 +76,7 @@ def _both(left: Operand | None, right: Operand | None) -> bool:
 def _is_stored(data: Node) -> bool:
     """Whether data comes into the graph, and is not made in it."""
     while data.op == "call_function" and data.args and isinstance(data.args[0], Node) and data.args[0].op != "output":
-        if value(data.args[0]) is None or value(data.args[0]).dtype != value(data).dtype:  # type: ignore[union-attr]
+        if value(data.args[0]) is None or tensor_of(data.args[0]).dtype != tensor_of(data).dtype:
             return False
         data = data.args[0]
     return data.op in ("placeholder", "get_attr")

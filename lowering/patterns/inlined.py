@@ -22,7 +22,7 @@ import torch
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import source_of, value
+from fp8fn.lowering.graph.nodes import place_of, source_of, tensor_of
 from fp8fn.lowering.graph.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
@@ -82,7 +82,7 @@ def _emit(graph: Graph, quantizer: Quantizer) -> None:
     columns = extent(n, quantizer.block[1])
     with graph.inserting_before(node):
         x = quantizer.x
-        if value(x).dtype != torch.float32:  # type: ignore[union-attr]
+        if tensor_of(x).dtype != torch.float32:
             x = call(graph, _CAST, x, torch.float32)
         tiles = call(graph, aten.reshape.default, x, [m, n // columns, columns])
         amax = call(graph, aten.amax.default, call(graph, aten.abs.default, tiles), [-1], True)
@@ -105,7 +105,7 @@ def _emit(graph: Graph, quantizer: Quantizer) -> None:
     assert all(same_layout(new.meta["val"], old) for new, old in zip(outs, quantizer.outs, strict=True)), node
     for item in list(node.users):
         assert item.target is operator.getitem
-        item.replace_all_uses_with(outs[item.args[1]])  # type: ignore[index]
+        item.replace_all_uses_with(outs[place_of(item)])
         graph.erase_node(item)
     graph.erase_node(node)
 

@@ -26,7 +26,7 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.dequantized import FLOATS
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import source_of, value
+from fp8fn.lowering.graph.nodes import input_of, source_of, tensor_of, value
 from fp8fn.lowering.graph.quantizers import (
     Quantizer,
     computed,
@@ -274,14 +274,14 @@ def _narrowed(node: Any) -> Any:
     return node
 
 
-def _widened(node: Any) -> Node:
+def _widened(node: Node) -> Node:
     """Before it was made wider, which is exact."""
     while node.target is _CAST and node.args[1] in FLOATS:
-        given = node.args[0].meta["val"].dtype
-        if given not in INPUT_DTYPES or given.itemsize > node.args[1].itemsize:
+        narrow, wide = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
+        if narrow not in INPUT_DTYPES or narrow.itemsize > wide.itemsize:
             break
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
+        node = input_of(node)
+    return node
 
 
 def _argument(node: Any, target: Callable[..., Any], *rest: Any) -> Node | None:

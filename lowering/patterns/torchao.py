@@ -24,7 +24,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call, replace
-from fp8fn.lowering.graph.nodes import arguments_of, source_of, triton_function, value
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, triton_function, value
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten, equal
 from fp8fn.lowering.patterns.scaled_mm import Side, why_slower
@@ -243,7 +243,7 @@ def _simplest(node: Node, loose: dict[Node, Node]) -> Node:
         if isinstance(copy, Node) and copy.target is aten.copy.default and scatter.args[2:] == region:
             source, wanted = value(copy.args[1]), node.meta["val"]
             if source is not None and (source.shape, source.dtype) == (wanted.shape, wanted.dtype):
-                node = copy.args[1]  # type: ignore[assignment]
+                node = input_of(copy, 1)
     return loose.get(node, node)
 
 

@@ -26,7 +26,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_fun
 from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call, replace
-from fp8fn.lowering.graph.nodes import arguments_of, source_of, triton_function
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, triton_function
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, equal
 from fp8fn.ops import targets
@@ -91,7 +91,7 @@ def _why_not(given: dict[str, Any], outs: list[Node]) -> str | None:
 def _scale(given: dict[str, Any]) -> Node:
     """The weight's scales, which the kernel takes as bytes where they are e8m0."""
     scale: Node = given["Bs"]
-    return scale.args[0] if scale.target is aten.view.dtype else scale  # type: ignore[return-value]
+    return input_of(scale) if scale.target is aten.view.dtype else scale
 
 
 def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> str:
@@ -114,7 +114,7 @@ def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> 
     if node not in outs:
         # Where no GPU is there to ask what a kernel writes, PyTorch takes it to write all that it is given.
         for item in list(node.users):
-            item.replace_all_uses_with(given[item.args[1]])  # type: ignore[index]
+            item.replace_all_uses_with(given[str(item.args[1])])
             graph.erase_node(item)
         graph.erase_node(node)
     return str(target)
