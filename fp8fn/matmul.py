@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
+from fp8fn.meta.autograd_prequant import ACTIVATION_BLOCKS, leave_to_aotautograd, quantized_by_weight
 from fp8fn.meta.levels import goes_unseen
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.gemm import Quantized, default_out_dtype, product
-from fp8fn.ops.layout import WHOLE, Block, known_block
+from fp8fn.ops.gemm import default_out_dtype
+from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor
-
-# The block in which activations are quantized, for each block of a weight (K, N) that FP8 products take.
-_ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
-    (128, 128): (1, 128), (128, 1): (1, 128), (32, 1): (1, 32), (WHOLE, 1): (1, WHOLE), (WHOLE, WHOLE): (WHOLE, WHOLE),
-}  # fmt: skip
 
 
 @checked(
@@ -211,10 +206,10 @@ def _prequantized_operands(a: Tensor | ScaledTensor, b: Tensor | ScaledTensor) -
             "gemm: prequant=True is for a weight in FP8, and b is a tensor; pass fp8fn.quantize(b, (128, 128)), or "
             "leave prequant out: two tensors are both quantized, by recipe"
         )
-    if known_block(b.block) not in _ACTIVATION_BLOCKS:
+    if known_block(b.block) not in ACTIVATION_BLOCKS:
         raise ValueError(
             f"gemm: prequant=True and b has block={tuple(b.block)}, a scale for each element of K, which no product in "
-            f"FP8 takes; quantize it in one of {tuple(_ACTIVATION_BLOCKS)}, or leave prequant out"
+            f"FP8 takes; quantize it in one of {tuple(ACTIVATION_BLOCKS)}, or leave prequant out"
         )
     return a, b
 
@@ -224,104 +219,18 @@ def _prequantized_product(
 ) -> Tensor:
     """What `mm_a16w8` of these arguments is, with `x` quantized."""
     if torch.compiler.is_compiling():
-        _leave_to_aotautograd()
+        leave_to_aotautograd()
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     dtype = out_dtype or x.dtype
     shape = (*x.shape[:-1], w.shape[-1])
     if w.ndim == 2:  # then leading dimensions are rows
         x = x.flatten(0, -2)
     if bias is None or bias.ndim == 1:
-        out = _quantized_by_weight(x, w, w_scale, *block, bias, dtype)
+        out = quantized_by_weight(x, w, w_scale, *block, bias, dtype)
         return out if w.ndim == 3 else out.reshape(shape)
-    sums = _quantized_by_weight(x, w, w_scale, *block, None, torch.float32)
+    sums = quantized_by_weight(x, w, w_scale, *block, None, torch.float32)
     sums = sums if w.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(dtype)
-
-
-def _quantized_by_weight(
-    x: Tensor, w: Tensor, w_scale: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """`x (B?, M, K) @ w (B?, K, N) + bias (N)`, differentiable in `x` and `bias`; `w` in blocks of `rows x columns`."""
-    rows, columns = int(rows), int(columns)  # which Dynamo may have made symbolic
-    out: Tensor = _QuantizedByWeight.apply(x, w, w_scale, rows, columns, bias, out_dtype)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _leave_to_aotautograd() -> None:
-    """Has Dynamo pass the function above by: it traces no Function that has a `jvp`, nor one under a transform.
-
-    AOTAutograd, which comes after it, does. Not when this module is imported, for that imports all of Dynamo.
-    """
-    torch.compiler.allow_in_graph(_quantized_by_weight)
-
-
-# As `torch.compiler.assume_constant_result` does, which imports Dynamo too: it then calls the function while it traces.
-_leave_to_aotautograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class _QuantizedByWeight(torch.autograd.Function):
-    """`C = quantize(x) W + bias`; `dx = dC Wᵀ` by the same function, so differentiable again, and `dbias = Σ dC`.
-
-    Where the scales of `Wᵀ` change with every element that is summed, its product is `mm_a16w8`'s.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, w: Tensor, w_scale: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        block = _ACTIVATION_BLOCKS.get((rows, columns))
-        if block is None:
-            return torch.ops.fp8fn.mm_a16w8(x, w, w_scale, (rows, columns), bias, out_dtype)  # type: ignore[no-any-return]
-        scale = "fp32" if w_scale.dtype == torch.float32 else "e8m0"
-        data, scales = torch.ops.fp8fn.quantize(x, block, None, scale)
-        return product(Quantized(data, scales, block), Quantized(w, w_scale, (rows, columns)), bias, out_dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, w_scale, rows, columns, bias, out_dtype = inputs
-        ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
-        ctx.save_for_backward(w, w_scale)
-        ctx.save_for_forward(w, w_scale)
-        ctx.rows, ctx.columns, ctx.x_ndim, ctx.x_dtype = rows, columns, x.ndim, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.out_shape, ctx.out_dtype = output.shape, out_dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if any(ctx.needs_input_grad[1:3]):
-            raise NotImplementedError(_CONSTANT_WEIGHT)
-        if grad is None:
-            return (None,) * 7
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            w, w_scale = ctx.saved_tensors
-            summed = grad.ndim > ctx.x_ndim  # one x beside a batch of weights
-            dtype = torch.float32 if summed else ctx.x_dtype
-            grad_x = _quantized_by_weight(grad, w.mT, w_scale.mT, ctx.columns, ctx.rows, None, dtype)
-            grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
-        if ctx.needs_input_grad[5]:
-            grad_bias = grad.sum(tuple(range(grad.ndim - 1)), dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, None, None, None, None, grad_bias, None
-
-    @staticmethod
-    def jvp(
-        ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, rows: None,
-        columns: None, bias_tangent: Tensor | None, out_dtype: None,
-    ) -> Tensor | None:  # fmt: skip
-        if w_tangent is not None or scale_tangent is not None:
-            raise NotImplementedError(_CONSTANT_WEIGHT)
-        if x_tangent is not None:
-            w, w_scale = ctx.saved_tensors
-            return _quantized_by_weight(x_tangent, w, w_scale, ctx.rows, ctx.columns, bias_tangent, ctx.out_dtype)
-        return None if bias_tangent is None else bias_tangent.to(ctx.out_dtype).expand(ctx.out_shape)
-
-
-_CONSTANT_WEIGHT: Final = (
-    "fp8fn.gemm: prequant=True has no derivative in the weight's data and scale: detach them (a Parameter in FP8 has "
-    "requires_grad=False), or use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable"
-)
 
 
 def _autocast(x: Tensor) -> Tensor:
