@@ -17,7 +17,7 @@ from typing import Any, Final
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fp8fn import lowering, meta, ops
+from fp8fn import meta, ops
 from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.quantizers import merge_quantizers
 from fp8fn.lowering.graph.substitute import Substitution
@@ -96,8 +96,9 @@ class SubstitutionPass(CustomGraphPass):
 def _fingerprint() -> str:
     """Of the sources that decide about a graph, the sizes and strides in it among them, and of the tuning tables."""
     digest = hashlib.sha256()
-    sources = [(lowering, "**/*.py"), (meta, "*.py"), (ops, "*.py"), (tuning, "tables/*.json")]
-    for file in sorted(file for package, files in sources for file in Path(package.__path__[0]).glob(files)):
+    folders = [(Path(package.__path__[0]), files) for package, files in ((meta, "*.py"), (ops, "*.py"))]
+    folders += [(Path(__file__).parent, "**/*.py"), (Path(tuning.__path__[0]), "tables/*.json")]
+    for file in sorted(file for folder, files in folders for file in folder.glob(files)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
