@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8fn.meta import levels
+from fp8fn.meta import bypass, levels
 from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.gemm import Quantized
 from fp8fn.ops.layout import Block, is_column_major, swap
@@ -89,7 +89,7 @@ class Gemm(levels.SingleLevelFunction):
         a_data, a_scale, b_data, b_scale = ctx.saved_tensors
         a_col = None if a_data is None else Quantized(a_data, a_scale, swap(ctx.recipe.activation_block))
         b_row = None if b_data is None else Quantized(b_data, b_scale, swap(ctx.recipe.weight_block))
-        backward = gemm_op.backward_at_once if _launches_alone(grad) else gemm_op.backward
+        backward = bypass.shortest(gemm_op.backward, gemm_op.backward_at_once, grad, below_autograd=True)
         grad_a, grad_b = backward(grad, a_col, b_row, ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
         return grad_a, grad_b, grad_bias, None, None
 
@@ -113,13 +113,7 @@ class Gemm(levels.SingleLevelFunction):
 
 
 def _forward(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[..., Any]:
-    return gemm_op.forward_at_once if _launches_alone(a, b, bias) else gemm_op.forward
-
-
-def _launches_alone(*tensors: Tensor | None) -> bool:
-    """Whether the ops of a product of these concern their launches alone, which may then leave the dispatcher out."""
-    first = tensors[0]
-    return first is not None and first.is_cuda and levels.nothing_watches(*tensors)
+    return bypass.shortest(gemm_op.forward, gemm_op.forward_at_once, a, b, bias, below_autograd=True)
 
 
 SECOND_ORDER = (
@@ -164,7 +158,7 @@ def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_c
     def kernel(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if levels.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
             return track(x, *args, **kwargs)
-        if levels.is_last(keys):
+        if bypass.is_last(keys):
             if x.is_cuda:
                 return on_cuda(x, *args, **kwargs)
             if x.is_cpu:

@@ -3,11 +3,6 @@
 An op registered as CompositeImplicitAutograd is called once for each level of `torch.func` transforms, the innermost
 first. `apply` records a function at that level; `below` runs its forward with that level peeled off and the outer ones
 still listening.
-
-It is also the only file that decides when a call may leave the dispatcher out (`is_last`, `goes_unseen`): where its
-keys below autograd are those of a dense tensor on a CPU or a GPU alone. Any other key is work to be done before a
-kernel reads memory: to negate (the bit of `z.conj().imag`), to fill in zeros (`torch._efficientzerotensor`), to call a
-mode or a subclass, to refuse a sparse tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +19,6 @@ from torch.autograd.function import _SingleLevelFunction
 
 _functorch = torch._C._functorch
 _DIFFERENTIATING = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
-_PLAIN = (Tensor, torch.nn.Parameter)
-_keys_of = torch._C._dispatch_keys
 T = TypeVar("T")
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -43,50 +36,6 @@ def has_forward_mode() -> bool:
     if stack:  # a compiled jvp enters its level without the Python counter below
         return bool(stack[-1].key() == _functorch.TransformType.Jvp)
     return forward_ad._current_level >= 0
-
-
-def _keys_with_work() -> int:
-    """The bits of the dispatch keys below autograd, but for those that every dense tensor of a CPU or a GPU has."""
-    key, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
-    work = int(torch._C._dispatch_keyset_full_after(key.AutogradOther).raw_repr())
-    for passed in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView):
-        work &= ~int(key_set(passed).raw_repr())
-    return work
-
-
-_WITH_WORK = _keys_with_work()
-
-
-def is_last(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether the dispatcher, at autograd, would call the CPU's or the GPU's implementation next; `keys` of the call.
-
-    The keys are of all the tensors of a call, and of the modes and transforms that are on.
-    """
-    return keys.raw_repr() & _WITH_WORK == 0
-
-
-def goes_unseen(*tensors: Tensor | None) -> bool:
-    """Whether a call of an op on these tensors concerns its kernel alone, so that the dispatcher may be left out.
-
-    That is: no autograd, transform, mode, subclass, trace or profiler, and of each tensor the memory holds its values.
-    """
-    return nothing_watches(*tensors) and not is_tracked(*tensors)
-
-
-def nothing_watches(*tensors: Tensor | None) -> bool:
-    """Whether nothing but autograd, at this level, sees which ops are called on these tensors, or prepares them."""
-    if (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-        or inside_transform()
-    ):
-        return False
-    for tensor in tensors:  # a subclass without `__torch_dispatch__` has no key, but a `__torch_function__`
-        if tensor is not None and (type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _WITH_WORK):
-            return False
-    return True
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:
