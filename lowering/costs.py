@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -17,9 +17,7 @@ from fp8fn.ops.tuning.estimate import Step, Times, linear_times
 from fp8fn.ops.tuning.problem import Chip, chip_of
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
-
-if TYPE_CHECKING:
-    from fp8fn.bench.timing import Clock
+from fp8fn.timing import Clock, Schedule, Timing, clock_of, interleaved
 
 # What is measured takes at least so many calls of each product, of 12MNK operations at about so many in a µs.
 _CALLS: Final = 14
@@ -95,8 +93,6 @@ def why_slower(times: Times | None) -> str | None:
 
 def measured(sites: Iterable[Site], recipe: Recipe, seconds: float = 2.0) -> dict[Site, Times]:
     """The times of `sized` sites on their devices, each once; those that `seconds` are too short for are left out."""
-    from fp8fn.bench.timing import clock_of
-
     end = time.perf_counter() + seconds
     clocks: dict[torch.device, Clock] = {}
     found: dict[Site, Times] = {}
@@ -116,11 +112,11 @@ def measured(sites: Iterable[Site], recipe: Recipe, seconds: float = 2.0) -> dic
 
 def _measured(site: Site, recipe: Recipe, clock: Clock) -> Times:
     """Of one site, forward and backward apart, by the functions below autograd: its thread would be in the times."""
-    from fp8fn.bench.layer import normal
-    from fp8fn.bench.timing import Schedule, Timing, interleaved
 
     def tensor(rows: int, columns: int, seed: int) -> torch.Tensor:
-        made = normal(site.batch * rows, columns, site.device, seed)
+        generator = torch.Generator(site.device).manual_seed(seed)
+        shape = (site.batch * rows, columns)
+        made = torch.randn(shape, device=site.device, dtype=torch.bfloat16, generator=generator)
         return made.unflatten(0, (site.batch, rows)) if site.batch > 1 else made
 
     x, w, g = tensor(site.m, site.k, 0), tensor(site.n, site.k, 1), tensor(site.m, site.n, 2)

@@ -21,7 +21,6 @@ from typing import Final
 import torch
 
 from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
-from fp8fn.bench.timing import clock_of
 from fp8fn.cli.environment import describe
 from fp8fn.cli.options import gpu, output_file
 from fp8fn.ops import targets
@@ -35,6 +34,7 @@ from fp8fn.ops.tuning.model import ranked
 from fp8fn.ops.tuning.problem import PRODUCTS, Problem, chip_of, linear_problems
 from fp8fn.ops.tuning.sweep import Bench, tune
 from fp8fn.ops.tuning.table import Entry
+from fp8fn.timing import clock_of
 
 SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
     "llm84": tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),
