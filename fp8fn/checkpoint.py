@@ -32,24 +32,39 @@ _REPEATED: Final = 80
 def load_blockwise(
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
 ) -> dict[str, ScaledTensor | Tensor]:
-    """The tensors of a checkpoint by name, FP8 weights as `ScaledTensor`s: DeepSeek-V3's and Qwen3-FP8's convention.
+    """Loads a safetensors checkpoint, with FP8 weights and their block scales as `ScaledTensor`s.
 
-    `X.weight (N, K)` or `(E, N, K)` in FP8 with `X.weight_scale_inv`, one scale for each block of 128 x 128, becomes
-    the `ScaledTensor` `X.weight`; then `fp8fn.gemm(x, tensors["X.weight"].mT)` is the layer. Other tensors come as they
-    are. Needs safetensors: `pip install safetensors`.
+    The convention is that of DeepSeek-V3 and Qwen3-FP8: `X.weight` in FP8 with `X.weight_scale_inv`, one scale for each
+    block, becomes the `ScaledTensor` `X.weight`. Scales in bfloat16 and float16 become float32. The block is
+    `quantization_config.weight_block_size` of a `config.json` beside the file, or follows from the shapes. Other
+    tensors are loaded unchanged. Needs `pip install safetensors`.
 
     Args:
-        path: a safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
-        device: where the tensors go. On the CPU their data are the mapped file's: pages are read as they are used, and
-            writing to them does not change the file.
+        path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
+        device: Where the tensors go. On the CPU they map the file: pages are read when they are used, and writing to a
+            tensor does not change the file.
 
-    The block is `quantization_config.weight_block_size` of a `config.json` beside the file, or follows from the shapes.
-    Scales may be float32, bfloat16 and float16, which become float32, or float8_e8m0fnu. The order is the files', the
-    shards' that in which the index names them.
+    Shape:
+        `X.weight (N, K)` or `(E, N, K)` → a `ScaledTensor` of that shape; `fp8fn.linear(x, tensors["X.weight"])` is the
+        layer.
 
-    Raises `FileNotFoundError` for a file that is not there, `OSError` for one that cannot be read, and `ValueError`,
-    naming file and tensor, for one that is damaged or cut off, an index that disagrees with its shards, a weight and
-    scales that do not belong together, and scales that are not all finite and positive.
+    Returns:
+        The tensors by name, in the order of the files.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        OSError: A file cannot be read.
+        ValueError: A file is damaged or cut off, an index disagrees with its shards, a weight and its scales do not
+            belong together, or a scale is not finite and positive.
+
+    Example:
+        >>> import safetensors.torch, tempfile
+        >>> file = tempfile.mkdtemp() + "/model.safetensors"
+        >>> q = fp8fn.quantize(torch.ones(256, 128), (128, 128))
+        >>> tensors = {"fc.weight": q.data, "fc.weight_scale_inv": q.scale.contiguous()}
+        >>> safetensors.torch.save_file(tensors, file)
+        >>> fp8fn.load_blockwise(file)["fc.weight"].block
+        (128, 128)
     """
     target = torch.device(device)
     checkpoint = find(path)

@@ -18,24 +18,35 @@ from fp8fn.scaled_tensor import check_device, check_parts
 
 @dataclass(frozen=True, eq=False)
 class GroupedScaledTensor:
-    """FP8 `data` of `size` tokens in `E` groups along `axis`, the `scale` that DEquantizes it, the groups' END offsets.
+    """FP8 data of tokens in groups, with scales that hold for tokens of one group: a frozen pytree.
 
-    Invariants, for `axis` 0; for 1 both matrices are transposed:
+    `x ≈ data.float() * scale`, with each scale repeated over its tokens. Group `g` is tokens `offsets[g-1]` to
+    `offsets[g]`. With `block` 128 group `g` begins at row `unit * (start // unit + g)` of `data`, where `start` is its
+    first token and `unit` is 128 rows where `size // 128 >= 4 * E`, else 32; its scales, one for 128 tokens, begin at
+    row `start // 128 + g`. With `block` -1 tokens stay in place. Bytes of rows without a token are zero. No value is
+    read to check this; `==` and `hash` go by identity.
 
-    - group `g` is tokens `offsets[g-1]` to `offsets[g]` of `size`; `offsets` is int32 `(E,)`, ascends, and an offset
-      past `size` counts as `size`;
-    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says, in a `unit` of 128 rows where
-      `size // 128 >= 4 * E`, else of 32; `data` is `(unit * (size // unit + E), N)`, group `g` from row
-      `unit * (start // unit + g)` on, and `scale` is `(size // 128 + E, N)`, one for 128 tokens of a group, from row
-      `start // 128 + g` on, where `start` is its first token; bytes of rows without a token are zero;
-    - `block` -1: `data` is `(size, N)`, tokens as they were, and `scale` is `(E, N)`, one for each group and column;
-      bytes of tokens past the last offset are zero, and an empty group has the scale of zeros;
-    - `x ≈ data.float() * scale`, with each scale repeated over the tokens it holds for;
-    - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu.
+    Args:
+        data: Tensor of one of the four FP8 types.
+        scale: Tensor of float32 or float8_e8m0fnu.
+        offsets: int32, ascending; an offset past `size` counts as `size`.
+        axis: 0 where rows are tokens; with 1 both matrices are transposed.
+        block: 128 tokens of a group share a scale, or -1 for all tokens of the group.
+        size: Number of tokens.
 
-    `==` and `hash` go by identity.
+    Shape:
+        `data (unit * (size // unit + E), N)`, `scale (size // 128 + E, N)` for `block` 128; `data (size, N)`, `scale
+        (E, N)` for -1; `offsets (E)`.
 
-    Raises `ValueError` or `TypeError` where one of the shapes or types does not hold; no value is read.
+    Raises:
+        TypeError: A part has another type.
+        ValueError: The shapes do not fit, or the axis or the block does not exist.
+
+    Example:
+        >>> ends = torch.tensor([100, 256], dtype=torch.int32)
+        >>> q = fp8fn.quantize_grouped(torch.randn(256, 64), ends, block=-1)
+        >>> q.groups, q.mT.shape
+        (2, torch.Size([64, 256]))
     """
 
     data: Tensor

@@ -41,55 +41,38 @@ def gemm(
     prequant: bool = False,
     constant: bool = False,
 ) -> Tensor:
-    """`a (..., M, K) @ b (K, N) + bias (N)` → `(..., M, N)` in FP8, summed in float32 and rounded once.
+    """Multiplies matrices in FP8: `a @ b + bias`, with float32 sums that are rounded once.
 
-    Two tensors (bfloat16, float16 or float32, any strides) are quantized by `recipe`. The product is differentiable in
-    `a`, `b` and `bias`; the backward is two FP8 products by the same recipe, and between the two only FP8 forms of the
-    operands are kept. `b` of three and more dimensions makes a batched product, leading dimensions broadcast.
-    `out_dtype` is by default that of `a`, or autocast's.
+    Two tensors are quantized by `recipe`; their product is differentiable, and the backward keeps only FP8 forms of the
+    operands. Two `ScaledTensor`s give the scaled product of what they hold, without a derivative. A tensor and a
+    `ScaledTensor` give the product of unquantized activations and an FP8 weight, differentiable in the tensor and in
+    `bias`. See `docs/numerics.md` for accuracy and the order of sums.
 
-    Two `ScaledTensor`s give the scaled product of what they hold, whatever `recipe`; `out_dtype` is then bfloat16 by
-    default. It has no derivative. Of blocks `(1, 32)` and `(32, 1)` with e8m0 scales, MX-FP8, it is `fp8fn::mx_mm`, as
-    are the products of `recipe="mxfp8"`.
+    Args:
+        a: Tensor (bfloat16, float16 or float32, any strides) or `ScaledTensor`.
+        b: Tensor or `ScaledTensor`.
+        recipe: `Recipe` or name of a preset; read for two tensors only.
+        bias: Tensor that is added to the float32 sums.
+        out_dtype: Type of the result; by default the type of the tensor `a` (or `b`), autocast's, or bfloat16 for two
+            `ScaledTensor`s.
+        prequant: Quantizes the tensor `a` to fit the `ScaledTensor` `b` and multiplies in FP8: faster for many rows.
+        constant: Promises that nothing writes the `ScaledTensor` while this product and earlier launches run, as in
+            inference; a kernel may then read it early.
 
-    A tensor and a `ScaledTensor` give `a.float() @ (b.data.float() * b.scale) + bias`, products and sums in float32,
-    whatever `recipe`: activations of 16 or 32 bits by an FP8 weight, which a GPU converts on its way to the matrix
-    unit. `a (..., M, K)` with `b (K, N)` or leading dimensions that broadcast, any block; `out_dtype` as for two
-    tensors. On a GPU the scales multiply the sums of `a * b.data`, which have to fit float32. Where they change with
-    every element along K (a block of 1 there), they multiply the weight, rounded to the type of `a`. Differentiable in
-    the tensor and in `bias`, to any order in reverse mode; the `ScaledTensor` is a constant. The other way around,
-    `a` quantized, is the transposed product, and column-major.
+    Shape:
+        `a (..., M, K)`, `b (..., K, N)`, `bias (N)` → `(..., M, N)`; leading dimensions broadcast. `a` may be `(K)`.
 
-    On Hopper up to 8 rows of 16 bits, and 9 to 16 by weights of some megabytes, where K is a multiple of 8, mostly go
-    to the FP8 matrix unit as sums of two e4m3 values, or of three, with a power of two for each row and 128 of K:
-    exactly, but for elements 2**14 times smaller than the largest of their 128. 128 products are summed in 14 bits, so
-    that the result is off by about 1e-4 of the terms' size before it is rounded; `out_dtype=torch.float32` takes
-    another kernel. Inf makes its row Inf, with the sign of the sum of its products where there are several in 128 of K.
+    Returns:
+        The product, a tensor of `out_dtype`.
 
-    Row `i` of a product with a `ScaledTensor` has the same bits whatever the other rows hold, and whatever `M` is as
-    long as one kernel and one configuration of it serve. Of MX-FP8 that is up to 16 rows (on gfx950 up to 7, and from 8
-    to 16), of a tensor by a `ScaledTensor`, and on Hopper of MX-FP8 too, 1, 2 to 8, 9 to 16, 17 to 32 and 33 to 64 (on
-    Hopper with K up to 3072). Elsewhere a sum over K may have another order.
+    Raises:
+        TypeError: An operand, its dtype or `out_dtype` does not fit.
+        ValueError: A size, a device, a block or a recipe's name does not fit.
 
-    `prequant=True`, for a tensor `a` and a `ScaledTensor` `b`, quantizes `a` too, to the device's own e4m3, and
-    multiplies two FP8 operands: for many rows, where products and not the weight's bytes decide. `a` takes the format
-    of the scales of `b`, and blocks that fit: `(1, 128)` for `(128, 128)` and `(128, 1)`, `(1, 32)` for `(32, 1)`, rows
-    for `(-1, 1)`, and for `(-1, -1)` one scale for all rows, which are those of all leading dimensions if `b` is a
-    matrix. Derivatives are as without it. That of `a` is such a product as well where the transpose of `b` has one of
-    these blocks, `(128, 128)` or `(-1, -1)`; of other blocks `a`'s gradient is the one without `prequant`. Of normal
-    values the result has 28.5 dB of signal to noise, where it has 31.5 without `prequant`; of blocks of 32 with e8m0
-    scales 27.6, where it has 30.7.
-
-    `constant=True`, where `b` is a `ScaledTensor` (or `a`, beside a tensor `b`), promises that nothing writes its bytes
-    or its scales while this product and the work enqueued just before it run: it was loaded and the device synchronized
-    since, or it was written before the CUDA graph began whose part this product is, as weights of inference are. A
-    kernel may then read it before earlier launches of the stream have ended, and with a weight that one of them still
-    writes the result would be wrong. Of few rows on Hopper, up to 64 in MX-FP8's product and up to 128 of 16 bits by
-    another FP8 weight, it mostly takes less time, and sums over K may have another order than without it; elsewhere,
-    and with `prequant`, it has no effect. While a CUDA graph is captured no promise is needed for its first launch,
-    nor behind launches of fp8fn: what those write is known, and a weight that they do not is read as early.
-
-    Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
+    Example:
+        >>> w = fp8fn.quantize(torch.randn(512, 256), (128, 128))
+        >>> fp8fn.gemm(torch.randn(4, 512), w).shape
+        torch.Size([4, 256])
     """
     if constant is not False or prequant is not False:
         arguments.flag("gemm", "constant", constant)
@@ -135,7 +118,35 @@ def linear(
     prequant: bool = False,
     constant: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.linear` in FP8: `x (..., K) @ weight (N, K)ᵀ + bias (N)` → `(..., N)`; see `gemm`."""
+    """Computes `torch.nn.functional.linear` in FP8: `x @ weight.mT + bias`.
+
+    The arguments mean what they mean to `gemm`.
+
+    Args:
+        x: Tensor (bfloat16, float16 or float32, any strides) or `ScaledTensor`.
+        weight: Tensor or `ScaledTensor`.
+        bias: Tensor that is added to the float32 sums.
+        recipe: `Recipe` or name of a preset; read for two tensors only.
+        out_dtype: Type of the result; by default the type of the tensor `x`, autocast's, or bfloat16.
+        prequant: Quantizes the tensor `x` to fit the `ScaledTensor` `weight` and multiplies in FP8.
+        constant: Promises that nothing writes the `ScaledTensor` while this product and earlier launches run.
+
+    Shape:
+        `x (..., K)`, `weight (N, K)`, `bias (N)` → `(..., N)`.
+
+    Returns:
+        The product, a tensor of `out_dtype`.
+
+    Raises:
+        TypeError: An operand, its dtype or `out_dtype` does not fit.
+        ValueError: A size, a device, a block or a recipe's name does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(8, 512), torch.randn(256, 512, requires_grad=True)
+        >>> fp8fn.linear(x, weight).sum().backward()
+        >>> weight.grad.shape
+        torch.Size([256, 512])
+    """
     return _gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant, constant=constant)
 
 

@@ -46,14 +46,28 @@ class Error:
 
 
 def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error:
-    """Compares `q` with `x (..., M, N)`, which it stands for, in float64.
+    """Compares a tensor with its approximation in float64.
 
     Args:
-        x: what is right: a floating-point tensor.
-        q: what `quantize(x, …)` gave, or a tensor that approximates `x`, a product for one.
-        block: of a tensor, the blocks of `by_block`; a `ScaledTensor` has its own.
+        x: The exact values, a floating-point tensor.
+        q: Result of `quantize(x, …)`, or a tensor that approximates `x`, such as a product.
+        block: Blocks of `Error.by_block` for a tensor `q`; a `ScaledTensor` has its own.
 
-    Raises `ValueError` where the shapes differ or have fewer than two dimensions.
+    Shape:
+        `x (..., M, N)`, `q (..., M, N)` → `by_block (..., ceil(M / r), ceil(N / c))`.
+
+    Returns:
+        An `Error` with the signal-to-noise ratio, the largest differences and the shares of saturated and flushed
+        values.
+
+    Raises:
+        TypeError: `x` or `q` is not a tensor.
+        ValueError: The shapes differ or have fewer than two dimensions.
+
+    Example:
+        >>> x = torch.ones(128, 128)
+        >>> fp8fn.error(x, fp8fn.quantize(x, (1, 128))).snr_db
+        inf
     """
     if x.shape != q.shape or x.ndim < 2:
         raise ValueError(

@@ -21,19 +21,28 @@ _SLICE: Final = 2**24
 
 @dataclass(frozen=True, eq=False)
 class ScaledTensor:
-    """FP8 `data`, the `scale` that DEquantizes it, and the `block` that shares one scale: a frozen pytree.
+    """FP8 data, the scale that dequantizes it, and the block of elements that shares one scale: a frozen pytree.
 
-    Invariants:
+    `x ≈ data.float() * scale`, with `scale` repeated over `block`. The shape is logical: `quantize` chooses the strides
+    that the kernels load, and `.mT` moves no data. `==` and `hash` go by identity; compare values with `torch.equal` of
+    the parts.
 
-    - `x ≈ data.float() * scale`, with `scale` repeated over `block`;
-    - `scale.shape[-2:] == ceil(data.shape[-2:] / block)` with equal leading dimensions, where `-1` in a block means the
-      whole axis;
-    - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu;
-    - the shape is logical, the strides are the kernel's business: `quantize` stores both as the GEMM loads them.
+    Args:
+        data: Tensor of one of the four FP8 types.
+        scale: Tensor of float32 or float8_e8m0fnu.
+        block: `(r, c)`, where -1 means the whole axis.
 
-    `==` and `hash` go by identity, as those of a module do: `torch.equal` of the parts compares values.
+    Shape:
+        `data (..., M, N)`, `scale (..., ceil(M / r), ceil(N / c))`.
 
-    Raises `ValueError` or `TypeError` where one of them does not hold.
+    Raises:
+        TypeError: A part has another type.
+        ValueError: The shapes do not fit the block, or the block does not exist.
+
+    Example:
+        >>> data = torch.ones(128, 256).to(torch.float8_e4m3fn)
+        >>> fp8fn.ScaledTensor(data, torch.ones(1, 2), (128, 128)).mT.shape
+        torch.Size([256, 128])
     """
 
     data: Tensor

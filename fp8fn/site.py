@@ -31,11 +31,27 @@ _SENSITIVE: Final = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A product `(m, k) @ (k, n)`, `batch` times, as a user's `where` sees it.
+    """One matrix product of a model, `(m, k) @ (k, n)`, as the function `where` of `fp8` and of the backend sees it.
 
-    `weight` is the weight's name as in `model.named_parameters()`, `""` where none is known. Sizes may be symbolic.
-    Of a product of groups (`op="grouped_mm"`) `groups` is their number, and `m` counts the rows of all, or `k` where
-    they are parts of K; else it is 0.
+    Sizes may be symbolic.
+
+    Args:
+        op: Name of the product: "linear", "matmul", "addmm", "grouped_mm", ….
+        m: Rows of the product; the rows of all groups for groups of rows.
+        n: Columns of the product.
+        k: Size of the contraction; the sum over all groups for groups of K.
+        batch: Number of products.
+        groups: Number of groups of a "grouped_mm"; 0 for another product.
+        dtype: Type of the operands.
+        device: Device of the operands.
+        weight: Name of the weight in `model.named_parameters()`; "" where none is known.
+
+    Example:
+        >>> def where(site):
+        ...     return site.n >= 4096 and "mlp" in site.weight
+        >>> site = fp8fn.Site(op="linear", m=8, n=4096, k=512, dtype=torch.bfloat16, device=torch.device("cpu"))
+        >>> where(site)
+        False
     """
 
     op: str

@@ -26,19 +26,31 @@ R = TypeVar("R")
 
 
 def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = None) -> Callable[P, R]:
-    """`fn` with its products in FP8: `F.linear(x, w)`, `x @ w`, `torch.matmul`, `torch.mm`, where `w` is a matrix.
+    """Transforms a function into one that computes its matrix products in FP8.
 
-    So are `torch.linalg.matmul` and `torch.inner`, `torch.addmm` by `beta` and `alpha` of 1, and those of
-    `torch.einsum` and `torch.tensordot` that are one product of two matrices. `out=` is filled, where its shape and
-    type are the result's.
+    The transformed function takes and returns what `fn` does, and composes with `torch.func.grad`, `vmap`,
+    `functional_call` and `torch.compile`. It replaces products by a matrix: `F.linear`, `@`, `torch.matmul`,
+    `torch.mm`, `torch.inner`, `torch.linalg.matmul`, `torch.addmm` with `beta` and `alpha` of 1, and each
+    `torch.einsum` and `torch.tensordot` that is one product of two matrices. Products of two batches (attention), of
+    vectors and of small matrices stay as they are; the log `fp8fn` says why. An operand that PyTorch refuses is
+    PyTorch's error.
 
-    A pure transformation: `fp8(fn)` takes and returns what `fn` does, and composes with `torch.func.grad`, `vmap`,
-    `functional_call` and `torch.compile`. Products of two batches (attention), of vectors, and small ones stay as they
-    are, and what PyTorch refuses is PyTorch's error. `where` selects by a function of a `Site`; a function has no
-    names, so patterns of names do not apply.
+    Args:
+        fn: Function or module that returns its result when it is called: no generator and no coroutine.
+        recipe: `Recipe` or name of a preset.
+        where: Function of a `Site` that selects products; a function's weights have no names, so patterns do not apply.
 
-    Raises `ValueError` for a recipe that does not exist, `TypeError` for a `where` that is not a function, and for an
-    `fn` that is none, or whose body runs after it has returned: a generator function, a coroutine.
+    Returns:
+        A function with the signature of `fn`.
+
+    Raises:
+        TypeError: `fn` or `where` is not such a function.
+        ValueError: The recipe does not exist.
+
+    Example:
+        >>> mlp = fp8fn.fp8(lambda x, w: torch.relu(x @ w))
+        >>> mlp(torch.randn(16, 128), torch.randn(128, 256)).shape
+        torch.Size([16, 256])
     """
     arguments.function("fp8", "fn", fn)
     check_where(where)

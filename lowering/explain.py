@@ -135,15 +135,33 @@ def explain(
     show: bool = True,
     **kwargs: Any,
 ) -> Explanation:
-    """Runs `model(*args, **kwargs)` once, uncompiled, and says what `backend="fp8fn"` would do with each product.
+    """Runs a model once, uncompiled, and reports what `backend="fp8fn"` would do with each of its products.
 
-    `recipe` and `where` are the backend's options. `target` names an architecture ("sm90") or a product ("H100",
-    "mi300x", "RTX 4090"), whose decisions and kernels are then shown on any machine. On Hopper, or for its name, there
-    are estimates of each product's time; "sm90" stands for an H200. With `measure=True` a GPU times what it can of them
-    in about two seconds. Prints the table, unless `show=False`, and returns it. The model's buffers and the random
-    state are as before afterwards.
+    The model's buffers and the random state are restored afterwards.
 
-    Raises `ValueError` for a target that is not known, or where there is no GPU to measure on.
+    Args:
+        model: Module or function.
+        args: Positional arguments of the call.
+        recipe: The backend's option `recipe`.
+        where: The backend's option `where`.
+        target: Architecture ("sm90") or product ("H100", "mi300x", "RTX 4090") whose decisions and kernels are shown on
+            any machine; by default the device's. "sm90" stands for an H200. Times are estimated for Hopper only.
+        measure: Times the products on a GPU, within about two seconds.
+        show: Prints the table.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        An `Explanation`, with one `Row` for each product.
+
+    Raises:
+        TypeError: `model` is not callable, or `where` is neither a function nor patterns.
+        ValueError: The recipe or the target does not exist, or `measure=True` and there is no GPU.
+
+    Example:
+        >>> model = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16, device="meta")
+        >>> x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+        >>> fp8fn.explain(model, x, target="H100", show=False)
+        Explanation(1 of 1 products in FP8, recipe blockwise, 1 graph(s))
     """
     arguments.function("explain", "model", model)
     check_where(where)
