@@ -92,9 +92,8 @@ def activation(op: str, name: str, value: object) -> None:
 def weight(op: str, name: str, value: object) -> None:
     """An `operand` that is a matrix, or a batch of them."""
     operand(op, name, value)
-    if isinstance(value, Tensor) and value.ndim < 2:
-        given = tuple(value.shape)
-        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+    if isinstance(value, Tensor):
+        _two_dimensions(op, name, value)
 
 
 def grouped_operand(op: str, name: str, value: object) -> None:
@@ -129,9 +128,7 @@ def matrix(op: str, name: str, value: object) -> None:
     """`floats` of two dimensions at least."""
     floats(op, name, value)
     assert isinstance(value, Tensor)
-    if value.ndim < 2:
-        given = tuple(value.shape)
-        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+    _two_dimensions(op, name, value)
 
 
 def bias(op: str, name: str, value: object) -> None:
@@ -279,6 +276,12 @@ def _strided(op: str, name: str, value: object, wanted: str) -> None:
 def _floats(op: str, name: str, value: Tensor) -> None:
     if value.dtype not in INPUT_DTYPES:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}; use {_FLOATS}, {name}.to(torch.float32) for one")
+
+
+def _two_dimensions(op: str, name: str, value: Tensor) -> None:
+    if value.ndim < 2:
+        given = tuple(value.shape)
+        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
 
 
 def _short(value: object) -> str:
