@@ -6,7 +6,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -25,6 +25,7 @@ class Heads:
         self._tables = set(_tables(gm, {}))
         self._rows = max((_rows(table) for table in self._tables), default=0)
         self._names = Counter(_in_layers(gemm) for gemm in gemms)
+        self._modules: Modules | None = None
 
     def why(self, gemm: Gemm) -> str | None:
         """The reason why a product stays as it is by default, for it is a head; None for others."""
@@ -38,60 +39,62 @@ class Heads:
         if once and gemm.site.n == self._rows:
             return _vocabulary(self._rows)
         if once and not self._tables:
-            return _why_outside(gemm, parameter)
+            return self._why_outside(gemm, parameter)
         return None
 
-
-def _why_outside(gemm: Gemm, parameter: Node) -> str | None:
-    """By the modules around the compiled one, which is a head alone, named `weight`, or behind a graph break."""
-    given = parameter.meta.get("grapharg")
-    weight = getattr(given, "example", None)
-    if not isinstance(weight, Tensor):
+    def _why_outside(self, gemm: Gemm, parameter: Node) -> str | None:
+        """By the modules around the compiled one, which is a head alone, named `weight`, or behind a graph break."""
+        given = parameter.meta.get("grapharg")
+        weight = getattr(given, "example", None)
+        if not isinstance(weight, Tensor):
+            return None
+        if self._modules is None:
+            self._modules = Modules()
+        owners = self._modules.owners(weight)
+        if any(isinstance(owner, nn.Embedding) for owner in owners):
+            return f"sensitive: an embedding reads the weight too; {_TAKES}"
+        for owner in owners:
+            for name, root in self._modules.paths(owner):
+                reason = why_sensitive(name, gemm.site.n, gemm.site.k)
+                if reason is not None:
+                    return reason
+                tables = [module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)]
+                if root is not owner and gemm.site.n == max(tables, default=0):
+                    return _vocabulary(gemm.site.n)
         return None
-    parents, owners = _modules_of(weight)
-    if any(isinstance(owner, nn.Embedding) for owner in owners):
-        return f"sensitive: an embedding reads the weight too; {_TAKES}"
-    for owner in owners:
-        for name, root in _paths(owner, parents):
-            reason = why_sensitive(name, gemm.site.n, gemm.site.k)
-            if reason is not None:
-                return reason
-            tables = [module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)]
-            if root is not owner and gemm.site.n == max(tables, default=0):
-                return _vocabulary(gemm.site.n)
-    return None
 
 
 def _vocabulary(rows: Any) -> str:
     return f"sensitive: N={rows} is the vocabulary of the model's embedding; {_TAKES}"
 
 
-Parents: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
+class Modules:
+    """The modules in memory, with the modules that hold them, as they are when this is made.
 
-
-def _modules_of(weight: Tensor) -> tuple[Parents, list[nn.Module]]:
-    """The parents of each module in memory, with its names in them, and the modules that hold `weight`.
-
-    Only Python's garbage collector knows who holds a module: it takes tens of ms, and nothing else tells.
+    Only Python's garbage collector knows who holds a module. A walk over its objects takes tens of ms, so one
+    compilation makes this once.
     """
-    parents: Parents = {}
-    owners = []
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module) and "_parameters" in found.__dict__:
-            for name, child in found._modules.items():
-                parents.setdefault(id(child), []).append((found, name))
-            if any(parameter is weight for parameter in found._parameters.values()):
-                owners.append(found)
-    return parents, owners
 
+    def __init__(self) -> None:
+        self._all: list[nn.Module] = []
+        self._parents: dict[int, list[tuple[nn.Module, str]]] = {}
+        for found in gc.get_objects():
+            if issubclass(type(found), nn.Module) and "_parameters" in found.__dict__:
+                self._all.append(found)
+                for name, child in found._modules.items():
+                    self._parents.setdefault(id(child), []).append((found, name))
 
-def _paths(module: nn.Module, parents: Parents, below: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """A module's names in the outermost modules that hold it; what `torch.compile` wraps adds no name."""
-    if id(module) not in parents or len(below) > _DEEPEST:
-        yield ".".join(name for name in below if name != "_orig_mod"), module
-    else:
-        for parent, name in parents[id(module)]:
-            yield from _paths(parent, parents, (name, *below))
+    def owners(self, weight: Tensor) -> list[nn.Module]:
+        """The modules that have `weight` among their own parameters."""
+        return [module for module in self._all if any(parameter is weight for parameter in module._parameters.values())]
+
+    def paths(self, module: nn.Module, below: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+        """A module's names in the outermost modules that hold it; what `torch.compile` wraps adds no name."""
+        if id(module) not in self._parents or len(below) > _DEEPEST:
+            yield ".".join(name for name in below if name != "_orig_mod"), module
+        else:
+            for parent, name in self._parents[id(module)]:
+                yield from self.paths(parent, (name, *below))
 
 
 def _tables(gm: GraphModule, outer: Mapping[Node, Node]) -> Iterator[Node]:
