@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import string
 from collections.abc import Callable, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -23,6 +24,7 @@ from fp8fn.site import Site, Where, check_where, why_not
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LOG: Final = logging.getLogger("fp8fn")
 
 
 def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = None) -> Callable[P, R]:
@@ -58,10 +60,11 @@ def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = 
         raise TypeError(f"fp8: where={where!r}; a function's weights have no names, pass a function of a Site")
     key = recipe_key(recipe)
     _check_at_once(fn)
+    logged: set[tuple[str, str]] = set()
 
     @functools.wraps(fn)
     def transformed(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _Substitute(key, where):
+        with _Substitute(key, where, logged):
             out = fn(*args, **kwargs)
         if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
             if not isinstance(out, AsyncGeneratorType):
@@ -167,6 +170,10 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> _Call | None:
     return None if out is not None else _contracted("tensordot", a, b, product)
 
 
+def _unmatched(*_: Any, **__: Any) -> None:
+    """A product that this file does not know as one of two matrices."""
+
+
 def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None:
     """The operands of a contraction as two matrices, or None for what is one of vectors, or repeats an axis."""
     if product.repeats(a.shape, b.shape):
@@ -199,34 +206,69 @@ _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     torch.Tensor.inner: _inner,
     torch.functional.einsum: _einsum,
     torch.functional.tensordot: _tensordot,
+    **dict.fromkeys(
+        (
+            torch.bmm,
+            torch.Tensor.bmm,
+            torch.baddbmm,
+            torch.Tensor.baddbmm,
+            torch.Tensor.baddbmm_,
+            torch.addbmm,
+            torch.Tensor.addbmm,
+            torch.Tensor.addbmm_,
+            torch.Tensor.addmm_,
+            torch.linalg.multi_dot,
+            torch.bilinear,
+        ),
+        _unmatched,
+    ),
 }
+_NOT_MATCHED: Final = "it is not matched as a product by one matrix; F.linear and torch.matmul are"
+_NOT_PLAIN: Final = "an operand is a tensor subclass, or has no strides"
+_NOT_FITTING: Final = "its operands are no matrix and batch of rows of one type, or its `out` is of another"
 
 
 class _Substitute(TorchFunctionMode):
-    def __init__(self, recipe: str, where: Where) -> None:
+    """Calls `fp8fn::gemm` for the products that it takes, and logs once for each reason why it leaves another one."""
+
+    def __init__(self, recipe: str, where: Where, logged: set[tuple[str, str]]) -> None:
         super().__init__()
-        self.recipe, self.where = recipe, where
+        self.recipe, self.where, self.logged = recipe, where, logged
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         read = _CALLS.get(func)
-        if read is None or not all(_is_plain(arg) for arg in (*args, *kwargs.values())):
+        if read is None:
             return func(*args, **kwargs)
-        call = _read(read, args, kwargs)
-        out = None if call is None else self.product(call)
-        return func(*args, **kwargs) if out is None else out
+        found = self.product(read, args, kwargs)
+        if not isinstance(found, str):
+            return found
+        if not torch.compiler.is_compiling():
+            self.log(getattr(func, "__name__", str(func)), found)
+        return func(*args, **kwargs)
 
-    def product(self, call: _Call) -> Tensor | None:
-        """The product in FP8; None for what stays as it is, and for what PyTorch refuses."""
+    def log(self, name: str, reason: str) -> None:
+        if (name, reason) not in self.logged:
+            self.logged.add((name, reason))
+            _LOG.info("fp8: a %s is left as it is: %s", name, reason)
+
+    def product(self, read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | str:
+        """The product in FP8, or the reason to leave it: what PyTorch refuses is left as well."""
+        if not all(_is_plain(arg) for arg in (*args, *kwargs.values())):
+            return _NOT_PLAIN
+        call = _read(read, args, kwargs)
+        if call is None:
+            return _NOT_MATCHED
         if not _fits(call):
-            return None
+            return _NOT_FITTING
         a, b = call.a, call.b
         m = a.numel() // max(a.shape[-1], 1)
         site = Site(op=call.op, m=m, n=b.shape[1], k=b.shape[0], dtype=a.dtype, device=a.device)
-        if why_not(site, self.where) is not None:
-            return None
+        reason = why_not(site, self.where)
+        if reason is not None:
+            return reason
         out: Tensor = torch.ops.fp8fn.gemm(a, b, call.bias, self.recipe, None)
         if call.shape is not None and call.order is not None:
             out = out.reshape(call.shape).permute(call.order)
