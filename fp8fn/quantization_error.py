@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
 from fp8fn.ops.formats import fp8_max
 from fp8fn.ops.layout import Block, scale_shape
 from fp8fn.ops.reference.quantize import split, spread
@@ -69,6 +70,9 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
         >>> fp8fn.error(x, fp8fn.quantize(x, (1, 128))).snr_db
         inf
     """
+    arguments.tensor("error", "x", x)
+    if not isinstance(q, ScaledTensor):
+        arguments.tensor("error", "q", q)
     if x.shape != q.shape or x.ndim < 2:
         raise ValueError(
             f"error: x has shape {tuple(x.shape)} and q {tuple(q.shape)}; pass two equal ones, of matrices"
