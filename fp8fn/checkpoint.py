@@ -193,7 +193,8 @@ class Shard:
     def tensor(self, name: str) -> Tensor:
         """A tensor on the CPU whose memory is the file's; writing to it does not change the file."""
         try:
-            return self._file.get_tensor(name)  # type: ignore[no-any-return]
+            tensor: Tensor = self._file.get_tensor(name)
+            return tensor
         except Exception as error:
             raise ValueError(f"{self.path}: tensor {name!r} cannot be read: {error}") from error
 

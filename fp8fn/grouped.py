@@ -70,9 +70,11 @@ def grouped_gemm(
         if offsets is None:
             raise ValueError("grouped_gemm: offsets is None; for a batch of two ScaledTensors use fp8fn.gemm(a, b)")
         args = (a.data, a.scale, a.block, b.data, b.scale, b.block, offsets, bias, out_dtype)
-        return torch.ops.fp8fn.scaled_grouped_mm(*args)  # type: ignore[no-any-return]
+        scaled: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*args)
+        return scaled
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype)  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype)
+        return out
     raise TypeError(
         f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; use two tensors, two ScaledTensors, or "
         "two GroupedScaledTensors"
@@ -112,7 +114,8 @@ def expert_mlp(
         >>> fp8fn.expert_mlp(x, torch.randn(2, 128, 512), torch.randn(2, 256, 128), ends).shape
         torch.Size([64, 128])
     """
-    return torch.ops.fp8fn.expert_mlp(x, w_gate_up, w_down, offsets, recipe_key(recipe))  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.expert_mlp(x, w_gate_up, w_down, offsets, recipe_key(recipe))
+    return out
 
 
 def _summed_product(
@@ -131,4 +134,5 @@ def _summed_product(
         kinds = [f"{q.size} tokens in {q.groups} groups and blocks of {q.block}" for q in (a, b)]
         raise ValueError(f"grouped_gemm: a has {kinds[0]}, b has {kinds[1]}; they must be equal")
     left, right = (a.data, a.scale, (1, a.block)), (b.data, b.scale, (b.block, 1))
-    return torch.ops.fp8fn.scaled_grouped_mm(*left, *right, a.offsets, bias, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*left, *right, a.offsets, bias, out_dtype)
+    return out

@@ -91,9 +91,8 @@ def gemm(
     if isinstance(a, ScaledTensor):
         return _weight_first_product(a, b, bias, out_dtype, constant)
     key = recipe_key(recipe)
-    if a.ndim == 1:
-        return torch.ops.fp8fn.gemm(a[None], b, bias, key, out_dtype).squeeze(-2)  # type: ignore[no-any-return]
-    return torch.ops.fp8fn.gemm(a, b, bias, key, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.gemm(a[None] if a.ndim == 1 else a, b, bias, key, out_dtype)
+    return out.squeeze(-2) if a.ndim == 1 else out
 
 
 _gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # whose names of the arguments `linear` has not
@@ -154,7 +153,7 @@ def _scaled_product(
     a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
 ) -> Tensor:
     mx = is_mx(a.scale, a.block, b.scale, b.block)
-    op = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
+    op: Callable[..., Tensor] = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
     kernel: Callable[..., Tensor] = mx_mm_kernel if mx else scaled_mm_kernel
     args = (a.data, a.scale, b.data, b.scale) if mx else (*_parts(a), *_parts(b))
     rest = (bias, out_dtype, True) if mx and constant else (bias, out_dtype)
@@ -162,7 +161,8 @@ def _scaled_product(
         return shortest(op, kernel, a.data, a.scale, b.data, b.scale, bias)(*args, *rest)
     lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]
-    return op(*flat, *rest).unflatten(0, lead)  # type: ignore[no-any-return]
+    out: Tensor = op(*flat, *rest).unflatten(0, lead)
+    return out
 
 
 def _weight_only_product(
@@ -179,13 +179,13 @@ def _weight_only_product(
     data, scale, block = _parts(w)
     rest = (bias, out_dtype) if prequant else (bias, out_dtype, constant)
     if w.ndim == 2 and x.ndim > 3:
-        flat = op(x.flatten(0, -3), data, scale, block, *rest)
-        return flat.unflatten(0, x.shape[:-2])  # type: ignore[no-any-return]
+        return torch.unflatten(op(x.flatten(0, -3), data, scale, block, *rest), 0, x.shape[:-2])
     if x.ndim <= 3 and w.ndim <= 3:
         return op(x, data, scale, block, *rest)
     lead = broadcast_batch("gemm", x, data)
     x, data, scale = (t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in (x, data, scale))
-    return op(x, data, scale, block, *rest).unflatten(0, lead)  # type: ignore[no-any-return]
+    out: Tensor = op(x, data, scale, block, *rest).unflatten(0, lead)
+    return out
 
 
 def _weight_first_product(

@@ -55,7 +55,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tenso
     token_weights=arguments.optional_tensor,
     out_dtype=arguments.out_dtype,
 )
-def moe_gemm(
+def moe_gemm(  # noqa: PLR0913  an op's signature
     a: ScaledTensor,
     w: ScaledTensor,
     sorted_token_ids: Tensor,
@@ -103,4 +103,5 @@ def moe_gemm(
     """
     args = (a.data, a.scale, a.block, w.data, w.scale, w.block, sorted_token_ids, expert_ids, num_tokens_post_padded)
     a_div = top_k if a_div is None else a_div
-    return torch.ops.fp8fn.moe_gemm(*args, top_k, a_div, token_weights, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.moe_gemm(*args, top_k, a_div, token_weights, out_dtype)
+    return out

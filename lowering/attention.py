@@ -28,7 +28,7 @@ _ATTENTION: Final = FunctionType(
 )
 
 
-def _native_attention(
+def _native_attention(  # noqa: PLR0913  an op's signature
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, in_weight: Tensor, in_bias: Tensor,
     out_weight: Tensor, out_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average: bool = True, mask_type: int | None = None,
@@ -53,7 +53,7 @@ def _native_attention(
     return out.transpose(0, 1), weights
 
 
-def _encoder_layer(
+def _encoder_layer(  # noqa: PLR0913  an op's signature
     x: Tensor, embed_dim: int, num_heads: int, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
     gelu: bool, norm_first: bool, eps: float, norm1_weight: Tensor, norm1_bias: Tensor, norm2_weight: Tensor,
     norm2_bias: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,8 +54,8 @@ def fp8fn(
         with without_guards():
             return compile_fx_inner(*args, **kwargs)
 
-    compiled: Callable[..., Any] = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
-    return compiled
+    compiled = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    return cast(Callable[..., Any], compiled)
 
 
 def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +100,7 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
         elif node.op == "call_function" and (node.target in _OTHERS or attention.REASON in node.meta):
             yield from _classify_other(node, outer)
         elif operands is not None:
-            gemm = _classify(node, outer, *operands)
+            gemm = _classify(node, outer, operands)
             if gemm is not None:
                 yield gemm
         elif node.op == "call_function" and node.target in REGIONS:
@@ -110,32 +110,41 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
             yield from find_gemms(region, {**outer, **dict(zip(inputs, given, strict=True))})
 
 
-def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
-    """`op, a, b, bias, whether b is (N, K), a reason to leave it alone` of a product."""
+class Operands(NamedTuple):
+    """A call that is `a @ b + bias`; `b` is `(N, K)` where `transposed`, and `reason` says why it is left alone."""
+
+    op: str
+    a: Any
+    b: Any
+    bias: Any = None
+    transposed: bool = False
+    reason: str | None = None
+
+
+def _operands(node: Node) -> Operands | None:
     args, kwargs = node.args, node.kwargs
     if node.op == "call_function":
         if node.target in _LINEAR:
             x = args[0] if args else kwargs["input"]
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            return "linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), True, None
+            return Operands("linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), transposed=True)
         if node.target in _MATMUL and len(args) == 2 and not kwargs:
-            return "matmul", *args, None, False, None
+            return Operands("matmul", *args)
         if node.target in _ADDMM and len(args) == 3:
             reason = None if all(scale == 1 for scale in kwargs.values()) else "addmm with alpha or beta"
-            return "addmm", args[1], args[2], args[0], False, reason
+            return Operands("addmm", args[1], args[2], args[0], reason=reason)
         if node.target in _LEFT_ALONE:
             name, first = _LEFT_ALONE[node.target]
             tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and value(arg) is not None]
             if len(tensors) >= 2:
-                return name, tensors[first], tensors[first + 1], None, False, f"{name} is not matched"
+                return Operands(name, tensors[first], tensors[first + 1], reason=f"{name} is not matched")
     elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
-        return "matmul", *args, None, False, None
+        return Operands("matmul", *args)
     return None
 
 
-def _classify(
-    node: Node, outer: Mapping[Node, Node], op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None
-) -> Gemm | None:
+def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm | None:
+    op, a, b, bias, transposed, reason = given
     left, right, out = value(a), value(b), value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None

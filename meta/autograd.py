@@ -205,17 +205,15 @@ class MmA16W8(levels.SingleLevelFunction):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None,
-        out_dtype: torch.dtype | None, constant: bool,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, w, w_scale, w_block, bias, _, constant = args
         ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
         ctx.save_for_backward(w, w_scale)
         if levels.has_forward_mode():
             ctx.save_for_forward(w, w_scale)
         ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype, constant)
+        out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, *args)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
         return out
 
@@ -239,10 +237,8 @@ class MmA16W8(levels.SingleLevelFunction):
         return grad_x, None, None, None, grad_bias, None, None
 
     @staticmethod
-    def jvp(
-        ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, block: None,
-        bias_tangent: Tensor | None, out_dtype: None, constant: None,
-    ) -> Tensor | None:  # fmt: skip
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        x_tangent, w_tangent, scale_tangent, _, bias_tangent, _, _ = tangents
         if levels.forward_mode_depth() > 1:
             raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
         if w_tangent is not None or scale_tangent is not None:

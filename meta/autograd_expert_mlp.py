@@ -35,7 +35,8 @@ def expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, re
 
 def _composed(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: str) -> Tensor:
     gate, up = torch.ops.fp8fn.grouped_gemm(x, w_gate_up, offsets, None, recipe).chunk(2, -1)
-    return torch.ops.fp8fn.grouped_gemm(F.silu(gate) * up, w_down, offsets, None, recipe)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.grouped_gemm(F.silu(gate) * up, w_down, offsets, None, recipe)
+    return out
 
 
 class ExpertMlp(levels.SingleLevelFunction):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -31,25 +32,20 @@ def grouped_gemm(
         out_dtype = default_out_dtype(a)
     out: Tensor
     if offsets is None:
-        if bias is None:
-            return torch.ops.fp8fn.gemm(a, b, None, recipe, out_dtype)  # type: ignore[no-any-return]
-        out = torch.ops.fp8fn.gemm(a, b, None, recipe, torch.float32)
-        return (out + bias.float()[:, None]).to(out_dtype)
+        out = torch.ops.fp8fn.gemm(a, b, None, recipe, out_dtype if bias is None else torch.float32)
+        return out if bias is None else (out + bias.float()[:, None]).to(out_dtype)
     if levels.is_tracked(a, b, bias):
         out = levels.apply(GroupedGemm, a, b, offsets, bias, parsed, out_dtype)
     elif levels.inside_transform():
         out = levels.below(torch.ops.fp8fn.grouped_gemm, a, b, offsets, bias, recipe, out_dtype)
     else:
-        out = levels.below(_forward, a, b, offsets, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
+        out = levels.below(_forward(b), a, b, offsets, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
     return out
 
 
-def _forward(
-    a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
-    *, dgrad: bool, wgrad: bool,
-) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-    forward = grouped.rows_forward if b.ndim == 3 else grouped.k_forward
-    return forward(a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+def _forward(b: Tensor) -> Callable[..., tuple[Tensor, Quantized | None, Quantized | None]]:
+    """The products of groups of rows by a batch of matrices, or those of groups of K by one matrix."""
+    return grouped.rows_forward if b.ndim == 3 else grouped.k_forward
 
 
 class GroupedGemm(levels.SingleLevelFunction):
@@ -78,9 +74,11 @@ class GroupedGemm(levels.SingleLevelFunction):
                 args = (a, b, offsets, bias, recipe.key, out_dtype)
                 out = levels.below(torch.ops.fp8fn.grouped_gemm, *args)
             else:
-                out = levels.below(_forward, a, b, offsets, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
+                out = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
             return out
-        out, a_kept, b_kept = levels.below(_forward, a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+        out, a_kept, b_kept = levels.below(
+            _forward(b), a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad
+        )
         ctx.blocks = [None if q is None else q.block for q in (a_kept, b_kept)]
         ctx.save_for_backward(offsets, *(a_kept or (None, None))[:2], *(b_kept or (None, None))[:2])
         return out

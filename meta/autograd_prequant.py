@@ -51,7 +51,8 @@ class QuantizedByWeight(torch.autograd.Function):
     ) -> Tensor:
         block = ACTIVATION_BLOCKS.get((rows, columns))
         if block is None:
-            return torch.ops.fp8fn.mm_a16w8(x, w, w_scale, (rows, columns), bias, out_dtype)  # type: ignore[no-any-return]
+            out: Tensor = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, (rows, columns), bias, out_dtype)
+            return out
         scale = "fp32" if w_scale.dtype == torch.float32 else "e8m0"
         data, scales = torch.ops.fp8fn.quantize(x, block, None, scale)
         return product(Quantized(data, scales, block), Quantized(w, w_scale, (rows, columns)), bias, out_dtype)
@@ -84,10 +85,8 @@ class QuantizedByWeight(torch.autograd.Function):
         return grad_x, None, None, None, None, grad_bias, None
 
     @staticmethod
-    def jvp(
-        ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, rows: None,
-        columns: None, bias_tangent: Tensor | None, out_dtype: None,
-    ) -> Tensor | None:  # fmt: skip
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        x_tangent, w_tangent, scale_tangent, _, _, bias_tangent, _ = tangents
         if w_tangent is not None or scale_tangent is not None:
             raise NotImplementedError(_CONSTANT_WEIGHT)
         if x_tangent is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
         dims = (a_dim, a_scale_dim, b_dim, b_scale_dim)
         parts, lead = _matrices((a, a_scale, b, b_scale), dims, info.batch_size)
         out = torch.ops.fp8fn.scaled_mm(*parts[:2], a_block, *parts[2:], b_block, bias, out_dtype)
-        return out.unflatten(0, lead)  # type: ignore[no-any-return]
+        result: Tensor = out.unflatten(0, lead)
+        return result
 
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
@@ -73,7 +75,8 @@ def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         parts, lead = _matrices(operands, dims, info.batch_size)
         out = torch.ops.fp8fn.mx_mm(*parts, bias, out_dtype, bool(constant))
-        return out.unflatten(0, lead)  # type: ignore[no-any-return]
+        result: Tensor = out.unflatten(0, lead)
+        return result
 
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
@@ -113,7 +116,8 @@ def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
         a, b = _lift(a, a_dim, info.batch_size, rank), _lift(b, b_dim, info.batch_size, rank)
 
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        return torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)  # type: ignore[no-any-return]
+        result: Tensor = torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)
+        return result
 
     return _with_bias(product, bias, bias_dim, out_dtype or default_out_dtype(args[0])), 0
 
@@ -187,14 +191,16 @@ def _normalised(op: Any, quantizer: Any, info: Any, in_dims: Any, args: Any) -> 
     return quantizer(reference.rms_norm(x, weight, eps, rstd), *form)
 
 
-def _with_bias(product: Any, bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype) -> Tensor:
+def _with_bias(
+    product: Callable[..., Tensor], bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype
+) -> Tensor:
     """A mapped bias is added in float32, before the only rounding; one for all goes into the op."""
     if bias is None or bias_dim is None:
-        return product(bias, out_dtype)  # type: ignore[no-any-return]
+        return product(bias, out_dtype)
     out = product(None, torch.float32)
     bias = bias.movedim(bias_dim, 0).float()
     bias = bias.reshape(bias.shape[0], *(1,) * (out.ndim - 2), bias.shape[-1])
-    return (out + bias).to(out_dtype)  # type: ignore[no-any-return]
+    return (out + bias).to(out_dtype)
 
 
 def _padded(values: Any, size: int) -> list[Any]:

@@ -8,7 +8,7 @@ all other cases, and without `max_autotune`, the lowering is the one that Induct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.fx import Node
 
-from fp8fn.lowering.graph.nodes import arguments_of, value
+from fp8fn.lowering.graph.nodes import arguments_of, tensor_of, value
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.tuning.problem import Operands
@@ -66,14 +66,16 @@ def _lowering(fallback: Callable[..., Any]) -> Callable[..., Any]:
         recipe = peer(node) if wanted() and node.target is torch.ops.fp8fn.scaled_mm.default else None
         if recipe is None or V.graph.cpp_wrapper:
             return fallback(*args, **kwargs)
-        return _select(node, recipe, *args, **kwargs)
+        return _select(node, recipe, args, kwargs)
 
     return scaled_mm
 
 
 def peer(node: Node) -> str | None:
     """The recipe of `library.RECIPES` by which cuBLASLt multiplies what an `fp8fn::scaled_mm` is given, or None."""
-    given = {name: value(each) if isinstance(each, Node) else each for name, each in arguments_of(node).items()}
+    given: dict[str, Any] = {
+        name: value(each) if isinstance(each, Node) else each for name, each in arguments_of(node).items()
+    }
     out: Tensor = node.meta["val"]
     tensors = [each for each in (*given.values(), out) if isinstance(each, Tensor)]
     if not all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride())):
@@ -88,27 +90,27 @@ def peer(node: Node) -> str | None:
     return cublaslt.plan(*operands, target).recipe
 
 
-def _select(
-    node: Node, recipe: str, a: Any, a_scale: Any, a_block: Sequence[int], b: Any, b_scale: Any, b_block: Sequence[int],
-    bias: Any = None, out_dtype: torch.dtype | None = None,
-) -> Any:  # fmt: skip
+def _select(node: Node, recipe: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """The faster of both choices, as Inductor times them on random operands, or has timed them before."""
     from torch._inductor import ir
     from torch._inductor.select_algorithm import autotune_select_algorithm
 
     out: Tensor = node.meta["val"]
-    given = arguments_of(node)
-    names = ("a", "a_scale", "b", "b_scale", *(() if bias is None else ("bias",)))
+    traced = arguments_of(node)
+    given = {**dict.fromkeys(traced), **dict(zip(traced, args, strict=False)), **kwargs}
+    names = ("a", "a_scale", "b", "b_scale", *(() if given["bias"] is None else ("bias",)))
     inputs = [
         # With the strides that `peer` saw: Inductor may have chosen others for what it computes itself.
-        ir.ExternKernel.realize_input(ir.ExternKernel.require_exact_strides(x, given[name].meta["val"].stride()))
-        for name, x in zip(names, (a, a_scale, b, b_scale, bias), strict=False)
+        ir.ExternKernel.realize_input(
+            ir.ExternKernel.require_exact_strides(given[name], tensor_of(traced[name]).stride())
+        )
+        for name in names
     ]
     layout = ir.FixedLayout(out.device, out.dtype, list(out.shape), list(out.stride()))
     ours, theirs = _choices()
-    blocks = {"a_block": tuple(a_block), "b_block": tuple(b_block)}
+    blocks = (*given["a_block"], *given["b_block"])
     bound = [
-        ours.bind(inputs, layout, **blocks, dtype=out.dtype),
+        ours.bind(inputs, layout, blocks=blocks, dtype=out.dtype),
         theirs.bind(inputs, layout, recipe=recipe, dtype=out.dtype),
     ]
     found = autotune_select_algorithm(NAME, bound, inputs, layout, return_multi_template=False)
@@ -126,22 +128,22 @@ def _choices() -> Choices:
 
 
 def _ours(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None, *, a_block: Any, b_block: Any,
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None, *, blocks: tuple[int, ...],
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """What is timed of ours."""
-    out: Tensor = torch.ops.fp8fn.scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, dtype)
+    out: Tensor = torch.ops.fp8fn.scaled_mm(a, a_scale, blocks[:2], b, b_scale, blocks[2:], bias, dtype)
     return out
 
 
 def _our_node(
-    a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any = None, *, a_block: Any, b_block: Any, dtype: torch.dtype
+    a: Any, a_scale: Any, b: Any, b_scale: Any, bias: Any = None, *, blocks: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
     """What stands in the graph where ours is the faster one."""
     from torch._inductor import ir
 
     op = torch.ops.fp8fn.scaled_mm.default
-    return ir.FallbackKernel.create(op, a, a_scale, list(a_block), b, b_scale, list(b_block), bias, dtype)
+    return ir.FallbackKernel.create(op, a, a_scale, [*blocks[:2]], b, b_scale, [*blocks[2:]], bias, dtype)
 
 
 def _theirs(
