@@ -1,4 +1,4 @@
-"""Autograd of `fp8fn::expert_mlp`: one function, so that what lies between its two products is kept once."""
+"""Autograd of `fp8fn::expert_mlp`: one function, which saves the tensors between its two products once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fp8fn.ops.recipe import Recipe, parse_recipe
 
 
 def expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: str = "blockwise") -> Tensor:
-    """`fp8fn::expert_mlp` at one level; two grouped products where a tangent or a second derivative may follow."""
+    """`fp8fn::expert_mlp` at one level; two `grouped_gemm`s if a tangent or a second derivative may follow."""
     parsed = parse_recipe(recipe)
     mlp.check_expert_mlp(x, w_gate_up, w_down, offsets, parsed)
     tensors = (x, w_gate_up, w_down)
@@ -40,7 +40,7 @@ def _composed(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, rec
 
 
 class ExpertMlp(levels.SingleLevelFunction):
-    """Keeps FP8 forms of `x`, of the weights and of `silu(gate) * up`, and `gate` and `up` as they were."""
+    """Saves FP8 forms of `x`, of the weights and of `silu(gate) * up`, and the unquantized `gate` and `up`."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Autograd of the products of groups: `fp8fn::grouped_gemm` at one level."""
+"""Autograd of `fp8fn::grouped_gemm` at one level."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def grouped_gemm(
     recipe: str = "blockwise",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fp8fn::grouped_gemm` at one level; without offsets it is a batched `fp8fn::gemm`."""
+    """`fp8fn::grouped_gemm` at one level; without offsets, a batched `fp8fn::gemm`."""
     parsed = parse_recipe(recipe)
     grouped.check_grouped_gemm(a, b, offsets, bias, parsed, out_dtype)
     if out_dtype is None:
@@ -44,15 +44,15 @@ def grouped_gemm(
 
 
 def _forward(b: Tensor) -> Callable[..., tuple[Tensor, Quantized | None, Quantized | None]]:
-    """The products of groups of rows by a batch of matrices, or those of groups of K by one matrix."""
+    """The forward of groups of rows by a batch of matrices, or of groups of K by one matrix."""
     return grouped.rows_forward if b.ndim == 3 else grouped.k_forward
 
 
 class GroupedGemm(levels.SingleLevelFunction):
-    """`C = A B + bias` of each group; gradients as `Gemm` has them, group by group.
+    """`C = A B + bias` of each group, with the gradients of `Gemm` for each group.
 
-    Where rows of A are grouped, `dA` is of the same kind and `dB` sums over each group's tokens; where K is, both
-    gradients have groups of rows. Saves the operands that the forward quantized, as `Gemm` does.
+    For groups of rows, `dA` has groups of rows and `dB` has groups of K (the tokens). For groups of K, both gradients
+    have groups of rows. Saves the quantized operands, as `Gemm` does.
     """
 
     @staticmethod
@@ -132,7 +132,7 @@ SECOND_ORDER = (
 
 
 def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
-    """What `bias (E, N)` adds to the output: nothing past the last group's end."""
+    """The rows that `bias (E, N)` adds to the output; zero past the end of the last group."""
     if not ctx.rows:
         return bias[:, None].expand(ctx.out_shape)
     group, groups = group_of(offsets, ctx.out_shape[0]), offsets.shape[0]
@@ -140,7 +140,7 @@ def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The same two products, from the unquantized operands, each differentiable again."""
+    """The same two products, computed from the unquantized operands, so that each is differentiable again."""
     a, b, offsets = ctx.saved_tensors
     a_dtype, b_dtype, _ = ctx.dtypes
     op, recipe = torch.ops.fp8fn.grouped_gemm, ctx.recipe
@@ -151,7 +151,7 @@ def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor
         if ctx.needs_input_grad[1]:
             grad_b = op(a.mT, grad, offsets, None, recipe.wgrad.key, b_dtype)
         return grad_a, grad_b
-    by_gradient = recipe.wgrad  # whose right operand is the gradient
+    by_gradient = recipe.wgrad  # its right operand is the gradient
     if ctx.needs_input_grad[0]:
         dgrad = replace(by_gradient, activation_dtype=recipe.weight_dtype)
         grad_a = op(b, grad.mT, offsets, None, dgrad.key, a_dtype).mT

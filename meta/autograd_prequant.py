@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8fn.ops.gemm import Quantized, product
 from fp8fn.ops.layout import WHOLE, Block
 
-# The block in which activations are quantized, for each block of a weight (K, N) that FP8 products take.
+# The activation's block for each block of a weight (K, N) that an FP8 product takes.
 ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
     (128, 128): (1, 128), (128, 1): (1, 128), (32, 1): (1, 32), (WHOLE, 1): (1, WHOLE), (WHOLE, WHOLE): (WHOLE, WHOLE),
 }  # fmt: skip
@@ -19,28 +19,29 @@ ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
 def quantized_by_weight(
     x: Tensor, w: Tensor, w_scale: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`x (B?, M, K) @ w (B?, K, N) + bias (N)`, differentiable in `x` and `bias`; `w` in blocks of `rows x columns`."""
-    rows, columns = int(rows), int(columns)  # which Dynamo may have made symbolic
+    """`x (B?, M, K) @ w (B?, K, N) + bias (N)`, differentiable in `x` and `bias`; `w` has blocks `(rows, columns)`."""
+    rows, columns = int(rows), int(columns)  # Dynamo may have made them symbolic
     out: Tensor = QuantizedByWeight.apply(x, w, w_scale, rows, columns, bias, out_dtype)  # type: ignore[no-untyped-call]
     return out
 
 
 def leave_to_aotautograd() -> None:
-    """Has Dynamo pass the function above by: it traces no Function that has a `jvp`, nor one under a transform.
+    """Makes Dynamo leave `quantized_by_weight` as one call, which AOTAutograd traces later.
 
-    AOTAutograd, which comes after it, does. Not when this module is imported, for that imports all of Dynamo.
+    Dynamo cannot trace a Function that has a `jvp`, or a Function under a transform. This is not done when the module
+    is imported, because `allow_in_graph` imports all of Dynamo.
     """
     torch.compiler.allow_in_graph(quantized_by_weight)
 
 
-# As `torch.compiler.assume_constant_result` does, which imports Dynamo too: it then calls the function while it traces.
+# The effect of `torch.compiler.assume_constant_result`, which imports Dynamo: Dynamo calls the function as it traces.
 leave_to_aotautograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class QuantizedByWeight(torch.autograd.Function):
-    """`C = quantize(x) W + bias`; `dx = dC Wᵀ` by the same function, so differentiable again, and `dbias = Σ dC`.
+    """`C = quantize(x) W + bias`; `dx = dC Wᵀ` by the same function, which is differentiable again, and `dbias = Σ dC`.
 
-    Where the scales of `Wᵀ` change with every element that is summed, its product is `mm_a16w8`'s.
+    If `Wᵀ` has a scale for each element of the contraction, `mm_a16w8` computes its product.
     """
 
     generate_vmap_rule = True
@@ -60,7 +61,7 @@ class QuantizedByWeight(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, w, w_scale, rows, columns, bias, out_dtype = inputs
-        ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
+        ctx.set_materialize_grads(False)  # otherwise PyTorch fills in zeros for the weight's undefined tangent
         ctx.save_for_backward(w, w_scale)
         ctx.save_for_forward(w, w_scale)
         ctx.rows, ctx.columns, ctx.x_ndim, ctx.x_dtype = rows, columns, x.ndim, x.dtype
@@ -76,7 +77,7 @@ class QuantizedByWeight(torch.autograd.Function):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             w, w_scale = ctx.saved_tensors
-            summed = grad.ndim > ctx.x_ndim  # one x beside a batch of weights
+            summed = grad.ndim > ctx.x_ndim  # one x was multiplied by a batch of weights
             dtype = torch.float32 if summed else ctx.x_dtype
             grad_x = quantized_by_weight(grad, w.mT, w_scale.mT, ctx.columns, ctx.rows, None, dtype)
             grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x

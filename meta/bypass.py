@@ -1,9 +1,9 @@
-"""When a call leaves PyTorch's dispatcher out: the only file that decides it.
+"""The decision to call a kernel without PyTorch's dispatcher: the only file that takes it.
 
-The dispatcher takes 6 µs of the host, a third of a small product's call. A call may leave it out where the dispatch
-keys below autograd are those of a dense tensor on a CPU or a GPU alone. Any other key is work to be done before a
-kernel reads memory: to negate (the bit of `z.conj().imag`), to fill in zeros (`torch._efficientzerotensor`), to call a
-mode or a subclass, to refuse a sparse tensor.
+The dispatcher takes 6 µs of host time, a third of a small product's call. A call may bypass it if the only dispatch
+keys below autograd are those of a dense CPU or GPU tensor. Every other key stands for work that must happen before a
+kernel reads memory: negation (the negative bit of `z.conj().imag`), filling in zeros (`torch._efficientzerotensor`),
+calling a mode or a subclass, or rejecting a sparse tensor.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _keys_of = torch._C._dispatch_keys
 def shortest(
     dispatched: Callable[..., T], direct: Callable[..., T], *tensors: Tensor | None, below_autograd: bool = False
 ) -> Callable[..., T]:
-    """The function to call on these tensors: `direct` where the dispatcher may be left out, else `dispatched`.
+    """Returns `direct` if a call on these tensors may bypass the dispatcher, else `dispatched`.
 
     Args:
-        dispatched: calls ops, each through the dispatcher.
-        direct: computes the same bits with the GPU's kernels, without the dispatcher.
-        tensors: all that the function reads; the first one's device decides.
-        below_autograd: the caller has told autograd of the call, and is not traced by Dynamo.
+        dispatched: Function that calls ops through the dispatcher.
+        direct: Function that computes the same bits by launching GPU kernels itself.
+        tensors: All tensors that the function reads; the device of the first one decides.
+        below_autograd: Whether the caller has already recorded the call for autograd and is not traced by Dynamo.
     """
     if not below_autograd and torch.compiler.is_compiling():
         return dispatched
@@ -42,7 +42,7 @@ def shortest(
 
 
 def _keys_with_work() -> int:
-    """The bits of the dispatch keys below autograd, but for those that every dense tensor of a CPU or a GPU has."""
+    """The bits of all dispatch keys below autograd, except the keys of a dense CPU or GPU tensor."""
     key, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
     work = int(torch._C._dispatch_keyset_full_after(key.AutogradOther).raw_repr())
     for passed in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView):
@@ -54,23 +54,23 @@ _WITH_WORK: Final = _keys_with_work()
 
 
 def is_last(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether the dispatcher, at autograd, would call the CPU's or the GPU's implementation next; `keys` of the call.
+    """Whether the dispatcher, which is at autograd, would call the CPU or GPU implementation next.
 
-    The keys are of all the tensors of a call, and of the modes and transforms that are on.
+    `keys` are the dispatch keys of the call: those of all its tensors and of the active modes and transforms.
     """
     return keys.raw_repr() & _WITH_WORK == 0
 
 
 def goes_unseen(*tensors: Tensor | None) -> bool:
-    """Whether a call of an op on these tensors concerns its kernel alone, so that the dispatcher may be left out.
+    """Whether only the kernel needs to know of a call on these tensors, so that the call may bypass the dispatcher.
 
-    That is: no autograd, transform, mode, subclass, trace or profiler, and of each tensor the memory holds its values.
+    There must be no autograd, transform, mode, subclass, trace or profiler, and memory must hold each tensor's values.
     """
     return nothing_watches(*tensors) and not is_tracked(*tensors)
 
 
 def nothing_watches(*tensors: Tensor | None) -> bool:
-    """Whether nothing but autograd, at this level, sees which ops are called on these tensors, or prepares them."""
+    """Whether nothing except autograd observes ops on these tensors or prepares the tensors for a kernel."""
     if (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
@@ -79,7 +79,7 @@ def nothing_watches(*tensors: Tensor | None) -> bool:
         or inside_transform()
     ):
         return False
-    for tensor in tensors:  # a subclass without `__torch_dispatch__` has no key, but a `__torch_function__`
+    for tensor in tensors:  # a subclass without `__torch_dispatch__` has no key, but may have `__torch_function__`
         if tensor is not None and (type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _WITH_WORK):
             return False
     return True

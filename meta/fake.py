@@ -1,4 +1,4 @@
-"""Fake implementations: the shapes, types and strides of what an op returns, from those of its inputs."""
+"""Fake implementations: shapes, types and strides of an op's results, derived from those of its inputs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Autograd at one functorch level at a time: the only file that uses PyTorch's private single-level functions.
 
-An op registered as CompositeImplicitAutograd is called once for each level of `torch.func` transforms, the innermost
-first. `apply` records a function at that level; `below` runs its forward with that level peeled off and the outer ones
-still listening.
+PyTorch calls an op registered as CompositeImplicitAutograd once for each level of `torch.func` transforms, from the
+innermost level outwards. `apply` records a function at the current level. `below` runs the function's forward without
+the current level, while the outer levels still record it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ SingleLevelFunction = _SingleLevelFunction
 
 
 def inside_transform() -> bool:
-    """Whether a `torch.func` transform is running."""
+    """Whether the call is inside a `torch.func` transform."""
     return _functorch.maybe_current_level() is not None
 
 
 def has_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on at this level."""
+    """Whether forward-mode differentiation is active at this level."""
     stack = _functorch.get_interpreter_stack()
-    if stack:  # a compiled jvp enters its level without the Python counter below
+    if stack:  # a compiled jvp enters its level without changing the Python counter below
         return bool(stack[-1].key() == _functorch.TransformType.Jvp)
     return forward_ad._current_level >= 0
 
 
 def is_tracked(*tensors: Tensor | None) -> bool:
-    """Whether autograd has to know of a function of these tensors at this level."""
+    """Whether autograd must record a function of these tensors at this level."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -53,9 +53,9 @@ def forward_mode_depth() -> int:
 
 
 def is_tracked_below(*tensors: Tensor | None) -> bool:
-    """Whether a level under the current one differentiates as well, so that a second derivative can be asked for.
+    """Whether an outer level differentiates as well, so that the user may ask for a second derivative.
 
-    Forward mode outside of torch.func has no level of its own: it differentiates whatever runs, a backward too.
+    Forward mode outside of `torch.func` has no level. It differentiates everything that runs, including a backward.
     """
     if forward_ad._current_level >= 0:
         return True
@@ -66,17 +66,17 @@ def is_tracked_below(*tensors: Tensor | None) -> bool:
 
 
 def below(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`function(*args)` under autograd of this level, visible to the levels outside it."""
+    """Calls `function(*args)` below autograd of this level; the outer levels record the call."""
     if not inside_transform():
         with below_autograd():
             return function(*args, **kwargs)
-    # A Function's forward runs with gradients off; the outer levels would record nothing and give zeros.
+    # PyTorch runs a Function's forward with gradients off. The outer levels would record nothing and return zeros.
     with below_autograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return function(*args, **kwargs)
 
 
 def apply(function: type[Any], *args: Any) -> Any:
-    """`function.apply(*args)` at the current level alone."""
+    """Calls `function.apply(*args)` at the current level only."""
     if not inside_transform():
         return function.apply(*args)
     with enable_single_level_autograd_function():
