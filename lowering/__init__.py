@@ -1,4 +1,4 @@
-"""torch.compile: the backend, the pass over joint graphs, the patterns it looks for, and `explain`."""
+"""torch.compile: the backend, the passes over its graphs with their patterns, and `explain`."""
 
 from __future__ import annotations
 

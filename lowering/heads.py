@@ -1,4 +1,4 @@
-"""Heads by what a model does with them: logits feel the rounding of FP8 most, and not every head has a telling name."""
+"""Finds language-model heads by their use: logits are sensitive to FP8, and a head's name does not always tell."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fp8fn.lowering.find import REGIONS, Gemm, parameter_of
 from fp8fn.site import why_sensitive
 
 _TAKES: Final = "where='*' takes it too"
-_DEEPEST: Final = 32  # a module that holds itself has no end
+_DEEPEST: Final = 32  # ends the search at a module that holds itself
 
 
 class Heads:
-    """The embeddings of a graph and, where it has none, those of the model that a weight belongs to."""
+    """The embeddings of a graph, or, if it has none, those of the model around a weight."""
 
     def __init__(self, gm: GraphModule, gemms: Sequence[Gemm]) -> None:
         self._tables = set(_tables(gm, {}))
@@ -28,13 +28,13 @@ class Heads:
         self._modules: Modules | None = None
 
     def why(self, gemm: Gemm) -> str | None:
-        """The reason why a product stays as it is by default, for it is a head; None for others."""
+        """The reason to leave a product in bf16 by default because it is a head, or None."""
         parameter = gemm.parameter
         if parameter is None:
             return None
         if parameter in self._tables:
             return f"sensitive: an embedding reads the weight too; {_TAKES}"
-        # A head is there once; of many layers, one may have as many columns as the model has tokens.
+        # A head occurs once. A repeated layer may have as many columns as the vocabulary has tokens.
         once = self._names[_in_layers(gemm)] == 1
         if once and gemm.site.n == self._rows:
             return _vocabulary(self._rows)
@@ -43,7 +43,7 @@ class Heads:
         return None
 
     def _why_outside(self, gemm: Gemm, parameter: Node) -> str | None:
-        """By the modules around the compiled one, which is a head alone, named `weight`, or behind a graph break."""
+        """`why` from the modules around the weight, for a head that is compiled alone or behind a graph break."""
         given = parameter.meta.get("grapharg")
         weight = getattr(given, "example", None)
         if not isinstance(weight, Tensor):
@@ -69,10 +69,10 @@ def _vocabulary(rows: Any) -> str:
 
 
 class Modules:
-    """The modules in memory, with the modules that hold them, as they are when this is made.
+    """All modules in memory and their parents, at the time of construction.
 
-    Only Python's garbage collector knows who holds a module. A walk over its objects takes tens of ms, so one
-    compilation makes this once.
+    Only Python's garbage collector knows the parents of a module. Walking its objects takes tens of ms, so a
+    compilation does it at most once.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Modules:
         return [module for module in self._all if any(parameter is weight for parameter in module._parameters.values())]
 
     def paths(self, module: nn.Module, below: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-        """A module's names in the outermost modules that hold it; what `torch.compile` wraps adds no name."""
+        """A module's names in its outermost parents; the wrapper of `torch.compile` adds no name."""
         if id(module) not in self._parents or len(below) > _DEEPEST:
             yield ".".join(name for name in below if name != "_orig_mod"), module
         else:
@@ -98,7 +98,7 @@ class Modules:
 
 
 def _tables(gm: GraphModule, outer: Mapping[Node, Node]) -> Iterator[Node]:
-    """The parameters that embeddings of a graph read, and of the regions inside."""
+    """The parameters that the embeddings of a graph and of its nested regions read."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue

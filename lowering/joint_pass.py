@@ -1,6 +1,6 @@
-"""The pass over joint graphs that puts fp8fn's ops in the place of products on FP8 data; always exact, never by recipe.
+"""The pass over joint graphs that replaces products on FP8 data by fp8fn's ops: always exact, never by recipe.
 
-It runs with `backend="fp8fn"`, and with plain `torch.compile` inside of `substitution()`, or after `enable()`.
+The pass runs with `backend="fp8fn"`, and with plain `torch.compile` inside `substitution()` or after `enable()`.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _listeners: Final[list[list[Substitution]]] = []
 
 
 def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
-    """Substitutes in place, and returns what became of each product that a pattern knows; merges equal quantizers.
+    """Substitutes in place, merges equal quantizers, and reports each product that a pattern knows.
 
-    With `everything` also what no measurement says to be faster, of the patterns that ask.
+    With `everything`, patterns also substitute products that no measurement shows to be faster.
     """
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
@@ -64,7 +64,7 @@ def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
 
 @contextmanager
 def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[Substitution]]:
-    """All substitutions of the compilations inside; `listeners` are those of another pass."""
+    """Collects the substitutions of all compilations inside; another pass gives its own `listeners`."""
     found: list[Substitution] = []
     listeners.append(found)
     try:
@@ -74,7 +74,7 @@ def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[
 
 
 class SubstitutionPass(CustomGraphPass):
-    """Inductor's hook; graphs that were compiled with other patterns or fakes are no hits of its caches."""
+    """Inductor's hook; its uuid keeps graphs that were compiled with other patterns or fakes out of the caches."""
 
     def __init__(self, before: Any = None, everything: bool = False) -> None:
         self.before, self.everything = before, everything
@@ -94,7 +94,7 @@ class SubstitutionPass(CustomGraphPass):
 
 @cache
 def _fingerprint() -> str:
-    """Of the sources that decide about a graph, the sizes and strides in it among them, and of the tuning tables."""
+    """A hash of all sources that decide about a graph, including its sizes and strides, and of the tuning tables."""
     digest = hashlib.sha256()
     folders = [(Path(package.__path__[0]), files) for package, files in ((meta, "*.py"), (ops, "*.py"))]
     folders += [(Path(__file__).parent, "**/*.py"), (Path(tuning.__path__[0]), "tables/*.json")]
@@ -104,7 +104,7 @@ def _fingerprint() -> str:
 
 
 def with_pass(patches: dict[str, Any], everything: bool = False) -> dict[str, Any]:
-    """Inductor's options with the pass among them, after the user's own; `everything` as `apply` has it."""
+    """Inductor's options with this pass after the user's own; `everything` as in `apply`."""
     import torch._inductor.config as config
 
     transformers_fp8.serve()
