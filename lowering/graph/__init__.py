@@ -1,1 +1,1 @@
-"""What a graph says (nodes, views, dequantized tensors, quantizers), and how a pass changes it (emit)."""
+"""Reading a graph (nodes, views, dequantized tensors, quantizers, einsums) and changing it (emit)."""

@@ -1,4 +1,4 @@
-"""`torch.einsum` with a parameter as the product that it is: `bsd,dhe->bshe` is `(b, s, d) @ (d, h e)`."""
+"""Replaces `torch.einsum` with a parameter by its product: `bsd,dhe->bshe` is `(b, s, d) @ (d, h e)`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fp8fn.lowering.graph.nodes import tensor_of
 
 
 def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
-    """Spells the einsums of two operands, of which one is a weight, with `torch.matmul`, in place."""
+    """Replaces each einsum of two operands, one of which is a weight, by `torch.matmul`, in place."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.functional.einsum):
         if node.kwargs or len(node.args) < 2 or not isinstance(node.args[0], str):
             continue

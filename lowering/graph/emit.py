@@ -1,4 +1,4 @@
-"""How a pass changes a graph: a new call, a tensor whose axes are put in order, one node in the place of another."""
+"""Changes to a graph: adding calls, rearranging the axes of a tensor, and replacing a node."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fp8fn.lowering.graph.views import Size, aten, equal
 
 
 def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Size]) -> Node:
-    """`node` with its axes in `order`, those of one element left out, as `shape`."""
+    """Adds nodes that permute the axes of `node` to `order`, without axes of size 1, and reshape it to `shape`."""
     rest = [axis for axis in range(node.meta["val"].dim()) if axis not in order]
     if [*order] != sorted(order):
         node = call(graph, aten.permute.default, node, [*rest, *order])
@@ -22,19 +22,19 @@ def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Siz
 
 
 def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the graph's insertion point, with what it gives as a fake tensor."""
+    """Adds a call at the graph's insertion point, with its result as a fake tensor."""
     node = graph.call_function(target, args, kwargs)
     values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
-    node.meta["val"] = target(*values, **kwargs)  # on fake tensors, which bring their mode
+    node.meta["val"] = target(*values, **kwargs)  # the fake tensors bring their mode
     return node
 
 
 def replace(graph: Graph, node: Node, out: Node) -> None:
-    """`out` in the place of `node`, whose shape, type and strides it has."""
+    """Replaces `node` by `out`, which has the same shape, type and strides."""
     old, new = node.meta["val"], out.meta["val"]
     assert (old.shape, old.dtype, old.stride()) == (new.shape, new.dtype, new.stride()), (node, old, new)
     for key, meta in node.meta.items():
-        # Of "eager_input_vals" Inductor takes the strides that an op's arguments must have: those were another's.
+        # Inductor takes the required strides of an op's arguments from "eager_input_vals", which are those of `node`.
         if key not in ("val", "tensor_meta", "original_aten", "eager_input_vals"):
             out.meta.setdefault(key, meta)
     node.replace_all_uses_with(out)

@@ -1,4 +1,4 @@
-"""What a node of a graph says: its value, its arguments by name, and where in the user's code it comes from."""
+"""Reads a node of a graph: its tensor, its arguments by name, and its origin in the user's code."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch.fx import Node
 
 
 def value(node: Any) -> Tensor | None:
-    """The tensor that a node computes, as its graph was traced with it; None for other values and for no node.
+    """The fake tensor of a node's result; None for other results, and if `node` is no node.
 
-    Dynamo keeps it as `example_value`, AOTAutograd as `val`.
+    Dynamo stores it as `example_value`, AOTAutograd as `val`.
     """
     if not isinstance(node, Node):
         return None
@@ -28,14 +28,14 @@ def tensor_of(node: Any) -> Tensor:
 
 
 def origin_of(node: Node) -> tuple[str, bool]:
-    """The node of Dynamo's graph, `""` where PyTorch did not keep it, and whether this one is of its backward."""
+    """The node of Dynamo's graph (`""` if PyTorch did not record it), and whether `node` is part of its backward."""
     forward, backward = (node.meta.get(key) for key in ("source_fn_stack", "fwd_source_fn_stack"))
     stack = forward or backward
     return (str(stack[-1][0]) if stack else "", not forward and bool(backward))
 
 
 def source_of(node: Node) -> str:
-    """`file:line` of the innermost frame that is no installed package's, or not PyTorch's; `""` where none was kept."""
+    """`file:line` of the innermost frame outside installed packages, else outside PyTorch; `""` if not recorded."""
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     users = [line for line in lines if "/site-packages/" not in line[0]]
     users = users or [line for line in lines if "/site-packages/torch/" not in line[0]] or lines
@@ -57,7 +57,7 @@ def place_of(item: Node) -> int:
 
 
 def arguments_of(node: Node) -> dict[str, Any]:
-    """An op's arguments by name, with the defaults of its schema, which differs between releases of PyTorch."""
+    """An op's arguments by name, with the defaults of its schema, which differs between PyTorch releases."""
     given = {}
     for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
         default = node.args[place] if place < len(node.args) else argument.default_value
@@ -66,7 +66,7 @@ def arguments_of(node: Node) -> dict[str, Any]:
 
 
 def triton_function(node: Node) -> Any:
-    """The Python function of the Triton kernel that a `triton_kernel_wrapper_functional` launches."""
+    """The Python function of the Triton kernel that a `triton_kernel_wrapper_functional` node launches."""
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]

@@ -1,19 +1,19 @@
-"""What every pattern reports: a `Substitution` for each product that it knows."""
+"""`Substitution`: the report of a pattern about one product."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # `explain` imports this file with fp8fn, and views bring SymPy: half a second
+if TYPE_CHECKING:  # `import fp8fn` imports this file, and views import SymPy, which takes half a second
     from fp8fn.lowering.graph.views import Size
 
 
 @dataclass(frozen=True)
 class Substitution:
-    """What became of one product: the op `made` in its place, or the `reason` why it was left alone.
+    """One product: the op `made` that replaced it, or the `reason` why it was left alone.
 
-    `origin` is the node of Dynamo's graph that the product comes of, `backward` whether by differentiation.
+    `origin` is the node of Dynamo's graph that the product comes from; `backward` if by differentiation.
     """
 
     pattern: str
