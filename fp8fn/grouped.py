@@ -1,4 +1,4 @@
-"""`grouped_gemm` and `expert_mlp`: what a mixture of experts computes on its groups of tokens, in FP8."""
+"""`grouped_gemm` and `expert_mlp`: the products of a mixture of experts on groups of tokens, in FP8."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _summed_product(
     a: GroupedScaledTensor, b: GroupedScaledTensor, offsets: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """`a (M, K) @ b (K, N)` → `(E, M, N)`, of operands that were quantized by groups of K."""
+    """`a (M, K) @ b (K, N)` → `(E, M, N)` for operands that are quantized by groups of K."""
     if offsets is not None:
         raise ValueError("grouped_gemm: offsets is given, and a and b bring their own; leave it out")
     if (a.axis, b.axis) != (1, 0):

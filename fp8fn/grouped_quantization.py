@@ -1,4 +1,4 @@
-"""`quantize_grouped` and `quantize_grouped_dual`: tokens in groups to FP8, with no scale across a group's border."""
+"""`quantize_grouped` and `quantize_grouped_dual`: FP8 quantization in which no scale crosses a group's border."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`GroupedScaledTensor`: FP8 data of tokens in groups, with scales that hold for tokens of one group only."""
+"""`GroupedScaledTensor`: FP8 data of tokens in groups, with scales for tokens of one group only."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class GroupedScaledTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the tensor that was quantized, `(size, N)` or `(N, size)`."""
+        """The shape of the tensor that was quantized, `(size, N)` or `(N, size)`."""
         lead, columns = self.data.shape[:-2], self.data.shape[-1 - self.axis]
         return torch.Size((*lead, *((self.size, columns) if self.axis == 0 else (columns, self.size))))
 
@@ -85,9 +85,9 @@ class GroupedScaledTensor:
         return GroupedScaledTensor(self.data.mT, self.scale.mT, self.offsets, 1 - self.axis, self.block, self.size)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """`data * scale` in float32, rounded once to `dtype`, of the shape and in the order that were quantized.
+        """Computes `data * scale` in float32, rounded once to `dtype`, with the tokens in their original order.
 
-        Tokens past the last offset are zeros. Of a batch, as `vmap` returns one, `vmap` this.
+        Tokens past the last offset are zeros. For a batch, such as a result of `vmap`, use `vmap` of this method.
         """
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"dequantize: dtype={dtype} is not an output type; use bfloat16, float16 or float32")
@@ -97,13 +97,13 @@ class GroupedScaledTensor:
         return reference.dequantize_grouped(self.data, self.scale, self.offsets, block, self.size).to(dtype)
 
     def to(self, device: torch.device | str) -> GroupedScaledTensor:
-        """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
+        """Copies the tensor to another device with its strides; `Tensor.to` would drop the padding."""
         check_device("GroupedScaledTensor.to", device)
         data, scale = moved(self.data, device), moved(self.scale, device)
         return GroupedScaledTensor(data, scale, self.offsets.to(device), self.axis, self.block, self.size)
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle and copy know no storage of FP8: they get the bytes, and the types beside them.
+        # pickle and copy do not support FP8 storage, so the state has bytes, and the types separately.
         data, scale = self.data.view(torch.uint8), self.scale
         if scale.dtype != torch.float32:
             scale = scale.view(torch.uint8)
@@ -173,7 +173,7 @@ def _unflatten(leaves: Any, context: tuple[int, int, int]) -> GroupedScaledTenso
     data, scale, offsets = leaves
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return GroupedScaledTensor(data, scale, offsets, *context)
-    # Under pytree.tree_map a leaf may be anything.
+    # pytree.tree_map may make any object a leaf.
     made = object.__new__(GroupedScaledTensor)
     fields = ("data", "scale", "offsets", "axis", "block", "size")
     for name, value in zip(fields, (*leaves, *context), strict=True):

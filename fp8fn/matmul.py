@@ -1,4 +1,4 @@
-"""`gemm` and `linear`: matrix products in FP8."""
+"""`gemm` and `linear`: matrix products in FP8, dispatched by the types of their operands."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def gemm(
     return out.squeeze(-2) if a.ndim == 1 else out
 
 
-_gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # whose names of the arguments `linear` has not
+_gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # without checks, whose errors name the arguments of `gemm`
 
 
 @checked(
@@ -191,7 +191,7 @@ def _weight_only_product(
 def _weight_first_product(
     w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
 ) -> Tensor:
-    """`w (..., M, K) @ x (..., K, N) + bias (N)`, which is `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
+    """`w (..., M, K) @ x (..., K, N) + bias (N)`, computed as `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
     if x.ndim < 2:
         raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
     x = _autocast(x)
@@ -203,7 +203,7 @@ def _weight_first_product(
 
 
 def _prequantized_operands(a: Tensor | ScaledTensor, b: Tensor | ScaledTensor) -> tuple[Tensor, ScaledTensor]:
-    """`a` and `b` where `prequant=True` fits them, else the error that says which does not and what would work."""
+    """`a` and `b` if `prequant=True` fits them; otherwise raises an error with a remedy."""
     if isinstance(a, ScaledTensor):
         raise ValueError(
             "gemm: prequant=True quantizes a, and a is a ScaledTensor, in FP8 already; pass it as bfloat16, float16 or "
@@ -225,13 +225,13 @@ def _prequantized_operands(a: Tensor | ScaledTensor, b: Tensor | ScaledTensor) -
 def _prequantized_product(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """What `mm_a16w8` of these arguments is, with `x` quantized."""
+    """`mm_a16w8` of these arguments, but with `x` quantized."""
     if torch.compiler.is_compiling():
         leave_to_aotautograd()
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     dtype = out_dtype or x.dtype
     shape = (*x.shape[:-1], w.shape[-1])
-    if w.ndim == 2:  # then leading dimensions are rows
+    if w.ndim == 2:  # leading dimensions are rows
         x = x.flatten(0, -2)
     if bias is None or bias.ndim == 1:
         out = quantized_by_weight(x, w, w_scale, *block, bias, dtype)
@@ -242,7 +242,7 @@ def _prequantized_product(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """`x` as `torch.matmul` takes it: under autocast in its type."""
+    """`x` in autocast's type if autocast is enabled, as in `torch.matmul`."""
     return x.to(default_out_dtype(x)) if x.dtype in INPUT_DTYPES else x
 
 

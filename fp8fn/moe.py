@@ -1,4 +1,4 @@
-"""`sort_tokens` and `moe_gemm`: a mixture of experts at decode time, in the layout of the serving engines."""
+"""`sort_tokens` and `moe_gemm`: a mixture of experts at decode time, in the layout of serving engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`quantize`, its relatives, and `dequantize`: between tensors and `ScaledTensor`s."""
+"""`quantize`, its variants, and `dequantize`: conversions between tensors and `ScaledTensor`s."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat
 from fp8fn.ops.layout import Block, swap
 from fp8fn.scaled_tensor import ScaledTensor
 
-# The arguments that every quantizer has.
+# Checks of the arguments that all quantizers share.
 _FORMAT: Final[dict[str, arguments.Check]] = {
     "block": arguments.block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""`error`: how far FP8 data, or any result, is from the numbers it stands for; in all, and block by block."""
+"""`error`: the error of FP8 data, or of any approximation, in total and for each block."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fp8fn.scaled_tensor import ScaledTensor
 
 @dataclass(frozen=True)
 class Error:
-    """What `error` found.
+    """The result of `error`.
 
     Attributes:
-        snr_db: `10 log10(Σ x² / Σ (x - q)²)`; inf where they are equal, NaN where one has a NaN.
-        max_abs: the largest `|x - q|`.
-        max_rel: the largest `|x - q| / |x|` where `x` is not 0.
-        saturated: share of elements with `|x| > fp8_max * scale`, which were cut off; 0 for a tensor without scales.
-        flushed: share of elements that are not 0 in `x` and 0 in `q`.
-        by_block: SNR in dB of each block, of the shape of the scales, float64.
+        snr_db: `10 log10(Σ x² / Σ (x - q)²)`; inf if `x` and `q` are equal, NaN if either has a NaN.
+        max_abs: The largest `|x - q|`.
+        max_rel: The largest `|x - q| / |x|` where `x` is not 0.
+        saturated: Share of elements with `|x| > fp8_max * scale`, which saturate; 0 for a tensor without scales.
+        flushed: Share of elements that are 0 in `q` and not in `x`.
+        by_block: SNR in dB of each block, float64, of the shape of the scales.
     """
 
     snr_db: float
@@ -83,7 +83,7 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
         block = q.block
         found = dequantize(q, torch.float32).double()
         limit = spread(q.scale.double(), x.shape, block) * fp8_max(q.dtype)
-        # Not by a rounding of the scale alone: the largest element of a block is its limit.
+        # The largest element of a block equals the limit; the tolerance covers the rounding of the scale.
         saturated = _share(exact.abs() > limit * (1 + 2**-20))
     else:
         found = q.detach().double()
@@ -103,7 +103,7 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
 
 
 def _decibel(signal: Tensor, noise: Tensor) -> Tensor:
-    """Also of blocks of zeros: without noise it is inf."""
+    """The ratio in dB; inf without noise, also for a block of zeros."""
     return torch.where(noise == 0, torch.inf, 10 * torch.log10(signal / noise))
 
 

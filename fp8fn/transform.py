@@ -1,4 +1,4 @@
-"""`fp8(fn)`: the same function with its eligible matrix products in FP8."""
+"""`fp8(fn)`: a function transform that computes the eligible matrix products of `fn` in FP8."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = 
             out = fn(*args, **kwargs)
         if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
             if not isinstance(out, AsyncGeneratorType):
-                out.close()  # else Python warns that nothing awaited it
+                out.close()  # otherwise Python warns that nothing awaited it
             raise TypeError(_LATER.format(name=_name(fn), kind=type(out).__name__))
         return out
 
@@ -82,7 +82,7 @@ _LATER: Final = (
 
 
 def _check_at_once(fn: Callable[..., Any]) -> None:
-    """TypeError for a function that a call does not run to its end."""
+    """Raises TypeError for a function whose call returns before its body has run."""
     called: Any = None if inspect.isclass(fn) else getattr(fn, "forward" if isinstance(fn, nn.Module) else "__call__")
     for kind, is_of in (
         ("generator", inspect.isgeneratorfunction),
@@ -98,7 +98,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 class _Call(NamedTuple):
-    """A call that is `a @ b + bias`, if its operands are matrices; `order` has the axes of an einsum's result."""
+    """A call that computes `a @ b + bias` if its operands are matrices; an einsum's result is permuted by `order`."""
 
     op: str
     a: Any
@@ -135,7 +135,7 @@ def _inner(input: Any, other: Any, *, out: Any = None) -> _Call | None:
 
 
 def _einsum(equation: Any, *operands: Any) -> _Call | None:
-    if len(operands) == 4 and isinstance(equation, Tensor):  # by lists of axes: a, [0, 1], b, [1, 2], [0, 2]
+    if len(operands) == 4 and isinstance(equation, Tensor):  # with lists of axes: a, [0, 1], b, [1, 2], [0, 2]
         a, (first, b, second, last) = equation, operands
         if any(axis < 0 for axis in (*first, *second, *last)):
             return None
@@ -146,7 +146,7 @@ def _einsum(equation: Any, *operands: Any) -> _Call | None:
         return None
     a, b = listed
     terms, arrow, out = equation.partition("->")
-    if "..." in terms.partition(",")[2]:  # the first operand is the one that may have further axes
+    if "..." in terms.partition(",")[2]:  # only the first operand may have further axes
         a, b, equation = b, a, ",".join(reversed(terms.split(","))) + arrow + out
     product = as_product(equation, a.ndim, b.ndim)
     return None if product is None else _contracted("einsum", a, b, product)
@@ -171,11 +171,11 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> _Call | None:
 
 
 def _unmatched(*_: Any, **__: Any) -> None:
-    """A product that this file does not know as one of two matrices."""
+    """Stands for products that are never matched."""
 
 
 def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None:
-    """The operands of a contraction as two matrices, or None for what is one of vectors, or repeats an axis."""
+    """A contraction as a product of two matrices; None if an operand is a vector or an axis is repeated."""
     if product.repeats(a.shape, b.shape):
         return None
     many = product.contracted
@@ -189,7 +189,7 @@ def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None
     return _Call(op, left, right, shape=(*rows, *columns), order=product.out)
 
 
-# Each function of PyTorch that is a product, and how its arguments are read; parameters have PyTorch's own names.
+# The reader of each PyTorch product's arguments. The readers' parameters have PyTorch's names.
 _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     F.linear: _linear,
     torch._C._nn.linear: _linear,
@@ -229,7 +229,7 @@ _NOT_FITTING: Final = "its operands are no matrix and batch of rows of one type,
 
 
 class _Substitute(TorchFunctionMode):
-    """Calls `fp8fn::gemm` for the products that it takes, and logs once for each reason why it leaves another one."""
+    """Replaces products by `fp8fn::gemm`, and logs each reason to leave a product alone once."""
 
     def __init__(self, recipe: str, where: Where, logged: set[tuple[str, str]]) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class _Substitute(TorchFunctionMode):
             _LOG.info("fp8: a %s is left as it is: %s", name, reason)
 
     def product(self, read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | str:
-        """The product in FP8, or the reason to leave it: what PyTorch refuses is left as well."""
+        """The product in FP8, or the reason to leave it alone; a call that PyTorch refuses is also left alone."""
         if not all(_is_plain(arg) for arg in (*args, *kwargs.values())):
             return _NOT_PLAIN
         call = _read(read, args, kwargs)
@@ -276,7 +276,7 @@ class _Substitute(TorchFunctionMode):
 
 
 def _read(read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
-    """The product that a call asks for; None where PyTorch refuses its arguments, or takes them in an older form."""
+    """The product that a call computes; None if PyTorch refuses the arguments, or takes them in an older form."""
     try:
         return read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError, IndexError):
@@ -284,7 +284,7 @@ def _read(read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: Mapp
 
 
 def _is_plain(arg: Any) -> bool:
-    """Whether an argument is none, or a tensor, or a list of them, that an op of ours can read."""
+    """Whether fp8fn's ops can read an argument: a plain strided tensor, a list of such, or no tensor at all."""
     if isinstance(arg, (list, tuple)):
         return all(_is_plain(each) for each in arg)
     if not isinstance(arg, Tensor):
@@ -293,7 +293,7 @@ def _is_plain(arg: Any) -> bool:
 
 
 def _fits(call: _Call) -> bool:
-    """Whether `a @ b + bias` is a product with a matrix that PyTorch computes: what it refuses, it is to refuse."""
+    """Whether `a @ b + bias` is a product by a matrix that PyTorch accepts; PyTorch raises the errors of all others."""
     a, b, bias, out = call.a, call.b, call.bias, call.out
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.ndim < 2 or b.ndim != 2:
         return False
