@@ -37,8 +37,9 @@ def shortest(
     first = tensors[0]
     if first is None or not first.is_cuda:
         return dispatched
-    unseen = nothing_watches(*tensors) if below_autograd else goes_unseen(*tensors)
-    return direct if unseen else dispatched
+    if nothing_watches(*tensors) and (below_autograd or not is_tracked(*tensors)):
+        return direct
+    return dispatched
 
 
 def _keys_with_work() -> int:
