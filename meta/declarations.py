@@ -1,4 +1,4 @@
-"""Every op of `torch.ops.fp8fn`, each declared once with all that belongs to it."""
+"""The declaration of every op of `torch.ops.fp8fn`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is dif
 
 
 def _constant(module: ModuleType, schema: str) -> Op:
-    """Declares an op on FP8 that has no derivative: its parts have the op's name, in `module`, `fake` and `vmap`."""
+    """Declares an op that has no derivative; `module`, `fake` and `vmap` hold its parts under the op's name."""
     name = schema.partition("(")[0]
     reference, kernel = getattr(module, f"{name}_reference"), getattr(module, f"{name}_kernel")
     return declare(

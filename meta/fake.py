@@ -1,4 +1,4 @@
-"""Fake implementations: the shapes, types and strides of what an op returns, from those of its inputs."""
+"""Fake implementations: shapes, types and strides of an op's results, derived from those of its inputs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def quantize_rms_norm_dual(
     return empty_dual(x, pair, fp8, scale)
 
 
-def scaled_mm(
+def scaled_mm(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -112,7 +112,7 @@ def mx_mm(
     return empty_output(a, b, out_dtype)
 
 
-def moe_gemm(
+def moe_gemm(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -122,7 +122,7 @@ def moe_gemm(
     return a.new_empty(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
 
 
-def scaled_grouped_mm(
+def scaled_grouped_mm(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,

@@ -15,10 +15,10 @@ import torch
 from fp8fn.bench import plot, record, tables
 from fp8fn.bench.measure import Case, Row, copy_rate, measure
 from fp8fn.bench.peers import PEERS
-from fp8fn.bench.timing import DEFAULT, Clock, Schedule, clock_of
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
 from fp8fn.ops.cuda.gemm import cublaslt
+from fp8fn.timing import DEFAULT, Clock, Schedule, clock_of
 
 _EXIT = "Exit status 1 where a case of fp8fn did not run, or a result is under 25 dB."
 

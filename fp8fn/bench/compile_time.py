@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8fn import lowering
+import fp8fn
 from fp8fn.bench.decoder import Decoder
 from fp8fn.bench.record import write
 from fp8fn.cli import options
@@ -41,7 +41,7 @@ class Way(NamedTuple):
 
 WAYS: Final = {
     PLAIN: Way({}),
-    CHECKED: Way({}, lowering.substitution),
+    CHECKED: Way({}, fp8fn.lowering.substitution),
     "fp8fn": Way({"backend": "fp8fn", "options": {"where": "*"}}),
 }
 

@@ -29,9 +29,9 @@ from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case, Row
 from fp8fn.bench.shapes import BATCH_DECODE, BATCHED, DECODE, MX_DECODE, MX_MOE
-from fp8fn.bench.timing import Call, Schedule
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.targets import target_of
+from fp8fn.timing import Call, Schedule
 
 BLOCK: Final = (128, 128)
 ROWS: Final = (1, 4, 16)

@@ -20,7 +20,7 @@ from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
-from fp8fn.bench.timing import Call
+from fp8fn.timing import Call
 
 SHAPES: Final = ((8192, 4096, 14336),)
 _SEQUENCE: Final = 4096

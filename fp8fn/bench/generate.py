@@ -31,9 +31,9 @@ from torch import Tensor
 from fp8fn.bench import record, tables
 from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.llama import A16W8, MX, SIZES, ConstantA16W8, ConstantMX, Generator, Hold, Plain, Size
-from fp8fn.bench.timing import Clock, clock_of
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
+from fp8fn.timing import Clock, clock_of
 
 WAYS: Final[Mapping[str, Hold]] = {
     "bf16": Plain, "A16W8": A16W8, "A16W8, constant": ConstantA16W8, "MX": MX, "MX, constant": ConstantMX,

@@ -20,7 +20,7 @@ from fp8fn.bench.dense import ceiling_case
 from fp8fn.bench.layer import Layer
 from fp8fn.bench.measure import Case
 from fp8fn.bench.shapes import TRAINING
-from fp8fn.bench.timing import Call
+from fp8fn.timing import Call
 
 Linear: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 

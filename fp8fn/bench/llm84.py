@@ -19,7 +19,7 @@ from fp8fn.bench.accuracy import snr_db, worst
 from fp8fn.bench.layer import Layer
 from fp8fn.bench.measure import Case, Row
 from fp8fn.bench.shapes import LLM84
-from fp8fn.bench.timing import Call, Schedule
+from fp8fn.timing import Call, Schedule
 
 SHAPES: Final = tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84))
 

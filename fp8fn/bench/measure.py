@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from fp8fn.bench.accuracy import worst
-from fp8fn.bench.timing import Call, Clock, Schedule, Timing, interleaved, reason, replayed
+from fp8fn.timing import Call, Clock, Schedule, Timing, interleaved, reason, replayed
 
 # Every result is FP8 in E4M3 or better: 25 dB is DESIGN's bar for it, and Primus-Turbo's.
 SNR_BAR_DB: Final = 25.0

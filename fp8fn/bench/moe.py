@@ -25,8 +25,8 @@ from fp8fn.bench.experts import Experts
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.quant import SCHEDULE, bytes_moved
-from fp8fn.bench.timing import Call
 from fp8fn.ops.groups import spread_blocks
+from fp8fn.timing import Call
 
 # (E, M, N, K); the last is not of FACTS' four but DeepSeek-V3's MLP.
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))

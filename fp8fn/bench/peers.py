@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8fn import ScaledTensor
-from fp8fn.bench.timing import Call
+from fp8fn.timing import Call
 
 PEERS: Final = ("torch", "torchao", "deep_gemm", "triton")
 

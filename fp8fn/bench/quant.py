@@ -21,8 +21,8 @@ from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.shapes import QUANT
-from fp8fn.bench.timing import Call, Schedule
 from fp8fn.ops.layout import Block, scale_shape
+from fp8fn.timing import Call, Schedule
 
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 SCHEDULE: Final = Schedule(flush="reads")

@@ -18,7 +18,7 @@ from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import Layer
 from fp8fn.bench.measure import Case
 from fp8fn.bench.shapes import ANCHORS, TRAINING
-from fp8fn.bench.timing import Call
+from fp8fn.timing import Call
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     """Converts, and prints the worst weights; 1 where the conversion failed."""
     parser = _parser()
     args = parser.parse_args(argv)
-    for module in ("filelock", "safetensors", "tabulate", "tqdm"):
+    for module in ("safetensors", "tabulate", "tqdm"):
         if importlib.util.find_spec(module) is None:
             parser.error(f"needs {module}: pip install {module}")
     options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude))

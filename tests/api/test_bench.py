@@ -25,8 +25,8 @@ from fp8fn.bench.command import Suite, peer_names, sizes
 from fp8fn.bench.layer import Layer, normal
 from fp8fn.bench.measure import Case, Row, measure
 from fp8fn.bench.shapes import ANCHORS, LLM84, QUANT, SAMPLE_IDS, SMALL, TRAINING, Shape, shape
-from fp8fn.bench.timing import Call, CpuClock, GpuClock, Schedule, Timing, flush_bytes, interleaved, lead_us
 from fp8fn.cli.environment import device_name
+from fp8fn.timing import Call, CpuClock, GpuClock, Schedule, Timing, flush_bytes, interleaved, lead_us
 
 CPU = torch.device("cpu")
 QUICK = Schedule(rounds=2, burst_ms=0.1, warm_s=0.0)
@@ -128,7 +128,7 @@ class TestTiming:
         monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("synchronize"))
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: log.append(f"sleep {cycles}"))
-        monkeypatch.setattr("fp8fn.bench.timing.flush_bytes", lambda size: size)
+        monkeypatch.setattr("fp8fn.timing.flush_bytes", lambda size: size)
         gpu = GpuClock(CPU)
         assert gpu.flush_us == 0.0
         buffer = SimpleNamespace(zero_=lambda: log.append("write"), sum=lambda: log.append("read"))
