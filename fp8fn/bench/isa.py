@@ -1,7 +1,7 @@
 """What Primus-Turbo reports of its kernels' machine code on MI355X, beside what fp8fn's kernels compile to.
 
-`python -m fp8fn bench isa` compiles offline, with no GPU, and writes `results/isa-gfx942.json` and `isa-gfx950.json`.
-Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_model.py`), not measured.
+`python -m fp8fn bench isa` compiles offline, with no GPU, and writes `isa-gfx942.json` and `isa-gfx950.json` to
+`docs/results`. Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_model.py`), not measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from fp8fn.bench import record, tables
@@ -23,7 +22,6 @@ from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.amd_isa import Mix
 from fp8fn.ops.tuning.compare import geomean
 
-RESULTS: Final = Path(__file__).parent / "results"
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
 THEIR_DGRAD: Final = "256x128w8s3n32"
 # What Primus-Turbo measures on the 84 layers with its own kernels, quantization counted in: TFLOP/s and of what mean.
@@ -43,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m fp8fn bench isa", description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", choices=TARGETS, help="of this architecture only")
     parser.add_argument(
-        "--folder", type=options.output_folder, default=RESULTS, help="where to write (default: %(default)s)"
+        "--folder",
+        type=options.output_folder,
+        default=str(record.RESULTS),
+        help="where to write (default: docs/results of the checkout)",
     )
     args = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None:

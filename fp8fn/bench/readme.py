@@ -15,7 +15,7 @@ from fp8fn.ops import tuning
 from fp8fn.ops.cuda.gemm.cublaslt import RECIPES
 from fp8fn.ops.tuning import compare, table
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = record.RESULTS
 
 
 def overhead(run: dict[str, Any]) -> str:
@@ -80,7 +80,7 @@ TABLES: Final = (
     Table("forward", "forward.json", tables.forward),
     Table("linear", "linear.json", tables.linear),
     Table("llm84", "llm84.json", tables.llm84),
-    Table("tuned", str(Path(tuning.__path__[0]) / "h200.json"), tuned),
+    Table("tuned", str(Path(tuning.__path__[0]) / "tables" / "h200.json"), tuned),
     Table("small", "small.json", tables.small),
     Table("wgrad", "wgrad.json", tables.wgrad),
     Table("quant", "quant.json", tables.quant),

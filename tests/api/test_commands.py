@@ -20,14 +20,14 @@ import torch
 from tqdm import tqdm
 
 from fp8fn import cli
-from fp8fn.bench import plot, readme
+from fp8fn.bench import plot, record
 from fp8fn.cli import options, tune
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled
 from fp8fn.ops.tuning import sweep, table
 from fp8fn.ops.tuning.problem import Chip, Problem
 
-RESULTS = readme.RESULTS
+RESULTS = record.RESULTS
 # How each command that has the option is called, but for it.
 DEVICES = {
     "demo": ("demo",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -61,7 +60,7 @@ def test_over_the_bar_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_committed_run_is_of_32_layers_and_under_the_bar() -> None:
-    results = json.loads((readme.RESULTS / "compile.json").read_text(encoding="utf-8"))["results"]
+    results = record.committed("compile")["results"]
     assert results["layers"] == 32
     assert {len(samples) for samples in results["seconds"].values()} <= {3, 5}
     assert growth(results["seconds"], CHECKED).processor < compile_time.BAR
