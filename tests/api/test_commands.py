@@ -159,7 +159,7 @@ def test_without_triton_isa_says_what_to_install(
     assert "needs Triton, whose compiler writes the machine code: pip install triton" in capsys.readouterr().err
 
 
-# `bench plot` and `bench readme`.
+# `bench plot` and `bench docs`.
 
 
 def test_plot_without_matplotlib_says_what_to_install(
@@ -229,7 +229,7 @@ def test_readme_outside_of_a_checkout(
     ):
         if content is not None:
             path.write_bytes(content)
-        assert stopped("bench", "readme", *argv) == 2
+        assert stopped("bench", "docs", *argv) == 2
         assert f"{path} {why}" in capsys.readouterr().err
     assert path.read_bytes() == b"\xff\xfe\x00"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8fn import cli
-from fp8fn.bench import compile_time, readme, record
+from fp8fn.bench import compile_time, docs, record
 from fp8fn.bench.compile_time import CHECKED, PLAIN, WAYS, Seconds, Way, compile_seconds, growth, measure, medians
 
 SECONDS = {PLAIN: [(10.0, 8.0), (12.0, 6.0), (50.0, 7.0)], CHECKED: [(15.0, 7.2), (9.0, 7.4), (11.0, 7.3)]}
@@ -48,7 +48,7 @@ def test_the_command(fake: list[tuple[Way, int]], tmp_path: Path, capsys: pytest
     assert "10.5 s of the processor (+5.0%)" in capsys.readouterr().out
     run = record.read(file)
     assert (run["benchmark"], run["results"]["layers"]) == ("compile", 2)
-    table = readme.compiled(run).splitlines()
+    table = docs.compiled(run).splitlines()
     assert table[3] == "| Inductor inside `substitution()` | 10.0 | +0.0 % | 10.5 | +5.0 % | 10 % |"
     assert table[-1].startswith("Medians of 1. ")
 

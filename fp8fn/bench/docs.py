@@ -1,4 +1,4 @@
-"""The README's tables from the committed results: `python -m fp8fn bench readme [--check]`."""
+"""The README's tables from the committed results: `python -m fp8fn bench docs [--check]`."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def rewritten(text: str, tables: Sequence[Table] = TABLES) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Rewrites README.md in this folder; with --check, only says whether it would change."""
-    parser = argparse.ArgumentParser(prog="fp8fn bench readme", description=__doc__)
+    parser = argparse.ArgumentParser(prog="fp8fn bench docs", description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where a table is stale")
     args = parser.parse_args(argv)
     path = Path("README.md")
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(f"{path.absolute()} is not fp8fn's ({error}): run it in a checkout of fp8fn")
     if args.check:
-        print("README.md is up to date" if new == text else "README.md is stale: python -m fp8fn bench readme")
+        print("README.md is up to date" if new == text else "README.md is stale: python -m fp8fn bench docs")
         return int(new != text)
     path.write_text(new, encoding="utf-8")
     return 0
