@@ -1,10 +1,10 @@
-"""The README's tables from the committed results: `python -m fp8fn bench docs [--check]`."""
+"""The tables in `docs/` from the committed results: `python -m fp8fn bench docs [--check]`."""
 
 from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -15,12 +15,12 @@ from fp8fn.ops import tuning
 from fp8fn.ops.cuda.gemm.cublaslt import RECIPES
 from fp8fn.ops.tuning import compare, table
 
-RESULTS: Final = record.RESULTS
+FOLDER: Final = record.RESULTS.parent
 
 
 def overhead(run: dict[str, Any]) -> str:
     """Microseconds of a call, of its work alone, and the difference beside its bar."""
-    lines = ["| call | µs | its work alone | above it | bar |", "|---|---|---|---|---|"]
+    lines = ["| call | µs | its work alone, µs | overhead, µs | bar, µs |", "|---|---|---|---|---|"]
     names = {"quantize": "`torch.ops.fp8fn.quantize`", "gemm": "`fp8fn.gemm`, no_grad"}
     for name, row in run["results"].items():
         times = " | ".join(f"{row[key]:.1f}" for key in ("call_us", "work_us", "extra_us"))
@@ -29,32 +29,35 @@ def overhead(run: dict[str, Any]) -> str:
 
 
 def host(run: dict[str, Any]) -> str:
-    """Microseconds that calls take of the host, and seconds of a first call."""
+    """Host microseconds of each call, and seconds of the import and the first call, beside their bars."""
     lines = ["| call | time | bar |", "|---|---|---|"]
     for name, row in run["results"].items():
-        bar = "" if row["bar"] is None else f"{row['bar']:g}"
+        bar = "" if row["bar"] is None else f"{row['bar']:g} {row['unit']}"
         lines.append(f"| {name} | {row['value']:.3g} {row['unit']} | {bar} |")
     return "\n".join([*lines, "", provenance(run)])
 
 
 def compiled(run: dict[str, Any]) -> str:
-    """Seconds of a compilation by the clock and of the processor, medians, and by how much they grow."""
-    lines = ["| compiled by | s | growth | s of the processor | growth | bar |", "|---|---|---|---|---|---|"]
+    """Median wall and processor seconds of a compilation, each with its growth over plain Inductor."""
+    lines = ["| compiled by | wall time, s | growth | processor time, s | growth | bar |", "|---|---|---|---|---|---|"]
     names = {"inductor": "Inductor", "substitution": "Inductor inside `substitution()`", "fp8fn": '`backend="fp8fn"`'}
     seconds = run["results"]["seconds"]
     for name, samples in seconds.items():
-        middle, more = compile_time.medians(samples), compile_time.growth(seconds, name)
+        median, more = compile_time.medians(samples), compile_time.growth(seconds, name)
         grown = ["" if name == compile_time.PLAIN else f"{100 * each:+.1f} %" for each in more]
         bar = f"{100 * compile_time.BAR:.0f} %" if name == compile_time.CHECKED else ""
-        cells = names[name], f"{middle.wall:.1f}", grown[0], f"{middle.processor:.1f}", grown[1], bar
+        cells = names[name], f"{median.wall:.1f}", grown[0], f"{median.processor:.1f}", grown[1], bar
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", f"Medians of {len(seconds['inductor'])}. {provenance(run)}"])
 
 
 def tuned(document: dict[str, Any]) -> str:
-    """By the kinds of scales: TFLOP/s of fp8fn's choices and of cuBLASLt over a tuning table, and their ratio."""
+    """For each kind of scales in a tuning table: TFLOP/s of the configurations chosen, of cuBLASLt, and their ratio."""
     found = table.parse(document)
-    lines = ["| product | of them | fp8fn, TFLOP/s | cuBLASLt | ratio | least |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| scales | products | fp8fn, TFLOP/s | cuBLASLt, TFLOP/s | ratio | lowest ratio |",
+        "|---|---|---|---|---|---|",
+    ]
     for kinds, name in RECIPES.items():
         pairs = [(p.operations / e.us / 1e6, p.operations / e.peer_us / 1e6)
                  for p, e in found.entries.items() if p.kinds == kinds and e.peer_us is not None]  # fmt: skip
@@ -68,70 +71,82 @@ def tuned(document: dict[str, Any]) -> str:
 
 
 class Table(NamedTuple):
-    """What stands between `<!-- marker -->` and `<!-- /marker -->`, from a file of `results/` or an absolute path."""
+    """The text between `<!-- marker -->` and `<!-- /marker -->`, which `make` writes from the JSON of `path`."""
 
     marker: str
-    result: str
+    path: Path
     make: Callable[[dict[str, Any]], str]
 
 
-# The tables of the README, each with the committed run that it is made from.
-TABLES: Final = (
-    Table("forward", "forward.json", tables.forward),
-    Table("linear", "linear.json", tables.linear),
-    Table("llm84", "llm84.json", tables.llm84),
-    Table("tuned", str(Path(tuning.__path__[0]) / "tables" / "h200.json"), tuned),
-    Table("small", "small.json", tables.small),
-    Table("wgrad", "wgrad.json", tables.wgrad),
-    Table("quant", "quant.json", tables.quant),
-    Table("moe-forward", "moe_forward.json", tables.forward),
-    Table("moe-wgrad", "moe_wgrad.json", tables.wgrad),
-    Table("moe-mlp", "moe_mlp.json", tables.linear),
-    Table("moe-layer", "moe_layer.json", tables.layers),
-    Table("moe-quant", "moe_quant.json", tables.quant),
-    Table("moe-weights", "moe_weights.json", tables.quant),
-    Table("decoder", "decoder.json", tables.linear),
-    Table("decode-summary", "decode.json", decode.summary),
-    Table("decode", "decode.json", decode.table),
-    Table("decode-rows", "decode_rows.json", decode.table),
-    Table("decode-batched", "decode_batched.json", decode.table),
-    Table("decode-batched-large", "decode_batched_large.json", decode.table),
-    Table("decode-mx", "decode_mx.json", decode.table),
-    Table("decode-mx-moe", "decode_mx_moe.json", decode.table),
-    Table("generate", "generate.json", generate.table),
-    Table("isa-gfx950", "isa-gfx950.json", isa.table),
-    Table("isa-gfx942", "isa-gfx942.json", isa.table),
-    Table("host", "host.json", host),
-    Table("overhead", "overhead.json", overhead),
-    Table("compile", "compile.json", compiled),
-)
+def _committed(marker: str, make: Callable[[dict[str, Any]], str], name: str = "") -> Table:
+    return Table(marker, record.RESULTS / f"{name or marker.replace('-', '_')}.json", make)
 
 
-def rewritten(text: str, tables: Sequence[Table] = TABLES) -> str:
-    """The README with its tables made anew."""
-    for marker, result, make in tables:
+# The generated tables of each page of `docs/`.
+PAGES: Final[Mapping[str, Sequence[Table]]] = {
+    "benchmarks.md": (
+        _committed("forward", tables.forward),
+        _committed("small", tables.small),
+        _committed("wgrad", tables.wgrad),
+        _committed("quant", tables.quant),
+        _committed("linear", tables.linear),
+        _committed("llm84", tables.llm84),
+        _committed("decoder", tables.linear),
+        _committed("moe-forward", tables.forward),
+        _committed("moe-wgrad", tables.wgrad),
+        _committed("moe-mlp", tables.linear),
+        _committed("moe-layer", tables.layers),
+        _committed("moe-quant", tables.quant),
+        _committed("moe-weights", tables.quant),
+        _committed("decode-summary", decode.summary, "decode"),
+        _committed("decode", decode.table),
+        _committed("decode-rows", decode.table),
+        _committed("decode-batched", decode.table),
+        _committed("decode-batched-large", decode.table),
+        _committed("decode-mx", decode.table),
+        _committed("decode-mx-moe", decode.table),
+        _committed("generate", generate.table),
+        _committed("host", host),
+        _committed("overhead", overhead),
+        _committed("compile", compiled),
+    ),
+    "tuning.md": (Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),),
+    "amd.md": (
+        _committed("isa-gfx950", isa.table, "isa-gfx950"),
+        _committed("isa-gfx942", isa.table, "isa-gfx942"),
+    ),
+}
+
+
+def rewritten(text: str, tables: Sequence[Table]) -> str:
+    """The text of a page with its tables made again."""
+    for marker, path, make in tables:
         parts = re.split(rf"(<!-- /?{marker} -->\n)", text)
         if len(parts) != 5:
-            raise ValueError(f"README needs one place between <!-- {marker} --> and <!-- /{marker} -->")
-        text = f"{parts[0]}{parts[1]}{make(record.read(RESULTS / result))}\n{parts[3]}{parts[4]}"
+            raise ValueError(f"needs one place between <!-- {marker} --> and <!-- /{marker} -->")
+        text = f"{parts[0]}{parts[1]}{make(record.read(path))}\n{parts[3]}{parts[4]}"
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Rewrites README.md in this folder; with --check, only says whether it would change."""
-    parser = argparse.ArgumentParser(prog="fp8fn bench docs", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit status 1 where a table is stale")
+    """Writes the tables of every page of `docs/` in the checkout; with --check, only says which pages would change."""
+    parser = argparse.ArgumentParser(prog="python -m fp8fn bench docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a table is stale")
     args = parser.parse_args(argv)
-    path = Path("README.md")
-    try:
-        text = path.read_text(encoding="utf-8")
-        new = rewritten(text)
-    except OSError as error:
-        parser.error(f"{path.absolute()} can't be read ({error.strerror}): run it in a checkout of fp8fn")
-    except ValueError as error:
-        parser.error(f"{path.absolute()} is not fp8fn's ({error}): run it in a checkout of fp8fn")
-    if args.check:
-        print("README.md is up to date" if new == text else "README.md is stale: python -m fp8fn bench docs")
-        return int(new != text)
-    path.write_text(new, encoding="utf-8")
-    return 0
+    stale = False
+    for name, page_tables in PAGES.items():
+        page = FOLDER / name
+        try:
+            text = page.read_text(encoding="utf-8")
+            new = rewritten(text, page_tables)
+        except OSError as error:
+            parser.error(f"{error.filename} can't be read ({error.strerror}): run this command in a checkout of fp8fn")
+        except ValueError as error:
+            parser.error(f"{page} is not fp8fn's page ({error}): run this command in a checkout of fp8fn")
+        if args.check:
+            stale |= new != text
+            print(f"{page} is stale: python -m fp8fn bench docs" if new != text else f"{page} is up to date")
+        elif new != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"wrote {page}")
+    return int(stale)

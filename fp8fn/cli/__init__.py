@@ -56,7 +56,7 @@ COMMANDS: Final = Group(
             "Measurements.",
             {
                 "overhead": Command("the cost of a call, apart from its kernels", "fp8fn.bench.overhead"),
-                "docs": Command("make the README's tables from the committed results", "fp8fn.bench.docs"),
+                "docs": Command("make the tables in docs/ from the committed results", "fp8fn.bench.docs"),
                 "dense": Command("the forward product, beside its peers", "fp8fn.bench.dense"),
                 "wgrad": Command("the product of a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
                 "linear": Command("a linear layer's forward and backward, beside its peers", "fp8fn.bench.linear"),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import fp8fn
 from fp8fn import cli
-from fp8fn.bench import decoder, docs, llm84, overhead, peers, plot, quant, record, tables
+from fp8fn.bench import decoder, llm84, overhead, peers, plot, quant, record, tables
 from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
 from fp8fn.bench.layer import Layer, normal
@@ -402,22 +402,6 @@ class TestTables:
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_readme_has_the_committed_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    assert docs.main(["--check"]) == 0
-
-
-def test_readme_tables_are_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each table stands between its own markers; a marker that is missing, or there twice, is an error."""
-    monkeypatch.setattr(docs, "RESULTS", tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(run_of(ROWS)))
-    table = docs.Table("forward", "run.json", tables.forward)
-    text = docs.rewritten("before\n<!-- forward -->\nold\n<!-- /forward -->\nafter\n", [table])
-    assert text == f"before\n<!-- forward -->\n{tables.forward(run_of(ROWS))}\n<!-- /forward -->\nafter\n"
-    with pytest.raises(ValueError, match="between <!-- forward --> and <!-- /forward -->"):
-        docs.rewritten("no markers\n", [table])
 
 
 RUNS = [

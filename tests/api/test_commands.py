@@ -20,7 +20,7 @@ import torch
 from tqdm import tqdm
 
 from fp8fn import cli
-from fp8fn.bench import plot, record
+from fp8fn.bench import docs, plot, record
 from fp8fn.cli import options, tune
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled
@@ -217,21 +217,33 @@ def test_a_figure_of_no_format(argv: tuple[str, ...], tmp_path: Path, capsys: py
 
 
 @pytest.mark.parametrize("argv", [(), ("--check",)])
-def test_readme_outside_of_a_checkout(
+def test_docs_outside_of_a_checkout(
     argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "README.md"
+    monkeypatch.setattr(docs, "FOLDER", tmp_path)
+    path = tmp_path / "benchmarks.md"
     for content, why in (
-        (None, "can't be read (No such file or directory): run it in a checkout of fp8fn"),
-        (b"# Another project\n", "is not fp8fn's (README needs one place between <!-- forward --> and"),
-        (b"\xff\xfe\x00", "is not fp8fn's ("),
+        (None, "can't be read (No such file or directory): run this command in a checkout of fp8fn"),
+        (b"# Another project\n", "is not fp8fn's page (needs one place between <!-- forward --> and"),
+        (b"\xff\xfe\x00", "is not fp8fn's page ("),
     ):
         if content is not None:
             path.write_bytes(content)
         assert stopped("bench", "docs", *argv) == 2
         assert f"{path} {why}" in capsys.readouterr().err
     assert path.read_bytes() == b"\xff\xfe\x00"
+
+
+def test_an_installed_package_has_no_committed_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "docs" / "results"
+    monkeypatch.setattr(record, "RESULTS", folder)
+    for read in (record.all_committed, lambda: record.committed("forward")):
+        with pytest.raises(FileNotFoundError, match="only a checkout of fp8fn has the committed results"):
+            read()
+    assert stopped("bench", "isa") == 2
+    assert f"--folder: '{folder}' can't be written to: it must be a folder that exists" in capsys.readouterr().err
 
 
 # Ctrl-C.

@@ -338,7 +338,7 @@ def test_what_primus_turbo_says_of_its_code_beside_ours(target: Target) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_readmes_table_of_the_committed_results(arch: str) -> None:
+def test_the_table_of_the_committed_results(arch: str) -> None:
     run = record.committed(f"isa-{arch}")
     text = bench.table(run)
     assert "modelled, not measured" in text
