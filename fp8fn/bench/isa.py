@@ -24,12 +24,12 @@ from fp8fn.ops.tuning.compare import geomean
 
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
 THEIR_DGRAD: Final = "256x128w8s3n32"
-# What Primus-Turbo measures on the 84 layers with its own kernels, quantization counted in: TFLOP/s and of what mean.
+# TFLOP/s that Primus-Turbo reports for the 84 layers with its own kernels, quantization included, and the kind of mean.
 MEASURED: Final = {
     "gfx942": ("639 forward and 496 backward", "mean"),
     "gfx950": ("1474 forward and 1200 backward", "geometric mean"),
 }
-# What is kept of a product besides the claims.
+# The figures that the results keep of each kernel.
 _FIGURES: Final = (
     "configuration", "matrix", "loads", "stores", "v_accvgpr", "VGPR", "AGPR", "spills", "scratch", "LDS bytes",
     "waves a SIMD", "masks in the loop", "cycles a step", "bound of a step", "% of the peak",
@@ -37,9 +37,9 @@ _FIGURES: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the results of both architectures, or of one."""
+    """Write the results of both architectures, or of the one that is named."""
     parser = argparse.ArgumentParser(prog="python -m fp8fn bench isa", description=__doc__.partition("\n")[0])
-    parser.add_argument("--arch", choices=TARGETS, help="of this architecture only")
+    parser.add_argument("--arch", choices=TARGETS, help="the only architecture to compile for (default: both)")
     parser.add_argument(
         "--folder",
         type=options.output_folder,
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def results(arch: str) -> dict[str, Any]:
-    """The figures of every op at 4096,4096,4096, the claims, and modelled times of the 84 layers."""
+    """The figures of every op at 4096,4096,4096, the claims, and the modelled times of the 84 layers."""
     target = TARGETS[arch]
     ops = {name: [_brief(figures(launch)) for launch in plan(target, *SHAPE)] for name, plan in OPS.items()}
     return {"arch": arch, "modelled": True, "claims": claims(target), "ops": ops, "layers": layers(arch)}
@@ -70,7 +70,7 @@ def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def claims(target: Target) -> list[dict[str, Any]]:
-    """Primus-Turbo's statements about the code of its kernels; `theirs` is None for a processor they name none of."""
+    """Primus-Turbo's claims about its kernels' code beside fp8fn's code; `theirs` is None where there is no claim."""
     dgrad = product_launch("dgrad", *SHAPE, target)
     wgrad = product_launch("wgrad", *SHAPE, target)
     codes = {name: assembly(launch) for name, launch in (("dgrad", dgrad), ("wgrad", wgrad))}
@@ -106,13 +106,13 @@ def claims(target: Target) -> list[dict[str, Any]]:
 
 
 def stored_straight(target: Target) -> Launch:
-    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: what a lane has are neighbours of a column."""
+    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: a lane holds neighbours along a column."""
     launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
     return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
 
 
 def _turned(launch: Launch, target: Target) -> Any:
-    """The candidate with a turned store, of the tile of `launch`."""
+    """The candidate with a transposed store that has the tile of `launch`."""
     sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
     for name in amd.CANDIDATES[target.name]["wgrad"]:
         config = amd.config_of(name)
@@ -130,7 +130,7 @@ def _masks(mix: Mix) -> int:
 
 
 def layers(arch: str) -> list[dict[str, Any]]:
-    """Of each of the 84 layers: the configurations of its products and their modelled µs."""
+    """For each of the 84 layers, the configurations of its products and their modelled µs."""
     found = []
     for shape in LLM84:
         row: dict[str, Any] = {"id": shape.id}
@@ -145,7 +145,7 @@ def layers(arch: str) -> list[dict[str, Any]]:
 
 
 def table(run: dict[str, Any]) -> str:
-    """For the README: each claim beside ours, and how the 84 layers are bound. Modelled, not measured."""
+    """Each claim beside fp8fn's code, then what bounds the 84 layers. The bounds are modelled, not measured."""
     found = run["results"]
     theirs = any(row["theirs"] is not None for row in found["claims"])
     lines = ["| | Primus-Turbo | fp8fn |", "|---|---|---|"] if theirs else ["| | fp8fn |", "|---|---|"]
@@ -179,7 +179,7 @@ def table(run: dict[str, Any]) -> str:
 
 
 def _counted(values: Any) -> str:
-    """The values, the most frequent first, each with its count where there are several."""
+    """The distinct values, the most frequent first; with counts if there are several."""
     counts: dict[str, int] = {}
     for value in values:
         counts[value] = counts.get(value, 0) + 1

@@ -1,8 +1,8 @@
-"""Quantizers against this machine's copy, beside torchao's: `python -m fp8fn bench quant`.
+"""Quantizers beside torchao's and a copy: `python -m fp8fn bench quant`.
 
-TB/s over the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. SNR is that of the
-dequantized outputs. The ceiling is a copy of x. The L2 is emptied by reads: lines that a flush has written would go to
-memory during what is measured, of which nothing else is counted.
+TB/s count the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. SNR is that of the
+dequantized outputs. The ceiling is a copy of x. The L2 is flushed by reads: after a flush by writes, dirty lines would
+be written back while the quantizer runs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fp8fn.ops.layout import Block, scale_shape
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 SCHEDULE: Final = Schedule(flush="reads")
 
-# From the call's result to what stands for x, in its own orientation.
+# Converts a call's result to ScaledTensors of x, in the orientation of x.
 Read: TypeAlias = Callable[[Any], Sequence[ScaledTensor]]
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N)`. To add one: who, what, the blocks of its outputs, the call, and how to read its result."""
+    """The cases of one shape `(M, N)`: peer, name, blocks of the outputs, the call, and how to read its result."""
     m, n = shape
     x = normal(m, n, device, 0)
 
@@ -76,7 +76,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def bytes_moved(m: int, n: int, blocks: Sequence[Block]) -> float:
-    """x `(m, n)` in bf16 read once; for each block FP8 data and float32 scales written once."""
+    """Bytes of x `(m, n)` in bf16 read once, and for each block FP8 data and float32 scales written once."""
     scales = (scale_shape((m, n), block) for block in blocks)
     return float(2 * m * n + sum(m * n + 4 * rows * columns for rows, columns in scales))
 

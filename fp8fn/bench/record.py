@@ -1,4 +1,4 @@
-"""A result on disk: figures with the machine, the versions and the date that they belong to."""
+"""Results on disk: figures with the machine, the versions and the date of the run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def make(benchmark: str, results: Any) -> dict[str, Any]:
 
 
 def write(path: str | Path, benchmark: str, results: Any) -> None:
-    """Writes `results` with their provenance as JSON."""
+    """Write `results` with their provenance as JSON."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(make(benchmark, results), file, indent=1)
         file.write("\n")

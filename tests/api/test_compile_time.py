@@ -22,7 +22,7 @@ def test_growth_is_that_of_the_medians() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Way, int]]:
-    """Compilations that take 10 s each, and 11 s of the processor with "fp8fn", 10.5 inside `substitution()`."""
+    """Compilations of 10 s each, with 11 s of processor time with "fp8fn" and 10.5 s inside `substitution()`."""
     calls: list[tuple[Way, int]] = []
     processor = {id(WAYS[PLAIN]): 10.0, id(WAYS[CHECKED]): 10.5}
 
@@ -45,7 +45,7 @@ def test_ways_take_turns_after_a_small_one_of_each(fake: list[tuple[Way, int]]) 
 def test_the_command(fake: list[tuple[Way, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "compile.json"
     assert cli.main(["bench", "compile", "--layers", "2", "--rounds", "1", "--json", str(file)]) == 0
-    assert "10.5 s of the processor (+5.0%)" in capsys.readouterr().out
+    assert "processor   10.5 s (+5.0%)" in capsys.readouterr().out
     run = record.read(file)
     assert (run["benchmark"], run["results"]["layers"]) == ("compile", 2)
     table = docs.compiled(run).splitlines()
