@@ -102,7 +102,7 @@ def sizes(text: str) -> tuple[int, ...]:
     except ValueError:
         found = (0,)
     if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 8192,6144,4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 8192,6144,4096")
     return found
 
 
@@ -111,14 +111,8 @@ def peer_names(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(text.split(","))
     unknown = [name for name in names if name not in PEERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no peer; choose from {', '.join(PEERS)}, or none")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a peer; choose from {', '.join(PEERS)}, or none")
     return names
-
-
-def _rounds(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
 
 
 def _axes(suite: Suite) -> str:
@@ -145,7 +139,9 @@ def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> arg
         metavar="NAMES",
         help=f"implementations to measure beside fp8fn (default: {','.join(PEERS)}), or none",
     )
-    parser.add_argument("--rounds", type=_rounds, metavar="R", help="turns of each call (default: the suite's)")
+    parser.add_argument(
+        "--rounds", type=options.positive, metavar="R", help="turns of each call (default: the suite's)"
+    )
     parser.add_argument("--device", type=options.device, help="device to measure on (default: cuda)")
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"

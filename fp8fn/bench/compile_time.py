@@ -112,9 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn bench compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=_positive, default=32, metavar="L", help="layers of the model (default: 32)")
     parser.add_argument(
-        "--rounds", type=_positive, default=5, metavar="R", help="compilations of each way (default: 5)"
+        "--layers", type=options.positive, default=32, metavar="L", help="layers of the model (default: 32)"
+    )
+    parser.add_argument(
+        "--rounds", type=options.positive, default=5, metavar="R", help="compilations of each way (default: 5)"
     )
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
@@ -131,9 +133,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         write(args.json, "compile", {"layers": args.layers, "seconds": seconds})
     return int(growth(seconds, CHECKED).processor >= BAR)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)

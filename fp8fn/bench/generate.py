@@ -258,12 +258,20 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, help="size of the model (default: 8b, on a CPU tiny)")
-    parser.add_argument("--layers", type=_positive, metavar="L", help="number of layers (default: the size's)")
+    parser.add_argument("--layers", type=options.positive, metavar="L", help="number of layers (default: the size's)")
     parser.add_argument(
-        "--batch", type=_positive, metavar="B", action="append", help="sequences; repeatable (default: 1, 4 and 16)"
+        "--batch",
+        type=options.positive,
+        metavar="B",
+        action="append",
+        help="sequences; repeatable (default: 1, 4 and 16)",
     )
-    parser.add_argument("--steps", type=_positive, metavar="T", help="tokens of a loop (default: 255, on a CPU 31)")
-    parser.add_argument("--rounds", type=_positive, default=7, metavar="R", help="loops of each format (default: 7)")
+    parser.add_argument(
+        "--steps", type=options.positive, metavar="T", help="tokens of a loop (default: 255, on a CPU 31)"
+    )
+    parser.add_argument(
+        "--rounds", type=options.positive, default=7, metavar="R", help="loops of each format (default: 7)"
+    )
     parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="default: cuda")
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
@@ -279,9 +287,3 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if importlib.util.find_spec("tabulate") is None:
         parser.error("needs tabulate: pip install tabulate")
     return args
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)

@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn bench plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN.json", help=f"a file that --json of {_DRAWN} wrote")
+    parser.add_argument("run", metavar="RUN.json", help=f"a file that {_DRAWN} wrote")
     parser.add_argument("figure", type=output_file, metavar="FIGURE", help="file to draw to")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # no JSON, or not a run's
         drawable = False
     if not drawable:
-        parser.error(f"{args.run} is no run of {_DRAWN}, as their --json writes it")
+        parser.error(f"{args.run} is not a run of {_DRAWN}, as --json writes it")
     write(run, args.figure)
     return 0
 

@@ -476,9 +476,12 @@ def test_peers_are_chosen_and_a_failure_of_ours_is_status_1(monkeypatch: pytest.
         (("dense", "--suite", "llm84"), "invalid choice: 'llm84'"),
         (("dense", "--shape", "8192,6144"), "anchors needs 3 sizes, M,N,K"),
         (("quant", "--shape", "1,2,3"), "quant needs 2 sizes, M,N"),
-        (("dense", "--shape", "8192,x"), "'8192,x' is no list of sizes"),
-        (("quant", "--peers", "torch,jax"), "'jax' is no peer; choose from torch, torchao, deep_gemm, triton, or none"),
-        (("wgrad", "--rounds", "0"), "'0' is no positive whole number"),
+        (("dense", "--shape", "8192,x"), "'8192,x' is not a list of sizes"),
+        (
+            ("quant", "--peers", "torch,jax"),
+            "'jax' is not a peer; choose from torch, torchao, deep_gemm, triton, or none",
+        ),
+        (("wgrad", "--rounds", "0"), "'0' is not a positive whole number"),
     ],
 )
 def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

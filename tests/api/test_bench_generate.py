@@ -180,7 +180,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("argv", "message"),
     [
         (("--device", "cpu", "--steps", "9"), "less than the prompt's 16 tokens"),
-        (("--batch", "0"), "no positive whole"),
+        (("--batch", "0"), "not a positive whole number"),
     ],
 )
 def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ def exit_status(*argv: str) -> int:
     [
         ((), ("demo", "env", "bench", "--version")),
         (("demo",), (*DEMO_OPTIONS, "blockwise", "hybrid", "tiny", "1b", "Exit status")),
-        (("env",), ("versions",)),
+        (("env",), ("Versions",)),
         (("bench",), ("overhead",)),
     ],
 )
@@ -48,11 +48,11 @@ def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.
         (("dmeo",), "invalid choice: 'dmeo'"),
         (("bench", "nothing"), "invalid choice: 'nothing'"),
         (("env", "--deep"), "unrecognized arguments: --deep"),
-        (("demo", "--steps", "0"), "'0' is no positive whole number"),
+        (("demo", "--steps", "0"), "'0' is not a positive whole number"),
         (("demo", "--recipe", "blokwise"), "did you mean 'blockwise'"),
-        (("demo", "--device", "tpu9"), "'tpu9' is no device"),
+        (("demo", "--device", "tpu9"), "'tpu9' is not a device"),
         (("demo", "--device", "meta"), "fp8fn has no kernels for 'meta' here"),
-        (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),
+        (("demo", "--device", "cuda:99"), "'cuda:99' does not exist"),
         (("demo", "--size", "huge"), "invalid choice: 'huge'"),
         ((), "demo"),
         (("bench",), "overhead"),

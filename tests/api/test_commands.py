@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from fp8fn import cli
 from fp8fn.bench import docs, plot, record
-from fp8fn.cli import options, tune
+from fp8fn.cli import isa, options, tune
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled
 from fp8fn.ops.tuning import sweep, table
@@ -85,12 +85,12 @@ def test_every_command_with_such_an_option_is_tested_here(
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("foo", "'foo' is no device; use "),
+        ("foo", "'foo' is not a device; use "),
         ("meta", "fp8fn has no kernels for 'meta' here; use "),
         ("mps", "fp8fn has no kernels for 'mps' here; use "),
-        ("cuda:-1", "'cuda:-1' is no device; use "),
-        ("cuda", "'cuda' is not there: torch sees 0 GPUs; use "),
-        ("cuda:7", "'cuda:7' is not there: torch sees 0 GPUs; use "),
+        ("cuda:-1", "'cuda:-1' is not a device; use "),
+        ("cuda", "'cuda' does not exist: torch sees 0 GPUs; use "),
+        ("cuda:7", "'cuda:7' does not exist: torch sees 0 GPUs; use "),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(
@@ -105,7 +105,7 @@ def test_a_device_that_is_not_there_is_an_error(
 def test_the_gpus_that_are_there_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert stopped("bench", "dense", "--device", "cuda:2") == 2
-    assert "'cuda:2' is not there: torch sees 2 GPUs; use cuda:0 to cuda:1" in capsys.readouterr().err
+    assert "'cuda:2' does not exist: torch sees 2 GPUs; use cuda:0 to cuda:1" in capsys.readouterr().err
     assert stopped(*DEVICES["tune"], "--device", "cpu") == 2
     assert "fp8fn has no kernels for 'cpu' here; use cuda or cuda:N" in capsys.readouterr().err
 
@@ -195,7 +195,7 @@ GOOD = json.loads((RESULTS / "forward.json").read_text(encoding="utf-8"))
 def test_plot_of_another_file(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_bytes(content)
     assert stopped("bench", "plot", str(tmp_path / "run.json"), str(tmp_path / "x.png")) == 2
-    message = f"{tmp_path / 'run.json'} is no run of dense, wgrad, linear or quant, as their --json writes it"
+    message = f"{tmp_path / 'run.json'} is not a run of dense, wgrad, linear or quant, as --json writes it"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 
@@ -244,6 +244,18 @@ def test_an_installed_package_has_no_committed_results(
             read()
     assert stopped("bench", "isa") == 2
     assert f"--folder: '{folder}' can't be written to: it must be a folder that exists" in capsys.readouterr().err
+
+
+# `isa`.
+
+
+def test_isa_writes_the_tables_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Path, str]] = []
+    monkeypatch.setattr(isa, "write_table", lambda path, arch: written.append((path, arch)))
+    assert cli.main(["isa", "--write-tables"]) == 0
+    assert [arch for _, arch in written] == ["gfx942", "gfx950"]
+    for path, arch in written:
+        assert json.loads(path.read_text(encoding="utf-8"))["arch"] == arch
 
 
 # Ctrl-C.

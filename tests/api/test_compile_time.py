@@ -71,7 +71,7 @@ def test_wrong_use(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as error:
         cli.main(["bench", "compile", *argv])
     assert error.value.code == 2
-    assert "is no positive whole number" in capsys.readouterr().err
+    assert "is not a positive whole number" in capsys.readouterr().err
 
 
 def test_a_compilation_is_timed(fresh_dynamo: None) -> None:

@@ -425,11 +425,11 @@ def test_status_and_json_of_two_pairs(
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [
-        ("--seeds", "0", "'0' is no positive whole number"),
-        ("--seeds", "two", "'two' is no positive whole number"),
-        ("--learning-rate", "0", "'0' is no positive number"),
-        ("--learning-rate", "inf", "'inf' is no positive number"),
-        ("--learning-rate", "fast", "'fast' is no positive number"),
+        ("--seeds", "0", "'0' is not a positive whole number"),
+        ("--seeds", "two", "'two' is not a positive whole number"),
+        ("--learning-rate", "0", "'0' is not a positive number"),
+        ("--learning-rate", "inf", "'inf' is not a positive number"),
+        ("--learning-rate", "fast", "'fast' is not a positive number"),
         ("--json", "no/such/folder.json", "'no/such/folder.json' can't be written"),
         ("--plot", ".", "'.' can't be written"),
     ],

@@ -316,7 +316,7 @@ def test_the_command_prints_and_writes_figures(capsys: pytest.CaptureFixture[str
 
 def test_wrong_use_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--op", "gemm") == 2
-    assert "'gemm' is no op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
+    assert "'gemm' is not an op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
     assert run("--compare", "large") == 2
     assert "'large' names no configuration" in capsys.readouterr().err
     assert run("--op", "quantize", "--compare", "128x128w4s2n32") == 2
