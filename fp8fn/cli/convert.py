@@ -49,8 +49,8 @@ _COPY: Final = 2**26
 _WORST: Final = 8
 # In a file's metadata: the source and the options, as JSON, and the CRC-32 of each tensor, eight digits each. CRC-32
 # finds what a disk or a copy damages, and takes 0.25 s for 1 GB (SHA-256: 0.6 s, BLAKE2b: 1.1 s).
-_ORIGIN: Final = "fp8fn.cli.convert"
-_SUMS: Final = "fp8fn.cli.convert.crc32"
+_ORIGIN: Final = "fp8fn.convert"
+_SUMS: Final = "fp8fn.convert.crc32"
 # A small source tensor is hashed whole, a larger one in pieces from its first byte to its last.
 _WHOLE: Final = 2**16
 _PIECE: Final = 2**12
