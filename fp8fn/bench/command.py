@@ -48,7 +48,7 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
-    if args.plot and (fault := plot.fault(args.plot)):
+    if args.plot and (fault := plot.format_fault(args.plot)):
         parser.error(f"--plot {fault}")
     device = args.device or torch.device("cuda")
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -148,7 +148,7 @@ def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> li
     clock.synchronize()  # `constant` promises that the weights are written before the first product
     for loop in loops.values():
         loop.generate(prompt, 4)  # compiles, and records a CUDA graph
-    seconds = _turns(loops, prompt, steps, rounds, clock)
+    seconds = _timed_in_turns(loops, prompt, steps, rounds, clock)
 
     compared = min(steps, _COMPARED)
     plain = loops["bf16"]
@@ -181,7 +181,9 @@ def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> li
     return rows
 
 
-def _turns(loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, clock: Clock) -> dict[str, list[float]]:
+def _timed_in_turns(
+    loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, clock: Clock
+) -> dict[str, list[float]]:
     """Wall seconds of each loop in each round. The host waits for the device once all steps are enqueued."""
     seconds: dict[str, list[float]] = {way: [] for way in loops}
     order = list(loops)

@@ -60,11 +60,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def results(arch: str) -> dict[str, Any]:
     """The figures of every op at 4096,4096,4096, the claims, and the modelled times of the 84 layers."""
     target = TARGETS[arch]
-    ops = {name: [_brief(figures(launch)) for launch in plan(target, *SHAPE)] for name, plan in OPS.items()}
+    ops = {name: [_kept_figures(figures(launch)) for launch in plan(target, *SHAPE)] for name, plan in OPS.items()}
     return {"arch": arch, "modelled": True, "claims": claims(target), "ops": ops, "layers": layers(arch)}
 
 
-def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_figures(found: Mapping[str, Any]) -> dict[str, Any]:
     wanted = (*_FIGURES, "cycles of a program", "peak, TFLOP/s")
     return {"kernel": found["kernel"], **{name: found[name] for name in wanted if name in found}}
 
@@ -76,7 +76,7 @@ def claims(target: Target) -> list[dict[str, Any]]:
     codes = {name: assembly(launch) for name, launch in (("dgrad", dgrad), ("wgrad", wgrad))}
     accumulators = max(matrix.m * matrix.n // 64 for matrix in codes["dgrad"].loop.matrix)
     straight = assembly(stored_straight(target)).whole
-    turned = assembly(product_launch("wgrad", *SHAPE, target, _turned(wgrad, target)))
+    turned = assembly(product_launch("wgrad", *SHAPE, target, _transposed_store(wgrad, target)))
     wide = [store for name in PRODUCTS for store in _store_widths(assembly(product_launch(name, *SHAPE, target)).whole)]
     (dual,) = OPS["quantize_dual"](target, *SHAPE)
     read = assembly(dual).whole.widths("load")
@@ -107,11 +107,11 @@ def claims(target: Target) -> list[dict[str, Any]]:
 
 def stored_straight(target: Target) -> Launch:
     """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: a lane holds neighbours along a column."""
-    launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
+    launch = product_launch("wgrad", *SHAPE, target, _transposed_store(product_launch("wgrad", *SHAPE, target), target))
     return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
 
 
-def _turned(launch: Launch, target: Target) -> Any:
+def _transposed_store(launch: Launch, target: Target) -> Any:
     """The candidate with a transposed store that has the tile of `launch`."""
     sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
     for name in amd.CANDIDATES[target.name]["wgrad"]:
@@ -161,10 +161,8 @@ def table(run: dict[str, Any]) -> str:
     for product in PRODUCTS:
         rows = [(shapes[row["id"]], row[product]) for row in found["layers"]]
         speed = geomean(2.0 * s.M * s.N * s.K / row["us"] / 1e6 for s, row in rows)
-        lines.append(
-            f"| {product} | {_counted(row['config'] for _, row in rows)} | {_counted(row['bound'] for _, row in rows)} "
-            f"| {tables.rate(speed)} |"
-        )
+        configurations, bounds = (_with_counts(row[key] for _, row in rows) for key in ("config", "bound"))
+        lines.append(f"| {product} | {configurations} | {bounds} | {tables.rate(speed)} |")
     turned = sum(amd.config_of(row["wgrad"]["config"]).WGRAD_TRANS_STORE for row in found["layers"])
     rates, mean = MEASURED[found["arch"]]
     environment = run["environment"]
@@ -178,7 +176,7 @@ def table(run: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
-def _counted(values: Any) -> str:
+def _with_counts(values: Any) -> str:
     """The distinct values, the most frequent first; with counts if there are several."""
     counts: dict[str, int] = {}
     for value in values:

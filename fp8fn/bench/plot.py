@@ -26,7 +26,7 @@ _GRAYS: Final = ("0.55", "0.75", "0.9", "0.4", "0.65", "0.85", "0.5", "0.95")
 _MARKERS: Final = ("s", "^", "D", "v", "P", "X", "<", ">")
 
 
-def fault(path: Path) -> str | None:
+def format_fault(path: Path) -> str | None:
     """The reason why matplotlib can't draw to a file of this name, or None."""
     from matplotlib.backend_bases import FigureCanvasBase
 
@@ -45,11 +45,11 @@ def write(run: dict[str, Any], path: str | Path) -> None:
     figure = Figure(figsize=(11, 10 if roofline else 5), dpi=150, layout="constrained")
     axes = figure.subplots(2 if roofline else 1, 1, squeeze=False)[:, 0]
     if speedups:
-        _speedups(axes[0], rows)
+        draw_speedups(axes[0], rows)
     else:
-        _bars(axes[0], rows)
+        draw_bars(axes[0], rows)
     if roofline:
-        _roofline(axes[1], rows, run["results"]["copy_tb_s"])
+        draw_roofline(axes[1], rows, run["results"]["copy_tb_s"])
     figure.suptitle(f"{run['benchmark']}, {run['results']['suite']}: {provenance(run)}", fontsize="medium")
     figure.savefig(path)
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("needs matplotlib: pip install matplotlib")
-    if (problem := fault(args.figure)) is not None:
+    if (problem := format_fault(args.figure)) is not None:
         parser.error(problem)
     try:
         run = record.read(args.run)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _looks(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
+def _styles(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
     """Each label with the look of its bars and its marker: fp8fn in black and white, other implementations in gray."""
     shades, hatches, markers = cycle(_GRAYS), cycle(_HATCHES), cycle(_MARKERS)
     ours = cycle((("black", "", "o"), ("black", "////", "*"), ("white", "xxxx", "h"), ("white", "", "d")))
@@ -93,12 +93,12 @@ def _looks(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
             yield label, {"facecolor": next(shades), "hatch": next(hatches), "edgecolor": "black"}, next(markers)
 
 
-def _bars(axes: Any, rows: Sequence[Row]) -> None:
+def draw_bars(axes: Any, rows: Sequence[Row]) -> None:
     shapes = list(dict.fromkeys(row.shape for row in rows))
     timed = {(row.label, row.shape): row for row in rows if row.us is not None}
     labels = list(dict.fromkeys(label for label, _ in timed))
     width = 0.85 / max(1, len(labels))
-    for i, (label, look, _) in enumerate(_looks(labels)):
+    for i, (label, look, _) in enumerate(_styles(labels)):
         places, rates, below, above = [], [], [], []
         for j, shape in enumerate(shapes):
             row = timed.get((label, shape))
@@ -119,7 +119,7 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
+def draw_roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
     """Rates over operations per ideal byte, under the copy's bandwidth and the fastest product of each element type."""
     points = [row for row in rows if row.operations and row.bytes and row.rate is not None]
     if not points:
@@ -139,7 +139,7 @@ def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
             axes.plot(
                 line, [low * copy_tb_s, peak, peak], style, color="0.4", label=f"{name} here: {rate(peak)} TFLOP/s"
             )
-    for label, look, marker in _looks(list(dict.fromkeys(row.label for row in points))):
+    for label, look, marker in _styles(list(dict.fromkeys(row.label for row in points))):
         x = [row.operations / row.bytes for row in points if row.label == label]
         y = [row.rate for row in points if row.label == label]
         axes.plot(x, y, marker, color=look["facecolor"], markeredgecolor="black", label=label)
@@ -151,7 +151,7 @@ def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def _speedups(axes: Any, rows: Sequence[Row]) -> None:
+def draw_speedups(axes: Any, rows: Sequence[Row]) -> None:
     """Speedup of forward and backward combined over bf16, by the suite's ids."""
     found = pairs(rows)
     models = list(dict.fromkeys(s.model for s in LLM84))

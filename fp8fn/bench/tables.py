@@ -73,7 +73,7 @@ def layers(run: dict[str, Any]) -> str:
     for shape in dict.fromkeys(row.shape for row in rows):
         found = {row.label: rate(row.rate) if row.us is not None else "n/a" for row in rows if row.shape == shape}
         body.append([",".join(map(str, shape)), *(found.get(label, "") for label in labels)])
-    return "\n".join([markdown(body, ["TFLOP/s", *labels]), *_missing(rows), "", provenance(run)])
+    return "\n".join([markdown(body, ["TFLOP/s", *labels]), *_missing_figures(rows), "", provenance(run)])
 
 
 def llm84(run: dict[str, Any]) -> str:
@@ -93,9 +93,9 @@ def llm84(run: dict[str, Any]) -> str:
         body.append([
             name,
             str(len(group)),
-            _pace(group, 1, lambda times: times.forward),
-            _pace(group, 2, lambda times: times.backward),
-            _pace(group, 3, lambda times: times.combined),
+            _both_rates(group, 1, lambda times: times.forward),
+            _both_rates(group, 2, lambda times: times.backward),
+            _both_rates(group, 3, lambda times: times.combined),
             f"{statistics.geometric_mean(pair.speedup for pair in group):.2f}x",
             f"{slowest.speedup:.2f}x ({id})",
             f"{worst(pair.snr_db for pair in group):.1f}",
@@ -109,7 +109,7 @@ def llm84(run: dict[str, Any]) -> str:
         f"TFLOP/s of bf16 → fp8fn, geometric means. {slower} of {len(measured)} layers are slower than bf16 combined,"
         f" {under} have under {SNR_BAR_DB:.0f} dB; {len(LLM84) - len(measured)} of {len(LLM84)} were not measured.",
     ]
-    return "\n".join([*lines, *_missing(rows_of(run)), "", provenance(run)])
+    return "\n".join([*lines, *_missing_figures(rows_of(run)), "", provenance(run)])
 
 
 def provenance(run: dict[str, Any]) -> str:
@@ -148,20 +148,20 @@ def _by_shape(
         cells = [cell(line[shape]) if shape in line and line[shape].us is not None else "n/a" for shape in shapes]
         body.append([label, *cells, *(total(list(line.values())) for total in totals)])
     names = [corner, *(",".join(map(str, shape)) for shape in shapes), *headers]
-    return "\n".join([markdown(body, names), *_missing(rows), "", provenance(run)])
+    return "\n".join([markdown(body, names), *_missing_figures(rows), "", provenance(run)])
 
 
 def _worst_snr(rows: Sequence[Row]) -> str:
     return _number(worst(value for row in rows for value in row.snr_db.values()), 1)
 
 
-def _pace(group: Iterable[Pair], products: int, time: Callable[[Times], float]) -> str:
+def _both_rates(group: Iterable[Pair], products: int, time: Callable[[Times], float]) -> str:
     """TFLOP/s of bf16 → fp8fn, geometric means over the group."""
     rates = [[products * pair.operations / time(times) / 1e6 for times in (pair.bf16, pair.fp8fn)] for pair in group]
     return " → ".join(rate(statistics.geometric_mean(column)) for column in zip(*rates, strict=True))
 
 
-def _missing(rows: Iterable[Row]) -> list[str]:
+def _missing_figures(rows: Iterable[Row]) -> list[str]:
     """Each reason for a missing figure, once, with its cases."""
     reasons: dict[str, list[str]] = {}
     for row in rows:

@@ -138,14 +138,14 @@ def convert(
         raise NotADirectoryError(f"{output} is a file; name a folder for the output")
     if output.exists() and output.samefile(checkpoint.folder):
         raise ValueError(f"{output} is the folder of the input; name another for the output")
-    plans = [_planned(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
+    plans = [_plan_of(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
     if not any(plan.converted for plan in plans):
         raise ValueError(f"{source}: no tensor is a linear layer's weight by these options; see --include")
-    texts = _texts(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
+    texts = _files_beside_tensors(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
     # Files are moved to their places once all are written, so that an older conversion stays whole until then.
     unfinished = output / _UNFINISHED
-    with _alone_in(output):
-        found = _compared(plans, (output, unfinished))
+    with _locked(output):
+        found = _differences(plans, (output, unfinished))
         if not overwrite:
             _check_room(output, found, texts)
         unfinished.mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ def convert(
         with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, disable=not todo) as bar:
             for plan in todo:
                 bar.set_description(plan.name)
-                with _replacing(unfinished / plan.name) as file:
+                with _complete_file(unfinished / plan.name) as file:
                     verified += _write(file, plan, options, torch.device(device), bar.update)
         made = [unfinished / plan.name for plan in plans if plan in todo or unfinished / plan.name in whole]
         if made and checkpoint.index is not None:
@@ -165,7 +165,7 @@ def convert(
             path.replace(output / path.name)
         for name, text in texts.items():
             if not (output / name).exists() or (output / name).read_bytes() != text:
-                with _replacing(output / name) as file:
+                with _complete_file(output / name) as file:
                     file.write(text)
         shutil.rmtree(unfinished)
     # If two files have the same name, the one in `.unfinished` is newer.
@@ -244,13 +244,13 @@ class _Plan:
         if origin is None:
             return _Difference("another program wrote it")
         if origin != json.dumps(self.origin):
-            return _Difference(_change(origin, self.origin))
+            return _Difference(_changed_origin(origin, self.origin))
         if not isinstance(sums, str) or prefix + text != self.header(sums):
             return _Difference("its header is damaged", damaged=True)
         if size != begin + self.nbytes:
             return _Difference(f"it is damaged: it has {size} bytes of {begin + self.nbytes}", damaged=True)
         for position, entry in enumerate(self.entries):
-            if f"{_read_sum(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
+            if f"{_read_crc(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
                 return _Difference(f"it is damaged: tensor {entry.name!r} is not as it was written", damaged=True)
         return None
 
@@ -275,7 +275,7 @@ class _Difference:
     damaged: bool = False
 
 
-def _change(text: object, origin: Mapping[str, Any]) -> str:
+def _changed_origin(text: object, origin: Mapping[str, Any]) -> str:
     """The difference between the origin in a file and the expected one, in words."""
     try:
         stored = json.loads(str(text))
@@ -297,7 +297,7 @@ def _change(text: object, origin: Mapping[str, Any]) -> str:
     return "its source is another file"
 
 
-def _read_sum(file: BufferedReader, size: int, progress: Callable[[int], object]) -> int:
+def _read_crc(file: BufferedReader, size: int, progress: Callable[[int], object]) -> int:
     """The CRC-32 of the next `size` bytes of a file."""
     buffer = memoryview(bytearray(min(size, 2**20)))
     crc = 0
@@ -308,7 +308,7 @@ def _read_sum(file: BufferedReader, size: int, progress: Callable[[int], object]
     return crc
 
 
-def _compared(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Difference | None]:
+def _differences(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Difference | None]:
     """The existing files with the plans' names, and how each differs from what its plan writes."""
     from tqdm import tqdm
 
@@ -318,7 +318,7 @@ def _compared(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Di
         return {path: plan.difference(path, bar.update) for path, plan in there.items()}
 
 
-def _source(path: Path) -> dict[str, object]:
+def _identity(path: Path) -> dict[str, object]:
     """The identity of a source file: its name, its time, and hashes of its header and of pieces of every tensor.
 
     Two files of equal header and time whose tensors agree in these pieces are taken for the same.
@@ -345,7 +345,7 @@ def _pieces(size: int) -> list[tuple[int, int]]:
     return [(start, start + _PIECE) for start in starts]
 
 
-def _planned(shard: Shard, options: Options) -> _Plan:
+def _plan_of(shard: Shard, options: Options) -> _Plan:
     entries: list[_Entry] = []
     converted = set()
     for name in shard.names:
@@ -366,12 +366,14 @@ def _planned(shard: Shard, options: Options) -> _Plan:
     # Wide types first, as in safetensors' own writer, so that each tensor begins at a multiple of its element size.
     # Then by name, because safetensors lists tensors without elements in another order in each process.
     entries.sort(key=lambda entry: (-entry.itemsize, entry.name))
-    origin = {"version": _VERSION, "options": asdict(options), "source": _source(shard.path)}
+    origin = {"version": _VERSION, "options": asdict(options), "source": _identity(shard.path)}
     # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
     return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))
 
 
-def _texts(checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options: Options) -> dict[str, bytes]:
+def _files_beside_tensors(
+    checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options: Options
+) -> dict[str, bytes]:
     """The files beside the tensors. For a single file, only config.json: its folder may hold anything."""
     config = checkpoint.folder / "config.json"
     copied = [config] if config.exists() else []
@@ -436,7 +438,7 @@ def _check_room(output: Path, found: Mapping[Path, _Difference | None], texts: M
 
 
 @contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
+def _locked(output: Path) -> Iterator[None]:
     """Make the folder and lock it against other conversions; afterwards remove the folders made here that are empty."""
     from filelock import FileLock, Timeout, UnixFileLock
 
@@ -470,7 +472,7 @@ def _alone_in(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
+def _complete_file(target: Path) -> Iterator[BinaryIO]:
     """A file that gets the name `target` once it is whole and on the disk. If writing fails, no file has the name."""
     for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):  # left by a run that was killed
         left.unlink(missing_ok=True)

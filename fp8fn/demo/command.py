@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--size {size} is not one of --model {arguments.model}: use {' or '.join(presets)}")
     problem = (
         missing_packages()
-        or _unregistered()
-        or (missing_for_inductor() if device.type == "cpu" else _unsuitable(device))
+        or _missing_backend()
+        or (missing_for_inductor() if device.type == "cpu" else _unsupported_device(device))
     )
     if problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M parameters on {device_name(device)}; "
         f"{plan.steps} steps of {plan.batch} x {model.config.context} bytes; "
-        f"{_precision(preset.model, device)} against FP8 ({arguments.recipe}){_asked(arguments)}\n",
+        f"{_precision(preset.model, device)} against FP8 ({arguments.recipe}){_changed_settings(arguments)}\n",
         flush=True,
     )
     _explain(model, plan, arguments.recipe)
@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--recipe", type=_recipe, default="blockwise", help=f"one of {', '.join(RECIPES)} (default: %(default)s)"
     )
-    parser.add_argument("--learning-rate", type=_rate, metavar="RATE", help="peak rate (default: the size's own)")
+    parser.add_argument(
+        "--learning-rate", type=_positive_number, metavar="RATE", help="peak rate (default: the size's own)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument(
         "--seeds",
@@ -138,7 +140,7 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _rate(text: str) -> float:
+def _positive_number(text: str) -> float:
     try:
         rate = float(text)
     except ValueError:
@@ -162,20 +164,20 @@ def _precision(config: GPTConfig, device: torch.device) -> str:
     return "float32, and its experts in bf16," if config.experts else "float32"
 
 
-def _asked(arguments: argparse.Namespace) -> str:
+def _changed_settings(arguments: argparse.Namespace) -> str:
     """The options that change the size's own settings, for the first line of the output."""
     rate = f"; learning rate {arguments.learning_rate:g}" if arguments.learning_rate else ""
     last = arguments.seed + arguments.seeds - 1
     return rate + (f"; {arguments.seeds} pairs, of seeds {arguments.seed} to {last}" if arguments.seeds > 1 else "")
 
 
-def _unregistered() -> str | None:
+def _missing_backend() -> str | None:
     # The backend's name is an entry point of the installed package. A bare checkout has none.
     known = "fp8fn" in torch.compiler.list_backends()
     return None if known else "torch.compile does not know the backend 'fp8fn': install the package (pip install -e .)"
 
 
-def _unsuitable(device: torch.device) -> str | None:
+def _unsupported_device(device: torch.device) -> str | None:
     try:
         check_supported(target_of(device), device)
     except ValueError as reason:

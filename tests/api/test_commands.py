@@ -213,7 +213,7 @@ def test_a_figure_of_no_format(argv: tuple[str, ...], tmp_path: Path, capsys: py
     error = capsys.readouterr().err
     assert f"{tmp_path / 'x.docx'}: no format 'docx'; use " in error
     assert "png" in error.rpartition("use ")[2]
-    assert plot.fault(tmp_path / "x.PNG") is None
+    assert plot.format_fault(tmp_path / "x.PNG") is None
 
 
 @pytest.mark.parametrize("argv", [(), ("--check",)])
