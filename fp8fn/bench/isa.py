@@ -168,11 +168,11 @@ def table(run: dict[str, Any]) -> str:
     environment = run["environment"]
     return "\n".join([
         *lines, "",
-        f"`WGRAD_TRANS_STORE` is taken for {turned} of the 84: a gradient is computed as it lies, so its stores are "
-        f"wide without. A bound is far from a speed: Primus-Turbo measures {rates} TFLOP/s with its kernels ({mean}, "
-        "quantization counted in).", "",
-        f"{found['arch']}, read from machine code compiled offline: modelled, not measured, with the clock at its "
-        f"highest and no latency. Triton {environment['triton']}; {run['date']}.",
+        f"`WGRAD_TRANS_STORE` is chosen for {turned} of the 84 layers: a gradient is computed in the orientation of "
+        "its output, so that its stores are wide without it. A bound is not a speed: Primus-Turbo measures "
+        f"{rates} TFLOP/s with its kernels ({mean}, quantization included).", "",
+        f"{found['arch']}, from machine code compiled offline: modelled, not measured, with the highest clock and no "
+        f"latency. Triton {environment['triton']}; {run['date']}.",
     ])  # fmt: skip
 
 
