@@ -128,6 +128,15 @@ def test_commands_exist(page: Path) -> None:
             group = group.commands[word]
 
 
+def test_every_command_is_documented() -> None:
+    text = " ".join("\n".join(page.read_text(encoding="utf-8") for page in PAGES).split())
+    named = {name for name in cli.COMMANDS.commands if name != "bench"}
+    bench = cli.COMMANDS.commands["bench"]
+    assert isinstance(bench, cli.Group)
+    named |= {f"bench {name}" for name in bench.commands}
+    assert [name for name in sorted(named) if f"python -m fp8fn {name}" not in text] == []
+
+
 class Tanh(nn.Module):
     """A model for the README's examples; it has a weight that `layers.*` selects."""
 
