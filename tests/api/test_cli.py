@@ -137,7 +137,7 @@ def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_importing_fp8fn_brings_no_compiler() -> None:
-    """SymPy, Inductor and Triton take from 0.3 s to seconds: they come with the first call that needs them."""
+    """SymPy, Inductor and Triton take 0.3 s and more to import: the first call that needs them imports them."""
     code = "import sys, torch; before = set(sys.modules); import fp8fn; print(*sorted(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     roots = {name.partition(".")[0] for name in loaded}

@@ -1,4 +1,4 @@
-"""What every command says of a wrong device, of a file it can't read or write, of a missing package, and of Ctrl-C."""
+"""What every command says about a wrong device, unreadable and unwritable files, missing packages, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fp8fn.ops.tuning import sweep, table
 from fp8fn.ops.tuning.problem import Chip, Problem
 
 RESULTS = record.RESULTS
-# How each command that has the option is called, but for it.
+# The arguments of each command that has the option, without the option.
 DEVICES = {
     "demo": ("demo",),
     "tune": ("tune", "--shapes", "128,128,128"),
@@ -135,7 +135,7 @@ def test_a_file_that_may_not_be_written_is_no_output(
     if denied == "file":
         path.touch()
     of = path if denied == "file" else tmp_path
-    access = os.access  # which never refuses root
+    access = os.access  # root is never refused
     monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != of and access(path, *how))
     with pytest.raises(
         argparse.ArgumentTypeError, match=re.escape(f"{str(path)!r} can't be written: permission denied")
@@ -286,7 +286,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tuned_after(count: int, asked: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a sweep in place whose problem number `count` is interrupted."""
+    """Replace the sweep by one that is interrupted at problem number `count`."""
 
     def one(problem: Problem, bench: Any) -> table.Entry:
         if len(asked) == count:
@@ -334,7 +334,7 @@ def test_tune_says_where_it_cannot_keep_what_it_found(
     why = "Not a directory" if fault == "a file" else "No space left on device"
     path = table.user_path(CHIP)
     assert f"fp8fn tune: {path} can't be written ({why}): set FP8FN_CACHE_DIR to a folder" in capsys.readouterr().err
-    assert len(asked) == 1  # the rest would be lost as well
+    assert len(asked) == 1  # later results would be lost too
 
 
 @pytest.mark.parametrize("where", ["compiler", "bar"])
@@ -364,7 +364,7 @@ def test_an_interrupted_aot_leaves_what_has_not_begun_and_resumes(
     interrupted = True
     assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 130
     assert "aot: interrupted; what is compiled is kept; run the same command again to resume" in capsys.readouterr().err
-    assert len(begun) < 5  # of 6, and one begins while the interrupt is on its way
+    assert len(begun) < 5  # of 6: one more begins while the interrupt is delivered
     kept = len(list((cache / "cubin").iterdir()))
     assert 1 <= kept <= len(begun)
     interrupted = False

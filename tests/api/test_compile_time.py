@@ -1,4 +1,4 @@
-"""`bench compile`: ways take turns, growth is that of the medians, and a real compilation is timed."""
+"""`bench compile`: ways take turns, growth compares medians, and a real compilation is timed."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_wrong_use(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_a_compilation_is_timed(fresh_dynamo: None) -> None:
-    """More of it than of a step."""
+    """A compilation takes longer than a step."""
     found = compile_seconds(WAYS["fp8fn"], 1)
     assert found.wall > 0.1
     assert found.processor > 0.1
