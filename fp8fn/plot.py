@@ -200,7 +200,7 @@ def rates(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     from fp8fn.bench import plot, tables
 
     ax = _axes(ax, (9, 3.6))
-    plot.draw_bars(ax, tables.rows_of(dict(run)))
+    plot._bars(ax, tables.rows_of(dict(run)))
     # One size below the other: side by side, those of five products overlap.
     ax.set_xticks(ax.get_xticks(), [text.get_text().replace(",", ",\n") for text in ax.get_xticklabels()])
     return ax
@@ -211,7 +211,7 @@ def roofline(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     from fp8fn.bench import plot, tables
 
     ax = _axes(ax, (9, 4))
-    plot.draw_roofline(ax, tables.rows_of(dict(run)), run["results"]["copy_tb_s"])
+    plot._roofline(ax, tables.rows_of(dict(run)), run["results"]["copy_tb_s"])
     return ax
 
 
@@ -220,7 +220,7 @@ def speedups(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
     from fp8fn.bench import plot, tables
 
     ax = _axes(ax, (9, 3.6))
-    plot.draw_speedups(ax, tables.rows_of(dict(run)))
+    plot._speedups(ax, tables.rows_of(dict(run)))
     return ax
 
 

@@ -76,7 +76,7 @@ def claims(target: Target) -> list[dict[str, Any]]:
     codes = {name: assembly(launch) for name, launch in (("dgrad", dgrad), ("wgrad", wgrad))}
     accumulators = max(matrix.m * matrix.n // 64 for matrix in codes["dgrad"].loop.matrix)
     straight = assembly(stored_straight(target)).whole
-    turned = assembly(product_launch("wgrad", *SHAPE, target, _transposed_store(wgrad, target)))
+    turned = assembly(product_launch("wgrad", *SHAPE, target, _turned(wgrad, target)))
     wide = [store for name in PRODUCTS for store in _store_widths(assembly(product_launch(name, *SHAPE, target)).whole)]
     (dual,) = OPS["quantize_dual"](target, *SHAPE)
     read = assembly(dual).whole.widths("load")
@@ -106,13 +106,13 @@ def claims(target: Target) -> list[dict[str, Any]]:
 
 
 def stored_straight(target: Target) -> Launch:
-    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: a lane holds neighbours along a column."""
-    launch = product_launch("wgrad", *SHAPE, target, _transposed_store(product_launch("wgrad", *SHAPE, target), target))
+    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: what a lane has are neighbours of a column."""
+    launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
     return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
 
 
-def _transposed_store(launch: Launch, target: Target) -> Any:
-    """The candidate with a transposed store that has the tile of `launch`."""
+def _turned(launch: Launch, target: Target) -> Any:
+    """The candidate with a turned store, of the tile of `launch`."""
     sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
     for name in amd.CANDIDATES[target.name]["wgrad"]:
         config = amd.config_of(name)

@@ -45,11 +45,11 @@ def write(run: dict[str, Any], path: str | Path) -> None:
     figure = Figure(figsize=(11, 10 if roofline else 5), dpi=150, layout="constrained")
     axes = figure.subplots(2 if roofline else 1, 1, squeeze=False)[:, 0]
     if speedups:
-        draw_speedups(axes[0], rows)
+        _speedups(axes[0], rows)
     else:
-        draw_bars(axes[0], rows)
+        _bars(axes[0], rows)
     if roofline:
-        draw_roofline(axes[1], rows, run["results"]["copy_tb_s"])
+        _roofline(axes[1], rows, run["results"]["copy_tb_s"])
     figure.suptitle(f"{run['benchmark']}, {run['results']['suite']}: {provenance(run)}", fontsize="medium")
     figure.savefig(path)
 
@@ -93,7 +93,7 @@ def _styles(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
             yield label, {"facecolor": next(shades), "hatch": next(hatches), "edgecolor": "black"}, next(markers)
 
 
-def draw_bars(axes: Any, rows: Sequence[Row]) -> None:
+def _bars(axes: Any, rows: Sequence[Row]) -> None:
     shapes = list(dict.fromkeys(row.shape for row in rows))
     timed = {(row.label, row.shape): row for row in rows if row.us is not None}
     labels = list(dict.fromkeys(label for label, _ in timed))
@@ -119,7 +119,7 @@ def draw_bars(axes: Any, rows: Sequence[Row]) -> None:
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def draw_roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
+def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
     """Rates over operations per ideal byte, under the copy's bandwidth and the fastest product of each element type."""
     points = [row for row in rows if row.operations and row.bytes and row.rate is not None]
     if not points:
@@ -151,7 +151,7 @@ def draw_roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
-def draw_speedups(axes: Any, rows: Sequence[Row]) -> None:
+def _speedups(axes: Any, rows: Sequence[Row]) -> None:
     """Speedup of forward and backward combined over bf16, by the suite's ids."""
     found = pairs(rows)
     models = list(dict.fromkeys(s.model for s in LLM84))

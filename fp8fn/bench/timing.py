@@ -1,8 +1,8 @@
-"""Times of calls that take turns on one device: by events behind a flushed L2 on a GPU, by the clock on a CPU.
+"""Times of calls that take turns on one device: by events and with the L2 flushed on a GPU, by the clock on a CPU.
 
-On a GPU, a burst of calls is enqueued behind a spinning kernel that outlasts the launches, so that a sample is device
-time only. Host time of a launch is measured separately. The calls take turns in random order for several rounds,
-because a warm GPU lowers its clock: timed alone after a pause, a kernel is up to 15 % faster than in a long run.
+On a GPU a whole burst is enqueued behind a spinning kernel that outlasts the launches, so that a sample is what the
+device took; what the host takes for a launch is measured apart. The calls take turns in random order for some rounds,
+for the clock of a GPU sinks as it warms: a kernel timed alone after a pause reads up to 15 % more than it sustains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call: TypeAlias = Callable[[], Any]
 Flush: TypeAlias = Literal["writes", "reads"]
 Key = TypeVar("Key")
 
-# `torch.cuda._sleep` counts cycles. GPUs have clocks of 2 GHz or little more; with a slower clock the wait is longer.
+# `torch.cuda._sleep` counts cycles; at 2 GHz, which no GPU here passes by much, a slower clock only waits longer.
 _CYCLES_PER_US: Final = 2000
 _LONGEST_LEAD_US: Final = 1e5
 _MOST_REPEATS: Final = 50
@@ -28,10 +28,10 @@ _MOST_REPEATS: Final = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long to measure: `rounds` turns of each call, each turn about `burst_ms`, on a GPU warmed for `warm_s`.
+    """How long is measured: `rounds` turns of each call, each turn about `burst_ms`, on a chip warmed for `warm_s`.
 
-    Before each call the L2 is flushed. A flush by writes leaves dirty lines, which are written back while the call
-    runs, as behind a kernel that writes much. A flush by reads leaves clean lines, which are dropped.
+    Before each call a `flush` leaves nothing of it in the L2. One that writes fills it with lines that go to memory
+    while the call runs, as behind a launch that wrote much; after one that reads they are dropped.
     """
 
     rounds: int = 5
@@ -45,7 +45,7 @@ DEFAULT: Final = Schedule()
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds: device times of a call, and host time of a launch (None on a CPU)."""
+    """Microseconds: the `samples` of a call on its device, and the host's time for a launch (None on a CPU)."""
 
     samples: tuple[float, ...]
     host_us: float | None = None
@@ -56,7 +56,7 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and the third quartile."""
+        """The first and the third."""
         if len(self.samples) == 1:
             return self.samples[0], self.samples[0]
         first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -64,22 +64,22 @@ class Timing:
 
 
 class Clock(Protocol):
-    """Times calls on one device, in microseconds."""
+    """Times calls on one device; all times in microseconds."""
 
     device: torch.device
     flush_us: float
 
     def warm(self, seconds: float) -> None:
-        """Keep the device busy with products."""
+        """Keeps the device busy with products."""
 
     def synchronize(self) -> None:
-        """Wait for the enqueued work, and raise its errors."""
+        """Waits for what was enqueued, and raises its errors."""
 
     def host_us(self, call: Call) -> float | None:
-        """Host time of a launch, None where the host does the work itself."""
+        """What the host takes for a launch, None where it does the work itself."""
 
     def samples(self, call: Call, repeats: int, lead_us: float, flush: Flush = "writes") -> list[float]:
-        """`repeats` device times of `call`, after one that does not count; `lead_us` is the host's head start."""
+        """`repeats` times of `call`, after one more that does not count; `lead_us` is the host's head start."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -87,12 +87,12 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def flush_bytes(l2_bytes: int) -> int:
-    """At least twice the L2, and at least the 256 MiB of `triton.testing.do_bench`, so that figures compare."""
+    """At least twice the L2; 256 MiB as `triton.testing.do_bench` has it, for figures that compare."""
     return max(2 * l2_bytes, 256 * 2**20)
 
 
 class GpuClock:
-    """Times by events, each call behind a write or read of `flush_bytes` that flushes the L2."""
+    """Times by events, each call behind a write, or a read, of `flush_bytes` that empties the L2."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -136,7 +136,7 @@ class GpuClock:
 
 
 class CpuClock:
-    """Times by the wall clock. No cache is flushed, and there are no launches."""
+    """Times by the processor's clock; nothing is flushed, and there is no launch to tell apart."""
 
     flush_us = 0.0
 
@@ -162,13 +162,13 @@ class CpuClock:
 
 
 def lead_us(host_us: float, device_us: float, repeats: int) -> float:
-    """The head start of the host with which none of `repeats` calls waits for a launch of `host_us`."""
-    behind = max(0.0, host_us - device_us)  # how much the host falls behind the device in each repeat
+    """How far ahead the host must start for `repeats` calls never to wait for it, when a launch takes it `host_us`."""
+    behind = max(0.0, host_us - device_us)  # what the host loses on the device in each repeat
     return min(_LONGEST_LEAD_US, host_us + repeats * behind)
 
 
 def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> dict[Key, Timing | str]:
-    """The times of every call, or why it failed. The calls take turns, in a new random order each round."""
+    """The times of every call, or why it failed; the calls take turns in an order shuffled anew each round."""
     plans: dict[Key, tuple[int, float]] = {}
     hosts: dict[Key, float | None] = {}
     failures: dict[Key, str] = {}
@@ -177,7 +177,7 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
         try:
             call()
             hosts[key] = clock.host_us(call)
-            # With the flush and two events. In a burst, beside autograd's thread, a launch takes up to 1.6x the time.
+            # The flush and two events; and in a burst, with autograd's thread beside, up to 1.6 times a launch alone.
             host = 2.0 * (hosts[key] or 0.0) + 20.0
             once = statistics.median(clock.samples(call, 3, lead_us(host, 0.0, 4), schedule.flush))
             once += clock.flush_us
@@ -201,11 +201,11 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
 
 
 def replayed(call: Call) -> Call:
-    """The same work as one replay of a CUDA graph, which has no gaps between launches."""
+    """The same work as one replay of a CUDA graph, without gaps between launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    # Captured inside `stream(side)`: a capture that fails leaves its own stream the current one.
+    # Captured inside `stream(side)`, for a capture that fails leaves its own stream the current one.
     with torch.cuda.stream(side):
         call()
         with torch.cuda.graph(graph, stream=side):
@@ -215,5 +215,5 @@ def replayed(call: Call) -> Call:
 
 
 def reason(error: Exception) -> str:
-    """The error as one short line of text: the exception itself would keep the tensors of its frames alive."""
+    """The error in one short line. As text, for the error itself would keep its frames' tensors alive."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

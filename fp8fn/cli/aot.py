@@ -173,7 +173,7 @@ def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
 
     module, _, attribute = name.partition(":")
     if not module or not attribute:
-        raise ValueError(f"--model {name!r} is not a module:callable such as train:example")
+        raise ValueError(f"--model {name!r} is no module:callable such as train:example")
     sys.path.insert(0, str(Path.cwd()))  # `python -m` has this entry, the script `fp8fn` does not
     try:
         made: Any = getattr(importlib.import_module(module), attribute)()
@@ -217,7 +217,7 @@ def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, targ
 
 
 def _sides(block: Block) -> tuple[tuple[Block, bool], tuple[Block, bool]]:
-    """The two blocks of a dual quantization, each with whether its data is column-major; the row-major one is first."""
+    """The blocks of a dual quantization, each with whether its data is column-major: the row-major one first."""
     first = block if block[0] <= block[1] else swap(block)
     return (first, False), (swap(first), True)
 

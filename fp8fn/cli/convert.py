@@ -100,7 +100,7 @@ class Options:
         # (128.0, 128.0) equals (128, 128), but would be written to config.json as floats.
         if self.block not in _BLOCKS.values() or not all(type(size) is int for size in self.block):
             raise ValueError(
-                f"block={self.block!r} is not a block of a weight (N, K); it must be one of {list(_BLOCKS.values())}"
+                f"block={self.block!r} is no block of a weight (N, K); it must be one of {list(_BLOCKS.values())}"
             )
 
     def take(self, name: str, tensor: Tensor) -> bool:
@@ -603,7 +603,7 @@ def report(
 
 def _block(text: str) -> Block:
     if text not in _BLOCKS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a block of a weight N,K; choose from {' '.join(_BLOCKS)}")
+        raise argparse.ArgumentTypeError(f"{text!r} is no block of a weight N,K; choose from {' '.join(_BLOCKS)}")
     return _BLOCKS[text]
 
 

@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def figures(launch: Launch) -> dict[str, Any]:
-    """The figures of a launch by name, as they are printed and written to JSON. Compiles the launch."""
+    """What is printed of a launch, by name, and JSON as it is; compiles it."""
     processor = PROCESSORS[launch.target.name]
     found = assembly(launch)
     warps = int(launch.options["num_warps"])
@@ -154,7 +154,7 @@ def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, An
 
 
 def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
-    """Operations per byte that a tile loads and that the whole product moves, and the bound by HBM."""
+    """Operations for each byte that a tile loads, and that the whole product must move; what the latter bounds."""
     m, n, k = (int(launch.args[size]) for size in ("M", "N", "K"))  # type: ignore[arg-type]
     moved = 0
     for arg in launch.args.values():
@@ -169,7 +169,7 @@ def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str
 
 
 def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> Launch:
-    """A scaled product of `PRODUCTS` on meta tensors, in the chosen configuration unless one is given."""
+    """A scaled product of `PRODUCTS` on tensors without memory; in its own configuration unless one is given."""
     from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 
     a_block, b_block, a_axis, b_axis = PRODUCTS[product]
@@ -185,7 +185,7 @@ def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tens
 
 
 def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
-    """The grouped product over the rows of `m` tokens in 8 groups, and the one along K over the same tokens."""
+    """By rows of `m` tokens in 8 groups, and along K over the same tokens."""
     from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 
@@ -216,7 +216,7 @@ def _a16w8(target: Target, m: int, n: int, k: int) -> list[Launch]:
 
 
 def _mx(target: Target, m: int, n: int, k: int) -> list[Launch]:
-    """The launches of an MX product that Triton serves. MX needs OCP's FP8 types, which gfx942 lacks."""
+    """What Triton serves: MX scales need OCP types."""
     from fp8fn.ops.mx_mm import plan
 
     a = torch.empty(m, k, dtype=native_e4m3(target), device="meta")
@@ -269,7 +269,7 @@ def _product(product: str) -> Callable[[Target, int, int, int], list[Launch]]:
     return lambda target, m, n, k: [product_launch(product, *of_layer(product, m, n, k), target)]
 
 
-# Functions that return the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
+# Each gives the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
 OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[Launch]]]] = {
     **{product: _product(product) for product in PRODUCTS},
     "grouped": _grouped,

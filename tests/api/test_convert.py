@@ -827,9 +827,9 @@ def test_an_index_that_disagrees_is_named(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("block", [(128.0, 128.0), (True, 128), (64, 64), (128, 1), [128, 128], 128, None])
 def test_a_block_is_one_of_a_weight_s(block: Any) -> None:
-    with pytest.raises(ValueError, match=r"is not a block of a weight \(N, K\); it must be one of") as error:
+    with pytest.raises(ValueError, match=r"is no block of a weight \(N, K\); it must be one of") as error:
         Options(block)
-    assert f"block={block!r} is not a block" in str(error.value)
+    assert f"block={block!r} is no block" in str(error.value)
 
 
 @pytest.mark.parametrize("include", [(), ("lm_head.weight", "layer.weight")])
@@ -863,7 +863,7 @@ def test_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     assert "--overwrite" in capsys.readouterr().out
     assert run(tmp_path, tmp_path / "out", "--block", "64,64") == 2
-    assert "'64,64' is not a block of a weight N,K; choose from 128,128" in capsys.readouterr().err
+    assert "'64,64' is no block of a weight N,K; choose from 128,128" in capsys.readouterr().err
     assert run(tmp_path / "gone", tmp_path / "out") == 1
     assert "gone does not exist" in capsys.readouterr().err
 

@@ -990,7 +990,7 @@ def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
     ("argv", "message"),
     [
         ((), "one of the arguments --shapes --suite --model is required"),
-        (("--model", "json"), "is not a module:callable"),
+        (("--model", "json"), "is no module:callable"),
         (("--model", "no_such_module:f"), "No module named 'no_such_module'"),
         (("--model", "json:nothing_of_it"), "has no attribute 'nothing_of_it'"),
         (("--model", f"{__name__}:nothing"), "returned int; it must return (model, args)"),
