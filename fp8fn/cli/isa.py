@@ -1,8 +1,8 @@
-"""`python -m fp8fn isa`: what AMD's machine code of every kernel is made of, read offline, with no GPU.
+"""`python -m fp8fn isa`: what every kernel compiles to for AMD GPUs, read offline, with no GPU.
 
-For each kernel of an op: matrix instructions, loads and stores by width, registers, spills, LDS, how many waves a SIMD
-holds, the cycles of one step along K by unit, and what bounds the product. Cycles and bounds are modelled from the
-instructions' rates (`fp8fn/ops/tuning/amd_model.py`), never measured.
+For each kernel of an op: matrix instructions, loads and stores by width, registers, spills, LDS, waves in a SIMD, the
+cycles of one step along K by unit, and what bounds the product. Cycles and bounds are modelled from the instructions'
+rates (`fp8fn/ops/tuning/amd_model.py`), never measured.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SHAPE: Final = (4096, 4096, 4096)
 _EXPERTS: Final = 8
 NEEDS_TRITON: Final = "needs Triton, whose compiler writes the machine code: pip install triton (on Linux)"
 
-# a_block, b_block, and along which axis a and b are contiguous, for the scaled products.
+# The scaled products: a_block, b_block, and the axes along which a and b are contiguous.
 PRODUCTS: Final[Mapping[str, tuple[Block, Block, str, str]]] = {
     "forward": ((1, 128), (128, 128), "K", "K"),
     "dgrad": ((1, 128), (128, 128), "K", "N"),
@@ -61,14 +61,14 @@ _QUANTIZED: Final[tuple[Block, ...]] = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the figures of what the options name; with --write-tables, the tables of ops/tuning instead."""
+    """Print the figures of the ops that the options name. With --write-tables, write the tables of ops/tuning."""
     parser = _parser()
     args = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None:
         parser.error(NEEDS_TRITON)
     if args.write_tables:
         for arch in TARGETS if args.arch is None else (args.arch,):
-            path = Path(tuning.__path__[0]) / f"amd_{arch}.json"
+            path = Path(tuning.__path__[0]) / "tables" / f"amd_{arch}.json"
             write_table(path, arch)
             print(f"wrote {path}")
         return 0
@@ -142,7 +142,7 @@ def _widths(mix: Mix, direction: str) -> dict[str, int]:
 
 
 def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, Any]:
-    """Of one tile of K, on a CU: cycles by unit, and the share of the peak that the largest of them leaves."""
+    """Cycles of one K tile on a CU by unit, the unit that bounds them, and the share of the peak that it allows."""
     units = cycles(kernel.step, kernel.warps, groups_per_cu(kernel, processor))
     largest = max(units, key=lambda unit: units[unit])
     fastest = max(processor.rates[matrix.type] for matrix in found.loop.matrix)
@@ -262,7 +262,7 @@ def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaun
 
 
 def of_layer(product: str, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """M, N, K of a product of the layer `x (m, k) @ w (n, k)ᵀ`."""
+    """M, N, K of a product in the layer `x (m, k) @ w (n, k)ᵀ`."""
     return {"dgrad": (m, k, n), "wgrad": (n, k, m), "TN": (n, k, m)}.get(product, (m, n, k))
 
 
@@ -283,7 +283,7 @@ OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[TritonLaunch]]]] 
 
 
 def text(columns: Sequence[Sequence[Mapping[str, Any]]], headings: Sequence[str] = ()) -> str:
-    """Reports below each other, one column or several of them side by side."""
+    """Reports, one below another, in one column or in several columns side by side."""
     blocks = []
     for reports in zip(*columns, strict=True):
         names = list(dict.fromkeys(name for report in reports for name in report))
@@ -299,7 +299,7 @@ def text(columns: Sequence[Sequence[Mapping[str, Any]]], headings: Sequence[str]
 
 
 def _rows(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """A line of a table, on as many lines as its longest cell takes."""
+    """A row of a table, wrapped onto as many lines as its longest cell takes."""
     parts = [textwrap.wrap(cell, max(width, 1)) or [""] for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, parts))
     padded = [part + [""] * (height - len(part)) for part in parts]
@@ -313,7 +313,7 @@ def _cell(value: Any) -> str:
 
 
 def write_table(path: Path, arch: str) -> None:
-    """Compiles the candidates of an architecture and writes its table: their figures, then the 84 layers' choices."""
+    """Compile the candidates of an architecture, and write its table: their figures, then the 84 layers' choices."""
     from fp8fn.ops.tuning import amd
 
     target, processor = TARGETS[arch], PROCESSORS[arch]
@@ -341,7 +341,7 @@ def write_table(path: Path, arch: str) -> None:
         "kernel_columns": list(amd.KERNEL_COLUMNS), "row_columns": list(amd.ROW_COLUMNS),
     }  # fmt: skip
     _write(path, document, kernels, [])
-    amd.forget()  # the choices are made from what was just written
+    amd.forget()  # the choices below use the kernels just written
     rows = []
     for product, m, n, k in layer_products():
         choice = amd.modelled(product, m, n, k, arch)
@@ -352,7 +352,7 @@ def write_table(path: Path, arch: str) -> None:
 
 
 def layer_products() -> tuple[tuple[str, int, int, int], ...]:
-    """The products of the 84 layers, each once: forward, dgrad and wgrad with their own M, N and K."""
+    """Forward, dgrad and wgrad of the 84 layers, each product once, with its own M, N and K."""
     found: dict[tuple[str, int, int, int], None] = {}
     for _, _, m, n, k in LLM84:
         found |= dict.fromkeys((product, *of_layer(product, m, n, k)) for product in ("forward", "dgrad", "wgrad"))
@@ -382,7 +382,7 @@ def _ops(names: str) -> tuple[str, ...]:
     found = tuple(names.split(","))
     for name in found:
         if name not in OPS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no op; choose from {', '.join(OPS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not an op; choose from {', '.join(OPS)}")
     return found
 
 
@@ -390,16 +390,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn isa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arch", choices=TARGETS, help="whose machine code (default: gfx950)")
-    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"by default all: {','.join(OPS)}")
+    parser.add_argument("--arch", choices=TARGETS, help="architecture to compile for (default: gfx950)")
+    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"ops to compile (default: {','.join(OPS)})")
     parser.add_argument(
-        "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="of x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"
+        "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"
     )
     parser.add_argument(
-        "--compare", metavar="CFG", help="a product's chosen configuration beside this one, such as 256x128w8s2n16h"
+        "--compare", metavar="CFG", help="a configuration beside a product's chosen one, such as 256x128w8s2n16h"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
-        "--write-tables", action="store_true", help="compile the candidates and write ops/tuning/amd_*.json"
+        "--write-tables", action="store_true", help="compile the candidates and write ops/tuning/tables/amd_*.json"
     )
     return parser

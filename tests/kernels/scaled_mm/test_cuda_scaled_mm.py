@@ -701,7 +701,7 @@ def bad_kernel() -> CudaKernel:
 
 
 def test_scales_of_columns_cannot_be_folded_over_two_k_blocks() -> None:
-    """In the tensor core's sum all columns of a tile would have to keep their scales; README tells what was tried."""
+    """In the tensor core's sum all columns of a tile would have to keep their scales, see docs/tuning.md."""
     x = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0))
     scale = fp8fn.quantize(x, (BK, 1), scale="pow2").scale
     same = scale[0::2] == scale[1::2]
