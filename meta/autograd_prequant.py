@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.gemm import product
+from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.operand import Quantized
 
 # The activation's block for each block of a weight (K, N) that an FP8 product takes.
