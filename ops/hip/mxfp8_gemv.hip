@@ -22,8 +22,8 @@ constexpr int SPREAD = COUNT < WAVE ? WAVE / COUNT : 1;  // lanes that end with 
 constexpr int KEPT = COUNT < WAVE ? 1 : COUNT / WAVE;  // sums that a lane ends with
 constexpr int NAN_SCALE = 255;
 
-typedef TypeOf<OUT>::type Out;
-typedef TypeOf<BIAS>::type Bias;
+using Out = TypeOf<OUT>::type;
+using Bias = TypeOf<BIAS>::type;
 
 // 16 elements along K and the exponent of their scale, as stored.
 struct Piece {
@@ -33,7 +33,7 @@ struct Piece {
 
 // 16 values as 8 pairs.
 INLINE void widen(Words words, Pair (&pairs)[8]) {
-    const unsigned word[] = {words.x, words.y, words.z, words.w};
+    const uint32_t word[] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         pairs[2 * i] = widened<false>(word[i]);
@@ -61,10 +61,10 @@ INLINE void sum_lanes(float (&sums)[COUNT]) {
 }
 
 KERNEL(WAVES * WAVE)
-void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsigned char* b,
-                const unsigned char* b_scale, const Bias* bias, Out* out, int M, int N, int K, int a_row, int as_row,
-                int as_block, int b_column, int bs_column, int bs_block, long long a_batch, long long as_batch,
-                long long b_batch, long long bs_batch) {
+void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
+                const uint8_t* b_scale, const Bias* bias, Out* out, int M, int N, int K, int a_row, int as_row,
+                int as_block, int b_column, int bs_column, int bs_block, int64_t a_batch, int64_t as_batch,
+                int64_t b_batch, int64_t bs_batch) {
     const int tiles = (N + WAVES * COLUMNS - 1) / (WAVES * COLUMNS);
     const int batch = block_x() / tiles;
     const int wave = uniform(thread_index() / WAVE), lane = thread_index() % WAVE;
@@ -77,8 +77,8 @@ void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsi
     const Buffer row_scales =
         buffer_of(a_scale + batch * as_batch, (M - 1) * as_row + (blocks - 1) * as_block + 1);
     const Buffer weight =
-        buffer_of(b + batch * b_batch + (long long)n * b_column, (columns - 1) * b_column + K);
-    const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + (long long)n * bs_column,
+        buffer_of(b + batch * b_batch + int64_t(n) * b_column, (columns - 1) * b_column + K);
+    const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + int64_t(n) * bs_column,
                                            (columns - 1) * bs_column + (blocks - 1) * bs_block + 1);
 
     auto load = [&](Buffer data, Buffer scales, int line, int scale_line, int block, int k, bool inside) {
@@ -139,6 +139,6 @@ void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsi
 #if BIAS
         sum += float(bias[n + column]);
 #endif
-        out[((long long)batch * M + row) * N + n + column] = Out(sum);
+        out[(int64_t(batch) * M + row) * N + n + column] = Out(sum);
     }
 }

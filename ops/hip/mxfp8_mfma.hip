@@ -21,20 +21,20 @@ constexpr int TILES = TILES_M * N_SUB;
 constexpr int STEP = 128;  // of K
 constexpr int UNROLL = 4 / N_SUB;  // steps of a wave in flight
 
-typedef TypeOf<OUT>::type Out;
-typedef TypeOf<BIAS>::type Bias;
+using Out = TypeOf<OUT>::type;
+using Bias = TypeOf<BIAS>::type;
 
 // What a lane has of 16 rows of a, or columns of b, in a step.
 struct Fragment {
     Words words[2];
-    unsigned scale;
+    uint32_t scale;
 };
 
 KERNEL(THREADS)
-void mxfp8_mfma(const unsigned char* a, const unsigned char* a_scale, const unsigned char* b,
-                const unsigned char* b_scale, const Bias* bias, Out* out, int M, int N, int K, int steps, int a_row,
-                int as_row, int as_block, int b_column, int bs_column, int bs_block, long long a_batch,
-                long long as_batch, long long b_batch, long long bs_batch, long long out_part) {
+void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
+                const uint8_t* b_scale, const Bias* bias, Out* out, int M, int N, int K, int steps, int a_row,
+                int as_row, int as_block, int b_column, int bs_column, int bs_block, int64_t a_batch,
+                int64_t as_batch, int64_t b_batch, int64_t bs_batch, int64_t out_part) {
     __shared__ Sums parts[WAVES][TILES][WAVE];
     const int tiles_n = (N + COLUMNS - 1) / COLUMNS;
     const int batch = block_x() / tiles_n, n = block_x() % tiles_n * COLUMNS;
@@ -47,8 +47,8 @@ void mxfp8_mfma(const unsigned char* a, const unsigned char* a_scale, const unsi
     const int blocks = K / 32;
     const Buffer rows = buffer_of(a + batch * a_batch, (M - 1) * a_row + K);
     const Buffer row_scales = buffer_of(a_scale + batch * as_batch, (M - 1) * as_row + (blocks - 1) * as_block + 1);
-    const Buffer weight = buffer_of(b + batch * b_batch + (long long)n * b_column, (columns - 1) * b_column + K);
-    const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + (long long)n * bs_column,
+    const Buffer weight = buffer_of(b + batch * b_batch + int64_t(n) * b_column, (columns - 1) * b_column + K);
+    const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + int64_t(n) * bs_column,
                                            (columns - 1) * bs_column + (blocks - 1) * bs_block + 1);
 
     // Rows past M and columns past N have sums of whatever was loaded, or of zeros; nobody stores them.
@@ -96,7 +96,7 @@ void mxfp8_mfma(const unsigned char* a, const unsigned char* a_scale, const unsi
         for (int j = 0; j < N_SUB; ++j) parts[wave][i * N_SUB + j][lane] = sums[i][j];
     }
     block_barrier();
-    out += block_y() * out_part + (long long)batch * M * N;
+    out += block_y() * out_part + int64_t(batch) * M * N;
     for (int index = thread_index(); index < TILES * WAVE; index += THREADS) {
         const int tile = index / WAVE, from = index % WAVE;
         Sums total = parts[0][tile][from];
@@ -112,7 +112,7 @@ void mxfp8_mfma(const unsigned char* a, const unsigned char* a_scale, const unsi
 #if BIAS
             sum += float(bias[column]);
 #endif
-            out[(long long)m * N + column] = Out(sum);
+            out[int64_t(m) * N + column] = Out(sum);
         }
     }
 }

@@ -18,20 +18,20 @@ constexpr int STEP = 128;  // of K
 constexpr int UNROLL = TILES_M <= 2 ? 4 : 2;  // steps of a wave in flight
 constexpr int PADDING = -1;
 
-typedef TypeOf<OUT>::type Out;
+using Out = TypeOf<OUT>::type;
 
 // What a lane has of 16 rows of a, or columns of w, in a step.
 struct Fragment {
     Words words[2];
-    unsigned scale;
+    uint32_t scale;
 };
 
 KERNEL(THREADS)
-void mxfp8_moe(const unsigned char* a, const unsigned char* a_scale, const unsigned char* w,
-               const unsigned char* w_scale, const int* sorted_token_ids, const int* expert_ids,
+void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w,
+               const uint8_t* w_scale, const int* sorted_token_ids, const int* expert_ids,
                const int* num_tokens_post_padded, const float* token_weights, Out* out, int ids, int N, int K, int E,
                int block_m, int a_div, int a_row, int as_row, int as_block, int w_column, int ws_column, int ws_block,
-               long long w_expert, long long ws_expert) {
+               int64_t w_expert, int64_t ws_expert) {
     __shared__ Sums sums_of_waves[WAVES][TILES_M][WAVE];
     const int tiles_n = (N + BLOCK_N - 1) / BLOCK_N, parts = (block_m + 16 * TILES_M - 1) / (16 * TILES_M);
     const int n = block_x() % tiles_n * BLOCK_N, place = block_x() / tiles_n;
@@ -48,8 +48,8 @@ void mxfp8_moe(const unsigned char* a, const unsigned char* a_scale, const unsig
     const int blocks = K / 32, rows = ids / a_div;
     const Buffer activations = buffer_of(a, (rows - 1) * a_row + K);
     const Buffer scales = buffer_of(a_scale, (rows - 1) * as_row + (blocks - 1) * as_block + 1);
-    const Buffer weight = buffer_of(w + expert * w_expert + (long long)n * w_column, (columns - 1) * w_column + K);
-    const Buffer weight_scales = buffer_of(w_scale + expert * ws_expert + (long long)n * ws_column,
+    const Buffer weight = buffer_of(w + expert * w_expert + int64_t(n) * w_column, (columns - 1) * w_column + K);
+    const Buffer weight_scales = buffer_of(w_scale + expert * ws_expert + int64_t(n) * ws_column,
                                            (columns - 1) * ws_column + (blocks - 1) * ws_block + 1);
 
     auto id_at = [&](int row) {
@@ -111,7 +111,7 @@ void mxfp8_moe(const unsigned char* a, const unsigned char* a_scale, const unsig
 #if WEIGHTED
             sum *= token_weights[id];
 #endif
-            out[(long long)id * N + n + column] = Out(sum);
+            out[int64_t(id) * N + n + column] = Out(sum);
         }
     }
 }

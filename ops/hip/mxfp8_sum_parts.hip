@@ -6,12 +6,12 @@
 
 constexpr int THREADS = 256;
 
-typedef TypeOf<OUT>::type Out;
-typedef TypeOf<BIAS>::type Bias;
+using Out = TypeOf<OUT>::type;
+using Bias = TypeOf<BIAS>::type;
 
 KERNEL(THREADS)
-void mxfp8_sum_parts(const float* parts, const Bias* bias, Out* out, int N, long long total) {
-    const long long index = (long long)block_x() * THREADS + thread_index();
+void mxfp8_sum_parts(const float* parts, const Bias* bias, Out* out, int N, int64_t total) {
+    const int64_t index = int64_t(block_x()) * THREADS + thread_index();
     if (index >= total) return;
     float sum = parts[index];
 #pragma unroll

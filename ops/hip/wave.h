@@ -12,6 +12,11 @@
 #define KERNEL(THREADS) \
     extern "C" __global__ __attribute__((amdgpu_flat_work_group_size(THREADS, THREADS), amdgpu_waves_per_eu(2)))
 
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using int64_t = long long;
+
 #define BF16 1
 #define FP16 2
 #define FP32 3
@@ -19,21 +24,21 @@
 constexpr int WAVE = 64;
 
 typedef float Pair __attribute__((ext_vector_type(2)));
-typedef unsigned Words __attribute__((ext_vector_type(4)));
+typedef uint32_t Words __attribute__((ext_vector_type(4)));
 typedef float Sums __attribute__((ext_vector_type(4)));
 
 // The type of a macro's number; 0 where there is no tensor.
 template <int KIND>
 struct TypeOf {
-    typedef float type;
+    using type = float;
 };
 template <>
 struct TypeOf<BF16> {
-    typedef __bf16 type;
+    using type = __bf16;
 };
 template <>
 struct TypeOf<FP16> {
-    typedef _Float16 type;
+    using type = _Float16;
 };
 
 INLINE int thread_index() { return __builtin_amdgcn_workitem_id_x(); }
@@ -53,18 +58,18 @@ INLINE int uniform(int value) { return __builtin_amdgcn_readfirstlane(value); }
 
 // ---- memory: less than 2 GiB from an address, the same for all lanes; what is loaded past its end is zero -----------
 
-typedef __amdgpu_buffer_rsrc_t Buffer;
+using Buffer = __amdgpu_buffer_rsrc_t;
 // The offset of what is not to be loaded.
-constexpr unsigned OUTSIDE = 0x80000000;
+constexpr uint32_t OUTSIDE = 0x80000000;
 
-INLINE Buffer buffer_of(const unsigned char* from, int size) {
-    return __builtin_amdgcn_make_buffer_rsrc(const_cast<unsigned char*>(from), 0, size, 0x00027000);
+INLINE Buffer buffer_of(const uint8_t* from, int size) {
+    return __builtin_amdgcn_make_buffer_rsrc(const_cast<uint8_t*>(from), 0, size, 0x00027000);
 }
 // 16 bytes at a multiple of 16.
-INLINE Words load16(Buffer buffer, unsigned offset) {
+INLINE Words load16(Buffer buffer, uint32_t offset) {
     return __builtin_amdgcn_raw_buffer_load_b128(buffer, offset, 0, 0);
 }
-INLINE unsigned load1(Buffer buffer, unsigned offset) {
+INLINE uint32_t load1(Buffer buffer, uint32_t offset) {
     return __builtin_amdgcn_raw_buffer_load_b8(buffer, offset, 0, 0);
 }
 
@@ -72,7 +77,7 @@ INLINE unsigned load1(Buffer buffer, unsigned offset) {
 
 // Two of the four values of a word: the lower or the upper ones.
 template <bool UPPER>
-INLINE Pair widened(unsigned word) {
+INLINE Pair widened(uint32_t word) {
     return __builtin_bit_cast(Pair, __builtin_amdgcn_cvt_pk_f32_fp8(word, UPPER));
 }
 INLINE Pair multiply_add(Pair a, Pair b, Pair c) { return __builtin_elementwise_fma(a, b, c); }
@@ -97,14 +102,14 @@ INLINE float exchanged(float value) {
 template <int MASK>
 INLINE float folded(float low, float high) {
     if constexpr (MASK >= 16) {
-        const unsigned a = __builtin_bit_cast(unsigned, low), b = __builtin_bit_cast(unsigned, high);
+        const uint32_t a = __builtin_bit_cast(uint32_t, low), b = __builtin_bit_cast(uint32_t, high);
         if constexpr (MASK == 32) {
             const auto halves = __builtin_amdgcn_permlane32_swap(a, b, false, false);
-            const unsigned first = halves[0], second = halves[1];
+            const uint32_t first = halves[0], second = halves[1];
             return __builtin_bit_cast(float, first) + __builtin_bit_cast(float, second);
         } else {
             const auto halves = __builtin_amdgcn_permlane16_swap(a, b, false, false);
-            const unsigned first = halves[0], second = halves[1];
+            const uint32_t first = halves[0], second = halves[1];
             return __builtin_bit_cast(float, first) + __builtin_bit_cast(float, second);
         }
     } else {
@@ -119,7 +124,7 @@ INLINE float folded(float low, float high) {
 // = lane / 16, a lane holds of row `row` of a, and likewise of column `row` of b, the elements 16 * group + 0..15 and
 // 64 + 16 * group + 0..15 and the scale of elements 32 * group + 0..31; and rows 4 * group + 0..3 of column `row` of
 // the sums.
-INLINE Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], unsigned a_scale, unsigned b_scale, Sums sums) {
+INLINE Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], uint32_t a_scale, uint32_t b_scale, Sums sums) {
     typedef int Operand __attribute__((ext_vector_type(8)));
     const Operand left = __builtin_shufflevector(a[0], a[1], 0, 1, 2, 3, 4, 5, 6, 7);
     const Operand right = __builtin_shufflevector(b[0], b[1], 0, 1, 2, 3, 4, 5, 6, 7);

@@ -85,7 +85,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     if (HELD > 0 && warp == 0) {
         __syncwarp();
         if (elect()) {
-            for (int step = 0; step < STAGES; step++) {
+            for (int step = 0; step < STAGES; ++step) {
                 if constexpr (W_CONSTANT)
                     load(step, step);
                 else
@@ -100,16 +100,16 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             if constexpr (!W_CONSTANT) {
-                for (int step = 0; step < min(prefetched, count); step++) tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+                for (int step = 0; step < min(prefetched, count); ++step) tma_prefetch(w, (start + step) * STEP, tile_n, 0);
                 wait_for_launches();
             }
             const int ahead = min(STAGES, count);
-            for (int step = 0; step < ahead; step++) load(step, step);
+            for (int step = 0; step < ahead; ++step) load(step, step);
             if constexpr (W_CONSTANT)
-                for (int step = ahead; step < min(prefetched, count); step++)
+                for (int step = ahead; step < min(prefetched, count); ++step)
                     tma_prefetch(w, (start + step) * STEP, tile_n, 0);
             Ring ring;
-            for (int step = ahead; step < count; step++, ring.advance()) {
+            for (int step = ahead; step < count; ++step, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
                 load(ring.stage, step);
             }
@@ -138,13 +138,13 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     auto hold = [&](int from, int stop) {
         const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
-        for (int step = from; step < stop; step++) {
+        for (int step = from; step < stop; ++step) {
             barrier_wait(full(step), 0);
 #pragma unroll
-            for (int i = 0; i < STEP / 32; i++) {
+            for (int i = 0; i < STEP / 32; ++i) {
                 const uint4 m = load_matrices<false>(from_w + step * W_BYTES + row * STEP + ((2 * i + lane / 16) ^ row % 8) * 16);
 #pragma unroll
-                for (int j = 0; j < 4; j++) held[step][i][j] = word(m, j);
+                for (int j = 0; j < 4; ++j) held[step][i][j] = word(m, j);
             }
         }
     };
@@ -154,7 +154,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     if constexpr (!W_CONSTANT) {
         if (HELD > 0 && warp == 0) {
             if (elect())
-                for (int step = 0; step < STAGES; step++) load(step, step);
+                for (int step = 0; step < STAGES; ++step) load(step, step);
             __syncwarp();
         }
         read();
@@ -168,40 +168,40 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         bool inside[AHEAD];
         uint4 taken[AHEAD][PIECES];
 #pragma unroll
-        for (int p = 0; p < AHEAD; p++) {
+        for (int p = 0; p < AHEAD; ++p) {
             inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
             const uint16_t* const from = x_from + p * STEPS_ON * STEP;
             const int left = TAIL ? K - (start + first + item / X_ROWS + p * STEPS_ON) * STEP - 8 * along : STEP;
 #pragma unroll
-            for (int i = 0; i < PIECES; i++)
+            for (int i = 0; i < PIECES; ++i)
                 taken[p][i] = load_written(from + i * 8 * LANES, inside[p] && left > i * 8 * LANES);
         }
         hold(READY, HELD);
 #pragma unroll
-        for (int p = 0; p < AHEAD; p++) {
+        for (int p = 0; p < AHEAD; ++p) {
             uint32_t most = 0;
 #pragma unroll
-            for (int i = 0; i < 4 * PIECES; i++) most = __vmaxu2(most, word(taken[p][i / 4], i % 4) & 0x7fff7fff);
+            for (int i = 0; i < 4 * PIECES; ++i) most = __vmaxu2(most, word(taken[p][i / 4], i % 4) & 0x7fff7fff);
 #pragma unroll
             for (int mask = LANES / 2; mask > 0; mask /= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, mask));
             const int largest = max(most & 0xffff, most >> 16);
             const PartsScale scale = scale_of_parts<XType>(largest);
             uint32_t parts[PARTS][2 * PIECES];
 #pragma unroll
-            for (int i = 0; i < 2 * PIECES; i++) {
+            for (int i = 0; i < 2 * PIECES; ++i) {
                 const uint4& eight = taken[p][i / 2];
                 uint32_t of_four[PARTS];
                 split<XType, PARTS>(word(eight, i % 2 * 2), word(eight, i % 2 * 2 + 1), scale, of_four);
 #pragma unroll
-                for (int part = 0; part < PARTS; part++) parts[part][i] = of_four[part];
+                for (int part = 0; part < PARTS; ++part) parts[part][i] = of_four[part];
             }
             if (X_OVER && p == 0) sync_first<THREADS>();  // all have in registers what x overwrites
             if (inside[p]) {
 #pragma unroll
-                for (int i = 0; i < PIECES; i++) {
+                for (int i = 0; i < PIECES; ++i) {
                     const uint32_t at = place(p) + piece(LANES / 2 * i + along / 2) + along % 2 * 8;
 #pragma unroll
-                    for (int part = 0; part < PARTS; part++)
+                    for (int part = 0; part < PARTS; ++part)
                         store_shared(at + part * ROWS * STEP, make_uint2(parts[part][2 * i], parts[part][2 * i + 1]));
                 }
             }
@@ -219,7 +219,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         fence_registers(d);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEP / 32; i++) wgmma(d, left(i), right + 2 * i, i > 0);
+        for (int i = 0; i < STEP / 32; ++i) wgmma(d, left(i), right + 2 * i, i > 0);
         wgmma_commit();
         fence_registers(d);
     };
@@ -229,13 +229,13 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
         if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; ++s) {
             const float2 scales = *reinterpret_cast<const float2*>(x_scales + step * ROWS + 8 * s + 2 * quarter);
             float(&sum)[4] = acc[s];
             auto all = [&](int i) {
                 float total = d[4 * (s + (PARTS - 1) * SLICES) + i];
 #pragma unroll
-                for (int part = PARTS - 2; part >= 0; part--) total = __fmaf_rn(total, 1.0f / 32, d[4 * (s + part * SLICES) + i]);
+                for (int part = PARTS - 2; part >= 0; --part) total = __fmaf_rn(total, 1.0f / 32, d[4 * (s + part * SLICES) + i]);
                 return total;
             };
             sum[0] = __fmaf_rn(all(0), scales.x * left, sum[0]);
@@ -248,7 +248,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     float d[2][SUMS];
 #if HELD
 #pragma unroll
-    for (int step = 0; step <= STAGES; step++) {
+    for (int step = 0; step <= STAGES; ++step) {
         if (step < HELD) {
             multiply(d[step % 2], step, [&](int i) -> auto& { return held[step][i]; });
         } else if (step < STAGES) {

@@ -51,10 +51,10 @@ INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int 
     // Rows past the last, of which anything may lie there, are columns of the product that nobody stores.
     const char* const first = memory + (ROWS > 8 ? group : min(group, rows - 1)) * pitch + at;
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) {
+    for (int s = 0; s < SLICES; ++s) {
         const char* from = first + 8 * s * pitch;
 #pragma unroll
-        for (int i = 0; i < DEPTH / 8; i++) {
+        for (int i = 0; i < DEPTH / 8; ++i) {
             const uint4 values = reinterpret_cast<const uint4*>(from)[i];
             b[s][4 * i] = values.x, b[s][4 * i + 1] = values.y, b[s][4 * i + 2] = values.z, b[s][4 * i + 3] = values.w;
         }
@@ -110,7 +110,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         const int k = index * UNIT + quarter * DEPTH, room = min(stop * UNIT, K) - k;
         const uint8_t* from = w + int64_t(index) * (K_CONTIGUOUS ? UNIT : UNIT * int64_t(w_line));
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
+        for (int i = 0; i < PIECES; ++i) {
             uint4& piece = unit.piece[i];
             const bool inside = (K_CONTIGUOUS ? column(i / 2, i % 2) : column(0, 0)) < N && room > (K_CONTIGUOUS ? 0 : i);
             piece = inside ? load_ahead(from + i * step) : make_uint4(0, 0, 0, 0);
@@ -120,7 +120,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         if constexpr (SCALE == BLOCK) unit.scale[0] = first_n < N && index < stop ? __ldg(block_scale + along_k) : 0.0f;
         if constexpr (SCALE == VECTOR) {
 #pragma unroll
-            for (int i = 0; i < SCALES; i++) {
+            for (int i = 0; i < SCALES; ++i) {
                 const int n = column(i / 2, i % 2);
                 unit.scale[i] = n < N && index < stop ? __ldg(w_scale + along_k + int64_t(n) * s_n) : 0.0f;
             }
@@ -132,15 +132,15 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     auto accumulate = [&](int tile, const Unit& unit, const uint32_t (&a)[DEPTH / 4][4],
                           const uint32_t (&b)[SLICES][DEPTH / 2]) {
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; ++s) {
             float(&sum)[4] = acc[tile][s];
             if constexpr (SCALE == LINE) {
 #pragma unroll
-                for (int j = 0; j < DEPTH / 4; j++) mma<XType>(sum, a[j], b[s][2 * j], b[s][2 * j + 1]);
+                for (int j = 0; j < DEPTH / 4; ++j) mma<XType>(sum, a[j], b[s][2 * j], b[s][2 * j + 1]);
             } else {
                 float d[4] = {};
 #pragma unroll
-                for (int j = 0; j < DEPTH / 4; j++) mma<XType>(d, a[j], b[s][2 * j], b[s][2 * j + 1]);
+                for (int j = 0; j < DEPTH / 4; ++j) mma<XType>(d, a[j], b[s][2 * j], b[s][2 * j + 1]);
                 const float upper = unit.scale[SCALE == VECTOR ? 2 * tile : 0];
                 const float lower = unit.scale[SCALE == VECTOR ? 2 * tile + 1 : 0];
                 sum[0] += upper * d[0];
@@ -157,9 +157,9 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         uint32_t a[DEPTH / 4][4];
         if constexpr (K_CONTIGUOUS) {
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
+            for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-                for (int j = 0; j < DEPTH / 4; j++) {
+                for (int j = 0; j < DEPTH / 4; ++j) {
                     widen<XType, FP8>(word(unit.piece[2 * tile % PIECES], j), a[j][0], a[j][2]);
                     widen<XType, FP8>(word(unit.piece[(2 * tile + 1) % PIECES], j), a[j][1], a[j][3]);
                 }
@@ -167,20 +167,20 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             }
         } else {
 #pragma unroll
-            for (int quad = 0; quad < 2; quad++) {  // four tiles, whose columns are in two words of a piece
+            for (int quad = 0; quad < 2; ++quad) {  // four tiles, whose columns are in two words of a piece
                 uint32_t turned[2][DEPTH / 4][4];
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+                for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                    for (int j = 0; j < DEPTH / 4; j++) {
+                    for (int j = 0; j < DEPTH / 4; ++j) {
                         auto line = [&](int i) { return word(unit.piece[(4 * j + i) % PIECES], quad + 2 * half); };
                         turn(line(0), line(1), line(2), line(3), turned[half][j]);
                     }
                 }
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
+                for (int c = 0; c < 4; ++c) {
 #pragma unroll
-                    for (int j = 0; j < DEPTH / 4; j++) {
+                    for (int j = 0; j < DEPTH / 4; ++j) {
                         widen<XType, FP8>(turned[0][j][c], a[j][0], a[j][2]);
                         widen<XType, FP8>(turned[1][j][c], a[j][1], a[j][3]);
                     }
@@ -204,13 +204,13 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             char* to = memory + 16 * piece;
             const int room = max(min(K - k, 8), 0);
 #pragma unroll 4
-            for (int row = 0; row < rows; row++, from += x_m, to += X_PITCH) {
+            for (int row = 0; row < rows; ++row, from += x_m, to += X_PITCH) {
 #if X_PIECES
                 copy16(to, room > 0 ? from : x, room * 2);
 #else
                 uint32_t pairs[4];
 #pragma unroll
-                for (int p = 0; p < 4; p++) {
+                for (int p = 0; p < 4; ++p) {
                     const uint32_t low = 2 * p < room ? __ldg(from + int64_t(2 * p) * x_k) : 0;
                     const uint32_t high = 2 * p + 1 < room ? __ldg(from + int64_t(2 * p + 1) * x_k) : 0;
                     pairs[p] = low | high << 16;
@@ -221,12 +221,12 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         }
         end_copies();
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
+        for (int i = 0; i < UNROLL; ++i) load(flight[i], start + i, stop);
         if (pieces > 0) wait_for_copies();  // always: without the branch the loads above are moved below it
         __syncthreads();
         for (int index = start; index < stop; index += UNROLL) {
 #pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
+            for (int i = 0; i < UNROLL; ++i) {
                 if (index + i < stop) multiply(flight[i], (index + i - first) * UNIT);
                 load(flight[i], index + i + UNROLL, stop);
             }
@@ -240,14 +240,14 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         put_sums(sums, acc, rows, warp_k, quarter, tile_n, column);
     } else {
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
+            for (int odd = 0; odd < 2; ++odd) {
                 const int row = 8 * s + 2 * quarter + odd;
                 if (row >= rows) continue;
                 float4* to = reinterpret_cast<float4*>(sums + (warp_k * rows + row) * PITCH - tile_n + column(0, 0));
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
+                for (int i = 0; i < 4; ++i) {
                     auto sum = [&](int c) { return acc[(i % 2 * 4 + c) % TILES][s][odd + i / 2 * 2]; };
                     to[i] = make_float4(sum(0), sum(1), sum(2), sum(3));
                 }

@@ -108,7 +108,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
     auto load = [&](Unit& unit, int index, int stop) {
         const int room = min(stop * UNIT, K) - index * UNIT - quarter * DEPTH, of_block = room + quarter % 2 * DEPTH;
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
+        for (int i = 0; i < PIECES; ++i) {
             const bool exists = column(i / 2, i % 2) < N;
             unit.piece[i] = exists && room > 0 ? load_ahead(piece_at[i]) : make_uint4(0, 0, 0, 0);
             unit.scale[i] = exists && of_block > 0 ? load_byte_ahead(scale_at[i]) : 0;
@@ -126,11 +126,11 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         const float4* const a_scales = reinterpret_cast<const float4*>(memory + A_SCALES) + at * (ROWS / 2) + quarter;
         const bool upper = quarter >= 2;  // has half of the second block
 #pragma unroll
-        for (int tile = 0; tile < TILES; tile++) {
+        for (int tile = 0; tile < TILES; ++tile) {
             uint32_t left[2][4];  // of each block
             float scale[2][2];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
+            for (int half = 0; half < 2; ++half) {
                 const uint4& piece = unit.piece[2 * tile + half];
                 const uint32_t low = __shfl_xor_sync(~0u, upper ? piece.x : piece.z, 2);
                 const uint32_t high = __shfl_xor_sync(~0u, upper ? piece.y : piece.w, 2);
@@ -151,7 +151,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
             if constexpr (TOGETHER) {
                 float d[PRODUCTS][ROWS / 2];
 #pragma unroll
-                for (int block = 0; block < 2; block++) {
+                for (int block = 0; block < 2; ++block) {
                     float(&mine)[ROWS / 2] = d[block % PRODUCTS];
                     fence_registers(mine);
                     wgmma_fence();
@@ -162,35 +162,35 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
                         wgmma_wait<0>();
                         fence_registers(mine);
 #pragma unroll
-                        for (int s = 0; s < SLICES; s++) add(block, s, mine + 4 * s);
+                        for (int s = 0; s < SLICES; ++s) add(block, s, mine + 4 * s);
                     }
                 }
                 if constexpr (PRODUCTS == 2) {
                     wgmma_wait<1>();
                     fence_registers(d[0]);
 #pragma unroll
-                    for (int s = 0; s < SLICES; s++) add(0, s, d[0] + 4 * s);
+                    for (int s = 0; s < SLICES; ++s) add(0, s, d[0] + 4 * s);
                     wgmma_wait<0>();
                     fence_registers(d[1]);
 #pragma unroll
-                    for (int s = 0; s < SLICES; s++) add(1, s, d[1] + 4 * s);
+                    for (int s = 0; s < SLICES; ++s) add(1, s, d[1] + 4 * s);
                 }
             } else {
                 uint32_t wide[2][2][4];  // of the first and the second words of each block
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
+                for (int i = 0; i < 8; ++i) {
                     uint32_t(&words)[4] = wide[i / 4][i % 4 / 2];
                     widen<Fp16, B_FP8>(left[i / 4][i % 4], words[i % 2], words[i % 2 + 2]);
                 }
                 const char* const row = here + lane / 16 * A_BLOCK + lane / 8 % 2 * 128 + lane % 8 * 16;
 #pragma unroll
-                for (int s = 0; s < SLICES; s++) {
+                for (int s = 0; s < SLICES; ++s) {
                     const uint4 right = load_matrices<false>(shared_address(row + 256 * s));
 #pragma unroll
-                    for (int block = 0; block < 2; block++) {
+                    for (int block = 0; block < 2; ++block) {
                         float d[4] = {};
 #pragma unroll
-                        for (int i = 0; i < 2; i++) {
+                        for (int i = 0; i < 2; ++i) {
                             uint32_t low, high;
                             widen<Fp16, A_FP8>(word(right, 2 * block + i), low, high);
                             mma<Fp16>(d, wide[block][i], low, high);
@@ -208,7 +208,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         Unit flight[UNROLL];
         const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
+        for (int i = 0; i < PIECES; ++i) {
             const int64_t n = column(i / 2, i % 2);
             piece_at[i] = b + n * b_n + start * UNIT + quarter * DEPTH;
             scale_at[i] = b_scale + n * bs_n + int64_t(2 * start + quarter / 2) * bs_k;
@@ -219,7 +219,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         uint32_t taken_scale[AHEAD];
         auto take = [&](uint32_t i) {
 #pragma unroll
-            for (int p = 0; p < AHEAD; p++, i += THREADS) {
+            for (int p = 0; p < AHEAD; ++p, i += THREADS) {
                 const int row = i < all ? source(i / A_PIECES) : -1, k = first * UNIT + i % A_PIECES * 16;
                 const bool inside = row >= 0 && k < K;
                 taken[p] = inside ? load_ahead(a + int64_t(row) * a_m + k) : make_uint4(0, 0, 0, 0);
@@ -229,12 +229,12 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         };
         auto put = [&](uint32_t i) {
 #pragma unroll
-            for (int p = 0; p < AHEAD; p++, i += THREADS) {
+            for (int p = 0; p < AHEAD; ++p, i += THREADS) {
                 if (i >= all) break;
                 const int row = i / A_PIECES, piece = i % A_PIECES, block = piece / 2;
                 char* const to = memory + block * A_BLOCK + row / 8 * 256 + row % 8 * 16 + piece % 2 * 4;
 #pragma unroll
-                for (int j = 0; j < 4; j++)
+                for (int j = 0; j < 4; ++j)
                     *reinterpret_cast<uint32_t*>(to + j % 2 * 128 + j / 2 * 8) = word(taken[p], j);
                 const int scale = block / 2 * (ROWS * 2) + row / 2 * 4 + block % 2 * 2 + row % 2;
                 if (piece % 2 == 0) reinterpret_cast<float*>(memory + A_SCALES)[scale] = scale_of(taken_scale[p]);
@@ -248,13 +248,13 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
             take(piece += AHEAD * THREADS);
         }
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
+        for (int i = 0; i < UNROLL; ++i) load(flight[i], start + i, stop);
         put(piece);
         if constexpr (TOGETHER) fence_async();
         __syncthreads();
         for (int index = start; index < stop; index += UNROLL) {
 #pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
+            for (int i = 0; i < UNROLL; ++i) {
                 if (index + i < stop) multiply(flight[i], index + i - first);
                 load(flight[i], index + i + UNROLL, stop);
             }

@@ -97,11 +97,11 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         prefetch_map(w);
         prefetch_map(x);
         prefetch_map(out);
-        for (int stage = 0; stage < W_STAGES; stage++) {
+        for (int stage = 0; stage < W_STAGES; ++stage) {
             barrier_init(full_w(stage), 1);
             barrier_init(empty_w(stage), MATH / K_PARTS * 4);
         }
-        for (int stage = 0; stage < X_STAGES; stage++) {
+        for (int stage = 0; stage < X_STAGES; ++stage) {
             barrier_init(full_x(stage), 1);
             barrier_init(empty_x(stage), MATH / K_PARTS * 4);
         }
@@ -123,7 +123,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         tma_load(to + X_HALF, x, barrier, k * BK + 64, m, batch);
     };
     auto prefetch_w = [&](const Tile& tile, int from) {
-        for (int k = from; k < min(PREFETCHED, tile.k_stop); k++) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
+        for (int k = from; k < min(PREFETCHED, tile.k_stop); ++k) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
     };
     RingOf<W_STAGES> ring_w;
     RingOf<X_STAGES> ring_x;
@@ -135,10 +135,10 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             for (int index = begin; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
 #pragma unroll 1  // this warpgroup has few registers
-                for (int k = tile.k_start; k < tile.k_stop; k++, ring_w.advance()) {
+                for (int k = tile.k_start; k < tile.k_stop; ++k, ring_w.advance()) {
                     barrier_wait(empty_w(ring_w.stage), ring_w.parity ^ 1);
                     load_w(tile, ring_w.stage, k);
-                    for (int slice = 0; slice < SLICES; slice++, ring_x.advance()) {
+                    for (int slice = 0; slice < SLICES; ++slice, ring_x.advance()) {
                         barrier_wait(empty_x(ring_x.stage), ring_x.parity ^ 1);
                         load_x(tile, ring_x.stage, k, slice);
                     }
@@ -152,13 +152,13 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 const Tile tile = walk.at(begin);
                 const int ahead = min(W_STAGES, tile.k_stop);
                 if constexpr (W_CONSTANT) {
-                    for (int k = 0; k < ahead; k++) load_w(tile, k, k);
+                    for (int k = 0; k < ahead; ++k) load_w(tile, k, k);
                 }
                 if constexpr (!W_CONSTANT || !IN_FLIGHT) prefetch_w(tile, W_CONSTANT ? ahead : 0);
                 wait_for_launches();
-                for (int k = 0; k < ahead; k++) {
+                for (int k = 0; k < ahead; ++k) {
                     if constexpr (!W_CONSTANT) load_w(tile, k, k);
-                    for (int slice = 0; slice < SLICES; slice++) load_x(tile, k * SLICES + slice, k, slice);
+                    for (int slice = 0; slice < SLICES; ++slice) load_x(tile, k * SLICES + slice, k, slice);
                 }
             }
             __syncwarp();
@@ -166,7 +166,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         // The warpgroup's columns and its part of K.
         const int column = K_PARTS > 1 ? 0 : warpgroup * 64, part = K_PARTS > 1 ? warpgroup : 0;
         if (K_PARTS > 1 && part == 1) ring_w.advance();
-        for (int slice = 0; slice < part * SLICES; slice++) ring_x.advance();
+        for (int slice = 0; slice < part * SLICES; ++slice) ring_x.advance();
         const int line = column + warp * 16 + lane / 4;  // column of w in the tile; also line + 8
 
         struct Pair {
@@ -214,7 +214,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 [[maybe_unused]] const uint32_t parity = ring_w.parity;
                 [[maybe_unused]] const Pair scale = next;
                 barrier_wait(full_w(stage_w), parity);
-                for (int i = 0; i < K_PARTS; i++) ring_w.advance();
+                for (int i = 0; i < K_PARTS; ++i) ring_w.advance();
                 if constexpr (!HOLDS) next = scales_of(tile, k + K_PARTS);
                 [[maybe_unused]] uint32_t powers[2];
                 [[maybe_unused]] Pair change;
@@ -229,7 +229,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t(&fragment)[4]) {
                     if constexpr (IN_UNITS) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
+                        for (int i = 0; i < 4; ++i) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
                     }
                 });
                 settle_fragments(a);
@@ -249,7 +249,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     fence_registers(d);
                     wgmma_fence();
 #pragma unroll
-                    for (int step = 0; step < BK / 16; step++)
+                    for (int step = 0; step < BK / 16; ++step)
                         wgmma(d, a[step], (step < 4 ? low : high) + step % 4 * 2, onto || step > 0);
                     wgmma_commit();
                     fence_registers(d);
@@ -267,19 +267,19 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 const bool onto = k > tile.k_start + part;
                 if (IN_UNITS && onto) {
 #pragma unroll
-                    for (int i = 0; i < BM / 2; i++)
+                    for (int i = 0; i < BM / 2; ++i)
                         acc[i / (WIDTH / 2)][i % (WIDTH / 2)] *= i % 4 < 2 ? change.upper : change.lower;
                 }
                 if constexpr (TURNS) take_turn(warpgroup);
                 if constexpr (HOLDS || IN_UNITS) {
 #pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) {
+                    for (int slice = 0; slice < SLICES; ++slice) {
                         used[slice] = start(acc[slice], onto);
                         if (slice == 0) release_w();
                     }
                     if constexpr (TURNS) pass_turn(warpgroup);
 #pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) {
+                    for (int slice = 0; slice < SLICES; ++slice) {
                         if (SLICES > 1 && slice == 0) wgmma_wait<1>();  // all but the last
                         if (slice + 1 == SLICES) wgmma_wait<0>();
                         fence_registers(acc[slice]);
@@ -288,7 +288,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 } else {
                     float d[WIDTH / 2];
 #pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) {
+                    for (int slice = 0; slice < SLICES; ++slice) {
                         used[slice] = start(d, false);
                         if (slice == 0) release_w();
                         if (TURNS && slice + 1 == SLICES) pass_turn(warpgroup);
@@ -296,7 +296,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         fence_registers(d);
                         release(used[slice]);
 #pragma unroll
-                        for (int j = 0; j < WIDTH / 8; j++) {
+                        for (int j = 0; j < WIDTH / 8; ++j) {
                             acc[slice][4 * j + 0] += scale.upper * d[4 * j + 0];
                             acc[slice][4 * j + 1] += scale.upper * d[4 * j + 1];
                             acc[slice][4 * j + 2] += scale.lower * d[4 * j + 2];
@@ -304,17 +304,17 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         }
                     }
                 }
-                for (int i = 0; i < (K_PARTS - 1) * SLICES; i++) ring_x.advance();
+                for (int i = 0; i < (K_PARTS - 1) * SLICES; ++i) ring_x.advance();
                 if constexpr (!PERSISTENT && !IN_FLIGHT) {  // what comes next, in the place of this and the other part
                     if (k + W_STAGES < tile.k_stop) {
                         if (threadIdx.x < 32 && elect()) {
                             RingOf<W_STAGES> to_w = {stage_w, parity};
                             RingOf<X_STAGES> to_x = first_x;
-                            for (int next = k + W_STAGES; next < min(k + W_STAGES + K_PARTS, tile.k_stop); next++) {
+                            for (int next = k + W_STAGES; next < min(k + W_STAGES + K_PARTS, tile.k_stop); ++next) {
                                 barrier_wait(empty_w(to_w.stage), to_w.parity);
                                 load_w(tile, to_w.stage, next);
                                 to_w.advance();
-                                for (int slice = 0; slice < SLICES; slice++, to_x.advance()) {
+                                for (int slice = 0; slice < SLICES; ++slice, to_x.advance()) {
                                     barrier_wait(empty_x(to_x.stage), to_x.parity);
                                     load_x(tile, to_x.stage, next, slice);
                                 }
@@ -330,18 +330,18 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 __syncthreads();  // both have read their stages
                 if (part == 1) {
 #pragma unroll
-                    for (int i = 0; i < BM / 2; i++) sums[i * WARPGROUP] = acc[i / (WIDTH / 2)][i % (WIDTH / 2)];
+                    for (int i = 0; i < BM / 2; ++i) sums[i * WARPGROUP] = acc[i / (WIDTH / 2)][i % (WIDTH / 2)];
                 }
                 __syncthreads();
                 if (part == 1) break;
 #pragma unroll
-                for (int i = 0; i < BM / 2; i++) acc[i / (WIDTH / 2)][i % (WIDTH / 2)] += sums[i * WARPGROUP];
+                for (int i = 0; i < BM / 2; ++i) acc[i / (WIDTH / 2)][i % (WIDTH / 2)] += sums[i * WARPGROUP];
             }
             if constexpr (HOLDS && !EARLY) last = scales_of(tile, 0);
             if constexpr (!EARLY) added = bias_of(tile);
             // Parts of OUT_ROWS rows leave through two buffers in turn: rows of 64 columns, turned around on the way.
 #pragma unroll
-            for (int part = 0; part < BM / OUT_ROWS; part++) {
+            for (int part = 0; part < BM / OUT_ROWS; ++part) {
                 const uint32_t buffer = base + AT_OUT + (warpgroup * 2 + part % 2) * OUT_BYTES;
                 if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<1>();
                 warpgroup_sync(1 + warpgroup);
@@ -350,7 +350,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 for (int j = 0; j < OUT_ROWS / 8; j += 2) {
                     uint32_t packed[4];
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
+                    for (int i = 0; i < 2; ++i) {
                         const float* v = sum + (part * OUT_ROWS % WIDTH / 8 + j + i) * 4;
                         packed[2 * i] = pack<OutType>(v[0] * last.upper + added.upper, v[1] * last.upper + added.upper);
                         packed[2 * i + 1] = pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);

@@ -49,7 +49,7 @@ INLINE void read_scales(const uint8_t* from, int line_step, int block_step, int 
     for (uint32_t first = threadIdx.x; first < words; first += AHEAD * MULTIPLYING) {
         uint32_t taken[AHEAD];
 #pragma unroll
-        for (int p = 0; p < AHEAD; p++) {
+        for (int p = 0; p < AHEAD; ++p) {
             const uint32_t i = first + p * MULTIPLYING;
             const int line = ALONG_K ? i / steps : i % ACROSS * 4, block = ALONG_K ? i % steps * 4 : i / ACROSS;
             taken[p] = 0;
@@ -59,12 +59,12 @@ INLINE void read_scales(const uint8_t* from, int line_step, int block_step, int 
             }
         }
 #pragma unroll
-        for (int p = 0; p < AHEAD; p++) {
+        for (int p = 0; p < AHEAD; ++p) {
             const uint32_t i = first + p * MULTIPLYING;
             const int line = ALONG_K ? i / steps : i % ACROSS * 4, block = ALONG_K ? i % steps * 4 : i / ACROSS;
             if (i >= words) break;
 #pragma unroll
-            for (int j = 0; j < 4; j++)
+            for (int j = 0; j < 4; ++j)
                 put(ALONG_K ? line : line + j, ALONG_K ? block + j : block, scale_of(taken[p] >> 8 * j & 255));
         }
     }
@@ -110,15 +110,15 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
             };
             const int ahead = min(STAGES, count);
             if constexpr (W_CONSTANT) {
-                for (int step = 0; step < ahead; step++) {
+                for (int step = 0; step < ahead; ++step) {
                     expect(step);
                     load_b(step, step);
                 }
             }
-            for (int step = W_CONSTANT ? ahead : 0; step < min(prefetched, count); step++)
+            for (int step = W_CONSTANT ? ahead : 0; step < min(prefetched, count); ++step)
                 tma_prefetch(b, (start + step) * STEP, tile_n, matrix * b_batched);
             wait_for_launches();
-            for (int step = 0; step < ahead; step++) {
+            for (int step = 0; step < ahead; ++step) {
                 if constexpr (!W_CONSTANT) {
                     expect(step);
                     load_b(step, step);
@@ -126,7 +126,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
                 load_a(step, step);
             }
             Ring ring;
-            for (int step = ahead; step < count; step++, ring.advance()) {
+            for (int step = ahead; step < count; ++step, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
                 expect(ring.stage);
                 load_b(ring.stage, step);
@@ -189,7 +189,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
                     rows_scales = *reinterpret_cast<const float4*>(of_rows + 2 * s);
                 }
 #pragma unroll
-                for (int i = s; i < min(s + 2, SLICES); i++) {
+                for (int i = s; i < min(s + 2, SLICES); ++i) {
                     const float even = i == s ? rows_scales.x : rows_scales.z, odd = i == s ? rows_scales.y : rows_scales.w;
                     float(&sum)[4] = acc[0][i];
                     sum[0] += d[4 * i] * scale[0] * even;
@@ -206,13 +206,13 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
         Ring ring;
         float d[DEPTH][ROWS / 2];
 #pragma unroll 1
-        for (int step = 0; step < count; step++, ring.advance()) {
+        for (int step = 0; step < count; ++step, ring.advance()) {
             const int stage = ring.stage;
             const uint2* const of_columns = b_scales + step * BN + column;
             const uint2 left = of_columns[0], right = of_columns[8];
             barrier_wait(full(stage), ring.parity);
 #pragma unroll
-            for (int i = 0; i < BLOCKS; i++) {
+            for (int i = 0; i < BLOCKS; ++i) {
                 float(&mine)[ROWS / 2] = d[i % DEPTH];
                 if constexpr (DEPTH == 1) {
                     multiply(mine, stage, first_block + i);

@@ -140,11 +140,11 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     if (copies && elect()) {
         prefetch_map(a);
         prefetch_map(b);
-        for (int stage = 0; stage < STAGES; stage++) {
+        for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full(stage), 1);
             barrier_init(empty(stage), MATH * 4 * CLUSTER);
         }
-        for (int run = 0; run < RUNS; run++) {
+        for (int run = 0; run < RUNS; ++run) {
             barrier_init(full_run(run), 32);
             barrier_init(empty_run(run), MATH * WARPGROUP);
         }
@@ -176,7 +176,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 const Tile tile = walk.at(index);
                 const int a_batch = tile.batch * a_batched, b_batch = tile.batch * b_batched;
 #pragma unroll 1  // this warpgroup has few registers
-                for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
+                for (int k = tile.k_start; k < tile.k_stop; ++k, ring.advance()) {
                     const int s = ring.stage;
                     const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
                     const int along_k = tile.row_of(k);
@@ -218,7 +218,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (int k = tile.k_start; k < tile.k_stop; k += RUN, runs.advance()) {
                     barrier_wait(empty_run(runs.stage), runs.parity ^ 1);
 #pragma unroll
-                    for (int i = 0; i < CHUNKS; i++) {
+                    for (int i = 0; i < CHUNKS; ++i) {
                         const int column = tile.n + i * CHUNK;
                         const bool inside = column < problem.N && k + lane < tile.k_stop;
                         const float* from = scales + int64_t(column / 128) * bs_n + int64_t(k + lane) * bs_k;
@@ -249,21 +249,21 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             const Tile tile = walk.at(index);
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
-            [[maybe_unused]] unsigned taken = 0;  // k-blocks of the tile
+            [[maybe_unused]] uint32_t taken = 0;  // k-blocks of the tile
             // B's single scales of the next k-block, from the lane that has them.
             auto take_chunks = [&]([[maybe_unused]] Scales& scales) {
 #if B_SCALE == BLOCK
                 if (taken % RUN == 0) {
                     barrier_wait(full_run(runs.stage), runs.parity);
 #pragma unroll
-                    for (int i = 0; i < CHUNKS; i++)
+                    for (int i = 0; i < CHUNKS; ++i)
                         of_lanes[i] = load_shared(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4);
                     barrier_arrive(empty_run(runs.stage));
                     runs.advance();
                 }
 #pragma unroll
-                for (int i = 0; i < CHUNKS; i++) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
-                taken++;
+                for (int i = 0; i < CHUNKS; ++i) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
+                ++taken;
 #endif
             };
             auto take_rows = [&](Scales& scales, int stage, int slice) {
@@ -283,7 +283,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 fence_registers(d);
                 wgmma_fence();
 #pragma unroll
-                for (int k = 0; k < BK / 32; k++)
+                for (int k = 0; k < BK / 32; ++k)
                     if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
                 wgmma_commit();
                 fence_registers(d);
@@ -306,7 +306,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 [[maybe_unused]] float2 pairs[AT_ONCE];
                 uint32_t bits = 0;
 #pragma unroll
-                for (int j = 0; j < WIDTH / 8; j++) {
+                for (int j = 0; j < WIDTH / 8; ++j) {
                     float s00 = scales.row0, s01 = scales.row0, s10 = scales.row1, s11 = scales.row1;
 #if B_SCALE == BLOCK
                     const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / CHUNK];
@@ -314,7 +314,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #elif B_SCALE == VECTOR
                     if (j % AT_ONCE == 0) {
 #pragma unroll
-                        for (int i = 0; i < AT_ONCE && j + i < WIDTH / 8; i++)
+                        for (int i = 0; i < AT_ONCE && j + i < WIDTH / 8; ++i)
                             pairs[i] = load_shared_pair(base + AT_B_SCALE + stage * B_SCALE_PITCH +
                                                         (slice_n * WIDTH + (j + i) * 8 + lane % 4 * 2) * 4);
                     }
@@ -336,11 +336,11 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 const Scales one = {1.0f, 1.0f};
                 auto run = [&](int blocks) {
 #pragma unroll
-                    for (int i = 0; i < blocks; i++) {
+                    for (int i = 0; i < blocks; ++i) {
                         const int s = ring.stage;
                         barrier_wait(full(s), ring.parity);
 #pragma unroll
-                        for (int p = 0; p < PRODUCTS; p++) start(d[p], s, p / SLICES_N, p % SLICES_N, i > 0);
+                        for (int p = 0; p < PRODUCTS; ++p) start(d[p], s, p / SLICES_N, p % SLICES_N, i > 0);
                         if (i > 0) {
                             wgmma_wait<PRODUCTS>();
                             release(s == 0 ? STAGES - 1 : s - 1);
@@ -350,21 +350,21 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     wgmma_wait<0>();
                     release(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
 #pragma unroll
-                    for (int p = 0; p < PRODUCTS; p++) {
+                    for (int p = 0; p < PRODUCTS; ++p) {
                         fence_registers(d[p]);
                         promote(d[p], one, 0, p);
                     }
                 };
                 for (; k + PROMOTE <= tile.k_stop; k += PROMOTE) run(PROMOTE);
-                for (; k < tile.k_stop; k++) run(1);
+                for (; k < tile.k_stop; ++k) run(1);
             } else if constexpr (DEPTH == 1) {
                 float d[WIDTH / 2];
-                for (; k < tile.whole_stop(); k++, ring.advance()) {
+                for (; k < tile.whole_stop(); ++k, ring.advance()) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
                     Scales scales;
 #pragma unroll
-                    for (int p = 0; p < PRODUCTS; p++) {
+                    for (int p = 0; p < PRODUCTS; ++p) {
                         take_rows(scales, s, p / SLICES_N);
                         if (!CHUNKS_LATE && p == 0) take_chunks(scales);
                         start(d, s, p / SLICES_N, p % SLICES_N);
@@ -425,7 +425,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 const int s = ring.stage;
                 barrier_wait(full(s), ring.parity);
 #pragma unroll
-                for (int p = 0; p < PRODUCTS; p++) {
+                for (int p = 0; p < PRODUCTS; ++p) {
                     Scales scales;
                     take_rows(scales, s, p / SLICES_N);
                     start(d, s, p / SLICES_N, p % SLICES_N, false, tile.units);
@@ -448,7 +448,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             cluster_wait();  // all blocks have begun
             if (rank != owner) {
 #pragma unroll
-                for (int p = 0; p < PRODUCTS; p++) {
+                for (int p = 0; p < PRODUCTS; ++p) {
 #pragma unroll
                     for (int i = 0; i < WIDTH / 2; i += 4)
                         send_to_block(place_of(rank, p, i), base + AT_ARRIVED, owner,
@@ -458,13 +458,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
             barrier_wait(base + AT_ARRIVED, 0);
 #pragma unroll
-            for (int p = 0; p < PRODUCTS; p++) {
+            for (int p = 0; p < PRODUCTS; ++p) {
 #pragma unroll
                 for (int i = 0; i < WIDTH / 2; i += 4) {
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                     const float4 own = make_float4(acc[p][i], acc[p][i + 1], acc[p][i + 2], acc[p][i + 3]);
 #pragma unroll
-                    for (int part = 0; part < SPLIT; part++) {
+                    for (int part = 0; part < SPLIT; ++part) {
                         const float4 more = part == rank ? own : load_shared_quad(place_of(part, p, i));
                         sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
                     }
@@ -478,7 +478,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
             int buffer = 0;
 #pragma unroll
-            for (int slice = 0; slice < SLICES_M; slice++) {
+            for (int slice = 0; slice < SLICES_M; ++slice) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
                 // A bulk store of 64 rows would write into the group below.
                 const bool staged = OUT_VIA != PAIRS && (GROUPED != JAGGED_M ||
@@ -517,7 +517,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
                     [[maybe_unused]] uint32_t packed[4];
 #pragma unroll
-                    for (int j = 0; j < 8 && column + j * 8 < BN; j++) {
+                    for (int j = 0; j < 8 && column + j * 8 < BN; ++j) {
                         const int place = column + j * 8;
                         const int product = slice * SLICES_N + place / WIDTH, i = place % WIDTH / 2;
                         [[maybe_unused]] const int n = tile.n + place + lane % 4 * 2;
@@ -570,7 +570,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #elif OUT_VIA == LINES
                     __syncwarp();
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {  // of the warp's 16 rows
+                    for (int i = 0; i < 4; ++i) {  // of the warp's 16 rows
                         const int line = warp * 16 + i * 4 + lane / 8, piece = lane % 8;
                         const int m = tile.m + warpgroup * ROWS + slice * 64 + line, n = tile.n + column + piece * 8;
                         const char* from = memory + (at_buffer - base) + line * 128 + (piece ^ line % 8) * 16;

@@ -65,12 +65,12 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     };
     auto load_x = [&](int stage, int step, uint32_t barrier) {
 #pragma unroll
-        for (int half = 0; half < 2; half++)
+        for (int half = 0; half < 2; ++half)
             tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * STEP + half * 64, first_m,
                      matrix * x_batched);
     };
     auto prefetch_w = [&](int from, int stop) {
-        for (int step = from; step < stop; step++) tma_prefetch(w, (start + step) * STEP, tile_n, matrix * w_batched);
+        for (int step = from; step < stop; ++step) tma_prefetch(w, (start + step) * STEP, tile_n, matrix * w_batched);
     };
     if (threadIdx.x == (HELD > 0 ? 0 : THREADS))
         init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank), HELD > 0 ? 1 : WARPS);
@@ -78,7 +78,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         __syncwarp();
         if (elect()) {
             if constexpr (!W_CONSTANT) prefetch_w(0, STAGES);
-            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); step++) load_w(step, step);
+            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); ++step) load_w(step, step);
         }
         __syncwarp();
     }
@@ -88,15 +88,15 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             const int ahead = min(STAGES, count);
-            for (int step = 0; step < (W_CONSTANT ? ahead : 0); step++) load_w(step, step);
+            for (int step = 0; step < (W_CONSTANT ? ahead : 0); ++step) load_w(step, step);
             prefetch_w(W_CONSTANT ? ahead : 0, min(prefetched, count));
             wait_for_launches();
-            for (int step = 0; step < ahead; step++) {
+            for (int step = 0; step < ahead; ++step) {
                 if constexpr (!W_CONSTANT) load_w(step, step);
                 load_x(step, step, full(step));
             }
             Ring ring;
-            for (int step = ahead; step < count; step++, ring.advance()) {
+            for (int step = ahead; step < count; ++step, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
                 load_w(ring.stage, step);
                 load_x(ring.stage, step, full(ring.stage));
@@ -126,12 +126,12 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         settle_fragments(a[step % SLOTS]);
     };
 #pragma unroll
-    for (int step = 0; step < (W_CONSTANT ? HELD : 0); step++) hold(step);
+    for (int step = 0; step < (W_CONSTANT ? HELD : 0); ++step) hold(step);
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
     if (HELD > 0 && warp == 0) {
         if (elect()) {
-            for (int step = 0; step < STAGES; step++) {
+            for (int step = 0; step < STAGES; ++step) {
                 if constexpr (!W_CONSTANT) load_w(step, step);
                 barrier_expect(empty(step), X_BYTES);
                 load_x(step, step, empty(step));
@@ -154,7 +154,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         fence_registers(d);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) wgmma(d, a[i], (i < 4 ? low : high) + i % 4 * 2, i > 0);
+        for (int i = 0; i < PIECES; ++i) wgmma(d, a[i], (i < 4 ? low : high) + i % 4 * 2, i > 0);
         wgmma_commit();
         fence_registers(d);
     };
@@ -164,17 +164,17 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
         fence_registers(d);
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? left : right, acc[s][i]);
+            for (int i = 0; i < 4; ++i) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? left : right, acc[s][i]);
         }
     };
 #if HELD
     Product d[2];
 #pragma unroll
-    for (int step = 0; step < (W_CONSTANT ? 0 : HELD); step++) hold(step);
+    for (int step = 0; step < (W_CONSTANT ? 0 : HELD); ++step) hold(step);
 #pragma unroll
-    for (int step = 0; step <= STAGES; step++) {
+    for (int step = 0; step <= STAGES; ++step) {
         if (step < STAGES) {
             barrier_wait(empty(step), 0);
             multiply(d[step % 2], a[step % SLOTS], step);

@@ -35,10 +35,10 @@ INLINE void read_scales(float* to, const float* w_scale, int first, int steps, i
 template <Fp8 TYPE, typename Adapt>
 INLINE void widen_lines(uint32_t (&a)[8][4], uint32_t w, int line, Adapt adapt) {
 #pragma unroll
-    for (int piece = 0; piece < 8; piece++) {
+    for (int piece = 0; piece < 8; ++piece) {
         const uint32_t at = w + line * 128 + ((piece ^ (line % 8)) * 16) + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2; ++half) {
             const uint32_t from = at + half * 1024;
             widen<XType, TYPE>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16, a[piece][half],
                                a[piece][half + 2]);
@@ -50,8 +50,8 @@ INLINE void widen_lines(uint32_t (&a)[8][4], uint32_t w, int line, Adapt adapt) 
 // Keeps what is widened, all of it, before the first product that reads it.
 INLINE void settle_fragments(uint32_t (&a)[8][4]) {
 #pragma unroll
-    for (int piece = 0; piece < 8; piece++) {
+    for (int piece = 0; piece < 8; ++piece) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[piece][i])::"memory");
     }
 }

@@ -36,7 +36,7 @@ INLINE int first_row() { return 2 * (threadIdx.x % 4) + threadIdx.x / 4 % 2; }
 // matrix begin at `start`.
 INLINE void read_biases(float2 (&biases)[PAIRS], const BiasType* bias, int64_t start, int first, int room, int bias_n) {
 #pragma unroll
-    for (int i = 0; i < PAIRS; i++) {
+    for (int i = 0; i < PAIRS; ++i) {
         const BiasType* const from = bias + start + int64_t(first + 8 * i) * bias_n;
         biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
         biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
@@ -58,7 +58,7 @@ INLINE void send_sums(uint32_t sums, uint32_t barrier, const float (&acc)[SLICES
     const int block = warp / OWN_WARPS, column = (rank * OWN_WARPS + warp % OWN_WARPS) * 16 + group;
     if (SLICES == 1 && 2 * quarter >= rows) return;
 #pragma unroll
-    for (int half = 0; half < 2; half++) {
+    for (int half = 0; half < 2; ++half) {
         const uint32_t to = sums + ((column + 8 * half) * 4 + quarter) * OF_THREAD * 4;
         if constexpr (SLICES == 1) {
             send_to_block(to, barrier, block, make_float2(acc[0][2 * half], acc[0][2 * half + 1]));
@@ -78,22 +78,22 @@ INLINE void add_sums(const char* sums, uint32_t barrier, uint32_t rank, Finish f
     if (threadIdx.x >= own_columns(rank) * 4) return;
     float total[OF_THREAD] = {};
 #pragma unroll
-    for (int sender = 0; sender < CLUSTER; sender++) {
+    for (int sender = 0; sender < CLUSTER; ++sender) {
         const float* const from = reinterpret_cast<const float*>(sums) + (sender * OWN_WARPS * 64 + threadIdx.x) * OF_THREAD;
 #pragma unroll
-        for (int j = 0; j < OF_THREAD; j++) total[j] = sender == 0 ? from[j] : total[j] + from[j];
+        for (int j = 0; j < OF_THREAD; ++j) total[j] = sender == 0 ? from[j] : total[j] + from[j];
     }
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) finish(s, 0, turned(total[2 * s], total[2 * s + 1]));
+    for (int s = 0; s < SLICES; ++s) finish(s, 0, turned(total[2 * s], total[2 * s + 1]));
 }
 
 // Calls `finish(slice, of PAIRS, sums)` for what the thread of a block alone has.
 template <typename Finish>
 INLINE void turn_sums(const float (&acc)[SLICES][4], Finish finish) {
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) {
+    for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) finish(s, half, turned(acc[s][2 * half], acc[s][2 * half + 1]));
+        for (int half = 0; half < 2; ++half) finish(s, half, turned(acc[s][2 * half], acc[s][2 * half + 1]));
     }
 }
 

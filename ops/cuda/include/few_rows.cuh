@@ -23,7 +23,7 @@ constexpr int PITCH = BN + 4;
 // A thread's own value, which the compiler would else compute again where it is used, after a wait.
 template <typename T>
 INLINE T settled(T value) {
-    return T(__shfl_sync(~0u, (unsigned long long)(value), threadIdx.x % 32));
+    return T(__shfl_sync(~0u, (uint64_t)(value), threadIdx.x % 32));
 }
 
 INLINE uint32_t word(const uint4& piece, int i) {
@@ -51,14 +51,14 @@ template <typename Column>
 INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows, int warp_k, int quarter, int tile_n,
                      Column column) {
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) {
+    for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
+        for (int odd = 0; odd < 2; ++odd) {
             const int row = 8 * s + 2 * quarter + odd;
             float* to = sums + (warp_k * rows + row) * PITCH - tile_n;
             if (row < rows) {
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
+                for (int tile = 0; tile < TILES; ++tile) {
                     to[column(tile, 0)] = acc[tile][s][odd];
                     to[column(tile, 1)] = acc[tile][s][odd + 2];
                 }
@@ -79,7 +79,7 @@ INLINE int bytes_of_share(int rows, uint32_t rank) {
 // Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back (or so many `arrivals`),
 // and in a cluster then that of the sums which its blocks send to this one, so many bytes.
 INLINE void init_barriers(uint32_t at, int stages, int bytes, int arrivals = WARPS) {
-    for (int stage = 0; stage < stages; stage++) {
+    for (int stage = 0; stage < stages; ++stage) {
         barrier_init(at + stage * 8, 1);
         barrier_init(at + (stages + stage) * 8, arrivals);
     }
@@ -109,7 +109,7 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
     for (int i = threadIdx.x; i < pairs; i += ADDING) {
         float2 total = *pair_at(0, i);
 #pragma unroll
-        for (int part = 1; part < WARPS_K; part++) {
+        for (int part = 1; part < WARPS_K; ++part) {
             const float2 sum = *pair_at(part, i);
             total.x += sum.x;
             total.y += sum.y;
@@ -119,14 +119,14 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
         else
             finish(i, total);
         block += blocks_on, place += places_on;
-        if (place >= share) place -= share, block++;
+        if (place >= share) place -= share, ++block;
     }
     if constexpr (CLUSTER > 1) {
         meet();
         for (int i = threadIdx.x; i < share && rank * share + i < pairs; i += ADDING) {
             float2 total = arrived[i];
 #pragma unroll
-            for (int other = 1; other < CLUSTER; other++) {
+            for (int other = 1; other < CLUSTER; ++other) {
                 const float2 sum = arrived[other * share + i];
                 total.x += sum.x;
                 total.y += sum.y;

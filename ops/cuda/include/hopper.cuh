@@ -1,15 +1,7 @@
 // Hopper's instructions as functions: mbarriers, bulk tensor copies, wgmma, and the ordering among them (PTX ISA 8.0).
 #pragma once
 #include "l2_hints.cuh"
-
-using int32_t = int;
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using int64_t = long long;
-using uint64_t = unsigned long long;
-
-#define INLINE __device__ __forceinline__
+#include "types.cuh"
 
 struct __align__(64) TensorMap {
     char bytes[128];
@@ -343,5 +335,5 @@ INLINE void wgmma_wait() {
 template <int COUNT>
 INLINE void fence_registers(float (&d)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -40,7 +40,7 @@ template <typename T, int PARTS>
 INLINE void split(uint32_t low, uint32_t high, const PartsScale& scale, uint32_t (&parts)[PARTS]) {
     low = scaled_pair<T>(low, scale), high = scaled_pair<T>(high, scale);
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) {
+    for (int i = 0; i < PARTS; ++i) {
         parts[i] = halves_to_e4m3(low, high);
         uint32_t low_part, high_part;
         to_halves<Fp8::E4M3>(parts[i], low_part, high_part);

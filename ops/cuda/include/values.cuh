@@ -13,11 +13,11 @@ enum class Source { PLAIN, SILU_MUL, RMS_NORM, SILU_MUL_GRAD };
 constexpr bool SIXTEEN_BITS = INPUT != Input::FP32;
 constexpr int ELEMENT_BYTES = SIXTEEN_BITS ? 2 : 4;
 constexpr int CHUNK_WORDS = 8 * ELEMENT_BYTES / 4;
-constexpr unsigned MAGNITUDES = 0x7fff7fffu;
+constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
 
 // 8 elements as they lie in memory.
 struct Chunk {
-    unsigned word[CHUNK_WORDS];
+    uint32_t word[CHUNK_WORDS];
 
     // The compiler would keep what was unpacked for the next use, in registers that there are not.
     void pack_again() {
@@ -33,11 +33,11 @@ struct Chunk {
         }
     }
 
-    static float to_float(unsigned pair, bool upper) {
+    static float to_float(uint32_t pair, bool upper) {
         if constexpr (INPUT == Input::BF16) {
             return __uint_as_float(upper ? pair & 0xffff0000u : pair << 16);
         } else {
-            return half_to_float(static_cast<unsigned short>(upper ? pair >> 16 : pair));
+            return half_to_float(static_cast<uint16_t>(upper ? pair >> 16 : pair));
         }
     }
 };
@@ -59,38 +59,38 @@ struct PackedValues {
         for (int r = 0; r < ROWS; ++r) row[r] = Chunk{};
     }
 
-    unsigned row_amax(int r) const {
+    uint32_t row_amax(int r) const {
         const auto& word = row[r].word;
-        unsigned largest = word[0] & MAGNITUDES;
+        uint32_t largest = word[0] & MAGNITUDES;
 #pragma unroll
         for (int w = 1; w < CHUNK_WORDS; ++w) largest = __vmaxu2(largest, word[w] & MAGNITUDES);
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 
-    unsigned column_words(int w) const {
-        unsigned largest = row[0].word[w] & MAGNITUDES;
+    uint32_t column_words(int w) const {
+        uint32_t largest = row[0].word[w] & MAGNITUDES;
 #pragma unroll
         for (int r = 1; r < ROWS; ++r) largest = __vmaxu2(largest, row[r].word[w] & MAGNITUDES);
         return largest;
     }
 
-    void column_amax(unsigned (&amax)[8]) const {
+    void column_amax(uint32_t (&amax)[8]) const {
 #pragma unroll
         for (int w = 0; w < CHUNK_WORDS; ++w) {
-            const unsigned largest = column_words(w);
+            const uint32_t largest = column_words(w);
             amax[2 * w] = widened(largest, false);
             amax[2 * w + 1] = widened(largest, true);
         }
     }
 
-    unsigned amax() const {
-        unsigned largest = column_words(0);
+    uint32_t amax() const {
+        uint32_t largest = column_words(0);
 #pragma unroll
         for (int w = 1; w < CHUNK_WORDS; ++w) largest = __vmaxu2(largest, column_words(w));
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 
-    static unsigned widened(unsigned pair, bool upper) { return __float_as_uint(Chunk::to_float(pair, upper)); }
+    static uint32_t widened(uint32_t pair, bool upper) { return __float_as_uint(Chunk::to_float(pair, upper)); }
 };
 
 struct FloatValues {
@@ -108,14 +108,14 @@ struct FloatValues {
         }
     }
 
-    unsigned row_amax(int r) const {
-        unsigned largest = 0;
+    uint32_t row_amax(int r) const {
+        uint32_t largest = 0;
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = max(largest, magnitude(row[r][c]));
         return largest;
     }
 
-    void column_amax(unsigned (&amax)[8]) const {
+    void column_amax(uint32_t (&amax)[8]) const {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             amax[c] = 0;
@@ -124,27 +124,27 @@ struct FloatValues {
         }
     }
 
-    unsigned amax() const {
-        unsigned largest = 0;
+    uint32_t amax() const {
+        uint32_t largest = 0;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) largest = max(largest, row_amax(r));
         return largest;
     }
 
-    static unsigned magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+    static uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 };
 
-unsigned load_element(const void* base, long long index) {
+uint32_t load_element(const void* base, int64_t index) {
     if constexpr (SIXTEEN_BITS) {
-        return __ldg(static_cast<const unsigned short*>(base) + index);
+        return __ldg(static_cast<const uint16_t*>(base) + index);
     } else {
-        return __ldg(static_cast<const unsigned*>(base) + index);
+        return __ldg(static_cast<const uint32_t*>(base) + index);
     }
 }
 
 // 16 bytes that begin at one of the `columns` that are left of the row, and no others.
 template <Load HOW>
-__forceinline__ void load_whole(Chunk& chunk, const void* base, long long index, int columns) {
+INLINE void load_whole(Chunk& chunk, const void* base, int64_t index, int columns) {
     const char* address = static_cast<const char*>(base) + index * ELEMENT_BYTES;
 #pragma unroll
     for (int w = 0; w < CHUNK_WORDS; w += 4) {
@@ -155,10 +155,10 @@ __forceinline__ void load_whole(Chunk& chunk, const void* base, long long index,
     }
 }
 
-__forceinline__ void load_by_element(Chunk& chunk, const void* base, long long index, int columns) {
+INLINE void load_by_element(Chunk& chunk, const void* base, int64_t index, int columns) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
-        const unsigned element = c < columns ? load_element(base, index + c) : 0;
+        const uint32_t element = c < columns ? load_element(base, index + c) : 0;
         if constexpr (SIXTEEN_BITS) {
             chunk.word[c / 2] = c % 2 ? chunk.word[c / 2] | element << 16 : element;
         } else {
@@ -171,13 +171,13 @@ __forceinline__ void load_by_element(Chunk& chunk, const void* base, long long i
 // a predicate and not in a branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded
 // whole: they lie in one page, whatever follows the matrix.
 template <Load HOW, bool INSIDE = EVEN, int COUNT>
-__forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long long first_row, int row, int column,
+INLINE void load_chunks(Chunk (&chunks)[COUNT], const void* base, int64_t first_row, int row, int column,
                                  int M, int N, int stride) {
-    const long long first = (first_row + row) * stride + column;
+    const int64_t first = (first_row + row) * stride + column;
     const int columns = N - column;
 #pragma unroll
     for (int r = 0; r < COUNT; ++r) {
-        const long long index = first + static_cast<long long>(r) * stride;
+        const int64_t index = first + static_cast<int64_t>(r) * stride;
         if constexpr (INSIDE && ALIGNED) {
             load_whole<HOW>(chunks[r], base, index, columns);
         } else if constexpr (ALIGNED) {
@@ -191,7 +191,7 @@ __forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long 
 #pragma unroll
         for (int w = 0; w < CHUNK_WORDS; ++w) {
             const int inside = columns * ELEMENT_BYTES - 4 * w;  // bytes of the word
-            const unsigned mask = inside >= 4 ? ~0u : inside == 2 ? 0xffffu : 0u;
+            const uint32_t mask = inside >= 4 ? ~0u : inside == 2 ? 0xffffu : 0u;
 #pragma unroll
             for (int r = 0; r < COUNT; ++r) chunks[r].word[w] &= mask;
         }
@@ -199,18 +199,18 @@ __forceinline__ void load_chunks(Chunk (&chunks)[COUNT], const void* base, long 
 }
 
 // With a relative error under 1e-5.
-__forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+INLINE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // The gradients of silu(gate) * up in gate and in up, of a gradient of 1.
-__forceinline__ float grad_of_gate(float gate, float up) {
+INLINE float grad_of_gate(float gate, float up) {
     const float sigmoid = __fdividef(1.0f, 1.0f + __expf(-gate));
     return up * sigmoid * (1.0f + gate * (1.0f - sigmoid));
 }
-__forceinline__ float grad_of_up(float gate) { return silu(gate); }
+INLINE float grad_of_up(float gate) { return silu(gate); }
 
 // Of a thread that lies INSIDE the matrix, or anywhere.
 template <bool INSIDE>
-__forceinline__ auto load_values(const void* x, const void* other, const float* rstd, long long first_row, int row, int column,
+INLINE auto load_values(const void* x, const void* other, const float* rstd, int64_t first_row, int row, int column,
                                  int M, int N, int x_m, int other_m) {
     if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
         PackedValues values;

@@ -41,7 +41,7 @@ constexpr int OTHER_ROWS = 8;
 
 // `inside`: how many of the 16 bytes lie in the matrix.
 template <bool WHOLE>
-__forceinline__ void store_piece(unsigned char* to, uint4 piece, int inside) {
+INLINE void store_piece(uint8_t* to, uint4 piece, int inside) {
     if (WHOLE || inside >= PIECE) {
         store16<STORE>(to, piece);
     } else {
@@ -51,7 +51,7 @@ __forceinline__ void store_piece(unsigned char* to, uint4 piece, int inside) {
 
 struct Shared {
     uint4 turned[BY_COLUMN ? TILE_N : 1][LINE / PIECE];  // pieces of a column, exchanged among themselves
-    unsigned amax[BY_COLUMN && !SQUARE ? WARPS : 1][TILE_N];
+    uint32_t amax[BY_COLUMN && !SQUARE ? WARPS : 1][TILE_N];
     float inverse[TILE_N];
 };
 
@@ -63,7 +63,7 @@ struct Place {
 
 // Tiles in bands of GROUP rows, each walked down and then to the right: blocks that run together read long pieces of rows
 // and write long pieces of columns.
-__forceinline__ void place_block(int& block_m, int& block_n) {
+INLINE void place_block(int& block_m, int& block_n) {
     if constexpr (GROUP == 1) {
         block_m = blockIdx.y;
         block_n = blockIdx.x;
@@ -72,9 +72,9 @@ __forceinline__ void place_block(int& block_m, int& block_n) {
             block_n = block_n / 2 + (block_n % 2) * (gridDim.x / 2);
         }
     } else {
-        const unsigned index = blockIdx.y * gridDim.x + blockIdx.x, band = GROUP * gridDim.x;
-        const unsigned first = index / band * GROUP, within = index % band;
-        const unsigned rows = min(gridDim.y - first, static_cast<unsigned>(GROUP));
+        const uint32_t index = blockIdx.y * gridDim.x + blockIdx.x, band = GROUP * gridDim.x;
+        const uint32_t first = index / band * GROUP, within = index % band;
+        const uint32_t rows = min(gridDim.y - first, static_cast<uint32_t>(GROUP));
         block_m = first + within % rows;
         block_n = within / rows;
     }
@@ -88,10 +88,10 @@ struct Rows {
 };
 
 #if GROUPED
-__forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
+INLINE Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
     // The last group that begins in this block or before; rows past all of them are one more where rows are stored. Ends
     // are loaded beside the beginnings: of the block's rows, nothing waits for two loads.
-    unsigned found = 0;
+    uint32_t found = 0;
     int start = 0, stop = 0;
     for (int group = lane; group < groups + BY_ROW; group += 32) {
         const int begins = group == 0 ? 0 : Group::end_of(offsets[group - 1], 0, M);
@@ -110,12 +110,12 @@ __forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups
 
 // Row-major output of the thread's values, each row by its own inverse scale.
 template <bool WHOLE, typename Values, typename Inverse>
-__forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned char* out, int row_m, Place at, int M, int N) {
-    unsigned char* to = out + static_cast<long long>(at.row) * row_m + at.column;
+INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int row_m, Place at, int M, int N) {
+    uint8_t* to = out + static_cast<int64_t>(at.row) * row_m + at.column;
     const bool odd = at.chunk & 1;
 #pragma unroll
     for (int r = 0; r < ROWS; r += 2) {
-        unsigned words[2][2];
+        uint32_t words[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float by = inverse(r + i);
@@ -127,7 +127,7 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
         }
         if constexpr (ROW_BYTES == 16) {
             // Of two lanes side by side, the even one stores row r of both, the odd one row r + 1.
-            unsigned theirs[2], mine[2];
+            uint32_t theirs[2], mine[2];
 #pragma unroll
             for (int w = 0; w < 2; ++w) {
                 theirs[w] = __shfl_xor_sync(~0u, odd ? words[0][w] : words[1][w], 1);
@@ -137,12 +137,12 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
                                     : make_uint4(mine[0], mine[1], theirs[0], theirs[1]);
             const int row = r + odd, back = odd ? 8 : 0;
             if (WHOLE || at.row + row < M) {
-                store_piece<WHOLE>(to + static_cast<long long>(row) * row_m - back, piece, N - at.column + back);
+                store_piece<WHOLE>(to + static_cast<int64_t>(row) * row_m - back, piece, N - at.column + back);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                unsigned char* address = to + static_cast<long long>(r + i) * row_m;
+                uint8_t* address = to + static_cast<int64_t>(r + i) * row_m;
                 if (WHOLE || (at.row + r + i < M && at.column + 8 <= N)) {
                     store8<STORE>(address, make_uint2(words[i][0], words[i][1]));
                 } else if (at.row + r + i < M) {
@@ -156,13 +156,13 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
 // Column-major output of the whole tile, each column by its own inverse scale. All threads come here together, of which
 // those that are `idle` have no rows. With groups `tokens` of its rows are theirs, and the rest are zeros.
 template <bool WHOLE, typename Values>
-__forceinline__ void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, unsigned char* out, int col_n,
+INLINE void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, uint8_t* out, int col_n,
                    Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
                    [[maybe_unused]] int tokens = TILE_M) {
     if (!idle) {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            unsigned words[ROWS / 4];
+            uint32_t words[ROWS / 4];
 #pragma unroll
             for (int w = 0; w < ROWS / 4; ++w) {
                 words[w] = pack<FP8>(values.at(4 * w, c) * inverse[c], values.at(4 * w + 1, c) * inverse[c],
@@ -170,9 +170,9 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
             }
             // Columns 8 apart, those of neighbouring lanes, begin in different banks.
             const int byte = ROWS * at.group;
-            auto* to = reinterpret_cast<unsigned char*>(&shared.turned[8 * at.chunk + c][byte / PIECE ^ (at.chunk & 7)]) +
+            auto* to = reinterpret_cast<uint8_t*>(&shared.turned[8 * at.chunk + c][byte / PIECE ^ (at.chunk & 7)]) +
                        byte % PIECE;
-            if constexpr (ROWS == 4) *reinterpret_cast<unsigned*>(to) = words[0];
+            if constexpr (ROWS == 4) *reinterpret_cast<uint32_t*>(to) = words[0];
             if constexpr (ROWS == 8) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
             if constexpr (ROWS == 16) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
         }
@@ -186,7 +186,7 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
             uint4 bytes = shared.turned[column][piece ^ (column / 8 & 7)];
             // What stands for no token was a zero that a NaN's scale has made NaN, or was not written.
             if constexpr (GROUPED && !WHOLE) bytes = first_bytes(bytes, tokens - PIECE * piece);
-            store_piece<WHOLE>(out + static_cast<long long>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
+            store_piece<WHOLE>(out + static_cast<int64_t>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
                                GROUPED ? PIECE : M - tile_m - PIECE * piece);
         }
     }
@@ -196,13 +196,13 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
 struct In {
     const void *x, *other;
     const float* rstd;
-    long long first_row;
+    int64_t first_row;
     int M, N, x_m, other_m;
 };
 struct Out {
-    unsigned char* row_data;
+    uint8_t* row_data;
     Stored* row_scale;
-    unsigned char* col_data;
+    uint8_t* col_data;
     Stored* col_scale;
     int row_m, row_scale_lead, col_n, col_scale_lead;
 };
@@ -210,7 +210,7 @@ struct Out {
 // Quantizes one tile. A WHOLE one has all its rows and columns in the matrix, or all its rows in one group; of any other
 // each access looks at the edges, which takes 1.7 times the instructions.
 template <bool WHOLE>
-__forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, int block_n, const Rows& rows, Shared& shared,
+INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n, const Rows& rows, Shared& shared,
                                    int height) {
     // What the compiler knows of a whole warp decides how it branches.
     const int lane = threadIdx.x % 32, warp = WHOLE ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -228,16 +228,16 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
                                      in.other_m);
 
     if constexpr (SQUARE) {
-        const unsigned amax = __reduce_max_sync(~0u, values.amax());
+        const uint32_t amax = __reduce_max_sync(~0u, values.amax());
         if (lane == 0) shared.amax[0][warp] = amax;
         __syncthreads();
-        unsigned largest = 0;
+        uint32_t largest = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[0][w]);
         const Scale scale = block_scale<FP8, FORMAT>(largest);
         if (threadIdx.x == 0) {
-            if (BY_ROW) out.row_scale[static_cast<long long>(block_m) * out.row_scale_lead + block_n] = scale.stored;
-            if (BY_COLUMN) out.col_scale[static_cast<long long>(block_n) * out.col_scale_lead + block_m] = scale.stored;
+            if (BY_ROW) out.row_scale[static_cast<int64_t>(block_m) * out.row_scale_lead + block_n] = scale.stored;
+            if (BY_COLUMN) out.col_scale[static_cast<int64_t>(block_n) * out.col_scale_lead + block_m] = scale.stored;
         }
         values.pack_again();
         if constexpr (BY_ROW) {
@@ -253,7 +253,7 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
     }
 
     if (BY_COLUMN && !idle) {
-        unsigned amax[8];
+        uint32_t amax[8];
         values.column_amax(amax);
         if (none) {
 #pragma unroll
@@ -270,13 +270,13 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
     }
 
     if (BY_ROW && !idle) {
-        unsigned amax[ROWS];
+        uint32_t amax[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) amax[r] = values.row_amax(r);
         int row;
         const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, ROW_LANES, lane, row));
         if (leads_item<ROWS>(lane, ROW_LANES) && (WHOLE || at.row + row < rows.stop)) {
-            out.row_scale[static_cast<long long>(block_n) * out.row_scale_lead + at.row + row] = scale.stored;
+            out.row_scale[static_cast<int64_t>(block_n) * out.row_scale_lead + at.row + row] = scale.stored;
         }
         const auto inverse = [&](int r) {
             return __shfl_sync(~0u, scale.inverse, (lane & OTHER_ROWS) | lane_of_item<ROWS>(r, ROW_LANES));
@@ -289,13 +289,13 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
         if (none) values.clear();
         __syncthreads();
         if (threadIdx.x < TILE_N) {
-            unsigned largest = 0;
+            uint32_t largest = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[w][threadIdx.x]);
             const Scale scale = block_scale<FP8, FORMAT>(largest);
             shared.inverse[threadIdx.x] = scale.inverse;
             if (WHOLE || (tile_n + threadIdx.x < in.N && tile_m < height)) {
-                out.col_scale[static_cast<long long>(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
+                out.col_scale[static_cast<int64_t>(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
             }
         }
         __syncthreads();
@@ -310,8 +310,8 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
 // Row-major data has strides (row_m, 1), column-major data (1, col_n). Scales of rows have strides (1, row_scale_lead),
 // of columns (col_scale_lead, 1); of squares those of their data. A batch is M * x_m elements after the one before.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    quantize(const void* x, const void* other, const float* rstd, unsigned char* row_data, Stored* row_scale,
-             unsigned char* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
+    quantize(const void* x, const void* other, const float* rstd, uint8_t* row_data, Stored* row_scale,
+             uint8_t* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
              int row_scale_lead, int col_n, int col_scale_lead, int groups) {
     __shared__ Shared shared;
     int block_m, block_n;
@@ -323,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     height = TILE_M * Spread::first_block(M, groups);
 #endif
 
-    const long long batch = blockIdx.z, blocks_m = (M + 127) / 128, blocks_n = (N + 127) / 128;
+    const int64_t batch = blockIdx.z, blocks_m = (M + 127) / 128, blocks_n = (N + 127) / 128;
     const In in{x, other, rstd, batch * M, M, N, x_m, other_m};
     Out out{row_data, row_scale, col_data, col_scale, row_m, row_scale_lead, col_n, col_scale_lead};
     if (BY_ROW) {

@@ -15,19 +15,19 @@
 constexpr int AHEAD = 8;  // pieces in flight a thread
 
 // The columns of 16 bytes that lie before N, one by one where they do not load at once; at least one does.
-__forceinline__ uint4 trimmed(uint4 piece, const char* from, int column, int N) {
-    unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+INLINE uint4 trimmed(uint4 piece, const char* from, int column, int N) {
+    uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int c = 0; c < IN_PIECE; ++c) {
         const int shift = INPUT == Input::FP32 ? 0 : c % 2 * 16;
-        const unsigned mask = INPUT == Input::FP32 ? ~0u : 0xffffu << shift;
-        unsigned& word = words[c / IN_WORD];
+        const uint32_t mask = INPUT == Input::FP32 ? ~0u : 0xffffu << shift;
+        uint32_t& word = words[c / IN_WORD];
         if (column + c >= N) {
             word &= ~mask;
         } else if (!ALIGNED) {
             const char* at = from + c * ELEMENT_BYTES;
-            const unsigned value = INPUT == Input::FP32 ? __ldg(reinterpret_cast<const unsigned*>(at))
-                                                        : __ldg(reinterpret_cast<const unsigned short*>(at));
+            const uint32_t value = INPUT == Input::FP32 ? __ldg(reinterpret_cast<const uint32_t*>(at))
+                                                        : __ldg(reinterpret_cast<const uint16_t*>(at));
             word |= value << shift;
         }
     }
@@ -35,15 +35,15 @@ __forceinline__ uint4 trimmed(uint4 piece, const char* from, int column, int N) 
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
-    quantize_columns(const void* x, unsigned char* data, Stored* scale, const int* offsets, int M, int N, int x_m,
+    quantize_columns(const void* x, uint8_t* data, Stored* scale, const int* offsets, int M, int N, int x_m,
                      int data_n, int scale_lead, int groups, int kept) {
     DYNAMIC_SHARED(Shared, shared);
     char* const rows = reinterpret_cast<char*>(&shared + 1);
     const int rank = blockIdx.x % CLUSTER, panel = blockIdx.x / CLUSTER * PANEL;
-    const long long layer = blockIdx.z;  // a matrix of the batch
+    const int64_t layer = blockIdx.z;  // a matrix of the batch
     const char* matrix = static_cast<const char*>(x) + layer * M * x_m * ELEMENT_BYTES;
     data += layer * N * data_n;
-    scale += (GROUPED ? static_cast<long long>(blockIdx.y) : layer) * scale_lead;
+    scale += (GROUPED ? static_cast<int64_t>(blockIdx.y) : layer) * scale_lead;
 
     int start = 0, stop = M;
     bool none = false;  // these rows are in no group
@@ -63,15 +63,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const auto load = [&](int window, auto&& visit) {
         const int top = origin + window * kept, high = min(last, top + kept);
         const int piece = threadIdx.x % PIECES, column = panel + piece * IN_PIECE;
-        const unsigned count = column < N ? max(high - first, 0) : 0;  // of rows to load, from `first` on
-        const long long step = static_cast<long long>(STEP) * x_m * ELEMENT_BYTES;
-        const char* from = matrix + (static_cast<long long>(top + threadIdx.x / PIECES) * x_m + column) * ELEMENT_BYTES;
+        const uint32_t count = column < N ? max(high - first, 0) : 0;  // of rows to load, from `first` on
+        const int64_t step = static_cast<int64_t>(STEP) * x_m * ELEMENT_BYTES;
+        const char* from = matrix + (static_cast<int64_t>(top + threadIdx.x / PIECES) * x_m + column) * ELEMENT_BYTES;
         for (int row = threadIdx.x / PIECES; row < high - top; row += AHEAD * STEP, from += AHEAD * step) {
             uint4 loaded[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 loaded[i] = make_uint4(0, 0, 0, 0);
-                if (static_cast<unsigned>(top + row + i * STEP - first) < count) {
+                if (static_cast<uint32_t>(top + row + i * STEP - first) < count) {
                     if constexpr (ALIGNED) loaded[i] = load16<LOAD>(from + i * step);
                     if constexpr (!ALIGNED || PARTIAL) loaded[i] = trimmed(loaded[i], from + i * step, column, N);
                 }
@@ -84,7 +84,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     };
 
-    unsigned amax[4] = {0, 0, 0, 0};
+    uint32_t amax[4] = {0, 0, 0, 0};
     for (int window = 0; window < windows && !none; ++window) {
         load(window, [&](uint4 piece) { take_larger(amax, piece); });
     }
@@ -100,7 +100,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
         const int top = origin + window * kept;
         store_rows(rows, first - top, min(last - top, kept), shared.inverse,
-                   data + static_cast<long long>(panel) * data_n + top, data_n, N - panel, none);
+                   data + static_cast<int64_t>(panel) * data_n + top, data_n, N - panel, none);
     }
     cluster_wait<CLUSTER>();  // a block must not end while another may still read its maxima
 }

@@ -18,13 +18,13 @@ using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
 
 // The largest magnitude of a thread's chunks, as the bits of a float32.
-__forceinline__ unsigned amax_of(const Chunk (&chunks)[CHUNKS]) {
-    unsigned largest = 0;
+INLINE uint32_t amax_of(const Chunk (&chunks)[CHUNKS]) {
+    uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
 #pragma unroll
         for (int w = 0; w < CHUNK_WORDS; ++w) {
-            const unsigned word = chunks[i].word[w];
+            const uint32_t word = chunks[i].word[w];
             largest = SIXTEEN_BITS ? __vmaxu2(largest, word & MAGNITUDES) : max(largest, word & 0x7fffffffu);
         }
     }
@@ -33,12 +33,12 @@ __forceinline__ unsigned amax_of(const Chunk (&chunks)[CHUNKS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize_rows(const void* x, unsigned char* data, Stored* scale, int M, int N, int x_m, int data_m, int scale_lead) {
-    __shared__ unsigned warp_amax[WARPS];
+    quantize_rows(const void* x, uint8_t* data, Stored* scale, int M, int N, int x_m, int data_m, int scale_lead) {
+    __shared__ uint32_t warp_amax[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * BLOCK_ROWS + warp / ROW_WARPS, first = 8 * (threadIdx.x % (32 * ROW_WARPS));
     constexpr int APART = 8 * 32 * ROW_WARPS;  // columns
-    const long long layer = blockIdx.z, first_row = layer * M;
+    const int64_t layer = blockIdx.z, first_row = layer * M;
     const bool there = EVEN || row < M;
 
     Chunk chunks[CHUNKS];
@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         load_chunks<LOAD>(chunk, x, first_row, row, first + i * APART, M, N, x_m);
         chunks[i] = chunk[0];
     }
-    unsigned amax = __reduce_max_sync(~0u, amax_of(chunks));
+    uint32_t amax = __reduce_max_sync(~0u, amax_of(chunks));
     if constexpr (ROW_WARPS > 1) {
         if (lane == 0) warp_amax[warp] = amax;
         __syncthreads();
@@ -58,11 +58,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Scale found = block_scale<FP8, FORMAT>(amax);
     if (first == 0 && there) scale[layer * scale_lead + row] = found.stored;
 
-    unsigned char* to = data + (first_row + row) * data_m + first;
+    uint8_t* to = data + (first_row + row) * data_m + first;
 #pragma unroll
     for (int i = 0; i < CHUNKS; ++i) {
         chunks[i].pack_again();
-        unsigned words[2];
+        uint32_t words[2];
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
             words[w] = pack<FP8>(chunks[i].at(4 * w) * found.inverse, chunks[i].at(4 * w + 1) * found.inverse,

@@ -21,7 +21,7 @@ __device__ constexpr int BLOCK_LANES[4] = {1, 2, 4, 8};
 // x is M rows, of matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout, the scales
 // (matrix_m, ceil(N / 128)) of a matrix have (1, row_scale_lead).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    quantize_rms_norm(const void* x, const void* weight, unsigned char* row_data, Stored* row_scale, int M, int N,
+    quantize_rms_norm(const void* x, const void* weight, uint8_t* row_data, Stored* row_scale, int M, int N,
                       int matrix_m, int x_m, int row_m, int row_scale_lead, float eps) {
     __shared__ float sums[ROWS][WARPS];
     __shared__ float rstd[ROWS];
@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const auto normalised = [&](int p, int r, int c, const Chunk& by) {
         return EVEN || p * PASS + first_column < N ? chunks[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
     };
-    unsigned amax[ITEMS] = {};
+    uint32_t amax[ITEMS] = {};
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
         Chunk by[1];
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, BLOCK_LANES, lane, item));
     const int item_row = first_row + item % ROWS, block_n = (item / ROWS * PASS + first_column) / 128;
     if (leads_item<ITEMS>(lane, BLOCK_LANES) && item < ROWS * PASSES && item_row < M && 128 * block_n < N) {
-        const long long matrix = item_row / matrix_m, blocks_n = (N + 127) / 128;
+        const int64_t matrix = item_row / matrix_m, blocks_n = (N + 127) / 128;
         row_scale[(matrix * blocks_n + block_n) * row_scale_lead + item_row % matrix_m] = scale.stored;
     }
 #pragma unroll
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int c = 0; c < 8; ++c) v[c] = normalised(p, r, c, by[0]) * inverse;
             const uint2 piece = make_uint2(pack<FP8>(v[0], v[1], v[2], v[3]), pack<FP8>(v[4], v[5], v[6], v[7]));
             if (EVEN || (first_row + r < M && column < N)) {
-                store8<STORE>(row_data + static_cast<long long>(first_row + r) * row_m + column, piece);
+                store8<STORE>(row_data + static_cast<int64_t>(first_row + r) * row_m + column, piece);
             }
         }
     }

@@ -37,7 +37,7 @@ struct Rows {
     bool none;  // they are in no group
 };
 
-__forceinline__ Rows rows_of(int group, const int* offsets, int groups, int M) {
+INLINE Rows rows_of(int group, const int* offsets, int groups, int M) {
     if constexpr (!GROUPED) return {0, M, false};
     const int start = group == 0 ? 0 : Group::end_of(__ldg(offsets + group - 1), 0, M);
     const bool none = group == groups;
@@ -48,7 +48,7 @@ __forceinline__ Rows rows_of(int group, const int* offsets, int groups, int M) {
 struct Share {
     int top, count;
 
-    __forceinline__ Share(const Rows& rows, int rank) {
+    INLINE Share(const Rows& rows, int rank) {
         const int base = rows.start / BASE * BASE;
         const int chunks = rows.start < rows.stop ? (rows.stop - base + CHUNK - 1) / CHUNK : 0;
         const int first = rank * chunks / CLUSTER;
@@ -56,13 +56,13 @@ struct Share {
         count = (rank + 1) * chunks / CLUSTER - first;
     }
     // Of them the last so many stay in the ring until they are quantized.
-    __forceinline__ int kept() const { return min(count, STAGES); }
+    INLINE int kept() const { return min(count, STAGES); }
 };
 
 // What a cluster does: `visit(panel, which, rows, turn)` for one panel of columns `begin` to `end` after the other, of a
 // matrix, of a group or of the rows in none, where there are any. `same` is told what all lanes know alike.
 template <typename Same, typename Visit>
-__forceinline__ void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
+INLINE void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
                                    Visit&& visit) {
     const int clusters = gridDim.x / CLUSTER, width = (end - begin + PANEL - 1) / PANEL * PANEL;
     const auto find = [&](int which) {
@@ -85,18 +85,18 @@ __forceinline__ void for_each_item(int items, int begin, int end, const int* off
 // which no two meet in a bank: at step i the row i ^ group.
 struct Lane {
     int group, column;  // of the 16 rows; of the panel
-    unsigned at, turn;  // of its first word in a chunk; how its rows are turned around
+    uint32_t at, turn;  // of its first word in a chunk; how its rows are turned around
     float inverse[IN_WORD];
 
-    __forceinline__ Lane(int group, int word) : group(group), column(IN_WORD * word) {
+    INLINE Lane(int group, int word) : group(group), column(IN_WORD * word) {
         at = group * ROWS * ROW_BYTES + (group * (ROW_BYTES + 16) ^ word / 4 * 16) + word % 4 * 4;
         turn = 0x3210 ^ group * 0x1111;
     }
 
     // One column of the words.
-    __forceinline__ uint4 quantized(const unsigned (&words)[ROWS], int place) const {
+    INLINE uint4 quantized(const uint32_t (&words)[ROWS], int place) const {
         const auto value = [&](int i) { return element(words[i], place) * inverse[place]; };
-        unsigned packed[4];
+        uint32_t packed[4];
 #pragma unroll
         for (int w = 0; w < 4; ++w) packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
         return make_uint4(__byte_perm(packed[0], packed[1], turn), __byte_perm(packed[0], packed[1], turn ^ 0x4444),
@@ -106,7 +106,7 @@ struct Lane {
 
 // Takes what rows `low` to `high` of a chunk hold into the largest magnitudes of the piece whose first of this lane's rows,
 // 32 apart, is at `from`.
-__forceinline__ void take_some(unsigned (&amax)[4], uint32_t from, int low, int high) {
+INLINE void take_some(uint32_t (&amax)[4], uint32_t from, int low, int high) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int row = lane; row < CHUNK; row += 32) {
@@ -115,32 +115,32 @@ __forceinline__ void take_some(unsigned (&amax)[4], uint32_t from, int low, int 
 }
 
 // `larger` of two that are magnitudes.
-__forceinline__ unsigned larger_of(unsigned a, unsigned b) { return INPUT == Input::FP32 ? max(a, b) : __vmaxu2(a, b); }
+INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return INPUT == Input::FP32 ? max(a, b) : __vmaxu2(a, b); }
 
 // The largest magnitudes of all lanes' pieces: each lane gets those of the word `lane % 4`.
-__forceinline__ unsigned largest_of_lanes(const unsigned (&amax)[4]) {
+INLINE uint32_t largest_of_lanes(const uint32_t (&amax)[4]) {
     const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
-    const unsigned first = larger_of(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 2));
-    const unsigned second = larger_of(upper ? amax[3] : amax[1], __shfl_xor_sync(~0u, upper ? amax[1] : amax[3], 2));
+    const uint32_t first = larger_of(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 2));
+    const uint32_t second = larger_of(upper ? amax[3] : amax[1], __shfl_xor_sync(~0u, upper ? amax[1] : amax[3], 2));
     return larger_of(odd ? second : first, __shfl_xor_sync(~0u, odd ? first : second, 1));
 }
 
 // The largest of lanes that have the same word.
-__forceinline__ unsigned largest_of_word(unsigned largest) {
+INLINE uint32_t largest_of_word(uint32_t largest) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) largest = larger_of(largest, __shfl_xor_sync(~0u, largest, mask));
     return largest;
 }
 
 // The same value, of which the compiler knows that all lanes have it, and no more: it keeps what it would find anew.
-__forceinline__ int uniform(unsigned value) {
+INLINE int uniform(uint32_t value) {
     forget(value);
     return __shfl_sync(~0u, value, 0);
 }
 
 // The position in the ring so many stages on.
-__forceinline__ Ring after(const Ring& ring, int stages) {
-    const unsigned stage = ring.stage + stages;
+INLINE Ring after(const Ring& ring, int stages) {
+    const uint32_t stage = ring.stage + stages;
     return {static_cast<int>(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
 }
 
@@ -149,12 +149,12 @@ struct Cursor {
     int team, stage, index = 0;
     uint32_t parity;
 
-    __forceinline__ Cursor(const Ring& from, int team) : team(team), stage(from.stage), parity(from.parity) {
+    INLINE Cursor(const Ring& from, int team) : team(team), stage(from.stage), parity(from.parity) {
         if constexpr (TEAMS > 1) go_to(stage + (team + TEAMS - stage % TEAMS) % TEAMS);
     }
-    __forceinline__ void advance() { go_to(stage + TEAMS); }
+    INLINE void advance() { go_to(stage + TEAMS); }
 
-    __forceinline__ void go_to(int next) {
+    INLINE void go_to(int next) {
         index += next - stage;
         stage = next;
         if (TEAMS == 1 ? stage == STAGES : stage >= STAGES) {
@@ -166,7 +166,7 @@ struct Cursor {
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + 32, RESIDENT)
-    stream_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
+    stream_columns(const __grid_constant__ TensorMap x, uint8_t* data, Stored* scale, const int* offsets, int M, int N,
                    int begin, int end, int data_n, int scale_lead, int groups, int items) {
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER;
@@ -232,13 +232,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale this lane finds
         // Where in a chunk are the first of the rows that this lane surveys, and 8 of those that it quantizes, in its order.
         // The compiler would find them anew for each chunk.
-        unsigned surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
+        uint32_t surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
         forget(surveyed);
 #pragma unroll
         for (int i = 0; i < 8; ++i) forget(at_row[i] = mine.at ^ i * (ROW_BYTES + 16));
         forget(mine.turn);
         const bool stores_scales = uniform(rank == 0 && team == 0);
-        const auto load_words = [&](unsigned (&words)[ROWS], int stage) {
+        const auto load_words = [&](uint32_t (&words)[ROWS], int stage) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const uint32_t row = stages + stage * STAGE_BYTES + at_row[i];
@@ -246,7 +246,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 words[i + 8] = load_shared_word(row + 8 * ROW_BYTES);
             }
         };
-        const auto release = [&](int stage, unsigned loaded) {
+        const auto release = [&](int stage, uint32_t loaded) {
             const uint32_t barrier = once_loaded(empty + stage * BARRIER, loaded, M);
             __syncwarp();
             if (lane == 0) barrier_arrive(barrier);
@@ -254,8 +254,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const auto same = [](int value) { return uniform(value); };
         for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
-            unsigned char* const to = data + share.top + mine.group * ROWS +
-                                      (static_cast<long long>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
+            uint8_t* const to = data + share.top + mine.group * ROWS +
+                                      (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
             // Of this lane's 16 rows of a chunk those that are the item's, of columns that there are.
             const auto store_inside = [&](int chunk, int place, uint4 out) {
                 const int row = share.top + chunk * CHUNK + mine.group * ROWS;
@@ -272,13 +272,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
             // From which chunk on, how many have no row of another item; how many do not stay in the ring.
             const int first_whole = share.top < rows.start;
-            const unsigned whole = max(share.count - first_whole - (share.top + share.count * CHUNK > rows.stop), 0);
+            const uint32_t whole = max(share.count - first_whole - (share.top + share.count * CHUNK > rows.stop), 0);
             const int again = share.count - share.kept();
             const bool comes_again = uniform(again > 0);
 
             // Of the first chunks so many are held, with the words that this lane quantizes.
-            const int held = first_whole || comes_again ? 0 : min(whole, static_cast<unsigned>(HELD));
-            unsigned words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
+            const int held = first_whole || comes_again ? 0 : min(whole, static_cast<uint32_t>(HELD));
+            uint32_t words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
             Cursor survey(ring, team);
 #pragma unroll
             for (int chunk = 0; chunk < HELD; ++chunk) {
@@ -292,12 +292,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
             const Cursor behind_held = survey;
 
-            unsigned amax[4] = {0, 0, 0, 0};
+            uint32_t amax[4] = {0, 0, 0, 0};
 #pragma unroll 1
             for (; survey.index < share.count; survey.advance()) {
                 barrier_wait(full + survey.stage * BARRIER, survey.parity);
                 const uint32_t row = stages + survey.stage * STAGE_BYTES + surveyed;
-                if (static_cast<unsigned>(survey.index - first_whole) < whole) {
+                if (static_cast<uint32_t>(survey.index - first_whole) < whole) {
 #pragma unroll
                     for (int i = 0; i < CHUNK; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
                 } else {
@@ -308,7 +308,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
             if (comes_again) ring = after(ring, again);
 
-            unsigned largest = largest_of_word(larger_of(largest_of_lanes(amax), largest_held));
+            uint32_t largest = largest_of_word(larger_of(largest_of_lanes(amax), largest_held));
             if constexpr (SENDERS > 1) {
                 // A warp that sends for turn t has received what all of its piece sent for t - 1; each of these had by then
                 // read what came for t - 2, and the one of team 0 armed that barrier anew. So what is sent for t overwrites
@@ -329,7 +329,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const Scale found = block_scale<FP8, FORMAT>(__float_as_uint(element(largest, scaled)));
             const int column = panel + mine.column + scaled;
             if (stores_scales && lane < 4 * IN_WORD && column < N) {
-                scale[static_cast<long long>(which) * scale_lead + column] = found.stored;
+                scale[static_cast<int64_t>(which) * scale_lead + column] = found.stored;
             }
             if constexpr (IN_WORD == 2) {
                 const float other = __shfl_xor_sync(~0u, found.inverse, 4);
@@ -339,9 +339,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 mine.inverse[0] = found.inverse;
             }
 
-            const unsigned stored_whole = panel + PANEL <= N ? whole : 0;
-            const auto store = [&](unsigned char* first, int chunk, uint4 out, uint4 out_second) {
-                if (static_cast<unsigned>(chunk - first_whole) < stored_whole) {
+            const uint32_t stored_whole = panel + PANEL <= N ? whole : 0;
+            const auto store = [&](uint8_t* first, int chunk, uint4 out, uint4 out_second) {
+                if (static_cast<uint32_t>(chunk - first_whole) < stored_whole) {
                     store16<Store::NORMAL>(first, out);
                     if (IN_WORD == 2) store16<Store::NORMAL>(first + data_n, out_second);
                 } else {
@@ -352,15 +352,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
             for (int chunk = 0; chunk < HELD; ++chunk) {
                 if (chunk >= held) break;
-                const unsigned(&words)[ROWS] = words_held[chunk];
+                const uint32_t(&words)[ROWS] = words_held[chunk];
                 store(to + chunk * CHUNK, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
             }
             Cursor at = HELD > 0 && !comes_again ? behind_held : Cursor(ring, team);
-            unsigned char* next = to + at.index * CHUNK;
+            uint8_t* next = to + at.index * CHUNK;
 #pragma unroll 1
             while (at.index < share.count) {
                 int chunk = at.index;
-                unsigned char* first = next;
+                uint8_t* first = next;
                 if (comes_again) {
                     chunk += again;
                     if (chunk >= share.count) {
@@ -369,7 +369,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     }
                     first = to + chunk * CHUNK;
                 }
-                unsigned words[ROWS];
+                uint32_t words[ROWS];
                 load_words(words, at.stage);
                 const uint4 out = mine.quantized(words, 0), out_second = mine.quantized(words, IN_WORD - 1);
                 release(at.stage, out.x | out.y | out.z | out.w);  // of all words

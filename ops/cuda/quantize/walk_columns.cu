@@ -24,12 +24,12 @@ struct Run {
     int first, last, begin, end;
 };
 
-__forceinline__ int start_of(int group, const int* offsets, int M) {
+INLINE int start_of(int group, const int* offsets, int M) {
     return group == 0 ? 0 : Group::end_of(__ldg(offsets + group - 1), 0, M);
 }
 
 // The first group that begins at `row` > 0 or after, found by a whole warp.
-__forceinline__ int first_from(int row, const int* offsets, int groups, int M) {
+INLINE int first_from(int row, const int* offsets, int groups, int M) {
     int below = 0, found = groups + 1;  // the first begins below, and what is found does not
     while (found - below > 1) {
         const int step = (found - below + 30) / 32;
@@ -45,10 +45,10 @@ __forceinline__ int first_from(int row, const int* offsets, int groups, int M) {
 struct Share {
     int left, panel, row;  // how many, and where the first is
 
-    __forceinline__ Share(int M, int N) {
-        const unsigned panels = (N + PANEL - 1) / PANEL, rows = panels * M, each = rows / gridDim.x, rest = rows % gridDim.x;
-        const auto begin_of = [&](unsigned block) { return block * each + block * rest / gridDim.x; };
-        const unsigned from = begin_of(blockIdx.x);
+    INLINE Share(int M, int N) {
+        const uint32_t panels = (N + PANEL - 1) / PANEL, rows = panels * M, each = rows / gridDim.x, rest = rows % gridDim.x;
+        const auto begin_of = [&](uint32_t block) { return block * each + block * rest / gridDim.x; };
+        const uint32_t from = begin_of(blockIdx.x);
         left = begin_of(blockIdx.x + 1) - from;
         panel = from / M;
         row = from - panel * M;
@@ -57,7 +57,7 @@ struct Share {
 
 // What is to be done: `visit(panel, run)` for one panel after the other.
 template <typename Visit>
-__forceinline__ void for_each_run(const int* offsets, int groups, int M, int N, Visit&& visit) {
+INLINE void for_each_run(const int* offsets, int groups, int M, int N, Visit&& visit) {
     for (auto [left, panel, row] = Share(M, N); left > 0; ++panel) {
         Run run;
         run.first = row > 0 ? first_from(row, offsets, groups, M) : 0;
@@ -75,29 +75,29 @@ struct Cursor {
     const int* offsets;
     int group, last, end, start, stop, ahead;
 
-    __forceinline__ Cursor(const Run& run, const int* offsets, int groups)
+    INLINE Cursor(const Run& run, const int* offsets, int groups)
         : offsets(offsets), group(run.first - 1), last(min(run.last, groups)), end(run.end), stop(run.begin) {
         ahead = offset_of(run.first);
         advance();
     }
-    __forceinline__ int offset_of(int group) const { return group < last ? __ldg(offsets + group) : 0; }
-    __forceinline__ void advance() {
+    INLINE int offset_of(int group) const { return group < last ? __ldg(offsets + group) : 0; }
+    INLINE void advance() {
         ++group;
         start = stop;
         stop = Group::end_of(ahead, start, end);
         ahead = offset_of(group + 1);
     }
-    __forceinline__ int top() const { return start & -CHUNK; }  // of its first chunk
-    __forceinline__ bool is_surveyed() const { return stop - top() > STAGES * CHUNK; }
+    INLINE int top() const { return start & -CHUNK; }  // of its first chunk
+    INLINE bool is_surveyed() const { return stop - top() > STAGES * CHUNK; }
 };
 
 // The same address, in registers: the compiler would else add it up again where it is used.
 template <typename T>
-__forceinline__ T* kept(T* address) {
-    unsigned low = static_cast<unsigned>(reinterpret_cast<unsigned long long>(address));
-    unsigned high = static_cast<unsigned>(reinterpret_cast<unsigned long long>(address) >> 32);
+INLINE T* kept(T* address) {
+    uint32_t low = static_cast<uint32_t>(reinterpret_cast<uint64_t>(address));
+    uint32_t high = static_cast<uint32_t>(reinterpret_cast<uint64_t>(address) >> 32);
     forget(low), forget(high);
-    return reinterpret_cast<T*>(low | static_cast<unsigned long long>(high) << 32);
+    return reinterpret_cast<T*>(low | static_cast<uint64_t>(high) << 32);
 }
 
 // What a lane has of its warp's piece of a chunk: one column, of which it stores SETS times 16 rows. Matrices of 8 rows
@@ -110,9 +110,9 @@ struct Mine {
     int column, place;  // of the panel; among the lanes of the same column
     uint32_t piece;
     uint32_t survey_at, at, part_at;  // where the rows lie in a chunk whose addresses the lane gives: see `take` and `load`
-    unsigned turn, turn_next;  // how a lane's rows are turned around, for the first and the second of two words
+    uint32_t turn, turn_next;  // how a lane's rows are turned around, for the first and the second of two words
 
-    __forceinline__ Mine(int warp, int lane) : piece(warp) {
+    INLINE Mine(int warp, int lane) : piece(warp) {
         place = WIDE ? lane / 4 : lane % 4;
         column = IN_PIECE * warp + (WIDE ? lane % 4 : lane / 4);
         turn = 0x3210 ^ place * (WIDE ? 0x1111 : 0x2222), turn_next = turn ^ 0x4444;
@@ -124,12 +124,12 @@ struct Mine {
         // The compiler would else compute them again where they are used.
         forget(piece), forget(survey_at), forget(at), forget(part_at), forget(turn), forget(turn_next);
     }
-    __forceinline__ uint32_t address_of(unsigned row) const { return row * ROW_BYTES + (piece ^ row % 8) * 16; }
-    __forceinline__ int row_of(int set) const { return SET_STEP * set + ROWS * place; }
+    INLINE uint32_t address_of(uint32_t row) const { return row * ROW_BYTES + (piece ^ row % 8) * 16; }
+    INLINE int row_of(int set) const { return SET_STEP * set + ROWS * place; }
 
     // Of values of 16 bits the largest as signed integers are kept, which are positive, and as unsigned ones, which are
     // negative where there are any: without a mask for each of them.
-    static __forceinline__ void take_two(unsigned (&amax)[4], uint4 a, uint4 b) {
+    static INLINE void take_two(uint32_t (&amax)[4], uint4 a, uint4 b) {
         if constexpr (WIDE) {
             take_larger(amax, a);
             take_larger(amax, b);
@@ -143,14 +143,14 @@ struct Mine {
 
     // Takes all rows of a chunk, or those from `low` to `high`, the last of them more than once; `amax[0]` depends on each
     // load. `row` is the lane.
-    __forceinline__ void take(unsigned (&amax)[4], uint32_t stage) const {
+    INLINE void take(uint32_t (&amax)[4], uint32_t stage) const {
         uint4 loaded[CHUNK / 32];
 #pragma unroll
         for (int i = 0; i < CHUNK / 32; ++i) loaded[i] = load_matrices<!WIDE>(stage + survey_at + i * 32 * ROW_BYTES);
         take_two(amax, loaded[0], loaded[1]);
         take_two(amax, loaded[2], loaded[3]);
     }
-    __forceinline__ void take(unsigned (&amax)[4], uint32_t stage, int row, int low, int high) const {
+    INLINE void take(uint32_t (&amax)[4], uint32_t stage, int row, int low, int high) const {
 #pragma unroll 1
         for (row += low; low < high; low += 64, row += 64) {
             const uint4 loaded = load_matrices<!WIDE>(stage + address_of(min(row, high - 1)));
@@ -159,8 +159,8 @@ struct Mine {
     }
 
     // The scale of the lane's column.
-    __forceinline__ Scale scale_of(const unsigned (&amax)[4]) const {
-        unsigned largest;
+    INLINE Scale scale_of(const uint32_t (&amax)[4]) const {
+        uint32_t largest;
         if constexpr (WIDE) {
             largest = max(max(amax[0], amax[1]), max(amax[2], amax[3]));
         } else {
@@ -174,7 +174,7 @@ struct Mine {
         return block_scale<FP8, FORMAT>(__float_as_uint(element(largest, 0)));
     }
 
-    __forceinline__ void load(uint4 (&words)[4], uint32_t stage) const {
+    INLINE void load(uint4 (&words)[4], uint32_t stage) const {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const uint32_t from = WIDE ? (stage + at ^ i % 2 * 4 * (ROW_BYTES + 16)) + i / 2 * 8 * ROW_BYTES
@@ -183,16 +183,16 @@ struct Mine {
         }
     }
 
-    static __forceinline__ unsigned quantized(unsigned first, unsigned second, float by) {
+    static INLINE uint32_t quantized(uint32_t first, uint32_t second, float by) {
         return pack<FP8>(element(first, 0) * by, element(first, 1) * by, element(second, 0) * by, element(second, 1) * by);
     }
-    static __forceinline__ unsigned quantized(uint4 v, float by) {
+    static INLINE uint32_t quantized(uint4 v, float by) {
         return pack<FP8>(element(v.x, 0) * by, element(v.y, 0) * by, element(v.z, 0) * by, element(v.w, 0) * by);
     }
 
     // 16 rows.
-    __forceinline__ uint4 quantized(const uint4 (&words)[4], int set, float by) const {
-        unsigned packed[4];
+    INLINE uint4 quantized(const uint4 (&words)[4], int set, float by) const {
+        uint32_t packed[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if constexpr (WIDE) {
@@ -207,11 +207,11 @@ struct Mine {
     }
 };
 
-__forceinline__ unsigned any_of(const uint4 (&words)[4]) { return words[0].x | words[1].x | words[2].x | words[3].x; }
+INLINE uint32_t any_of(const uint4 (&words)[4]) { return words[0].x | words[1].x | words[2].x | words[3].x; }
 
 // PART rows of a set of 16, of which row i is scaled by `by(i)`.
 template <typename By>
-__forceinline__ unsigned quantized_part(uint4 v, By&& by) {
+INLINE uint32_t quantized_part(uint4 v, By&& by) {
     float values[4] = {};
 #pragma unroll
     for (int i = 0; i < Mine::PART; ++i) {
@@ -220,22 +220,22 @@ __forceinline__ unsigned quantized_part(uint4 v, By&& by) {
     return pack<FP8>(values[0], values[1], values[2], values[3]);
 }
 
-__forceinline__ void store_part(unsigned char* to, unsigned part) {
+INLINE void store_part(uint8_t* to, uint32_t part) {
     if constexpr (Mine::WIDE) {
-        *reinterpret_cast<unsigned short*>(to) = static_cast<unsigned short>(part);
+        *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(part);
     } else {
-        *reinterpret_cast<unsigned*>(to) = part;
+        *reinterpret_cast<uint32_t*>(to) = part;
     }
 }
 
 // Stores rows `low` to `high` of a chunk, of which row 0 goes to row `top` of a column. `loaded` is told bits of all that
 // was loaded, when it is there.
 template <typename Loaded>
-__forceinline__ void store_strip(const Mine& mine, unsigned char* column, unsigned top, bool inside, uint32_t stage,
+INLINE void store_strip(const Mine& mine, uint8_t* column, uint32_t top, bool inside, uint32_t stage,
                                  int low, int high, float by, Loaded&& loaded) {
     uint4 words[4];
     mine.load(words, stage);
-    unsigned any = any_of(words);
+    uint32_t any = any_of(words);
 #pragma unroll
     for (int set = 0; set < Mine::SETS; ++set) {
         const int row = mine.row_of(set);
@@ -248,14 +248,14 @@ __forceinline__ void store_strip(const Mine& mine, unsigned char* column, unsign
             const int set = edge / ROWS, row = set * ROWS + Mine::PART * mine.place;
             const uint4 v = load_matrices<!Mine::WIDE>(stage + mine.part_at + set * ROWS * ROW_BYTES);
             any |= v.x;
-            const unsigned part = quantized_part(v, [&](int) { return by; });
-            unsigned char* const to = column + (top + row);
+            const uint32_t part = quantized_part(v, [&](int) { return by; });
+            uint8_t* const to = column + (top + row);
             if (inside && low <= row && row + Mine::PART <= high) {
                 store_part(to, part);
             } else if (inside) {
 #pragma unroll
                 for (int i = 0; i < Mine::PART; ++i) {
-                    if (low <= row + i && row + i < high) to[i] = static_cast<unsigned char>(part >> 8 * i);
+                    if (low <= row + i && row + i < high) to[i] = static_cast<uint8_t>(part >> 8 * i);
                 }
             }
         }
@@ -266,27 +266,27 @@ __forceinline__ void store_strip(const Mine& mine, unsigned char* column, unsign
 
 // Stores a whole chunk, of which the rows before `split` are scaled by `before`.
 template <typename Loaded>
-__forceinline__ void store_meeting(const Mine& mine, unsigned char* column, unsigned top, bool inside, uint32_t stage,
-                                   unsigned split, float before, float after, Loaded&& loaded) {
+INLINE void store_meeting(const Mine& mine, uint8_t* column, uint32_t top, bool inside, uint32_t stage,
+                                   uint32_t split, float before, float after, Loaded&& loaded) {
     uint4 words[4];
     mine.load(words, stage);
-    const unsigned first = split / ROWS * ROWS;  // of the set that is not all scaled by the same
+    const uint32_t first = split / ROWS * ROWS;  // of the set that is not all scaled by the same
     const uint4 v = load_matrices<!Mine::WIDE>(stage + mine.part_at + first * ROW_BYTES);
     loaded(any_of(words) | v.x);
 #pragma unroll
     for (int set = 0; set < Mine::SETS; ++set) {
-        const unsigned row = mine.row_of(set);
+        const uint32_t row = mine.row_of(set);
         const uint4 out = mine.quantized(words, set, row < split ? before : after);
         if (inside && row != first) store16<Store::NORMAL>(column + (top + ROWS * mine.place) + Mine::SET_STEP * set, out);
     }
-    const unsigned offset = Mine::PART * mine.place;
+    const uint32_t offset = Mine::PART * mine.place;
     const int left = static_cast<int>(split - first - offset);
-    const unsigned part = quantized_part(v, [&](int i) { return i < left ? before : after; });
+    const uint32_t part = quantized_part(v, [&](int i) { return i < left ? before : after; });
     if (inside) store_part(column + (top + first + offset), part);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
-    walk_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
+    walk_columns(const __grid_constant__ TensorMap x, uint8_t* data, Stored* scale, const int* offsets, int M, int N,
                  int data_n, int scale_lead, int groups) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     uint32_t stages_at = shared_address(swizzled_memory());
@@ -344,19 +344,19 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
         const Mine mine(warp, lane);
         Ring ring;
         const auto wait = [&](const Ring& at) { barrier_wait(full + at.stage * BARRIER, at.parity); };
-        const auto release = [&](const Ring& at, unsigned loaded) {  // from which a thread has loaded these bits
+        const auto release = [&](const Ring& at, uint32_t loaded) {  // from which a thread has loaded these bits
             const uint32_t barrier = once_loaded(empty + at.stage * BARRIER, loaded, M);
             __syncwarp();
             if (lane == 0) barrier_arrive(barrier);
         };
         for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
             const bool inside = mine.column < N - panel;
-            unsigned char* const column = kept(data + static_cast<long long>(panel + mine.column) * data_n);
-            Stored* to_scale = scale + static_cast<long long>(run.first) * scale_lead + panel + mine.column;
+            uint8_t* const column = kept(data + static_cast<int64_t>(panel + mine.column) * data_n);
+            Stored* to_scale = scale + static_cast<int64_t>(run.first) * scale_lead + panel + mine.column;
             int top = run.begin & -CHUNK;  // of the chunk that is next to be quantized
             int written = run.begin;       // its rows up to this one are
             float before = 0;              // by which its other rows up to the group are scaled
-            const auto release_it = [&](unsigned any) { release(ring, any); };
+            const auto release_it = [&](uint32_t any) { release(ring, any); };
             const auto stage_of = [&](const Ring& at) { return stages_at + at.stage * STAGE_BYTES; };
             const auto store_waiting = [&](int stop, auto&& loaded) {  // the rows up to this one
                 wait(ring);
@@ -372,10 +372,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                 }
                 const bool surveyed = at.is_surveyed();
                 if (max(written, top) < at.start && (surveyed || written > top || at.stop - top < CHUNK)) {
-                    store_waiting(at.start, [](unsigned) {});
+                    store_waiting(at.start, [](uint32_t) {});
                 }
                 Ring reading = ring;
-                unsigned amax[4] = {0, 0, 0, 0};
+                uint32_t amax[4] = {0, 0, 0, 0};
                 int row = at.start;
                 do {
                     const int low = row & CHUNK - 1, high = min(at.stop - row + low, CHUNK);
@@ -406,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                         mine.load(words, stage);
                         release_it(any_of(words));
                         if (inside) {
-                            unsigned char* const to = column + static_cast<unsigned>(top + mine.row_of(0));
+                            uint8_t* const to = column + static_cast<uint32_t>(top + mine.row_of(0));
 #pragma unroll
                             for (int set = 0; set < Mine::SETS; ++set) {
                                 const uint4 out = mine.quantized(words, set, found.inverse);

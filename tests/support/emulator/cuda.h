@@ -13,23 +13,24 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include "types.cuh"
+
 #define __global__
 #define __device__
 #define __shared__ static __attribute__((section("shared_static")))
-#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
 struct Index {
-    unsigned x, y, z;
+    uint32_t x, y, z;
 };
 inline Index threadIdx, blockIdx, gridDim;
 
 struct alignas(16) uint4 {
-    unsigned x, y, z, w;
+    uint32_t x, y, z, w;
 };
 struct alignas(8) uint2 {
-    unsigned x, y;
+    uint32_t x, y;
 };
 struct alignas(16) float4 {
     float x, y, z, w;
@@ -39,8 +40,8 @@ struct alignas(8) float2 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 
 template <typename To, typename From>
 To bits_of(From value) {
@@ -49,23 +50,23 @@ To bits_of(From value) {
     memcpy(&bits, &value, sizeof(To));
     return bits;
 }
-inline unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); }
-inline float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return bits_of<uint32_t>(value); }
+inline float __uint_as_float(uint32_t bits) { return bits_of<float>(bits); }
 
-inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
-inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
-    const unsigned long bytes = low | static_cast<unsigned long>(high) << 32;
-    unsigned result = 0;
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+    uint32_t result = 0;
     for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
-inline unsigned __vmaxs2(unsigned a, unsigned b) {
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b) {
     return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u;
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
@@ -101,7 +102,7 @@ struct List {
 // ---- memory: what each tensor of the launch covers, and the first access that is not to be ---------------------------
 
 struct Span {
-    unsigned long start, end;
+    uint64_t start, end;
 };
 inline const Span* tensors;
 inline int tensor_count;
@@ -120,8 +121,8 @@ inline char fault[300];
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 // Whether `needed` bytes at an address that is a multiple of `bytes` lie in one tensor; else the access is left out.
-inline bool allowed(const char* what, const void* to, unsigned long bytes, unsigned long needed) {
-    const auto address = reinterpret_cast<unsigned long>(to);
+inline bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t needed) {
+    const auto address = reinterpret_cast<uint64_t>(to);
     bool inside = false;
     for (int i = 0; i < tensor_count; ++i) inside |= address >= tensors[i].start && address + needed <= tensors[i].end;
     const bool aligned = address % bytes == 0;
@@ -131,8 +132,8 @@ inline bool allowed(const char* what, const void* to, unsigned long bytes, unsig
 }
 #pragma GCC pop_options
 // Accesses that begin in a tensor stay in its page, so that a load may go past its end.
-inline bool may_load(const void* from, unsigned long bytes) { return allowed("load", from, bytes, 1); }
-inline bool may_store(const void* to, unsigned long bytes) { return allowed("store", to, bytes, bytes); }
+inline bool may_load(const void* from, uint64_t bytes) { return allowed("load", from, bytes, 1); }
+inline bool may_store(const void* to, uint64_t bytes) { return allowed("store", to, bytes, bytes); }
 
 template <typename T>
 T __ldg(const T* address) {
@@ -143,15 +144,15 @@ T __ldg(const T* address) {
 
 struct Thread {
     jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
-    const unsigned* round;  // what it waits for: that this is no longer `mine`; null where it waits for nothing
-    unsigned mine;
+    const uint32_t* round;  // what it waits for: that this is no longer `mine`; null where it waits for nothing
+    uint32_t mine;
     bool begun, done;
     bool stepped_back;  // it could go on, and lets all others go first
 };
 struct Warp {
-    unsigned long slot[32];
+    uint64_t slot[32];
     int arrived;
-    unsigned round;
+    uint32_t round;
 };
 inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 3072, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
 inline Thread threads[MOST_THREADS];  // block after block of the cluster
@@ -160,10 +161,10 @@ alignas(64) inline char stacks[MOST_THREADS][STACK];
 inline jmp_buf scheduler;
 inline int thread_count, block_count, current, block_arrived[MOST_BLOCKS], cluster_arrived;
 inline int threads_begun[MOST_BLOCKS], threads_done[MOST_BLOCKS];
-inline unsigned block_round[MOST_BLOCKS], cluster_round;
+inline uint32_t block_round[MOST_BLOCKS], cluster_round;
 inline bool early;  // whether what is asynchronous happens at once instead, as early as it may
 
-inline unsigned cluster_rank() { return current / thread_count; }
+inline uint32_t cluster_rank() { return current / thread_count; }
 
 // Shared memory of the size that a launch asks for.
 alignas(1024) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
@@ -180,7 +181,7 @@ inline void step_back() {
     wait_for_others();
 }
 // Until `round` is no longer what it is.
-inline void wait_for_change(const unsigned& round) {
+inline void wait_for_change(const uint32_t& round) {
     Thread& thread = threads[current];
     thread.round = &round, thread.mine = round;
     wait_for_others();
@@ -196,14 +197,14 @@ void break_off(const char* why, Values... values) {
 }
 
 // Whether this one is the last of `count`, with whom the round ends.
-inline bool arrive(int& arrived, unsigned& round, int count) {
+inline bool arrive(int& arrived, uint32_t& round, int count) {
     if (++arrived < count) return false;
     arrived = 0;
     ++round;
     return true;
 }
-inline void meet(int& arrived, unsigned& round, int count) {
-    const unsigned mine = round;
+inline void meet(int& arrived, uint32_t& round, int count) {
+    const uint32_t mine = round;
     if (arrive(arrived, round, count)) return;
     while (round == mine) wait_for_change(round);
 }
@@ -213,8 +214,8 @@ inline void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32]
 inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 
 // That a block of the cluster may be spoken to: its shared memory exists.
-inline void reach_block(unsigned rank) {
-    if (rank >= static_cast<unsigned>(block_count)) break_off("block %u is none of the cluster's", rank);
+inline void reach_block(uint32_t rank) {
+    if (rank >= static_cast<uint32_t>(block_count)) break_off("block %u is none of the cluster's", rank);
     if (threads_begun[rank] == 0) break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
     if (threads_done[rank] == thread_count) break_off("block %u of the cluster, whose shared memory is accessed, may have ended", rank);
 }
@@ -230,21 +231,21 @@ T exchanged(T value, int from) {
     return received;
 }
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
+T __shfl_xor_sync(uint32_t, T value, int mask) {
     return exchanged(value, (current % 32) ^ mask);
 }
 template <typename T>
-T __shfl_sync(unsigned, T value, int lane) {
+T __shfl_sync(uint32_t, T value, int lane) {
     return exchanged(value, lane % 32);
 }
-inline unsigned __ballot_sync(unsigned, bool value) {
-    unsigned votes = 0;
-    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(__shfl_sync(~0u, value, lane)) << lane;
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+    uint32_t votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<uint32_t>(__shfl_sync(~0u, value, lane)) << lane;
     return votes;
 }
-inline bool __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+inline bool __all_sync(uint32_t, bool value) { return __ballot_sync(~0u, value) == ~0u; }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
     return value;
 }
@@ -256,12 +257,12 @@ inline unsigned __reduce_max_sync(unsigned, unsigned value) {
 inline const Span* hidden;
 inline int hidden_count;
 inline char* kept_back;  // what they hold
-inline unsigned launches_ended;
+inline uint32_t launches_ended;
 inline bool overlaps, waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
 inline bool must_settle;  // the launch after this one begins only when the launch before it has ended
 
 inline bool is_hidden(const void* address) {
-    const auto at = reinterpret_cast<unsigned long>(address);
+    const auto at = reinterpret_cast<uint64_t>(address);
     for (int i = 0; i < hidden_count && launches_ended == 0; ++i)
         if (at >= hidden[i].start && at < hidden[i].end) return true;
     return false;
@@ -275,7 +276,7 @@ inline void hide(bool has_ended) {
     waited = false;
     char* to = kept_back;
     for (int i = 0; i < hidden_count && !launches_ended; ++i) {
-        const unsigned long bytes = hidden[i].end - hidden[i].start;
+        const uint64_t bytes = hidden[i].end - hidden[i].start;
         memcpy(to, reinterpret_cast<void*>(hidden[i].start), bytes);
         memset(reinterpret_cast<void*>(hidden[i].start), 0xff, bytes);
         to += bytes;
@@ -287,7 +288,7 @@ inline void reveal() {
     const char* from = kept_back;
     for (int i = 0; i < hidden_count; ++i) {
         auto* const start = reinterpret_cast<char*>(hidden[i].start);
-        const unsigned long bytes = hidden[i].end - hidden[i].start;
+        const uint64_t bytes = hidden[i].end - hidden[i].start;
         // All are 0xff where the first is, and each is what the one before it is.
         if (start[0] != static_cast<char>(0xff) || memcmp(start, start + 1, bytes - 1) != 0)
             FAULT("something was written, of the %lu bytes from %p on, without wait_for_launches", bytes, start);
@@ -313,7 +314,7 @@ extern char __start_shared_static[] __attribute__((weak, visibility("hidden")));
 extern char __stop_shared_static[] __attribute__((weak, visibility("hidden")));
 inline char* static_memories[MOST_BLOCKS];
 inline int present;
-inline long static_bytes() { return __stop_shared_static - __start_shared_static; }
+inline int64_t static_bytes() { return __stop_shared_static - __start_shared_static; }
 inline void have_present(int block) {
     if (block == present) return;
     memcpy(static_memories[present], __start_shared_static, static_bytes());
@@ -358,10 +359,10 @@ inline void run_thread() {
 // In which order warps, and the lanes of each, run: as they are numbered, backwards, or, of a seed that is not 0, at random.
 struct Order {
     bool backwards;
-    unsigned seed;
+    uint32_t seed;
     int warp[MOST_THREADS / 32];
 
-    unsigned draw(unsigned below) {
+    uint32_t draw(uint32_t below) {
         seed = seed * 1664525 + 1013904223;
         return (seed >> 8) % below;
     }
@@ -396,7 +397,7 @@ inline bool run_warp(int warp, bool backwards, Index first) {
             const int thread = warp * 32 + (backwards ? 31 - i : i);
             if (!is_ready(threads[thread])) continue;
             current = thread;
-            threadIdx = {static_cast<unsigned>(thread % thread_count), 0, 0};
+            threadIdx = {static_cast<uint32_t>(thread % thread_count), 0, 0};
             blockIdx = {first.x + thread / thread_count, first.y, first.z};
             have_present(thread / thread_count);
             resume();
@@ -429,7 +430,7 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
 
 // What is right in every order has the barriers that it needs: clusters take turns in them, and for every fourth what is
 // asynchronous happens early. Returns the first fault, or an empty text.
-inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, unsigned seed) {
+inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, uint32_t seed) {
     kernel = run;
     parameters = with;
     gridDim = grid;
@@ -442,15 +443,15 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
         snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for", cluster, count);
         return fault;
     }
-    unsigned long bytes = 0;
+    uint64_t bytes = 0;
     for (int i = 0; i < hidden_count; ++i) bytes += hidden[i].end - hidden[i].start;
     kept_back = static_cast<char*>(malloc(bytes));
     for (int i = 0; i < cluster; ++i) static_memories[i] = static_cast<char*>(malloc(static_bytes()));
     Order order{backwards, seed};
-    unsigned index = 0;
-    for (unsigned z = 0; z < grid.z; ++z)
-        for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x && !broken; x += cluster, ++index) {
+    uint32_t index = 0;
+    for (uint32_t z = 0; z < grid.z; ++z)
+        for (uint32_t y = 0; y < grid.y; ++y)
+            for (uint32_t x = 0; x < grid.x && !broken; x += cluster, ++index) {
                 memset(memories, 0xff, sizeof(memories[0]) * cluster);
                 if (static_bytes() > 0) memset(__start_shared_static, 0xff, static_bytes());
                 for (int i = 0; i < cluster; ++i) memset(static_memories[i], 0xff, static_bytes());

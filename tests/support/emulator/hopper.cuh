@@ -1,10 +1,8 @@
 // The mbarriers, copies and barriers of ops/cuda/include/hopper.cuh for the CPU.
 #pragma once
-#include <stdint.h>
-
 #include "cuda.h"
+#include "types.cuh"
 
-#define INLINE inline
 #define __grid_constant__
 
 // As cuda_emulator.py writes it; sizes in elements, strides in bytes.
@@ -24,7 +22,7 @@ inline uint32_t address_in(uint32_t rank, uint32_t address) {
 // ---- the two proxies: threads, and the copy engine with the tensor cores ----------------------------------------------
 
 // Of each KiB of shared memory, how often the emulator has seen it written.
-inline unsigned writings[MOST_BLOCKS * BLOCK_MEMORY / 1024];
+inline uint32_t writings[MOST_BLOCKS * BLOCK_MEMORY / 1024];
 inline void written(uint32_t address, int bytes) {
     for (uint32_t i = address / 1024; i <= (address + bytes - 1) / 1024; ++i) ++writings[i];
 }
@@ -89,7 +87,7 @@ inline int free_landing = -1, used_landings, under_way;
 
 struct Barrier {
     int arrivals, left, bytes;
-    unsigned phase, changes;
+    uint32_t phase, changes;
     int first, last;  // of the landings
     bool fenced;
 };
@@ -153,21 +151,21 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
 // Bytes of the box from or to the tensor, 16 at a time; what lies outside of it is zeros, and is not stored.
 inline int move(const BulkCopy& copy, bool to_shared) {
     const TensorMap& map = copy.map;
-    const long bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
+    const int64_t bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
     if (row_bytes % 16 != 0) break_off("a bulk copy moves rows of %ld bytes", row_bytes);
-    for (long z = 0; z < static_cast<long>(map.box[2]); ++z)
-        for (long y = 0; y < static_cast<long>(map.box[1]); ++y) {
-            const long in_y = copy.at[1] + y, in_z = copy.at[2] + z;
-            const bool row_inside = in_y >= 0 && in_y < static_cast<long>(map.size[1]) && in_z >= 0 &&
-                                    in_z < static_cast<long>(map.size[2]);
-            for (long x = 0; x < static_cast<long>(map.box[0]); x += of_piece) {
-                const long in_x = copy.at[0] + x, first = in_x < 0 ? -in_x : 0;
-                const long stop = static_cast<long>(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
+    for (int64_t z = 0; z < static_cast<int64_t>(map.box[2]); ++z)
+        for (int64_t y = 0; y < static_cast<int64_t>(map.box[1]); ++y) {
+            const int64_t in_y = copy.at[1] + y, in_z = copy.at[2] + z;
+            const bool row_inside = in_y >= 0 && in_y < static_cast<int64_t>(map.size[1]) && in_z >= 0 &&
+                                    in_z < static_cast<int64_t>(map.size[2]);
+            for (int64_t x = 0; x < static_cast<int64_t>(map.box[0]); x += of_piece) {
+                const int64_t in_x = copy.at[0] + x, first = in_x < 0 ? -in_x : 0;
+                const int64_t stop = static_cast<int64_t>(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
                 uint32_t shared = copy.at_shared + (z * map.box[1] + y) * row_bytes + x * bytes;
                 if (map.swizzle == 128) shared ^= shared >> 3 & 0x70;
                 if (to_shared) memset(memories[0] + shared, 0, 16);
                 if (!row_inside || first >= stop) continue;
-                const long count = (stop - first) * bytes;
+                const int64_t count = (stop - first) * bytes;
                 auto* const there = reinterpret_cast<char*>(map.start) + (in_x + first) * bytes + in_y * map.stride[1] +
                                     in_z * map.stride[2];
                 if (!allowed("copy", there, bytes, count)) continue;
@@ -362,7 +360,7 @@ void block_sync() {
 }
 
 inline int named_arrived[MOST_BLOCKS][16];
-inline unsigned named_round[MOST_BLOCKS][16];
+inline uint32_t named_round[MOST_BLOCKS][16];
 template <int COUNT>
 void named_arrive(int id) {
     arrive(named_arrived[cluster_rank()][id], named_round[cluster_rank()][id], COUNT);
@@ -378,7 +376,7 @@ void sync_first() {
 inline void warpgroup_sync(int id) { named_sync<128>(id); }
 
 // A barrier of a cluster in two halves, which each thread takes in turn: the round in which it has arrived.
-inline unsigned cluster_promised[MOST_THREADS];
+inline uint32_t cluster_promised[MOST_THREADS];
 inline bool has_promised[MOST_THREADS];
 inline void cluster_arrive() {
     if (has_promised[current]) break_off("a thread arrives at the cluster's barrier, and had not waited before");

@@ -48,11 +48,11 @@ inline void wait_for_copies() {
 
 inline void store_to_block(float2* to, uint32_t rank, float2 value) {
     if (rank != cluster_rank()) reach_block(rank);
-    const long blocks = static_cast<long>(rank) - cluster_rank();
+    const int64_t blocks = static_cast<int64_t>(rank) - cluster_rank();
     *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
 }
-inline void prefetch(const void* address, unsigned bytes) {
-    for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
+inline void prefetch(const void* address, uint32_t bytes) {
+    for (uint32_t i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
 }
 inline void prefetch_line(const void* address) { may_load(address, 1); }
 
@@ -146,7 +146,7 @@ struct LeftRegisters {
 // Part of an operand in shared memory, and how often that had been written.
 struct Operand {
     uint32_t first, stop;  // KiB
-    unsigned writings;
+    uint32_t writings;
     int group;
 };
 struct InFlight {
@@ -158,8 +158,8 @@ struct InFlight {
 };
 inline InFlight in_flight[MOST_THREADS];
 
-inline unsigned writings_of(uint32_t first, uint32_t stop) {
-    unsigned sum = 0;
+inline uint32_t writings_of(uint32_t first, uint32_t stop) {
+    uint32_t sum = 0;
     for (uint32_t i = first; i < stop; ++i) sum += writings[i];
     return sum;
 }

@@ -4,7 +4,7 @@
 
 // Each lane's two fragments of 16 bytes of each operand, its scales, and its four sums.
 KERNEL(WAVE)
-void matrix(const Words* a, const Words* b, const unsigned char* a_scale, const unsigned char* b_scale, Sums* sums) {
+void matrix(const Words* a, const Words* b, const uint8_t* a_scale, const uint8_t* b_scale, Sums* sums) {
     const int lane = thread_index();
     const Words left[2] = {a[2 * lane], a[2 * lane + 1]}, right[2] = {b[2 * lane], b[2 * lane + 1]};
     sums[lane] = multiply_scaled(left, right, a_scale[lane], b_scale[lane], sums[lane]);
@@ -20,7 +20,7 @@ KERNEL(WAVE) void lanes_of_a_wave(const float* low, const float* high, float* ou
 
 // Four bytes of e4m3 a lane, and a number times a power of two.
 KERNEL(WAVE)
-void numbers(const unsigned* words, const float* values, const int* exponents, float* out, float* scaled_out) {
+void numbers(const uint32_t* words, const float* values, const int* exponents, float* out, float* scaled_out) {
     const int lane = thread_index();
     const Pair low = widened<false>(words[lane]), high = widened<true>(words[lane]);
     const Pair sum = multiply_add(low, high, low);
@@ -30,12 +30,12 @@ void numbers(const unsigned* words, const float* values, const int* exponents, f
 }
 
 // Loads at offsets of a buffer of `size` bytes.
-KERNEL(WAVE) void bounds(const unsigned char* data, const int* offsets, unsigned* out, int size) {
+KERNEL(WAVE) void bounds(const uint8_t* data, const int* offsets, uint32_t* out, int size) {
     const int lane = thread_index();
     const Buffer buffer = buffer_of(data, size);
-    const unsigned offset = offsets[lane] < 0 ? OUTSIDE : offsets[lane];
+    const uint32_t offset = offsets[lane] < 0 ? OUTSIDE : offsets[lane];
     const Words words = load16(buffer, offset);
-    const unsigned found[] = {words.x, words.y, words.z, words.w, load1(buffer, offset)};
+    const uint32_t found[] = {words.x, words.y, words.z, words.w, load1(buffer, offset)};
     for (int i = 0; i < 5; ++i) out[5 * lane + i] = found[i];
 }
 
@@ -63,7 +63,7 @@ KERNEL(2 * WAVE) void local_memory(const float* values, float* out) {
 
 // What the model for the host refuses.
 #ifdef WRONG
-KERNEL(WAVE) void wrong(const unsigned char* data, float* out) {
+KERNEL(WAVE) void wrong(const uint8_t* data, float* out) {
     const int lane = thread_index();
     float value = lane;
 #if WRONG == 1

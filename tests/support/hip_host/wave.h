@@ -39,7 +39,7 @@ struct Pair {
     float x, y;
 };
 struct alignas(16) Words {
-    unsigned x, y, z, w;
+    uint32_t x, y, z, w;
 };
 struct alignas(16) Sums {
     float x, y, z, w;
@@ -49,28 +49,28 @@ inline Sums operator+(Sums a, Sums b) { return {a.x + b.x, a.y + b.y, a.z + b.z,
 struct Bf16 {
     uint16_t bits;
     explicit Bf16(float value) {
-        const unsigned whole = bits_of<unsigned>(value);
+        const uint32_t whole = bits_of<uint32_t>(value);
         bits = value != value ? 0x7fff : (whole + 0x7fff + (whole >> 16 & 1)) >> 16;
     }
-    explicit operator float() const { return bits_of<float>(unsigned(bits) << 16); }
+    explicit operator float() const { return bits_of<float>(uint32_t(bits) << 16); }
 };
 
 template <int KIND>
 struct TypeOf {
-    typedef float type;
+    using type = float;
 };
 template <>
 struct TypeOf<BF16> {
-    typedef Bf16 type;
+    using type = Bf16;
 };
 template <>
 struct TypeOf<FP16> {
-    typedef _Float16 type;
+    using type = _Float16;
 };
 
 // ---- lanes: each runs until it waits for others ---------------------------------------------------------------------
 
-typedef void (*Operation)(void* (&of_lanes)[WAVE]);
+using Operation = void (*)(void* (&of_lanes)[WAVE]);
 
 enum State { READY, AT_OPERATION, AT_BARRIER, DONE };
 
@@ -153,16 +153,16 @@ inline const Span* tensors;
 inline int tensor_count;
 
 struct Buffer {
-    const unsigned char* from;
-    unsigned size;
+    const uint8_t* from;
+    uint32_t size;
 };
-constexpr unsigned OUTSIDE = 0x80000000;
+constexpr uint32_t OUTSIDE = 0x80000000;
 
-inline Buffer buffer_of(const unsigned char* from, int size) { return {from, unsigned(size)}; }
+inline Buffer buffer_of(const uint8_t* from, int size) { return {from, uint32_t(size)}; }
 
 // `bytes` at an offset: zero where they are past the end of the buffer, which is all that may be outside of tensors.
-inline unsigned loaded(Buffer buffer, unsigned offset, unsigned bytes) {
-    unsigned value = 0;
+inline uint32_t loaded(Buffer buffer, uint32_t offset, uint32_t bytes) {
+    uint32_t value = 0;
     if (uint64_t(offset) + bytes > buffer.size) return value;
     const auto address = reinterpret_cast<uint64_t>(buffer.from) + offset;
     bool inside = false;
@@ -171,25 +171,25 @@ inline unsigned loaded(Buffer buffer, unsigned offset, unsigned bytes) {
     if (inside) memcpy(&value, buffer.from + offset, bytes);
     return value;
 }
-inline Words load16(Buffer buffer, unsigned offset) {
+inline Words load16(Buffer buffer, uint32_t offset) {
     const bool aligned = reinterpret_cast<uint64_t>(buffer.from + offset) % 16 == 0;
     if (!aligned && offset != OUTSIDE) report("a load at %u is misaligned", offset);
     return {loaded(buffer, offset, 4), loaded(buffer, offset + 4, 4), loaded(buffer, offset + 8, 4),
             loaded(buffer, offset + 12, 4)};
 }
-inline unsigned load1(Buffer buffer, unsigned offset) { return loaded(buffer, offset, 1); }
+inline uint32_t load1(Buffer buffer, uint32_t offset) { return loaded(buffer, offset, 1); }
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-inline float of_e4m3(unsigned byte) {
+inline float of_e4m3(uint32_t byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;
     const float sign = byte & 0x80 ? -1.0f : 1.0f;
     if (exponent == 15 && mantissa == 7) return NAN;
     return sign * (exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9));
 }
 template <bool UPPER>
-Pair widened(unsigned word) {
-    const unsigned half = UPPER ? word >> 16 : word;
+Pair widened(uint32_t word) {
+    const uint32_t half = UPPER ? word >> 16 : word;
     return {of_e4m3(half & 0xff), of_e4m3(half >> 8 & 0xff)};
 }
 inline Pair multiply_add(Pair a, Pair b, Pair c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
@@ -200,17 +200,17 @@ inline float not_a_number() { return NAN; }
 
 struct Product {
     const Words *a, *b;
-    unsigned a_scale, b_scale;
+    uint32_t a_scale, b_scale;
     Sums sums;
 };
 
-inline double of_e8m0(unsigned byte) { return (byte & 0xff) == 255 ? NAN : ldexp(1.0, int(byte & 0xff) - 127); }
+inline double of_e8m0(uint32_t byte) { return (byte & 0xff) == 255 ? NAN : ldexp(1.0, int(byte & 0xff) - 127); }
 
 // Element k of line `line` of the left operand or the right one, times its scale.
 inline double element(void* (&of_lanes)[WAVE], bool right, int line, int k) {
     auto lane = [&](int group) { return static_cast<Product*>(of_lanes[line + 16 * group]); };
     const Product* holder = lane(k % 64 / 16);
-    const auto* bytes = reinterpret_cast<const unsigned char*>((right ? holder->b : holder->a) + k / 64);
+    const auto* bytes = reinterpret_cast<const uint8_t*>((right ? holder->b : holder->a) + k / 64);
     const Product* scale = lane(k / 32);
     return of_e4m3(bytes[k % 16]) * of_e8m0(right ? scale->b_scale : scale->a_scale);
 }
@@ -233,7 +233,7 @@ inline void multiply_all(void* (&of_lanes)[WAVE]) {
         }
     }
 }
-inline Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], unsigned a_scale, unsigned b_scale, Sums sums) {
+inline Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], uint32_t a_scale, uint32_t b_scale, Sums sums) {
     Product product{a, b, a_scale, b_scale, sums};
     together(multiply_all, product);
     return product.sums;
