@@ -12,6 +12,7 @@
 #include "wave.h"
 
 constexpr int WAVES = 4;
+constexpr int THREADS = WAVES * WAVE;
 constexpr int COLUMNS = ROWS <= 2 ? 1 : ROWS <= 8 ? 2 : 4;
 constexpr int UNROLL = 4 / COLUMNS;
 constexpr int STEP = 16 * WAVE;  // of K
@@ -60,7 +61,7 @@ INLINE void sum_lanes(float (&sums)[COUNT]) {
     }
 }
 
-KERNEL(WAVES * WAVE)
+KERNEL(THREADS)
 void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
                 const uint8_t* b_scale, const Bias* bias, Out* out, int M, int N, int K, int a_row, int as_row,
                 int as_block, int b_column, int bs_column, int bs_block, int64_t a_batch, int64_t as_batch,

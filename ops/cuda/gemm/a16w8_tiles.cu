@@ -54,11 +54,7 @@ static_assert(ITEMS % X_ROWS == 0);
 static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
 static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STEPS_ON), "all of x is asked for at once");
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS + COPIES, RESIDENT)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
 a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias, OutType* out,
             int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
     if constexpr (!LATE) let_next_begin();

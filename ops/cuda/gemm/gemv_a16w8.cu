@@ -61,11 +61,7 @@ INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int 
     }
 }
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M, int N,
            int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
            int s_n, int bias_batch, int bias_n) {

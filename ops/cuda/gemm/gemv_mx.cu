@@ -36,11 +36,7 @@ struct Unit {
     uint32_t scale[PIECES];  // as stored
 };
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_t* b_scale, const BiasType* bias,
         OutType* out, const int* sorted_token_ids, const int* expert_ids, const int* num_tokens_post_padded,
         const float* token_weights, int M, int N, int K, int received, int prefetched, int a_batch, int a_m,

@@ -70,11 +70,7 @@ INLINE void read_scales(const uint8_t* from, int line_step, int block_step, int 
     }
 }
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const uint8_t* a_scale,
          const uint8_t* b_scale, const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int a_batched,
          int b_batched, int as_batch, int as_m, int as_k, int bs_batch, int bs_n, int bs_k) {

@@ -77,7 +77,8 @@ constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
 constexpr int OWN_ROWS = BM / SPLIT;
 constexpr int SUMS_BYTES = (SPLIT - 1) * OWN_ROWS * BN * 4;
 static_assert(OWN_ROWS % 16 == 0, "rows of a warp have one owner");
-constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);  // a warp's lines leave from its sums
+// With SPLIT a warp's lines leave from where its sums arrived.
+constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);
 constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
 constexpr int AT_FULL = AT_B_SCALE + (B_SCALE == BLOCK ? RUNS * RUN_BYTES : STAGES * B_SCALE_PITCH);
@@ -107,20 +108,25 @@ using Out = OutType*;
 #define OUT_ROWS out
 #endif
 #if GROUPED
-#define GROUP_PARAMETERS , const int* offsets, OutType* out_rows
+using Offsets = const int*;
+using OutRows = OutType*;
+#define GROUP_PARAMETERS , Offsets offsets, OutRows out_rows
 #else
 #define GROUP_PARAMETERS
 constexpr const int* offsets = nullptr;
 #endif
 
+#if CLUSTER * SPLIT > 1
+constexpr int CLUSTER_BLOCKS = CLUSTER * SPLIT;
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
 #include "ring.cuh"
 #include "tiles.cuh"
 
-extern "C" __global__ void
-#if CLUSTER * SPLIT > 1
-__cluster_dims__(CLUSTER * SPLIT, 1, 1)
-#endif
-__launch_bounds__((MATH + 1) * WARPGROUP, 1)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP, 1)
 scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
           const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
           const Problem problem, int a_batched, int b_batched, int out_m,

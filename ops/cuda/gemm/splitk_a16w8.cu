@@ -37,11 +37,7 @@ constexpr int AT_EMPTY = AT_FULL + STAGES * 8;  // or, where the weight is held,
 constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
 constexpr int AT_SCALES = (AT_SENT + 8 + 15) / 16 * 16;
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS + COPIES, RESIDENT)
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
 splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
              const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
              int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {

@@ -10,6 +10,12 @@
 #define COPYING 0
 #endif
 
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * (WARPS + COPYING);
 // That add sums: those of warps that copy help to send, where there is a cluster to send to.

@@ -200,7 +200,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             prefetch_map(x);
             const Boxes boxes(x);
             const auto same = [](int value) { return value; };
-            for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+            const auto load = [&](int panel, int which, const Rows& rows, int turn) {
                 if (rows.none) return;
                 const Share share(rows, (rank + turn) % CLUSTER);
                 for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
@@ -219,7 +219,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     }
                     ring.advance();
                 }
-            });
+            };
+            for_each_item(items, begin, end, offsets, groups, M, same, load);
             if (!begun) cluster_wait_alone<CLUSTER>();
         } else {
             cluster_wait_alone<CLUSTER>();
@@ -252,7 +253,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             if (lane == 0) barrier_arrive(barrier);
         };
         const auto same = [](int value) { return uniform(value); };
-        for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+        const auto quantize = [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
             uint8_t* const to = data + share.top + mine.group * ROWS +
                                       (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
@@ -379,7 +380,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 next += (at.index - passed) * CHUNK;
             }
             ring = after(ring, share.count);
-        });
+        };
+        for_each_item(items, begin, end, offsets, groups, M, same, quantize);
     }
     cluster_arrive<CLUSTER>(false);
     cluster_wait<CLUSTER>();  // a block must not end while another may still tell it its maxima

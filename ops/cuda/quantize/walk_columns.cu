@@ -109,7 +109,8 @@ struct Mine {
 
     int column, place;  // of the panel; among the lanes of the same column
     uint32_t piece;
-    uint32_t survey_at, at, part_at;  // where the rows lie in a chunk whose addresses the lane gives: see `take` and `load`
+    // Where the rows lie in a chunk whose addresses the lane gives: see `take` and `load`.
+    uint32_t survey_at, at, part_at;
     uint32_t turn, turn_next;  // how a lane's rows are turned around, for the first and the second of two words
 
     INLINE Mine(int warp, int lane) : piece(warp) {
