@@ -15,7 +15,7 @@ constexpr int WAVES = 4;
 constexpr int THREADS = WAVES * WAVE;
 constexpr int COLUMNS = ROWS <= 2 ? 1 : ROWS <= 8 ? 2 : 4;
 constexpr int UNROLL = 4 / COLUMNS;
-constexpr int STEP = 16 * WAVE;  // of K
+constexpr int BK = 16 * WAVE;  // of K
 constexpr int GROUP = 4;  // pieces of rows, of one step or of several; one group is in flight while another is used
 constexpr int GROUPS = UNROLL * ROWS / GROUP;
 constexpr int COUNT = ROWS * COLUMNS;
@@ -88,12 +88,12 @@ void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
     };
     // Rows past M and columns past N have sums of whatever was loaded, or of zeros; nobody stores them.
     float sums[COUNT] = {};
-    for (int start = 0; start < K; start += UNROLL * STEP) {
+    for (int start = 0; start < K; start += UNROLL * BK) {
         const int first = start + 16 * lane;
         Piece columns_of[UNROLL][COLUMNS], rows_of[2][GROUP];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int k = first + u * STEP;
+            const int k = first + u * BK;
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 columns_of[u][c] = load(weight, weight_scales, c * b_column, c * bs_column, bs_block, k, k < K);
@@ -102,7 +102,7 @@ void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
         auto load_rows = [&](int group) {
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
-                const int index = group * GROUP + i, r = index % ROWS, k = first + index / ROWS * STEP;
+                const int index = group * GROUP + i, r = index % ROWS, k = first + index / ROWS * BK;
                 rows_of[group % 2][i] = load(rows, row_scales, r * a_row, r * as_row, as_block, k, k < K && r < M);
             }
         };

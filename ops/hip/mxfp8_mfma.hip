@@ -18,7 +18,7 @@ constexpr int WAVES = 4;
 constexpr int THREADS = WAVES * WAVE;
 constexpr int COLUMNS = 16 * N_SUB;
 constexpr int TILES = TILES_M * N_SUB;
-constexpr int STEP = 128;  // of K
+constexpr int BK = 128;  // of K
 constexpr int UNROLL = 4 / N_SUB;  // steps of a wave in flight
 
 using Out = TypeOf<OUT>::type;
@@ -41,8 +41,8 @@ void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
     const int columns = N - n < COLUMNS ? N - n : COLUMNS;
     const int wave = uniform(thread_index() / WAVE), lane = thread_index() % WAVE;
     const int row = lane % 16, group = lane / 16;
-    const int begin = block_y() * steps * STEP;
-    const int end = K - begin < steps * STEP ? K : begin + steps * STEP;
+    const int begin = block_y() * steps * BK;
+    const int end = K - begin < steps * BK ? K : begin + steps * BK;
 
     const int blocks = K / 32;
     const Buffer rows = buffer_of(a + batch * a_batch, (M - 1) * a_row + K);
@@ -60,11 +60,11 @@ void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
     };
 
     Sums sums[TILES_M][N_SUB] = {};
-    for (int first = begin + wave * STEP; first < end; first += UNROLL * WAVES * STEP) {
+    for (int first = begin + wave * BK; first < end; first += UNROLL * WAVES * BK) {
         Fragment left[UNROLL][TILES_M], right[UNROLL][N_SUB];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int start = first + u * WAVES * STEP;
+            const int start = first + u * WAVES * BK;
 #pragma unroll
             for (int j = 0; j < N_SUB; ++j) {
                 const int column = 16 * j + row;

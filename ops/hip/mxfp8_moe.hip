@@ -14,7 +14,7 @@
 
 constexpr int WAVES = 4;
 constexpr int THREADS = WAVES * WAVE;
-constexpr int STEP = 128;  // of K
+constexpr int BK = 128;  // of K
 constexpr int UNROLL = TILES_M <= 2 ? 4 : 2;  // steps of a wave in flight
 constexpr int PADDING = -1;
 
@@ -70,11 +70,11 @@ void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w,
     };
 
     Sums sums[TILES_M] = {};
-    for (int first = wave * STEP; first < K; first += UNROLL * WAVES * STEP) {
+    for (int first = wave * BK; first < K; first += UNROLL * WAVES * BK) {
         Fragment left[UNROLL][TILES_M], right[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int k = first + u * WAVES * STEP;
+            const int k = first + u * WAVES * BK;
             right[u] = load(weight, weight_scales, line * w_column, line * ws_column, ws_block, k,
                             line < BLOCK_N ? K : 0);
 #pragma unroll

@@ -138,7 +138,7 @@ def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
     for (config, lines), block in zip(configs, cycle(WEIGHT_BLOCKS), strict=False):
         m, n = config.ROWS + 3, 33
         endless = _rows_by_weight(m, n, 1 << 20, block, META, column_major=lines)
-        chunk = int(gemv_a16w8.plan(*endless, target, config).options["CHUNK"])
+        chunk = int(gemv_a16w8.plan(*endless, target, config).options["K_CHUNK"])
         operands = _rows_by_weight(m, n, 2 * chunk * config.CLUSTER + 24, block, device, column_major=lines)
         yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(*operands, target, config)
 
@@ -199,7 +199,7 @@ def _mx(m: int, n: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, T
 def _gemv_mx(device: torch.device, target: Target) -> Launches:
     for config in MX_GEMVS[::3]:
         m, n = config.ROWS + 3, 33
-        chunk = int(gemv_mx.plan(*_mx(m, n, 1 << 20, META), target, config)[0].options["CHUNK"])
+        chunk = int(gemv_mx.plan(*_mx(m, n, 1 << 20, META), target, config)[0].options["K_CHUNK"])
         operands = _mx(m, n, 2 * chunk * config.CLUSTER + 24, device)
         yield f"dense {config}", gemv_mx.plan(*operands, target, config)[0]
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056

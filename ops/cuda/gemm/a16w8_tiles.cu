@@ -30,14 +30,14 @@
 #include "ring.cuh"
 #include "split.cuh"
 
-constexpr int STEP = 128;  // of K in a stage
+constexpr int BK = 128;  // of K in a stage
 constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
 static_assert(WARPS_N % 4 == 0);
 
-constexpr int W_BYTES = BN * STEP;  // of a stage
+constexpr int W_BYTES = BN * BK;  // of a stage
 constexpr int PARTS = INPUT == BF16 ? 2 : 3;  // of an element of x
 constexpr int SUMS = PARTS * ROWS / 2;  // of a thread
-constexpr int X_BYTES = PARTS * ROWS * STEP;  // of a stage: the first parts of the rows, then the second ones
+constexpr int X_BYTES = PARTS * ROWS * BK;  // of a stage: the first parts of the rows, then the second ones
 constexpr int AT_ARRIVED = STAGES * W_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
@@ -46,13 +46,13 @@ constexpr int AT_REST = (AT_SENT + 8 + 1023) / 1024 * 1024;
 constexpr int AT_X = X_OVER ? 0 : AT_REST;
 static_assert(!X_OVER || STAGES * X_BYTES <= HELD * W_BYTES);
 
-constexpr int PIECES = STEP / (8 * LANES);  // of eight values, that a thread has of an item
+constexpr int PIECES = BK / (8 * LANES);  // of eight values, that a thread has of an item
 constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
 constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
-constexpr int STEPS_ON = ITEMS / X_ROWS;  // stages, to the next item
+constexpr int STAGES_ON = ITEMS / X_ROWS;  // stages, to the next item
 static_assert(ITEMS % X_ROWS == 0);
 static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
-static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STEPS_ON), "all of x is asked for at once");
+static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is asked for at once");
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
 a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias, OutType* out,
@@ -67,7 +67,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
     const int rows = min(M - first_m, ROWS);
-    const uint32_t steps = TAIL ? (K + STEP - 1) / STEP : K / STEP;
+    const uint32_t steps = TAIL ? (K + BK - 1) / BK : K / BK;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     const uint32_t after_x = AT_REST + (X_OVER ? 0 : count * X_BYTES), x_scales_at = base + after_x;
     float* const x_scales = reinterpret_cast<float*>(stages + after_x);  // (count, ROWS)
@@ -75,7 +75,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
 
     auto load = [&](int stage, int step) {
         barrier_expect(full(stage), W_BYTES);
-        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, 0);
+        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, 0);
     };
     if (threadIdx.x == (HELD > 0 ? 0 : THREADS)) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
     if (HELD > 0 && warp == 0) {
@@ -85,7 +85,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
                 if constexpr (W_CONSTANT)
                     load(step, step);
                 else
-                    tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+                    tma_prefetch(w, (start + step) * BK, tile_n, 0);
             }
         }
         __syncwarp();
@@ -96,14 +96,14 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             if constexpr (!W_CONSTANT) {
-                for (int step = 0; step < min(prefetched, count); ++step) tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+                for (int step = 0; step < min(prefetched, count); ++step) tma_prefetch(w, (start + step) * BK, tile_n, 0);
                 wait_for_launches();
             }
             const int ahead = min(STAGES, count);
             for (int step = 0; step < ahead; ++step) load(step, step);
             if constexpr (W_CONSTANT)
                 for (int step = ahead; step < min(prefetched, count); ++step)
-                    tma_prefetch(w, (start + step) * STEP, tile_n, 0);
+                    tma_prefetch(w, (start + step) * BK, tile_n, 0);
             Ring ring;
             for (int step = ahead; step < count; ++step, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
@@ -120,8 +120,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     // Lanes of an item have one row's part of a stage; X_ROWS items in turn have the rows of a stage. Where the first
     // item's values lie is known before they may be read.
     const int item = threadIdx.x / LANES, along = threadIdx.x % LANES;
-    const uint16_t* x_from = settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * STEP + 8 * along);
-    uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * STEP);
+    const uint16_t* x_from = settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * BK + 8 * along);
+    uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * BK);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
     // And where the thread's pairs of sums go.
@@ -129,16 +129,16 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     OutType* const pairs = settled(out + (int64_t(first_m) + row) * N + pair_n);
     const int room = settled(N - pair_n);
     const int64_t next_slice = SLICES > 1 ? settled(int64_t(8) * N) : 0;
-    const uint32_t from_w = base + warp / 4 * 64 * STEP, from_x = base + AT_X;
-    [[maybe_unused]] uint32_t held[HELD + 1][STEP / 32][4];
+    const uint32_t from_w = base + warp / 4 * 64 * BK, from_x = base + AT_X;
+    [[maybe_unused]] uint32_t held[HELD + 1][BK / 32][4];
     auto hold = [&](int from, int stop) {
         const int row = warp % 4 * 16 + lane % 16;
 #pragma unroll
         for (int step = from; step < stop; ++step) {
             barrier_wait(full(step), 0);
 #pragma unroll
-            for (int i = 0; i < STEP / 32; ++i) {
-                const uint4 m = load_matrices<false>(from_w + step * W_BYTES + row * STEP + ((2 * i + lane / 16) ^ row % 8) * 16);
+            for (int i = 0; i < BK / 32; ++i) {
+                const uint4 m = load_matrices<false>(from_w + step * W_BYTES + row * BK + ((2 * i + lane / 16) ^ row % 8) * 16);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) held[step][i][j] = word(m, j);
             }
@@ -159,15 +159,15 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     float2 biases[PAIRS];
     read_biases(biases, bias, 0, pair_n, room, bias_n);
 #endif
-    for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STEPS_ON) {
-        auto place = [&](int p) { return to + p * STEPS_ON * X_BYTES; };
+    for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STAGES_ON) {
+        auto place = [&](int p) { return to + p * STAGES_ON * X_BYTES; };
         bool inside[AHEAD];
         uint4 taken[AHEAD][PIECES];
 #pragma unroll
         for (int p = 0; p < AHEAD; ++p) {
-            inside[p] = first + item / X_ROWS + p * STEPS_ON < count && item % X_ROWS < rows;
-            const uint16_t* const from = x_from + p * STEPS_ON * STEP;
-            const int left = TAIL ? K - (start + first + item / X_ROWS + p * STEPS_ON) * STEP - 8 * along : STEP;
+            inside[p] = first + item / X_ROWS + p * STAGES_ON < count && item % X_ROWS < rows;
+            const uint16_t* const from = x_from + p * STAGES_ON * BK;
+            const int left = TAIL ? K - (start + first + item / X_ROWS + p * STAGES_ON) * BK - 8 * along : BK;
 #pragma unroll
             for (int i = 0; i < PIECES; ++i)
                 taken[p][i] = load_written(from + i * 8 * LANES, inside[p] && left > i * 8 * LANES);
@@ -198,12 +198,12 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
                     const uint32_t at = place(p) + piece(LANES / 2 * i + along / 2) + along % 2 * 8;
 #pragma unroll
                     for (int part = 0; part < PARTS; ++part)
-                        store_shared(at + part * ROWS * STEP, make_uint2(parts[part][2 * i], parts[part][2 * i + 1]));
+                        store_shared(at + part * ROWS * BK, make_uint2(parts[part][2 * i], parts[part][2 * i + 1]));
                 }
             }
-            if (inside[p] && along == 0) store_shared(scale_to + p * STEPS_ON * ROWS * 4, scale.bits);
+            if (inside[p] && along == 0) store_shared(scale_to + p * STAGES_ON * ROWS * 4, scale.bits);
         }
-        x_from += AHEAD * STEPS_ON * STEP, to += AHEAD * STEPS_ON * X_BYTES, scale_to += AHEAD * STEPS_ON * ROWS * 4;
+        x_from += AHEAD * STAGES_ON * BK, to += AHEAD * STAGES_ON * X_BYTES, scale_to += AHEAD * STAGES_ON * ROWS * 4;
     }
     fence_async();
     sync_first<THREADS>();
@@ -215,7 +215,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         fence_registers(d);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < STEP / 32; ++i) wgmma(d, left(i), right + 2 * i, i > 0);
+        for (int i = 0; i < BK / 32; ++i) wgmma(d, left(i), right + 2 * i, i > 0);
         wgmma_commit();
         fence_registers(d);
     };

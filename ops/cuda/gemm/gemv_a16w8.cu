@@ -12,11 +12,11 @@
 // of 8 lines, which it turns around; column i and i + 8 of every thread's 16 then make tile i. UNROLL units are in flight.
 //
 // WARPS_N warps lie side by side, WARPS_K share K, and so do CLUSTER blocks; their sums meet in shared memory and are added
-// in a fixed order, those of blocks in the block that stores them. CHUNK is how much of K of x lies in shared memory at a
+// in a fixed order, those of blocks in the block that stores them. K_CHUNK is how much of K of x lies in shared memory at a
 // time, a multiple of 128; `received` where sums of other blocks arrive there, in bytes.
 //
 // Macros: INPUT (BF16, FP16), FP8 of the enum Fp8, K_CONTIGUOUS, EVEN_K (K is a multiple of 16), X_PIECES (x loads by 16
-// bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, CHUNK, RESIDENT (blocks of a multiprocessor),
+// bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, K_CHUNK, RESIDENT (blocks of a multiprocessor),
 // OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR (one
 // a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
 #include "a16w8.cuh"
@@ -27,7 +27,7 @@ constexpr int DEPTH = UNIT / 4;  // of K, that a thread has of a unit
 constexpr int PIECES = K_CONTIGUOUS ? 2 * TILES : 8;  // of 16 bytes, that a thread has of a unit
 constexpr int SCALES = SCALE == VECTOR ? 2 * TILES : 1;
 // Rows of x lie apart so that eight threads, four of each of two rows, read 128 bytes of all banks.
-constexpr int X_PITCH = CHUNK * 2 + (K_CONTIGUOUS ? 16 : 64);  // bytes
+constexpr int X_PITCH = K_CHUNK * 2 + (K_CONTIGUOUS ? 16 : 64);  // bytes
 static_assert(128 % COLUMNS == 0, "columns of a warp have one scale of a block");
 static_assert(K_CONTIGUOUS || TILES == 8, "16 bytes of 8 threads");
 
@@ -186,8 +186,8 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         }
     };
 
-    for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
-        const int count = min(CHUNK / UNIT, block_stop - first);
+    for (int first = block_start; first < block_stop; first += K_CHUNK / UNIT) {
+        const int count = min(K_CHUNK / UNIT, block_stop - first);
         if (first > block_start) __syncthreads();  // the chunk before was read
         Unit flight[UNROLL];
         const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;

@@ -208,7 +208,7 @@ def plan(
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
-        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "K_CHUNK": chunk,
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),

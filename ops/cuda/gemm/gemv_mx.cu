@@ -15,18 +15,18 @@
 // Each block has `prefetched` bytes of a column at most brought to the L2: all that are resident have room there.
 //
 // Macros: A_FP8 and B_FP8 of the enum Fp8, EVEN_K (K is a multiple of 16), ROUTED, ROWS (8, 16, 32, 64; of routed ones
-// up to 32), TILES, WARPS_N, WARPS_K, UNROLL, AHEAD (pieces of a that a thread asks for at once), CLUSTER, CHUNK,
+// up to 32), TILES, WARPS_N, WARPS_K, UNROLL, AHEAD (pieces of a that a thread asks for at once), CLUSTER, K_CHUNK,
 // RESIDENT, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). `wgmma` of ROWS is generated.
 #include "few_rows.cuh"
 
 constexpr int UNIT = 64;  // of K: two blocks
 constexpr int DEPTH = 16;  // of K, that a thread has of a unit: half a block
 constexpr int PIECES = 2 * TILES;  // of 16 bytes, that a thread has of a unit
-constexpr int A_PIECES = CHUNK / 16;  // of 16, that a row of a has in shared memory
+constexpr int A_PIECES = K_CHUNK / 16;  // of 16, that a row of a has in shared memory
 // A block of a: of every eight rows the first of each thread's two words, 16 bytes a row, then the second. Blocks lie
 // apart so that pieces of one row are put into different banks.
 constexpr int A_BLOCK = ROWS * 32 + 16;  // bytes
-constexpr int A_SCALES = CHUNK / 32 * A_BLOCK;  // where they begin: for each unit and pair of rows those of both blocks
+constexpr int A_SCALES = K_CHUNK / 32 * A_BLOCK;  // where they begin: for each unit and pair of rows those of both blocks
 constexpr bool TOGETHER = WARPS_N % 4 == 0;
 constexpr int PRODUCTS = ROWS > 32 ? 1 : 2;  // of a warpgroup at once, whose results have room in registers
 static_assert(!ROUTED || ROWS <= 32, "a lane for each id");
@@ -198,8 +198,8 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
         }
     };
 
-    for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
-        const int count = min(CHUNK / UNIT, block_stop - first);
+    for (int first = block_start; first < block_stop; first += K_CHUNK / UNIT) {
+        const int count = min(K_CHUNK / UNIT, block_stop - first);
         if (first > block_start) __syncthreads();  // the chunk before was read
         Unit flight[UNROLL];
         const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;

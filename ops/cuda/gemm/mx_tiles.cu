@@ -20,17 +20,17 @@
 #include "few_rows.cuh"
 #include "ring.cuh"
 
-constexpr int STEP = 128;  // of K in a stage
+constexpr int BK = 128;  // of K in a stage
 constexpr int BLOCKS = 4 / WARPS_K;  // of 32, that a warpgroup has of a stage
 constexpr int MULTIPLYING = 32 * WARPS;  // threads
 static_assert(TILES == 1 && WARPS_N % 4 == 0 && WARPS_K <= 2);
 
-constexpr int A_BYTES = ROWS * STEP, B_BYTES = BN * STEP;  // of a stage
+constexpr int A_BYTES = ROWS * BK, B_BYTES = BN * BK;  // of a stage
 // Scales of a, float32, of a block: for each of the four threads that have the same columns those of its rows, which lie
 // apart so that the four read other banks.
 constexpr int A_QUARTER = ROWS == 64 ? 20 : ROWS / 4;
 constexpr int A_BLOCK = 4 * A_QUARTER;
-constexpr int A_STEP = 4 * A_BLOCK + 4;  // so that steps too are put into other banks
+constexpr int A_SCALES_PITCH = 4 * A_BLOCK + 4;  // so that steps too are put into other banks
 
 constexpr int AT_A = STAGES * B_BYTES;
 constexpr int AT_ARRIVED = AT_A + STAGES * A_BYTES;
@@ -85,10 +85,10 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS, matrix = blockIdx.z;
     const int rows = min(M - first_m, ROWS);
-    const uint32_t steps = K / STEP;
+    const uint32_t steps = K / BK;
     const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
     float* const a_scales = reinterpret_cast<float*>(stages + AT_SCALES);
-    uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_STEP);  // of the columns, for each step
+    uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);  // of the columns, for each step
 
     if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
     if constexpr (CLUSTER > 1) cluster_arrive();
@@ -99,10 +99,10 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
         if (elect()) {
             auto expect = [&](int stage) { barrier_expect(full(stage), A_BYTES + B_BYTES); };
             auto load_a = [&](int stage, int step) {
-                tma_load(base + AT_A + stage * A_BYTES, a, full(stage), (start + step) * STEP, first_m, matrix * a_batched);
+                tma_load(base + AT_A + stage * A_BYTES, a, full(stage), (start + step) * BK, first_m, matrix * a_batched);
             };
             auto load_b = [&](int stage, int step) {
-                tma_load(base + stage * B_BYTES, b, full(stage), (start + step) * STEP, tile_n, matrix * b_batched);
+                tma_load(base + stage * B_BYTES, b, full(stage), (start + step) * BK, tile_n, matrix * b_batched);
             };
             const int ahead = min(STAGES, count);
             if constexpr (W_CONSTANT) {
@@ -112,7 +112,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
                 }
             }
             for (int step = W_CONSTANT ? ahead : 0; step < min(prefetched, count); ++step)
-                tma_prefetch(b, (start + step) * STEP, tile_n, matrix * b_batched);
+                tma_prefetch(b, (start + step) * BK, tile_n, matrix * b_batched);
             wait_for_launches();
             for (int step = 0; step < ahead; ++step) {
                 if constexpr (!W_CONSTANT) {
@@ -135,7 +135,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
         a_scale += int64_t(matrix) * as_batch + int64_t(first_m) * as_m + int64_t(start * 4) * as_k;
         const int columns = min(BN, N - tile_n);
         auto put_scale_of_a = [&](int row, int block, float scale) {
-            a_scales[block / 4 * A_STEP + block % 4 * A_BLOCK + row % 8 / 2 * A_QUARTER + row / 8 * 2 + row % 2] = scale;
+            a_scales[block / 4 * A_SCALES_PITCH + block % 4 * A_BLOCK + row % 8 / 2 * A_QUARTER + row / 8 * 2 + row % 2] = scale;
         };
         auto put_scale_of_b = [&](int column, int block, float scale) {
             reinterpret_cast<uint16_t*>(b_scales)[(block / 4 * BN + column) * 4 + block % 4] = __float_as_uint(scale) >> 16;
@@ -157,7 +157,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
         sync_first<MULTIPLYING>();
 
         const int first_block = warp_k * BLOCKS, column = warp_n * 16 + group;
-        const uint32_t from_b = base + warp_n / 4 * 64 * STEP, from_a = base + AT_A;
+        const uint32_t from_b = base + warp_n / 4 * 64 * BK, from_a = base + AT_A;
         auto multiply = [&](float(&d)[ROWS / 2], int stage, int block) {
             fence_registers(d);
             wgmma_fence();
@@ -174,7 +174,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
                 return __uint_as_float(i % 2 ? pair & 0xffff0000u : pair << 16);
             };
             const float scale[2] = {unpacked(left), unpacked(right)};
-            const float* const of_rows = a_scales + step * A_STEP + block * A_BLOCK + quarter * A_QUARTER;
+            const float* const of_rows = a_scales + step * A_SCALES_PITCH + block * A_BLOCK + quarter * A_QUARTER;
 #pragma unroll
             for (int s = 0; s < SLICES; s += 2) {
                 float4 rows_scales;

@@ -46,8 +46,8 @@ static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR), "
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
 
 // Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
-constexpr int CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
-constexpr int CHUNKS = BN / CHUNK;
+constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
+constexpr int COLUMN_CHUNKS = BN / COLUMN_CHUNK;
 
 constexpr int A_BYTES = BM * BK;
 constexpr int B_BYTES = BN * BK;
@@ -59,9 +59,9 @@ constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
 // a run and gives its place back, so that whatever comes there comes after all reads.
 constexpr int RUN = 32;
 constexpr int RUNS = B_SCALE == BLOCK ? 2 : 0;
-constexpr int RUN_BYTES = CHUNKS * RUN * 4;
+constexpr int RUN_BYTES = COLUMN_CHUNKS * RUN * 4;
 // Whether a warp exchanges them before the product starts or while it runs: whichever was timed to be faster.
-constexpr bool CHUNKS_LATE = DEPTH == 2 || MATH == 3;
+constexpr bool EXCHANGE_LATE = DEPTH == 2 || MATH == 3;
 // Parts of a stage start at multiples of 1024 (swizzled) and 128 bytes; scales of all stages follow the operands'.
 constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
@@ -224,8 +224,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (int k = tile.k_start; k < tile.k_stop; k += RUN, runs.advance()) {
                     barrier_wait(empty_run(runs.stage), runs.parity ^ 1);
 #pragma unroll
-                    for (int i = 0; i < CHUNKS; ++i) {
-                        const int column = tile.n + i * CHUNK;
+                    for (int i = 0; i < COLUMN_CHUNKS; ++i) {
+                        const int column = tile.n + i * COLUMN_CHUNK;
                         const bool inside = column < problem.N && k + lane < tile.k_stop;
                         const float* from = scales + int64_t(column / 128) * bs_n + int64_t(k + lane) * bs_k;
                         copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4, inside ? from : b_scale,
@@ -245,10 +245,10 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         // Scales of a product, held from its start until it is promoted.
         struct Scales {
             float row0, row1;
-            float chunk[B_SCALE == BLOCK ? CHUNKS : 1];
+            float chunk[B_SCALE == BLOCK ? COLUMN_CHUNKS : 1];
         };
         [[maybe_unused]] RingOf<RUNS> runs;
-        [[maybe_unused]] float of_lanes[CHUNKS];  // those of k-block `lane` of a run
+        [[maybe_unused]] float of_lanes[COLUMN_CHUNKS];  // those of k-block `lane` of a run
 
         Walk walk(problem, offsets);
         for (int index = first; walk.reaches(index); index += step) {
@@ -262,13 +262,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 if (taken % RUN == 0) {
                     barrier_wait(full_run(runs.stage), runs.parity);
 #pragma unroll
-                    for (int i = 0; i < CHUNKS; ++i)
+                    for (int i = 0; i < COLUMN_CHUNKS; ++i)
                         of_lanes[i] = load_shared(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4);
                     barrier_arrive(empty_run(runs.stage));
                     runs.advance();
                 }
 #pragma unroll
-                for (int i = 0; i < CHUNKS; ++i) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
+                for (int i = 0; i < COLUMN_CHUNKS; ++i) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
                 ++taken;
 #endif
             };
@@ -315,7 +315,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (int j = 0; j < WIDTH / 8; ++j) {
                     float s00 = scales.row0, s01 = scales.row0, s10 = scales.row1, s11 = scales.row1;
 #if B_SCALE == BLOCK
-                    const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / CHUNK];
+                    const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / COLUMN_CHUNK];
                     s00 *= chunk, s01 *= chunk, s10 *= chunk, s11 *= chunk;
 #elif B_SCALE == VECTOR
                     if (j % AT_ONCE == 0) {
@@ -372,9 +372,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #pragma unroll
                     for (int p = 0; p < PRODUCTS; ++p) {
                         take_rows(scales, s, p / SLICES_N);
-                        if (!CHUNKS_LATE && p == 0) take_chunks(scales);
+                        if (!EXCHANGE_LATE && p == 0) take_chunks(scales);
                         start(d, s, p / SLICES_N, p % SLICES_N);
-                        if (CHUNKS_LATE && p == 0) take_chunks(scales);
+                        if (EXCHANGE_LATE && p == 0) take_chunks(scales);
                         wgmma_wait<0>();
                         fence_registers(d);
                         if (B_SCALE != VECTOR && p == PRODUCTS - 1) release(s);
@@ -396,9 +396,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
                     take_rows(scales, s, 0);
-                    if (!CHUNKS_LATE) take_chunks(scales);
+                    if (!EXCHANGE_LATE) take_chunks(scales);
                     start(d, s, 0, 0);
-                    if (CHUNKS_LATE) take_chunks(scales);
+                    if (EXCHANGE_LATE) take_chunks(scales);
                     ring.advance();
                     return s;
                 };

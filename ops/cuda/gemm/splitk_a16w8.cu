@@ -20,15 +20,15 @@
 #include "exchange.cuh"
 #include "ring.cuh"
 
-constexpr int STEP = 128;  // of K in a stage
-constexpr int PIECES = STEP / 16;  // of K, that a wgmma multiplies
+constexpr int BK = 128;  // of K in a stage
+constexpr int PIECES = BK / 16;  // of K, that a wgmma multiplies
 constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
 constexpr int SLOTS = HELD > 0 ? HELD : 2;  // for stages in registers
 constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
 static_assert(WARPS_N % 4 == 0);
 static_assert(HELD <= STAGES && (HELD != 1 || STAGES == 1));
 
-constexpr int W_BYTES = BN * STEP, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in two times 64 of K
+constexpr int W_BYTES = BN * BK, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in two times 64 of K
 constexpr int FILLED = HELD > 0 ? W_BYTES : W_BYTES + X_BYTES;  // bytes that the barrier of a stage counts
 constexpr int AT_X = STAGES * W_BYTES;
 constexpr int AT_ARRIVED = AT_X + STAGES * X_BYTES;
@@ -51,22 +51,22 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS, matrix = blockIdx.z;
     const int rows = min(M - first_m, ROWS);
-    const uint32_t steps = (K + STEP - 1) / STEP;
+    const uint32_t steps = (K + BK - 1) / BK;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);  // (count, BN or GROUPS), (BN) of LINE
 
     auto load_w = [&](int stage, int step) {
         barrier_expect(full(stage), FILLED);
-        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, matrix * w_batched);
+        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, matrix * w_batched);
     };
     auto load_x = [&](int stage, int step, uint32_t barrier) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * STEP + half * 64, first_m,
+            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * BK + half * 64, first_m,
                      matrix * x_batched);
     };
     auto prefetch_w = [&](int from, int stop) {
-        for (int step = from; step < stop; ++step) tma_prefetch(w, (start + step) * STEP, tile_n, matrix * w_batched);
+        for (int step = from; step < stop; ++step) tma_prefetch(w, (start + step) * BK, tile_n, matrix * w_batched);
     };
     if (threadIdx.x == (HELD > 0 ? 0 : THREADS))
         init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank), HELD > 0 ? 1 : WARPS);

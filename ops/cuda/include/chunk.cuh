@@ -8,8 +8,8 @@
 enum class Leaves { ANY, FIRST, LAST };  // when others do, before them, or after them
 
 constexpr int ROW_BYTES = 128;
-constexpr int CHUNK = 128;  // rows
-constexpr int STAGE_BYTES = CHUNK * ROW_BYTES;
+constexpr int CHUNK_ROWS = 128;  // rows
+constexpr int STAGE_BYTES = CHUNK_ROWS * ROW_BYTES;
 static_assert(PANEL * ELEMENT_BYTES == ROW_BYTES);
 
 // Copies of boxes of x.

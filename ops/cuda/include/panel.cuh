@@ -18,7 +18,7 @@ constexpr int PIECES = PANEL / IN_PIECE;
 constexpr int THREADS = 32 * WARPS;
 constexpr int ROWS = 16;                // of a store
 constexpr int STRIP_ROWS = 8 * ROWS;    // of a warp's stores
-constexpr int STEP = THREADS / PIECES;  // rows that the threads of a block load at a time, a piece each
+constexpr int ROWS_AT_ONCE = THREADS / PIECES;  // rows that the threads of a block load at a time, a piece each
 constexpr int SECTOR = 32;  // shares of the rows begin at multiples of it, so that sectors of the output are whole
 static_assert(32 % PIECES == 0 && PIECES >= 4, "a warp loads whole rows");
 

@@ -12,17 +12,17 @@ enum class Source { PLAIN, SILU_MUL, RMS_NORM, SILU_MUL_GRAD };
 
 constexpr bool SIXTEEN_BITS = INPUT != Input::FP32;
 constexpr int ELEMENT_BYTES = SIXTEEN_BITS ? 2 : 4;
-constexpr int CHUNK_WORDS = 8 * ELEMENT_BYTES / 4;
+constexpr int OCTET_WORDS = 8 * ELEMENT_BYTES / 4;
 constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
 
 // 8 elements as they lie in memory.
-struct Chunk {
-    uint32_t word[CHUNK_WORDS];
+struct Octet {
+    uint32_t word[OCTET_WORDS];
 
     // The compiler would keep what was unpacked for the next use, in registers that there are not.
     void pack_again() {
 #pragma unroll
-        for (int w = 0; w < CHUNK_WORDS; ++w) forget(word[w]);
+        for (int w = 0; w < OCTET_WORDS; ++w) forget(word[w]);
     }
 
     float at(int column) const {
@@ -45,7 +45,7 @@ struct Chunk {
 // A 16-bit tensor stays packed. Maxima are of the bits of magnitudes, which order as the magnitudes do, NaN last; what
 // comes out are the bits of a float32.
 struct PackedValues {
-    Chunk row[ROWS];
+    Octet row[ROWS];
 
     float at(int r, int c) const { return row[r].at(c); }
 
@@ -56,14 +56,14 @@ struct PackedValues {
 
     void clear() {
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) row[r] = Chunk{};
+        for (int r = 0; r < ROWS; ++r) row[r] = Octet{};
     }
 
     uint32_t row_amax(int r) const {
         const auto& word = row[r].word;
         uint32_t largest = word[0] & MAGNITUDES;
 #pragma unroll
-        for (int w = 1; w < CHUNK_WORDS; ++w) largest = __vmaxu2(largest, word[w] & MAGNITUDES);
+        for (int w = 1; w < OCTET_WORDS; ++w) largest = __vmaxu2(largest, word[w] & MAGNITUDES);
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 
@@ -76,7 +76,7 @@ struct PackedValues {
 
     void column_amax(uint32_t (&amax)[8]) const {
 #pragma unroll
-        for (int w = 0; w < CHUNK_WORDS; ++w) {
+        for (int w = 0; w < OCTET_WORDS; ++w) {
             const uint32_t largest = column_words(w);
             amax[2 * w] = widened(largest, false);
             amax[2 * w + 1] = widened(largest, true);
@@ -86,11 +86,11 @@ struct PackedValues {
     uint32_t amax() const {
         uint32_t largest = column_words(0);
 #pragma unroll
-        for (int w = 1; w < CHUNK_WORDS; ++w) largest = __vmaxu2(largest, column_words(w));
+        for (int w = 1; w < OCTET_WORDS; ++w) largest = __vmaxu2(largest, column_words(w));
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 
-    static uint32_t widened(uint32_t pair, bool upper) { return __float_as_uint(Chunk::to_float(pair, upper)); }
+    static uint32_t widened(uint32_t pair, bool upper) { return __float_as_uint(Octet::to_float(pair, upper)); }
 };
 
 struct FloatValues {
@@ -144,25 +144,25 @@ uint32_t load_element(const void* base, int64_t index) {
 
 // 16 bytes that begin at one of the `columns` that are left of the row, and no others.
 template <Load HOW>
-INLINE void load_whole(Chunk& chunk, const void* base, int64_t index, int columns) {
+INLINE void load_whole(Octet& octet, const void* base, int64_t index, int columns) {
     const char* address = static_cast<const char*>(base) + index * ELEMENT_BYTES;
 #pragma unroll
-    for (int w = 0; w < CHUNK_WORDS; w += 4) {
+    for (int w = 0; w < OCTET_WORDS; w += 4) {
         if (PARTIAL && columns * ELEMENT_BYTES <= 4 * w) break;
         // The halves of a float32 sector come by two instructions, the second from L1.
         const uint4 v = load16<SIXTEEN_BITS ? HOW : Load::CACHED>(address + 4 * w);
-        chunk.word[w] = v.x, chunk.word[w + 1] = v.y, chunk.word[w + 2] = v.z, chunk.word[w + 3] = v.w;
+        octet.word[w] = v.x, octet.word[w + 1] = v.y, octet.word[w + 2] = v.z, octet.word[w + 3] = v.w;
     }
 }
 
-INLINE void load_by_element(Chunk& chunk, const void* base, int64_t index, int columns) {
+INLINE void load_by_element(Octet& octet, const void* base, int64_t index, int columns) {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
         const uint32_t element = c < columns ? load_element(base, index + c) : 0;
         if constexpr (SIXTEEN_BITS) {
-            chunk.word[c / 2] = c % 2 ? chunk.word[c / 2] | element << 16 : element;
+            octet.word[c / 2] = c % 2 ? octet.word[c / 2] | element << 16 : element;
         } else {
-            chunk.word[c] = element;
+            octet.word[c] = element;
         }
     }
 }
@@ -171,7 +171,7 @@ INLINE void load_by_element(Chunk& chunk, const void* base, int64_t index, int c
 // a predicate and not in a branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded
 // whole: they lie in one page, whatever follows the matrix.
 template <Load HOW, bool INSIDE = EVEN, int COUNT>
-INLINE void load_chunks(Chunk (&chunks)[COUNT], const void* base, int64_t first_row, int row, int column,
+INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_row, int row, int column,
                                  int M, int N, int stride) {
     const int64_t first = (first_row + row) * stride + column;
     const int columns = N - column;
@@ -179,21 +179,21 @@ INLINE void load_chunks(Chunk (&chunks)[COUNT], const void* base, int64_t first_
     for (int r = 0; r < COUNT; ++r) {
         const int64_t index = first + static_cast<int64_t>(r) * stride;
         if constexpr (INSIDE && ALIGNED) {
-            load_whole<HOW>(chunks[r], base, index, columns);
+            load_whole<HOW>(octets[r], base, index, columns);
         } else if constexpr (ALIGNED) {
-            chunks[r] = Chunk{};
-            if (row + r < M && columns > 0) load_whole<HOW>(chunks[r], base, index, columns);
+            octets[r] = Octet{};
+            if (row + r < M && columns > 0) load_whole<HOW>(octets[r], base, index, columns);
         } else {
-            load_by_element(chunks[r], base, index, INSIDE ? 8 : row + r < M ? columns : 0);
+            load_by_element(octets[r], base, index, INSIDE ? 8 : row + r < M ? columns : 0);
         }
     }
     if (!INSIDE && PARTIAL && ALIGNED && columns < 8) {
 #pragma unroll
-        for (int w = 0; w < CHUNK_WORDS; ++w) {
+        for (int w = 0; w < OCTET_WORDS; ++w) {
             const int inside = columns * ELEMENT_BYTES - 4 * w;  // bytes of the word
             const uint32_t mask = inside >= 4 ? ~0u : inside == 2 ? 0xffffu : 0u;
 #pragma unroll
-            for (int r = 0; r < COUNT; ++r) chunks[r].word[w] &= mask;
+            for (int r = 0; r < COUNT; ++r) octets[r].word[w] &= mask;
         }
     }
 }
@@ -214,49 +214,49 @@ INLINE auto load_values(const void* x, const void* other, const float* rstd, int
                                  int M, int N, int x_m, int other_m) {
     if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
         PackedValues values;
-        load_chunks<LOAD, INSIDE>(values.row, x, first_row, row, column, M, N, x_m);
+        load_octets<LOAD, INSIDE>(values.row, x, first_row, row, column, M, N, x_m);
         return values;
     } else {
         FloatValues values;
-        Chunk chunks[ROWS];
+        Octet octets[ROWS];
         if (SOURCE != Source::SILU_MUL_GRAD || column < N / 2) {
-            load_chunks<LOAD, INSIDE>(chunks, x, first_row, row, column, M, N, x_m);
+            load_octets<LOAD, INSIDE>(octets, x, first_row, row, column, M, N, x_m);
         }
         if constexpr (SOURCE == Source::SILU_MUL) {
-            Chunk others[ROWS];
-            load_chunks<LOAD, INSIDE>(others, other, first_row, row, column, M, N, other_m);
+            Octet others[ROWS];
+            load_octets<LOAD, INSIDE>(others, other, first_row, row, column, M, N, other_m);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-                for (int c = 0; c < 8; ++c) values.row[r][c] = silu(chunks[r].at(c)) * others[r].at(c);
+                for (int c = 0; c < 8; ++c) values.row[r][c] = silu(octets[r].at(c)) * others[r].at(c);
             }
         } else if constexpr (SOURCE == Source::SILU_MUL_GRAD) {
-            const int half = N / 2;  // a multiple of 8: a chunk lies on one side
+            const int half = N / 2;  // a multiple of 8: a octet lies on one side
             const bool of_up = column >= half;
             const int place = of_up ? column - half : column;
-            if (of_up) load_chunks<LOAD, INSIDE>(chunks, x, first_row, row, place, M, half, x_m);
-            Chunk grads[ROWS];
-            load_chunks<LOAD, INSIDE>(grads, other, first_row, row, place, M, half, other_m);
+            if (of_up) load_octets<LOAD, INSIDE>(octets, x, first_row, row, place, M, half, x_m);
+            Octet grads[ROWS];
+            load_octets<LOAD, INSIDE>(grads, other, first_row, row, place, M, half, other_m);
             if (of_up) {
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-                    for (int c = 0; c < 8; ++c) values.row[r][c] = grads[r].at(c) * grad_of_up(chunks[r].at(c));
+                    for (int c = 0; c < 8; ++c) values.row[r][c] = grads[r].at(c) * grad_of_up(octets[r].at(c));
                 }
             } else {
-                Chunk ups[ROWS];
-                load_chunks<LOAD, INSIDE>(ups, x, first_row, row, place + half, M, N, x_m);
+                Octet ups[ROWS];
+                load_octets<LOAD, INSIDE>(ups, x, first_row, row, place + half, M, N, x_m);
 #pragma unroll
                 for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
                     for (int c = 0; c < 8; ++c) {
-                        values.row[r][c] = grads[r].at(c) * grad_of_gate(chunks[r].at(c), ups[r].at(c));
+                        values.row[r][c] = grads[r].at(c) * grad_of_gate(octets[r].at(c), ups[r].at(c));
                     }
                 }
             }
         } else if constexpr (SOURCE == Source::RMS_NORM) {
-            Chunk weight[1];
-            load_chunks<Load::CACHED, INSIDE>(weight, other, 0, 0, column, 1, N, 0);
+            Octet weight[1];
+            load_octets<Load::CACHED, INSIDE>(weight, other, 0, 0, column, 1, N, 0);
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 const bool inside = INSIDE || row + r < M;
@@ -265,14 +265,14 @@ INLINE auto load_values(const void* x, const void* other, const float* rstd, int
                 for (int c = 0; c < 8; ++c) {
                     // Past the edges stand zeros, whose product with an Inf would be a NaN.
                     const bool there = inside && (INSIDE || column + (PARTIAL ? c : 0) < N);
-                    values.row[r][c] = there ? chunks[r].at(c) * by * weight[0].at(c) : 0.0f;
+                    values.row[r][c] = there ? octets[r].at(c) * by * weight[0].at(c) : 0.0f;
                 }
             }
         } else {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
-                for (int c = 0; c < 8; ++c) values.row[r][c] = chunks[r].at(c);
+                for (int c = 0; c < 8; ++c) values.row[r][c] = octets[r].at(c);
             }
         }
         return values;

@@ -56,7 +56,7 @@ struct Shared {
 };
 
 struct Place {
-    int chunk;  // of the tile's 8 columns
+    int octet;  // of the tile's 8 columns
     int group;  // of ROWS rows of the tile
     int row, column;  // of the matrix: the thread's first
 };
@@ -112,7 +112,7 @@ INLINE Rows rows_of(int block, int lane, const int* offsets, int groups, int M) 
 template <bool WHOLE, typename Values, typename Inverse>
 INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int row_m, Place at, int M, int N) {
     uint8_t* to = out + static_cast<int64_t>(at.row) * row_m + at.column;
-    const bool odd = at.chunk & 1;
+    const bool odd = at.octet & 1;
 #pragma unroll
     for (int r = 0; r < ROWS; r += 2) {
         uint32_t words[2][2];
@@ -170,7 +170,7 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
             }
             // Columns 8 apart, those of neighbouring lanes, begin in different banks.
             const int byte = ROWS * at.group;
-            auto* to = reinterpret_cast<uint8_t*>(&shared.turned[8 * at.chunk + c][byte / PIECE ^ (at.chunk & 7)]) +
+            auto* to = reinterpret_cast<uint8_t*>(&shared.turned[8 * at.octet + c][byte / PIECE ^ (at.octet & 7)]) +
                        byte % PIECE;
             if constexpr (ROWS == 4) *reinterpret_cast<uint32_t*>(to) = words[0];
             if constexpr (ROWS == 8) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
@@ -216,10 +216,10 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
     const int lane = threadIdx.x % 32, warp = WHOLE ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int tile_m = block_m * TILE_M, tile_n = block_n * TILE_N;
     Place at;
-    at.chunk = (lane & 7) | (lane & 16) >> 1;
+    at.octet = (lane & 7) | (lane & 16) >> 1;
     at.group = 2 * warp + (lane & OTHER_ROWS) / OTHER_ROWS;
     at.row = rows.first + ROWS * at.group;
-    at.column = tile_n + 8 * at.chunk;
+    at.column = tile_n + 8 * at.octet;
     // Tiles with few tokens, as small groups end with, are as much work as there are warps that have any.
     const bool idle = !WHOLE && GROUPED && rows.first + 2 * ROWS * warp >= rows.stop;
     const bool none = !WHOLE && rows.none;
@@ -262,7 +262,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
 #pragma unroll
         for (int c = 0; c < 8; ++c) amax[c] = max(amax[c], __shfl_xor_sync(~0u, amax[c], OTHER_ROWS));
         const bool upper = lane & OTHER_ROWS;
-        *reinterpret_cast<uint4*>(&shared.amax[warp][8 * at.chunk + (upper ? 4 : 0)]) =
+        *reinterpret_cast<uint4*>(&shared.amax[warp][8 * at.octet + (upper ? 4 : 0)]) =
             upper ? make_uint4(amax[4], amax[5], amax[6], amax[7]) : make_uint4(amax[0], amax[1], amax[2], amax[3]);
         values.pack_again();
     } else if (BY_COLUMN) {
@@ -301,7 +301,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         __syncthreads();
         float inverse[8];
 #pragma unroll
-        for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.chunk + c];
+        for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.octet + c];
         store_columns<WHOLE>(values, inverse, shared, out.col_data, out.col_n, at, rows.place, tile_n, rows.limit, in.N, idle,
                              rows.stop - rows.first);
     }

@@ -64,21 +64,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int top = origin + window * kept, high = min(last, top + kept);
         const int piece = threadIdx.x % PIECES, column = panel + piece * IN_PIECE;
         const uint32_t count = column < N ? max(high - first, 0) : 0;  // of rows to load, from `first` on
-        const int64_t step = static_cast<int64_t>(STEP) * x_m * ELEMENT_BYTES;
+        const int64_t step = static_cast<int64_t>(ROWS_AT_ONCE) * x_m * ELEMENT_BYTES;
         const char* from = matrix + (static_cast<int64_t>(top + threadIdx.x / PIECES) * x_m + column) * ELEMENT_BYTES;
-        for (int row = threadIdx.x / PIECES; row < high - top; row += AHEAD * STEP, from += AHEAD * step) {
+        for (int row = threadIdx.x / PIECES; row < high - top; row += AHEAD * ROWS_AT_ONCE, from += AHEAD * step) {
             uint4 loaded[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 loaded[i] = make_uint4(0, 0, 0, 0);
-                if (static_cast<uint32_t>(top + row + i * STEP - first) < count) {
+                if (static_cast<uint32_t>(top + row + i * ROWS_AT_ONCE - first) < count) {
                     if constexpr (ALIGNED) loaded[i] = load16<LOAD>(from + i * step);
                     if constexpr (!ALIGNED || PARTIAL) loaded[i] = trimmed(loaded[i], from + i * step, column, N);
                 }
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                if (row + i * STEP < high - top) *reinterpret_cast<uint4*>(rows + place_of(row + i * STEP, piece)) = loaded[i];
+                if (row + i * ROWS_AT_ONCE < high - top) *reinterpret_cast<uint4*>(rows + place_of(row + i * ROWS_AT_ONCE, piece)) = loaded[i];
                 visit(loaded[i]);
             }
         }

@@ -1,12 +1,12 @@
 // Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row; one read and one launch.
 //
-// ROW_WARPS warps of a block take a row. A thread holds CHUNKS chunks of 8 columns of it, 32 * ROW_WARPS chunks apart.
+// ROW_WARPS warps of a block take a row. A thread holds OCTETS octets of 8 columns of it, 32 * ROW_WARPS octets apart.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; WARPS, ROW_WARPS, CHUNKS; LOAD, of the enum of
-// instructions.cuh; EVEN, the threads' chunks are those of the rows and the blocks' rows those of the matrix; PARTIAL, N is
+// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of
+// instructions.cuh; EVEN, the threads' octets are those of the rows and the blocks' rows those of the matrix; PARTIAL, N is
 // no multiple of 8; ALIGNED, 16 bytes of x load at once.
 #include "fp8_block.cuh"
-#define ROWS CHUNKS
+#define ROWS OCTETS
 #define SOURCE Source::PLAIN
 #include "values.cuh"
 
@@ -17,14 +17,14 @@ static_assert(WARPS % ROW_WARPS == 0, "warps of a block share no row with those 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
 
-// The largest magnitude of a thread's chunks, as the bits of a float32.
-INLINE uint32_t amax_of(const Chunk (&chunks)[CHUNKS]) {
+// The largest magnitude of a thread's octets, as the bits of a float32.
+INLINE uint32_t amax_of(const Octet (&octets)[OCTETS]) {
     uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
+    for (int i = 0; i < OCTETS; ++i) {
 #pragma unroll
-        for (int w = 0; w < CHUNK_WORDS; ++w) {
-            const uint32_t word = chunks[i].word[w];
+        for (int w = 0; w < OCTET_WORDS; ++w) {
+            const uint32_t word = octets[i].word[w];
             largest = SIXTEEN_BITS ? __vmaxu2(largest, word & MAGNITUDES) : max(largest, word & 0x7fffffffu);
         }
     }
@@ -41,14 +41,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int64_t layer = blockIdx.z, first_row = layer * M;
     const bool there = EVEN || row < M;
 
-    Chunk chunks[CHUNKS];
+    Octet octets[OCTETS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-        Chunk chunk[1];
-        load_chunks<LOAD>(chunk, x, first_row, row, first + i * APART, M, N, x_m);
-        chunks[i] = chunk[0];
+    for (int i = 0; i < OCTETS; ++i) {
+        Octet octet[1];
+        load_octets<LOAD>(octet, x, first_row, row, first + i * APART, M, N, x_m);
+        octets[i] = octet[0];
     }
-    uint32_t amax = __reduce_max_sync(~0u, amax_of(chunks));
+    uint32_t amax = __reduce_max_sync(~0u, amax_of(octets));
     if constexpr (ROW_WARPS > 1) {
         if (lane == 0) warp_amax[warp] = amax;
         __syncthreads();
@@ -60,13 +60,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     uint8_t* to = data + (first_row + row) * data_m + first;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-        chunks[i].pack_again();
+    for (int i = 0; i < OCTETS; ++i) {
+        octets[i].pack_again();
         uint32_t words[2];
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            words[w] = pack<FP8>(chunks[i].at(4 * w) * found.inverse, chunks[i].at(4 * w + 1) * found.inverse,
-                                 chunks[i].at(4 * w + 2) * found.inverse, chunks[i].at(4 * w + 3) * found.inverse);
+            words[w] = pack<FP8>(octets[i].at(4 * w) * found.inverse, octets[i].at(4 * w + 1) * found.inverse,
+                                 octets[i].at(4 * w + 2) * found.inverse, octets[i].at(4 * w + 3) * found.inverse);
         }
         const int left = N - first - i * APART;  // columns
         if (EVEN || (there && left >= 8)) {

@@ -54,7 +54,7 @@ def plan(x: Tensor, out: Quantized, scale: str, target: Target, tile: Tile | Non
     chunks, rows = -(-n // (32 * tile.ROW_WARPS * CHUNK)), tile.WARPS // tile.ROW_WARPS
     macros: dict[str, int | str] = {
         **types(x, out, scale),
-        "WARPS": tile.WARPS, "ROW_WARPS": tile.ROW_WARPS, "CHUNKS": chunks, "LOAD": f"Load::{tile.LOAD}",
+        "WARPS": tile.WARPS, "ROW_WARPS": tile.ROW_WARPS, "OCTETS": chunks, "LOAD": f"Load::{tile.LOAD}",
         "EVEN": int(m % rows == 0 and n == 32 * tile.ROW_WARPS * CHUNK * chunks), "PARTIAL": int(n % CHUNK != 0),
         "ALIGNED": int(is_aligned(x)),
     }  # fmt: skip

@@ -8,9 +8,9 @@
 #include "row_scatter.cuh"
 #include "values.cuh"
 
-constexpr int ITEMS = 8;  // chunks of a thread
-static_assert(ROWS * PASSES <= ITEMS, "a thread holds up to 8 chunks");
-static_assert(ALIGNED && !PARTIAL, "chunks are whole");
+constexpr int ITEMS = 8;  // octets of a thread
+static_assert(ROWS * PASSES <= ITEMS, "a thread holds up to 8 octets");
+static_assert(ALIGNED && !PARTIAL, "octets are whole");
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
@@ -28,10 +28,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_row = blockIdx.x * ROWS, first_column = 8 * threadIdx.x;
 
-    Chunk chunks[PASSES][ROWS];
+    Octet octets[PASSES][ROWS];
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-        load_chunks<LOAD>(chunks[p], x, 0, first_row, p * PASS + first_column, M, N, x_m);
+        load_octets<LOAD>(octets[p], x, 0, first_row, p * PASS + first_column, M, N, x_m);
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
 #pragma unroll
-            for (int c = 0; c < 8; ++c) partial[c] = plus_square(partial[c], chunks[p][r].at(c));
-            chunks[p][r].pack_again();
+            for (int c = 0; c < 8; ++c) partial[c] = plus_square(partial[c], octets[p][r].at(c));
+            octets[p][r].pack_again();
         }
         const float sum = sum_of_warp(add_neighbours(partial));
         if (lane == 0) sums[r][warp] = sum;
@@ -51,21 +51,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
     // The normalised values are made twice: for the maxima, and again for the bytes, for they need twice the registers.
     // Past the last column stand zeros, whose product with an Inf would be a NaN.
-    const auto normalised = [&](int p, int r, int c, const Chunk& by) {
-        return EVEN || p * PASS + first_column < N ? chunks[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
+    const auto normalised = [&](int p, int r, int c, const Octet& by) {
+        return EVEN || p * PASS + first_column < N ? octets[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
     };
     uint32_t amax[ITEMS] = {};
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-        Chunk by[1];
-        load_chunks<Load::CACHED>(by, weight, 0, 0, p * PASS + first_column, 1, N, 0);
+        Octet by[1];
+        load_octets<Load::CACHED>(by, weight, 0, 0, p * PASS + first_column, 1, N, 0);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
                 amax[p * ROWS + r] = max(amax[p * ROWS + r], FloatValues::magnitude(normalised(p, r, c, by[0])));
             }
-            chunks[p][r].pack_again();
+            octets[p][r].pack_again();
         }
     }
     int item;
@@ -78,8 +78,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
         const int column = p * PASS + first_column;
-        Chunk by[1];
-        load_chunks<Load::CACHED>(by, weight, 0, 0, column, 1, N, 0);
+        Octet by[1];
+        load_octets<Load::CACHED>(by, weight, 0, 0, column, 1, N, 0);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int from = (lane & 16) | lane_of_item<ITEMS>(p * ROWS + r, BLOCK_LANES);

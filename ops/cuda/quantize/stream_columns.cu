@@ -21,7 +21,7 @@
 
 enum class Part { ALL, FIRST, SECOND };
 
-static_assert(WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
+static_assert(WARPS % PIECES == 0 && CHUNK_ROWS % BOX == 0 && CHUNK_ROWS % BASE == 0);
 constexpr int TEAMS = WARPS / PIECES;  // of a warp for each piece, which take the stages in turn
 constexpr int SENDERS = CLUSTER * TEAMS;
 static_assert(STAGES >= TEAMS && (HELD == 0 || TEAMS == 1));
@@ -50,9 +50,9 @@ struct Share {
 
     INLINE Share(const Rows& rows, int rank) {
         const int base = rows.start / BASE * BASE;
-        const int chunks = rows.start < rows.stop ? (rows.stop - base + CHUNK - 1) / CHUNK : 0;
+        const int chunks = rows.start < rows.stop ? (rows.stop - base + CHUNK_ROWS - 1) / CHUNK_ROWS : 0;
         const int first = rank * chunks / CLUSTER;
-        top = base + first * CHUNK;
+        top = base + first * CHUNK_ROWS;
         count = (rank + 1) * chunks / CLUSTER - first;
     }
     // Of them the last so many stay in the ring until they are quantized.
@@ -109,7 +109,7 @@ struct Lane {
 INLINE void take_some(uint32_t (&amax)[4], uint32_t from, int low, int high) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int row = lane; row < CHUNK; row += 32) {
+    for (int row = lane; row < CHUNK_ROWS; row += 32) {
         if (low <= row && row < high) take_larger(amax, load_shared_words(from + (row - lane) * ROW_BYTES));
     }
 }
@@ -204,8 +204,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 if (rows.none) return;
                 const Share share(rows, (rank + turn) % CLUSTER);
                 for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
-                    const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
-                    const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
+                    const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK_ROWS;
+                    const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK_ROWS);
                     const uint32_t barrier = full + ring.stage * BARRIER;
                     if (!begun && ring.parity != 0) {
                         cluster_wait_alone<CLUSTER>();
@@ -259,9 +259,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                                       (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
             // Of this lane's 16 rows of a chunk those that are the item's, of columns that there are.
             const auto store_inside = [&](int chunk, int place, uint4 out) {
-                const int row = share.top + chunk * CHUNK + mine.group * ROWS;
+                const int row = share.top + chunk * CHUNK_ROWS + mine.group * ROWS;
                 if (panel + mine.column + place >= N) return;
-                store_some(to + place * data_n + chunk * CHUNK, out, rows.start - row, rows.stop - row);
+                store_some(to + place * data_n + chunk * CHUNK_ROWS, out, rows.start - row, rows.stop - row);
             };
             if (rows.none) {
 #pragma unroll 1
@@ -273,7 +273,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
             // From which chunk on, how many have no row of another item; how many do not stay in the ring.
             const int first_whole = share.top < rows.start;
-            const uint32_t whole = max(share.count - first_whole - (share.top + share.count * CHUNK > rows.stop), 0);
+            const uint32_t whole = max(share.count - first_whole - (share.top + share.count * CHUNK_ROWS > rows.stop), 0);
             const int again = share.count - share.kept();
             const bool comes_again = uniform(again > 0);
 
@@ -300,9 +300,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 const uint32_t row = stages + survey.stage * STAGE_BYTES + surveyed;
                 if (static_cast<uint32_t>(survey.index - first_whole) < whole) {
 #pragma unroll
-                    for (int i = 0; i < CHUNK; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
+                    for (int i = 0; i < CHUNK_ROWS; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
                 } else {
-                    const int top = share.top + survey.index * CHUNK;
+                    const int top = share.top + survey.index * CHUNK_ROWS;
                     take_some(amax, row, rows.start - top, rows.stop - top);
                 }
                 if (survey.index < again) release(survey.stage, amax[0] | amax[1] | amax[2] | amax[3]);
@@ -354,10 +354,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (int chunk = 0; chunk < HELD; ++chunk) {
                 if (chunk >= held) break;
                 const uint32_t(&words)[ROWS] = words_held[chunk];
-                store(to + chunk * CHUNK, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
+                store(to + chunk * CHUNK_ROWS, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
             }
             Cursor at = HELD > 0 && !comes_again ? behind_held : Cursor(ring, team);
-            uint8_t* next = to + at.index * CHUNK;
+            uint8_t* next = to + at.index * CHUNK_ROWS;
 #pragma unroll 1
             while (at.index < share.count) {
                 int chunk = at.index;
@@ -368,7 +368,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                         chunk -= share.count;
                         barrier_wait(full + at.stage * BARRIER, after(ring, at.index).parity);
                     }
-                    first = to + chunk * CHUNK;
+                    first = to + chunk * CHUNK_ROWS;
                 }
                 uint32_t words[ROWS];
                 load_words(words, at.stage);
@@ -377,7 +377,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 store(first, chunk, out, out_second);
                 const int passed = at.index;
                 at.advance();
-                next += (at.index - passed) * CHUNK;
+                next += (at.index - passed) * CHUNK_ROWS;
             }
             ring = after(ring, share.count);
         };

@@ -15,7 +15,7 @@
 #include "groups.cuh"
 #include "ring.cuh"
 
-static_assert(WARPS == PIECES && PIECES == 8 && CLUSTER == 1 && CHUNK % BOX == 0 && STAGES >= 2);
+static_assert(WARPS == PIECES && PIECES == 8 && CLUSTER == 1 && CHUNK_ROWS % BOX == 0 && STAGES >= 2);
 
 constexpr int BARRIER = sizeof(uint64_t);  // after the ring one for each stage that is full, and that is empty
 
@@ -87,8 +87,8 @@ struct Cursor {
         stop = Group::end_of(ahead, start, end);
         ahead = offset_of(group + 1);
     }
-    INLINE int top() const { return start & -CHUNK; }  // of its first chunk
-    INLINE bool is_surveyed() const { return stop - top() > STAGES * CHUNK; }
+    INLINE int top() const { return start & -CHUNK_ROWS; }  // of its first chunk
+    INLINE bool is_surveyed() const { return stop - top() > STAGES * CHUNK_ROWS; }
 };
 
 // The same address, in registers: the compiler would else add it up again where it is used.
@@ -145,9 +145,9 @@ struct Mine {
     // Takes all rows of a chunk, or those from `low` to `high`, the last of them more than once; `amax[0]` depends on each
     // load. `row` is the lane.
     INLINE void take(uint32_t (&amax)[4], uint32_t stage) const {
-        uint4 loaded[CHUNK / 32];
+        uint4 loaded[CHUNK_ROWS / 32];
 #pragma unroll
-        for (int i = 0; i < CHUNK / 32; ++i) loaded[i] = load_matrices<!WIDE>(stage + survey_at + i * 32 * ROW_BYTES);
+        for (int i = 0; i < CHUNK_ROWS / 32; ++i) loaded[i] = load_matrices<!WIDE>(stage + survey_at + i * 32 * ROW_BYTES);
         take_two(amax, loaded[0], loaded[1]);
         take_two(amax, loaded[2], loaded[3]);
     }
@@ -307,8 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
         // While the groups' rows are looked for a chunk comes to the L2 that is the block's, where groups are alike.
         if (lane == 0) {
             const Share share(M, N);
-            const int top = (share.row == 0 ? 0 : share.row + M / groups) & -CHUNK;
-            for (int row = 0; row < CHUNK; row += BOX) tma_prefetch(x, share.panel * PANEL, top + row, 0);
+            const int top = (share.row == 0 ? 0 : share.row + M / groups) & -CHUNK_ROWS;
+            for (int row = 0; row < CHUNK_ROWS; row += BOX) tma_prefetch(x, share.panel * PANEL, top + row, 0);
         }
         __syncwarp();
         const Boxes boxes(x);
@@ -316,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
         for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
             const auto load = [&](int top, int low, int high) {  // of rows `low` to `high` what lies in a chunk
                 low = max(low - top, 0) / BOX * BOX;
-                high = min(high - top, CHUNK);
+                high = min(high - top, CHUNK_ROWS);
                 const int count = max(high - low + BOX - 1, 0) / BOX;
                 const uint32_t barrier = full + ring.stage * BARRIER;
                 barrier_wait(empty + ring.stage * BARRIER, ring.parity ^ 1);
@@ -334,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                 for (int next = at.top(); at.group < at.last; at.advance()) {
                     if (at.start == at.stop) continue;
                     for (int again = at.is_surveyed(); again >= 0; --again) {
-                        for (; next < at.stop; next += CHUNK) load(next, run.begin, filled);
+                        for (; next < at.stop; next += CHUNK_ROWS) load(next, run.begin, filled);
                         if (again) next = at.top();
                     }
                 }
@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
             const bool inside = mine.column < N - panel;
             uint8_t* const column = kept(data + static_cast<int64_t>(panel + mine.column) * data_n);
             Stored* to_scale = scale + static_cast<int64_t>(run.first) * scale_lead + panel + mine.column;
-            int top = run.begin & -CHUNK;  // of the chunk that is next to be quantized
+            int top = run.begin & -CHUNK_ROWS;  // of the chunk that is next to be quantized
             int written = run.begin;       // its rows up to this one are
             float before = 0;              // by which its other rows up to the group are scaled
             const auto release_it = [&](uint32_t any) { release(ring, any); };
@@ -372,33 +372,33 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                     continue;
                 }
                 const bool surveyed = at.is_surveyed();
-                if (max(written, top) < at.start && (surveyed || written > top || at.stop - top < CHUNK)) {
+                if (max(written, top) < at.start && (surveyed || written > top || at.stop - top < CHUNK_ROWS)) {
                     store_waiting(at.start, [](uint32_t) {});
                 }
                 Ring reading = ring;
                 uint32_t amax[4] = {0, 0, 0, 0};
                 int row = at.start;
                 do {
-                    const int low = row & CHUNK - 1, high = min(at.stop - row + low, CHUNK);
+                    const int low = row & CHUNK_ROWS - 1, high = min(at.stop - row + low, CHUNK_ROWS);
                     wait(reading);
-                    if (high - low == CHUNK) {
+                    if (high - low == CHUNK_ROWS) {
                         mine.take(amax, stage_of(reading));
                     } else {
                         mine.take(amax, stage_of(reading), lane, low, high);
                     }
                     if (surveyed) release(reading, amax[0]);
                     reading.advance();
-                    row += CHUNK - low;
+                    row += CHUNK_ROWS - low;
                 } while (row < at.stop);
                 const Scale found = mine.scale_of(amax);
                 if (stores_scale) *to_scale = found.stored;
 
                 if (surveyed) ring = reading;
-                for (; at.stop - top >= CHUNK; top += CHUNK) {
+                for (; at.stop - top >= CHUNK_ROWS; top += CHUNK_ROWS) {
                     const uint32_t stage = stage_of(ring);
                     if (surveyed) wait(ring);
                     if (written > top) {
-                        store_strip(mine, column, top, inside, stage, written - top, CHUNK, found.inverse, release_it);
+                        store_strip(mine, column, top, inside, stage, written - top, CHUNK_ROWS, found.inverse, release_it);
                     } else if (at.start > top) {
                         const int split = at.start - top;
                         store_meeting(mine, column, top, inside, stage, split, before, found.inverse, release_it);
@@ -424,7 +424,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                 ring.advance();
             }
             if (run.last > groups && inside) {  // rows in no group
-                for (top = at.start & -CHUNK; top < run.end; top += CHUNK) {
+                for (top = at.start & -CHUNK_ROWS; top < run.end; top += CHUNK_ROWS) {
 #pragma unroll
                     for (int set = 0; set < Mine::SETS; ++set) {
                         const int row = top + mine.row_of(set);
