@@ -24,7 +24,8 @@ constexpr int KEPT = COUNT < WAVE ? 1 : COUNT / WAVE;  // sums that a lane ends 
 constexpr int NAN_SCALE = 255;
 
 using Out = TypeOf<OUT>::type;
-using Bias = TypeOf<BIAS>::type;
+using Bias = TypeOf<Element(BIAS)>::type;
+constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
 
 // 16 elements along K and the exponent of their scale, as stored.
 struct Piece {
@@ -137,9 +138,7 @@ void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
         const int index = lane / SPREAD * KEPT + i, row = index / COLUMNS, column = index % COLUMNS;
         if (row >= M || column >= columns) continue;
         float sum = sums[i];
-#if BIAS
-        sum += float(bias[n + column]);
-#endif
+        if constexpr (HAS_BIAS) sum += float(bias[n + column]);
         out[(int64_t(batch) * M + row) * N + n + column] = Out(sum);
     }
 }

@@ -22,7 +22,8 @@ constexpr int BK = 128;  // of K
 constexpr int UNROLL = 4 / N_SUB;  // steps of a wave in flight
 
 using Out = TypeOf<OUT>::type;
-using Bias = TypeOf<BIAS>::type;
+using Bias = TypeOf<Element(BIAS)>::type;
+constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
 
 // What a lane has of 16 rows of a, or columns of b, in a step.
 struct Fragment {
@@ -109,9 +110,7 @@ void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
             const int m = tile / N_SUB * 16 + from / 16 * 4 + i;
             if (m >= M || column >= N) continue;
             float sum = values[i];
-#if BIAS
-            sum += float(bias[column]);
-#endif
+            if constexpr (HAS_BIAS) sum += float(bias[column]);
             out[int64_t(m) * N + column] = Out(sum);
         }
     }

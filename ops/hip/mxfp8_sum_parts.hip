@@ -7,7 +7,8 @@
 constexpr int THREADS = 256;
 
 using Out = TypeOf<OUT>::type;
-using Bias = TypeOf<BIAS>::type;
+using Bias = TypeOf<Element(BIAS)>::type;
+constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
 
 KERNEL(THREADS)
 void mxfp8_sum_parts(const float* parts, const Bias* bias, Out* out, int N, int64_t total) {
@@ -16,8 +17,6 @@ void mxfp8_sum_parts(const float* parts, const Bias* bias, Out* out, int N, int6
     float sum = parts[index];
 #pragma unroll
     for (int part = 1; part < PARTS; ++part) sum += parts[part * total + index];
-#if BIAS
-    sum += float(bias[index % N]);
-#endif
+    if constexpr (HAS_BIAS) sum += float(bias[index % N]);
     out[index] = Out(sum);
 }

@@ -17,9 +17,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using int64_t = long long;
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
+enum class Element { NONE, BF16, FP16, FP32 };  // NONE, which 0 is too: there is no such tensor
 
 constexpr int WAVE = 64;
 
@@ -28,16 +26,16 @@ typedef uint32_t Words __attribute__((ext_vector_type(4)));
 typedef float Sums __attribute__((ext_vector_type(4)));
 
 // The type of a macro's number; 0 where there is no tensor.
-template <int KIND>
+template <Element KIND>
 struct TypeOf {
     using type = float;
 };
 template <>
-struct TypeOf<BF16> {
+struct TypeOf<Element::BF16> {
     using type = __bf16;
 };
 template <>
-struct TypeOf<FP16> {
+struct TypeOf<Element::FP16> {
     using type = _Float16;
 };
 

@@ -35,7 +35,7 @@ constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K
 static_assert(WARPS_N % 4 == 0);
 
 constexpr int W_BYTES = BN * BK;  // of a stage
-constexpr int PARTS = INPUT == BF16 ? 2 : 3;  // of an element of x
+constexpr int PARTS = INPUT == Element::BF16 ? 2 : 3;  // of an element of x
 constexpr int SUMS = PARTS * ROWS / 2;  // of a thread
 constexpr int X_BYTES = PARTS * ROWS * BK;  // of a stage: the first parts of the rows, then the second ones
 constexpr int AT_ARRIVED = STAGES * W_BYTES;
@@ -155,10 +155,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         }
         read();
     }
-#if BIAS
-    float2 biases[PAIRS];
-    read_biases(biases, bias, 0, pair_n, room, bias_n);
-#endif
+    [[maybe_unused]] float2 biases[PAIRS];
+    if constexpr (HAS_BIAS) read_biases(biases, bias, 0, pair_n, room, bias_n);
     for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STAGES_ON) {
         auto place = [&](int p) { return to + p * STAGES_ON * X_BYTES; };
         bool inside[AHEAD];
@@ -301,9 +299,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
             const float2 scales = *reinterpret_cast<const float2*>(w_scales + pair + 8 * i);
             sums.x *= scales.x, sums.y *= scales.y;
         }
-#if BIAS
-        sums.x += biases[i].x, sums.y += biases[i].y;
-#endif
+        if constexpr (HAS_BIAS) sums.x += biases[i].x, sums.y += biases[i].y;
         store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
     };
     finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);

@@ -263,11 +263,11 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         left *= __ldg(w_scale + int64_t(n) * s_n);
         right *= both ? __ldg(w_scale + int64_t(n + 1) * s_n) : 0.0f;
 #endif
-#if BIAS
-        const BiasType* biases = bias + int64_t(batch) * bias_batch;
-        left += float(biases[int64_t(n) * bias_n]);
-        right += both ? float(biases[int64_t(n + 1) * bias_n]) : 0.0f;
-#endif
+        if constexpr (HAS_BIAS) {
+            const BiasType* biases = bias + int64_t(batch) * bias_batch;
+            left += float(biases[int64_t(n) * bias_n]);
+            right += both ? float(biases[int64_t(n + 1) * bias_n]) : 0.0f;
+        }
         store_pair(out + int64_t(row) * N + n, left, right, N - n);
     };
     add_sums(memory, rows, received, rank, finish);

@@ -15,7 +15,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.targets import OCP, Target
 
-INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+INPUTS: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16"}
 SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
 # Rows of x: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 128

@@ -277,10 +277,10 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
 #else
         const int64_t to = int64_t(matrix) * M + first_m + row;
 #endif
-#if BIAS
-        total.x += float(bias[n]);
-        if (n + 1 < N) total.y += float(bias[n + 1]);
-#endif
+        if constexpr (HAS_BIAS) {
+            total.x += float(bias[n]);
+            if (n + 1 < N) total.y += float(bias[n + 1]);
+        }
         store_pair(out + to * N + n, total.x, total.y, N - n);
     });
 }

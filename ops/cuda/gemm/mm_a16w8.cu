@@ -188,12 +188,12 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         };
         auto bias_of = [&]([[maybe_unused]] const Tile& tile) {
             Pair pair = {0.0f, 0.0f};
-#if BIAS
-            const int n = tile.n + line;
-            const BiasType* biases = bias + int64_t(tile.batch) * bias_batch;
-            if (n < problem.N) pair.upper = float(biases[int64_t(n) * bias_n]);
-            if (n + 8 < problem.N) pair.lower = float(biases[int64_t(n + 8) * bias_n]);
-#endif
+            if constexpr (HAS_BIAS) {
+                const int n = tile.n + line;
+                const BiasType* biases = bias + int64_t(tile.batch) * bias_batch;
+                if (n < problem.N) pair.upper = float(biases[int64_t(n) * bias_n]);
+                if (n + 8 < problem.N) pair.lower = float(biases[int64_t(n + 8) * bias_n]);
+            }
             return pair;
         };
 

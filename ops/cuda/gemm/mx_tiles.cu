@@ -237,10 +237,10 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
     auto finish = [&](int pair, float2 total) {
         const int row = pair / (BN / 2), n = tile_n + pair % (BN / 2) * 2;
         if (n >= N) return;
-#if BIAS
-        total.x += float(bias[n]);
-        if (n + 1 < N) total.y += float(bias[n + 1]);
-#endif
+        if constexpr (HAS_BIAS) {
+            total.x += float(bias[n]);
+            if (n + 1 < N) total.y += float(bias[n + 1]);
+        }
         store_pair(out + (int64_t(matrix) * M + first_m + row) * N + n, total.x, total.y, N - n);
     };
     auto send = [&](float2* to, uint32_t block, float2 sums) {

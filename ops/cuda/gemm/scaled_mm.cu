@@ -539,12 +539,12 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
                         float v00 = acc[product][i] * s00, v01 = acc[product][i + 1] * s01;
                         float v10 = acc[product][i + 2] * s10, v11 = acc[product][i + 3] * s11;
-#if BIAS
-                        const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
-                        const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
-                        const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
-                        v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
-#endif
+                        if constexpr (HAS_BIAS) {
+                            const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
+                            const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
+                            const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
+                            v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
+                        }
 #if OUT_VIA != PAIRS
                         if (staged) {
                             packed[j % 2 * 2 + 0] = pack<OutType>(v00, v01);

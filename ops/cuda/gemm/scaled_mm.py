@@ -27,7 +27,7 @@ _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # Of a and of b, as `scale_kind` names them: the pairs that are tuned.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
-OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+OUT: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
 
 
 @dataclass(frozen=True)

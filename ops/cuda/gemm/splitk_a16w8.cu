@@ -135,10 +135,8 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         }
         __syncwarp();
     }
-#if BIAS
-    float2 biases[PAIRS];
-    read_biases(biases, bias, int64_t(matrix) * bias_batch, pair_n, room, bias_n);
-#endif
+    [[maybe_unused]] float2 biases[PAIRS];
+    if constexpr (HAS_BIAS) read_biases(biases, bias, int64_t(matrix) * bias_batch, pair_n, room, bias_n);
     if constexpr (!W_CONSTANT) read();
 
     float acc[SLICES][4] = {};
@@ -217,9 +215,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
             const float2 scales = *reinterpret_cast<const float2*>(w_scales + pair + 8 * i);
             sums.x *= scales.x, sums.y *= scales.y;
         }
-#if BIAS
-        sums.x += biases[i].x, sums.y += biases[i].y;
-#endif
+        if constexpr (HAS_BIAS) sums.x += biases[i].x, sums.y += biases[i].y;
         store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
     };
     finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);

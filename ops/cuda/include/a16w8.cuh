@@ -7,11 +7,7 @@
 #include "hopper.cuh"
 #include "mma.cuh"
 
-#if INPUT == BF16
-using XType = Bf16;
-#else
-using XType = Fp16;
-#endif
+using XType = TypeOf<INPUT>::type;
 
 #define LINE 1
 #define VECTOR 2

@@ -3,14 +3,13 @@
 // A thread takes a word, one or two columns, of 16 rows, and stores 16 bytes a column. Lanes of a warp are 4 words, 16 bytes
 // of a row, of 8 times 16 rows: a column is stored as lines of 128 bytes.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; PANEL, columns; CLUSTER, WARPS.
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; PANEL, columns; CLUSTER, WARPS.
 #pragma once
 #include "cluster.cuh"
+#include "element.cuh"
 #include "fp8_block.cuh"
 
-enum class Input { BF16, FP16, FP32 };
-
-constexpr int ELEMENT_BYTES = INPUT == Input::FP32 ? 4 : 2;
+constexpr int ELEMENT_BYTES = INPUT == Element::FP32 ? 4 : 2;
 constexpr int IN_WORD = 4 / ELEMENT_BYTES;    // columns
 constexpr int IN_PIECE = 16 / ELEMENT_BYTES;  // columns of 16 bytes
 constexpr int WORDS = PANEL / IN_WORD;        // of a row of the panel
@@ -27,14 +26,14 @@ using Stored = StoredScale<FORMAT>::type;
 
 // The float of an element as it lies in a word, and the bits of its magnitude as a float32.
 INLINE float element(uint32_t word, int place) {
-    if constexpr (INPUT == Input::FP32) return __uint_as_float(word);
-    if constexpr (INPUT == Input::BF16) return __uint_as_float(place ? word & 0xffff0000u : word << 16);
+    if constexpr (INPUT == Element::FP32) return __uint_as_float(word);
+    if constexpr (INPUT == Element::BF16) return __uint_as_float(place ? word & 0xffff0000u : word << 16);
     return half_to_float(static_cast<uint16_t>(place ? word >> 16 : word));
 }
 
 // The larger magnitude of each element of two words; as integers they order as the magnitudes do, NaN last.
 INLINE uint32_t larger(uint32_t a, uint32_t b) {
-    if constexpr (INPUT == Input::FP32) return max(a, b & 0x7fffffffu);
+    if constexpr (INPUT == Element::FP32) return max(a, b & 0x7fffffffu);
     return __vmaxu2(a, b & 0x7fff7fffu);
 }
 

@@ -2,15 +2,14 @@
 //
 // Macros: INPUT, ROWS, LOAD, EVEN, PARTIAL and ALIGNED as in quantize.cu; SOURCE, of the enum below.
 #pragma once
+#include "element.cuh"
 #include "instructions.cuh"
-
-enum class Input { BF16, FP16, FP32 };
 
 // x; silu(x) * other; x * rstd * other, where `other` is one row for all; or the gradient of silu(gate) * up, where `x`
 // holds gate and up side by side, as the gradient does, and `other` the gradient of the product.
 enum class Source { PLAIN, SILU_MUL, RMS_NORM, SILU_MUL_GRAD };
 
-constexpr bool SIXTEEN_BITS = INPUT != Input::FP32;
+constexpr bool SIXTEEN_BITS = INPUT != Element::FP32;
 constexpr int ELEMENT_BYTES = SIXTEEN_BITS ? 2 : 4;
 constexpr int OCTET_WORDS = 8 * ELEMENT_BYTES / 4;
 constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
@@ -26,7 +25,7 @@ struct Octet {
     }
 
     float at(int column) const {
-        if constexpr (INPUT == Input::FP32) {
+        if constexpr (INPUT == Element::FP32) {
             return __uint_as_float(word[column]);
         } else {
             return to_float(word[column / 2], column % 2);
@@ -34,7 +33,7 @@ struct Octet {
     }
 
     static float to_float(uint32_t pair, bool upper) {
-        if constexpr (INPUT == Input::BF16) {
+        if constexpr (INPUT == Element::BF16) {
             return __uint_as_float(upper ? pair & 0xffff0000u : pair << 16);
         } else {
             return half_to_float(static_cast<uint16_t>(upper ? pair >> 16 : pair));

@@ -6,7 +6,7 @@
 // 128 columns: maxima of rows never leave it, those of columns meet in shared memory. Row-major output leaves from
 // registers; column-major output is turned around in shared memory and leaves as lines of 128 bytes.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted; SQUARE,
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted; SQUARE,
 // blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is a whole one);
 // PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x load at once; WARPS, ROWS; BLOCKS, how many share a
 // multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE, of the enums of instructions.cuh; ROW_BYTES, 8 or

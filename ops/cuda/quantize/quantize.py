@@ -230,7 +230,7 @@ def plan(
 
 
 def input_type(x: Tensor) -> str:
-    return f"Input::{_INPUTS[x.dtype]}"
+    return f"Element::{_INPUTS[x.dtype]}"
 
 
 def types(x: Tensor, out: Quantized, scale: str) -> dict[str, int | str]:

@@ -19,14 +19,14 @@ INLINE uint4 trimmed(uint4 piece, const char* from, int column, int N) {
     uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int c = 0; c < IN_PIECE; ++c) {
-        const int shift = INPUT == Input::FP32 ? 0 : c % 2 * 16;
-        const uint32_t mask = INPUT == Input::FP32 ? ~0u : 0xffffu << shift;
+        const int shift = INPUT == Element::FP32 ? 0 : c % 2 * 16;
+        const uint32_t mask = INPUT == Element::FP32 ? ~0u : 0xffffu << shift;
         uint32_t& word = words[c / IN_WORD];
         if (column + c >= N) {
             word &= ~mask;
         } else if (!ALIGNED) {
             const char* at = from + c * ELEMENT_BYTES;
-            const uint32_t value = INPUT == Input::FP32 ? __ldg(reinterpret_cast<const uint32_t*>(at))
+            const uint32_t value = INPUT == Element::FP32 ? __ldg(reinterpret_cast<const uint32_t*>(at))
                                                         : __ldg(reinterpret_cast<const uint16_t*>(at));
             word |= value << shift;
         }

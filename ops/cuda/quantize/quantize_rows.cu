@@ -2,7 +2,7 @@
 //
 // ROW_WARPS warps of a block take a row. A thread holds OCTETS octets of 8 columns of it, 32 * ROW_WARPS octets apart.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of
 // instructions.cuh; EVEN, the threads' octets are those of the rows and the blocks' rows those of the matrix; PARTIAL, N is
 // no multiple of 8; ALIGNED, 16 bytes of x load at once.
 #include "fp8_block.cuh"

@@ -115,7 +115,7 @@ INLINE void take_some(uint32_t (&amax)[4], uint32_t from, int low, int high) {
 }
 
 // `larger` of two that are magnitudes.
-INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return INPUT == Input::FP32 ? max(a, b) : __vmaxu2(a, b); }
+INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return INPUT == Element::FP32 ? max(a, b) : __vmaxu2(a, b); }
 
 // The largest magnitudes of all lanes' pieces: each lane gets those of the word `lane % 4`.
 INLINE uint32_t largest_of_lanes(const uint32_t (&amax)[4]) {

@@ -10,9 +10,7 @@ using uint16_t = unsigned short;
 using uint32_t = unsigned int;
 using int64_t = long long;
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
+enum class Element { NONE, BF16, FP16, FP32 };  // NONE, which 0 is too: there is no such tensor
 
 constexpr int WAVE = 32;
 
@@ -34,16 +32,16 @@ struct Fp16 {
     }
 };
 
-template <int KIND>
+template <Element KIND>
 struct TypeOf {
     using type = float;
 };
 template <>
-struct TypeOf<BF16> {
+struct TypeOf<Element::BF16> {
     using type = Bf16;
 };
 template <>
-struct TypeOf<FP16> {
+struct TypeOf<Element::FP16> {
     using type = Fp16;
 };
 

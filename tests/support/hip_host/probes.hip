@@ -40,10 +40,10 @@ KERNEL(WAVE) void bounds(const uint8_t* data, const int* offsets, uint32_t* out,
 }
 
 // Types of outputs and biases.
-KERNEL(WAVE) void rounded(const float* values, TypeOf<BF16>::type* bf16, TypeOf<FP16>::type* fp16, float* back) {
+KERNEL(WAVE) void rounded(const float* values, TypeOf<Element::BF16>::type* bf16, TypeOf<Element::FP16>::type* fp16, float* back) {
     const int lane = thread_index();
-    bf16[lane] = TypeOf<BF16>::type(values[lane]);
-    fp16[lane] = TypeOf<FP16>::type(values[lane]);
+    bf16[lane] = TypeOf<Element::BF16>::type(values[lane]);
+    fp16[lane] = TypeOf<Element::FP16>::type(values[lane]);
     back[lane] = float(bf16[lane]) + float(fp16[lane]);
 }
 

@@ -17,9 +17,7 @@
 // Of a section of their own, so that what a block left there can be poisoned.
 #define __shared__ static __attribute__((section("lds")))
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
+enum class Element { NONE, BF16, FP16, FP32 };  // NONE, which 0 is too: there is no such tensor
 
 #ifndef LANES
 #define LANES 64
@@ -55,16 +53,16 @@ struct Bf16 {
     explicit operator float() const { return bits_of<float>(uint32_t(bits) << 16); }
 };
 
-template <int KIND>
+template <Element KIND>
 struct TypeOf {
     using type = float;
 };
 template <>
-struct TypeOf<BF16> {
+struct TypeOf<Element::BF16> {
     using type = Bf16;
 };
 template <>
-struct TypeOf<FP16> {
+struct TypeOf<Element::FP16> {
     using type = _Float16;
 };
 
