@@ -63,10 +63,9 @@ INLINE void sum_lanes(float (&sums)[COUNT]) {
 }
 
 KERNEL(THREADS)
-void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
-                const uint8_t* b_scale, const Bias* bias, Out* out, int M, int N, int K, int a_row, int as_row,
-                int as_block, int b_column, int bs_column, int bs_block, int64_t a_batch, int64_t as_batch,
-                int64_t b_batch, int64_t bs_batch) {
+void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_t* b_scale, const Bias* bias,
+                Out* out, int M, int N, int K, int a_row, int as_row, int as_block, int b_column, int bs_column,
+                int bs_block, int64_t a_batch, int64_t as_batch, int64_t b_batch, int64_t bs_batch) {
     const int tiles = (N + WAVES * COLUMNS - 1) / (WAVES * COLUMNS);
     const int batch = block_x() / tiles;
     const int wave = uniform(thread_index() / WAVE), lane = thread_index() % WAVE;
@@ -76,10 +75,8 @@ void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
 
     const int blocks = K / 32;
     const Buffer rows = buffer_of(a + batch * a_batch, (M - 1) * a_row + K);
-    const Buffer row_scales =
-        buffer_of(a_scale + batch * as_batch, (M - 1) * as_row + (blocks - 1) * as_block + 1);
-    const Buffer weight =
-        buffer_of(b + batch * b_batch + int64_t(n) * b_column, (columns - 1) * b_column + K);
+    const Buffer row_scales = buffer_of(a_scale + batch * as_batch, (M - 1) * as_row + (blocks - 1) * as_block + 1);
+    const Buffer weight = buffer_of(b + batch * b_batch + int64_t(n) * b_column, (columns - 1) * b_column + K);
     const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + int64_t(n) * bs_column,
                                            (columns - 1) * bs_column + (blocks - 1) * bs_block + 1);
 

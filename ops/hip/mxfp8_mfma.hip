@@ -32,10 +32,10 @@ struct Fragment {
 };
 
 KERNEL(THREADS)
-void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b,
-                const uint8_t* b_scale, const Bias* bias, Out* out, int M, int N, int K, int steps, int a_row,
-                int as_row, int as_block, int b_column, int bs_column, int bs_block, int64_t a_batch,
-                int64_t as_batch, int64_t b_batch, int64_t bs_batch, int64_t out_part) {
+void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_t* b_scale, const Bias* bias,
+                Out* out, int M, int N, int K, int steps, int a_row, int as_row, int as_block, int b_column,
+                int bs_column, int bs_block, int64_t a_batch, int64_t as_batch, int64_t b_batch, int64_t bs_batch,
+                int64_t out_part) {
     __shared__ Sums parts[WAVES][TILES][WAVE];
     const int tiles_n = (N + COLUMNS - 1) / COLUMNS;
     const int batch = block_x() / tiles_n, n = block_x() % tiles_n * COLUMNS;

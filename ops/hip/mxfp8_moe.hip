@@ -27,11 +27,11 @@ struct Fragment {
 };
 
 KERNEL(THREADS)
-void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w,
-               const uint8_t* w_scale, const int* sorted_token_ids, const int* expert_ids,
-               const int* num_tokens_post_padded, const float* token_weights, Out* out, int ids, int N, int K, int E,
-               int block_m, int a_div, int a_row, int as_row, int as_block, int w_column, int ws_column, int ws_block,
-               int64_t w_expert, int64_t ws_expert) {
+void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w, const uint8_t* w_scale,
+               const int* sorted_token_ids, const int* expert_ids, const int* num_tokens_post_padded,
+               const float* token_weights, Out* out, int ids, int N, int K, int E, int block_m, int a_div, int a_row,
+               int as_row, int as_block, int w_column, int ws_column, int ws_block, int64_t w_expert,
+               int64_t ws_expert) {
     __shared__ Sums sums_of_waves[WAVES][TILES_M][WAVE];
     const int tiles_n = (N + BLOCK_N - 1) / BLOCK_N, parts = (block_m + 16 * TILES_M - 1) / (16 * TILES_M);
     const int n = block_x() % tiles_n * BLOCK_N, place = block_x() / tiles_n;
@@ -75,8 +75,8 @@ void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w,
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
             const int k = first + u * WAVES * BK;
-            right[u] = load(weight, weight_scales, line * w_column, line * ws_column, ws_block, k,
-                            line < BLOCK_N ? K : 0);
+            right[u] =
+                load(weight, weight_scales, line * w_column, line * ws_column, ws_block, k, line < BLOCK_N ? K : 0);
 #pragma unroll
             for (int i = 0; i < TILES_M; ++i) {
                 left[u][i] = load(activations, scales, source[i] * a_row, source[i] * as_row, as_block, k,

@@ -55,8 +55,8 @@ static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
 static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is asked for at once");
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
-a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias, OutType* out,
-            int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
+    a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias,
+                OutType* out, int M, int N, int K, int prefetched, int x_m, int s_k, int s_n, int bias_n) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
@@ -96,7 +96,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             if constexpr (!W_CONSTANT) {
-                for (int step = 0; step < min(prefetched, count); ++step) tma_prefetch(w, (start + step) * BK, tile_n, 0);
+                for (int step = 0; step < min(prefetched, count); ++step)
+                    tma_prefetch(w, (start + step) * BK, tile_n, 0);
                 wait_for_launches();
             }
             const int ahead = min(STAGES, count);
@@ -120,7 +121,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     // Lanes of an item have one row's part of a stage; X_ROWS items in turn have the rows of a stage. Where the first
     // item's values lie is known before they may be read.
     const int item = threadIdx.x / LANES, along = threadIdx.x % LANES;
-    const uint16_t* x_from = settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * BK + 8 * along);
+    const uint16_t* x_from =
+        settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * BK + 8 * along);
     uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * BK);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
@@ -138,7 +140,8 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
             barrier_wait(full(step), 0);
 #pragma unroll
             for (int i = 0; i < BK / 32; ++i) {
-                const uint4 m = load_matrices<false>(from_w + step * W_BYTES + row * BK + ((2 * i + lane / 16) ^ row % 8) * 16);
+                const uint4 m =
+                    load_matrices<false>(from_w + step * W_BYTES + row * BK + ((2 * i + lane / 16) ^ row % 8) * 16);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) held[step][i][j] = word(m, j);
             }
@@ -208,7 +211,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
 
     const int column = warp * 16 + group;
     // `left(i)` is the weight's i-th 32 of K.
-    auto multiply = [&](float(&d)[SUMS], int step, auto&& left) {
+    auto multiply = [&](float (&d)[SUMS], int step, auto&& left) {
         const uint64_t right = matrix_descriptor(from_x + step * X_BYTES);
         fence_registers(d);
         wgmma_fence();
@@ -217,7 +220,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         wgmma_commit();
         fence_registers(d);
     };
-    auto add = [&](float(&d)[SUMS], int step) {
+    auto add = [&](float (&d)[SUMS], int step) {
         fence_registers(d);
         float left = 1.0f, right = 1.0f;
         if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
@@ -225,11 +228,12 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
             const float2 scales = *reinterpret_cast<const float2*>(x_scales + step * ROWS + 8 * s + 2 * quarter);
-            float(&sum)[4] = acc[s];
+            float (&sum)[4] = acc[s];
             auto all = [&](int i) {
                 float total = d[4 * (s + (PARTS - 1) * SLICES) + i];
 #pragma unroll
-                for (int part = PARTS - 2; part >= 0; --part) total = __fmaf_rn(total, 1.0f / 32, d[4 * (s + part * SLICES) + i]);
+                for (int part = PARTS - 2; part >= 0; --part)
+                    total = __fmaf_rn(total, 1.0f / 32, d[4 * (s + part * SLICES) + i]);
                 return total;
             };
             sum[0] = __fmaf_rn(all(0), scales.x * left, sum[0]);
@@ -259,7 +263,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
     }
 #else
     Ring ring;
-    auto next = [&](float(&d)[SUMS], int step) {
+    auto next = [&](float (&d)[SUMS], int step) {
         const int stage = ring.stage;
         barrier_wait(full(stage), ring.parity);
         const uint64_t from = matrix_descriptor(from_w + stage * W_BYTES);
@@ -268,7 +272,7 @@ a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float*
         return stage;
     };
     // A stage is given back late, or ptxas would have each product wait for the one before.
-    auto finish = [&](float(&d)[SUMS], int stage, int step) {
+    auto finish = [&](float (&d)[SUMS], int stage, int step) {
         add(d, step);
         if (lane == 0) barrier_arrive(empty(stage));
     };

@@ -62,9 +62,9 @@ INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int 
 }
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
-gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M, int N,
-           int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
-           int s_n, int bias_batch, int bias_n) {
+    gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M,
+               int N, int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
+               int s_n, int bias_batch, int bias_n) {
     let_next_begin();
     if constexpr (CLUSTER > 1) cluster_arrive();
     char* const memory = block_memory();
@@ -108,7 +108,8 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
             uint4& piece = unit.piece[i];
-            const bool inside = (K_CONTIGUOUS ? column(i / 2, i % 2) : column(0, 0)) < N && room > (K_CONTIGUOUS ? 0 : i);
+            const bool inside =
+                (K_CONTIGUOUS ? column(i / 2, i % 2) : column(0, 0)) < N && room > (K_CONTIGUOUS ? 0 : i);
             piece = inside ? load_ahead(from + i * step) : make_uint4(0, 0, 0, 0);
             if constexpr (K_CONTIGUOUS && !EVEN_K) piece = first_bytes(piece, room);
         }
@@ -129,7 +130,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
                           const uint32_t (&b)[SLICES][DEPTH / 2]) {
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
-            float(&sum)[4] = acc[tile][s];
+            float (&sum)[4] = acc[tile][s];
             if constexpr (SCALE == LINE) {
 #pragma unroll
                 for (int j = 0; j < DEPTH / 4; ++j) mma<XType>(sum, a[j], b[s][2 * j], b[s][2 * j + 1]);

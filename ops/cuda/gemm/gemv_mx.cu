@@ -26,7 +26,8 @@ constexpr int A_PIECES = K_CHUNK / 16;  // of 16, that a row of a has in shared 
 // A block of a: of every eight rows the first of each thread's two words, 16 bytes a row, then the second. Blocks lie
 // apart so that pieces of one row are put into different banks.
 constexpr int A_BLOCK = ROWS * 32 + 16;  // bytes
-constexpr int A_SCALES = K_CHUNK / 32 * A_BLOCK;  // where they begin: for each unit and pair of rows those of both blocks
+constexpr int A_SCALES =
+    K_CHUNK / 32 * A_BLOCK;  // where they begin: for each unit and pair of rows those of both blocks
 constexpr bool TOGETHER = WARPS_N % 4 == 0;
 constexpr int PRODUCTS = ROWS > 32 ? 1 : 2;  // of a warpgroup at once, whose results have room in registers
 static_assert(!ROUTED || ROWS <= 32, "a lane for each id");
@@ -37,11 +38,11 @@ struct Unit {
 };
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
-gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_t* b_scale, const BiasType* bias,
-        OutType* out, const int* sorted_token_ids, const int* expert_ids, const int* num_tokens_post_padded,
-        const float* token_weights, int M, int N, int K, int received, int prefetched, int a_batch, int a_m,
-        int as_batch, int as_m, int as_k, int b_batch, int b_n, int bs_batch, int bs_k, int bs_n, int experts,
-        int block_m, int a_div) {
+    gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_t* b_scale, const BiasType* bias,
+            OutType* out, const int* sorted_token_ids, const int* expert_ids, const int* num_tokens_post_padded,
+            const float* token_weights, int M, int N, int K, int received, int prefetched, int a_batch, int a_m,
+            int as_batch, int as_m, int as_k, int b_batch, int b_n, int bs_batch, int bs_k, int bs_n, int experts,
+            int block_m, int a_div) {
     let_next_begin();
     char* const memory = block_memory();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
@@ -138,7 +139,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
             auto add = [&](int block, int s, const float* d) {
                 const float4 of_rows = a_scales[4 * s];
                 const float even = block == 0 ? of_rows.x : of_rows.z, odd = block == 0 ? of_rows.y : of_rows.w;
-                float(&sum)[4] = acc[tile][s];
+                float (&sum)[4] = acc[tile][s];
                 sum[0] += d[0] * scale[block][0] * even;
                 sum[1] += d[1] * scale[block][0] * odd;
                 sum[2] += d[2] * scale[block][1] * even;
@@ -148,7 +149,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
                 float d[PRODUCTS][ROWS / 2];
 #pragma unroll
                 for (int block = 0; block < 2; ++block) {
-                    float(&mine)[ROWS / 2] = d[block % PRODUCTS];
+                    float (&mine)[ROWS / 2] = d[block % PRODUCTS];
                     fence_registers(mine);
                     wgmma_fence();
                     wgmma(mine, left[block], descriptor_of_matrices(here + block * A_BLOCK), 0);
@@ -175,7 +176,7 @@ gemv_mx(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_
                 uint32_t wide[2][2][4];  // of the first and the second words of each block
 #pragma unroll
                 for (int i = 0; i < 8; ++i) {
-                    uint32_t(&words)[4] = wide[i / 4][i % 4 / 2];
+                    uint32_t (&words)[4] = wide[i / 4][i % 4 / 2];
                     widen<Fp16, B_FP8>(left[i / 4][i % 4], words[i % 2], words[i % 2 + 2]);
                 }
                 const char* const row = here + lane / 16 * A_BLOCK + lane / 8 % 2 * 128 + lane % 8 * 16;

@@ -33,16 +33,16 @@
 constexpr int WARPGROUP = 128;
 constexpr int THREADS = (MATH + PERSISTENT) * WARPGROUP;
 constexpr int BK = 128;
-constexpr int BM = WIDTH * SLICES;       // rows of x
+constexpr int BM = WIDTH * SLICES;  // rows of x
 constexpr int BN = 64 * MATH / K_PARTS;  // columns of w
 constexpr int W_BYTES = BN * BK;
 constexpr int X_HALF = WIDTH * 64 * 2;  // 64 of K, rows of 128 bytes
-constexpr int X_BYTES = 2 * X_HALF;     // of a slice
+constexpr int X_BYTES = 2 * X_HALF;  // of a slice
 constexpr int OUT_ROWS = 32;
 constexpr int OUT_BYTES = OUT_ROWS * 128;  // of 64 columns
 constexpr bool HOLDS = SCALE == LINE || ONCE;  // a scale, for all of K
 constexpr bool IN_UNITS = !HOLDS && BM > 128;  // are sums, of what powers of two leave of the scales
-constexpr int PREFETCHED = 8;                  // k-blocks
+constexpr int PREFETCHED = 8;  // k-blocks
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
 static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
 static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a k-block takes the place of a k-block");
@@ -78,9 +78,9 @@ INLINE uint32_t split_scale(float scale, float& rest) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
-         const BiasType* bias, const __grid_constant__ TensorMap out, const Problem problem, int x_batched, int w_batched, int s_batch,
-         int s_k, int s_n, int bias_batch, int bias_n) {
+    mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
+             const BiasType* bias, const __grid_constant__ TensorMap out, const Problem problem, int x_batched,
+             int w_batched, int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
     extern __shared__ __align__(1024) char memory_[];
     const uint32_t base = shared_address(memory_);
     let_next_begin();
@@ -123,7 +123,8 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         tma_load(to + X_HALF, x, barrier, k * BK + 64, m, batch);
     };
     auto prefetch_w = [&](const Tile& tile, int from) {
-        for (int k = from; k < min(PREFETCHED, tile.k_stop); ++k) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
+        for (int k = from; k < min(PREFETCHED, tile.k_stop); ++k)
+            tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
     };
     RingOf<W_STAGES> ring_w;
     RingOf<X_STAGES> ring_x;
@@ -226,7 +227,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     last = unit;
                 }
                 uint32_t a[BK / 16][4];
-                widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t(&fragment)[4]) {
+                widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t (&fragment)[4]) {
                     if constexpr (IN_UNITS) {
 #pragma unroll
                         for (int i = 0; i < 4; ++i) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
@@ -240,7 +241,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     }
                 }
                 [[maybe_unused]] const RingOf<X_STAGES> first_x = ring_x;
-                auto start = [&](float(&d)[WIDTH / 2], bool onto) {
+                auto start = [&](float (&d)[WIDTH / 2], bool onto) {
                     const int stage = ring_x.stage;
                     barrier_wait(full_x(stage), ring_x.parity);
                     const uint32_t from = base + AT_X + stage * X_BYTES;
@@ -345,7 +346,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 const uint32_t buffer = base + AT_OUT + (warpgroup * 2 + part % 2) * OUT_BYTES;
                 if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<1>();
                 warpgroup_sync(1 + warpgroup);
-                const float(&sum)[WIDTH / 2] = acc[part * OUT_ROWS / WIDTH];
+                const float (&sum)[WIDTH / 2] = acc[part * OUT_ROWS / WIDTH];
 #pragma unroll
                 for (int j = 0; j < OUT_ROWS / 8; j += 2) {
                     uint32_t packed[4];
@@ -353,7 +354,8 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     for (int i = 0; i < 2; ++i) {
                         const float* v = sum + (part * OUT_ROWS % WIDTH / 8 + j + i) * 4;
                         packed[2 * i] = pack<OutType>(v[0] * last.upper + added.upper, v[1] * last.upper + added.upper);
-                        packed[2 * i + 1] = pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);
+                        packed[2 * i + 1] =
+                            pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);
                     }
                     const int matrix = lane / 8, row = 8 * (j + matrix / 2) + lane % 8;
                     const int piece = (warp * 2 + matrix % 2) ^ (row % 8);

@@ -71,9 +71,9 @@ INLINE void read_scales(const uint8_t* from, int line_step, int block_step, int 
 }
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
-mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const uint8_t* a_scale,
-         const uint8_t* b_scale, const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int a_batched,
-         int b_batched, int as_batch, int as_m, int as_k, int bs_batch, int bs_n, int bs_k) {
+    mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const uint8_t* a_scale,
+             const uint8_t* b_scale, const BiasType* bias, OutType* out, int M, int N, int K, int prefetched,
+             int a_batched, int b_batched, int as_batch, int as_m, int as_k, int bs_batch, int bs_n, int bs_k) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
@@ -88,7 +88,8 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
     const uint32_t steps = K / BK;
     const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
     float* const a_scales = reinterpret_cast<float*>(stages + AT_SCALES);
-    uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);  // of the columns, for each step
+    uint2* const b_scales =
+        reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);  // of the columns, for each step
 
     if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
     if constexpr (CLUSTER > 1) cluster_arrive();
@@ -99,7 +100,8 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
         if (elect()) {
             auto expect = [&](int stage) { barrier_expect(full(stage), A_BYTES + B_BYTES); };
             auto load_a = [&](int stage, int step) {
-                tma_load(base + AT_A + stage * A_BYTES, a, full(stage), (start + step) * BK, first_m, matrix * a_batched);
+                tma_load(base + AT_A + stage * A_BYTES, a, full(stage), (start + step) * BK, first_m,
+                         matrix * a_batched);
             };
             auto load_b = [&](int stage, int step) {
                 tma_load(base + stage * B_BYTES, b, full(stage), (start + step) * BK, tile_n, matrix * b_batched);
@@ -135,10 +137,12 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
         a_scale += int64_t(matrix) * as_batch + int64_t(first_m) * as_m + int64_t(start * 4) * as_k;
         const int columns = min(BN, N - tile_n);
         auto put_scale_of_a = [&](int row, int block, float scale) {
-            a_scales[block / 4 * A_SCALES_PITCH + block % 4 * A_BLOCK + row % 8 / 2 * A_QUARTER + row / 8 * 2 + row % 2] = scale;
+            a_scales[block / 4 * A_SCALES_PITCH + block % 4 * A_BLOCK + row % 8 / 2 * A_QUARTER + row / 8 * 2 +
+                     row % 2] = scale;
         };
         auto put_scale_of_b = [&](int column, int block, float scale) {
-            reinterpret_cast<uint16_t*>(b_scales)[(block / 4 * BN + column) * 4 + block % 4] = __float_as_uint(scale) >> 16;
+            reinterpret_cast<uint16_t*>(b_scales)[(block / 4 * BN + column) * 4 + block % 4] =
+                __float_as_uint(scale) >> 16;
         };
         if constexpr (W_CONSTANT) {
             read_scales<BN, B_SCALES_ALONG_K>(b_scale, bs_n, bs_k, columns, count, put_scale_of_b);
@@ -158,7 +162,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
 
         const int first_block = warp_k * BLOCKS, column = warp_n * 16 + group;
         const uint32_t from_b = base + warp_n / 4 * 64 * BK, from_a = base + AT_A;
-        auto multiply = [&](float(&d)[ROWS / 2], int stage, int block) {
+        auto multiply = [&](float (&d)[ROWS / 2], int stage, int block) {
             fence_registers(d);
             wgmma_fence();
             wgmma(d, matrix_descriptor(from_b + stage * B_BYTES) + 2 * block,
@@ -166,7 +170,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
             wgmma_commit();
             fence_registers(d);
         };
-        auto add = [&](float(&d)[ROWS / 2], int step, int i, uint2 left, uint2 right) {
+        auto add = [&](float (&d)[ROWS / 2], int step, int i, uint2 left, uint2 right) {
             fence_registers(d);
             const int block = first_block + i;
             auto unpacked = [&](uint2 halves) {
@@ -186,8 +190,9 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
                 }
 #pragma unroll
                 for (int i = s; i < min(s + 2, SLICES); ++i) {
-                    const float even = i == s ? rows_scales.x : rows_scales.z, odd = i == s ? rows_scales.y : rows_scales.w;
-                    float(&sum)[4] = acc[0][i];
+                    const float even = i == s ? rows_scales.x : rows_scales.z,
+                                odd = i == s ? rows_scales.y : rows_scales.w;
+                    float (&sum)[4] = acc[0][i];
                     sum[0] += d[4 * i] * scale[0] * even;
                     sum[1] += d[4 * i + 1] * scale[0] * odd;
                     sum[2] += d[4 * i + 2] * scale[1] * even;
@@ -209,7 +214,7 @@ mx_tiles(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap 
             barrier_wait(full(stage), ring.parity);
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i) {
-                float(&mine)[ROWS / 2] = d[i % DEPTH];
+                float (&mine)[ROWS / 2] = d[i % DEPTH];
                 if constexpr (DEPTH == 1) {
                     multiply(mine, stage, first_block + i);
                     wgmma_wait<0>();

@@ -37,12 +37,14 @@ constexpr int BK = 128;
 constexpr int WARPGROUP = 128;
 constexpr int ROWS = 64 * SLICES_M;  // of a warpgroup
 constexpr int BM = ROWS * MATH;
-constexpr int WIDTH = BN / SLICES_N;   // columns of one product
+constexpr int WIDTH = BN / SLICES_N;  // columns of one product
 constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
 constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
-static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED), "a cluster shares loads or K");
-static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR), "tokens that are summed over are spread");
+static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED),
+              "a cluster shares loads or K");
+static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
+              "tokens that are summed over are spread");
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
 
 // Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
@@ -127,10 +129,10 @@ constexpr int CLUSTER_BLOCKS = CLUSTER * SPLIT;
 #include "tiles.cuh"
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP, 1)
-scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
-          const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
-          const Problem problem, int a_batched, int b_batched, int out_m,
-          int as_batch, int bs_batch, int bs_n, int bs_k GROUP_PARAMETERS) {
+    scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
+              const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
+              const Problem problem, int a_batched, int b_batched, int out_m, int as_batch, int bs_batch, int bs_n,
+              int bs_k GROUP_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
@@ -190,15 +192,15 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES);
                     if constexpr (CLUSTER > 1 && !SHARE_B) {
                         constexpr int PIECE = BM / CLUSTER;
-                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE, a_batch,
-                                           (1 << CLUSTER) - 1);
+                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE,
+                                           a_batch, (1 << CLUSTER) - 1);
                     } else {
                         tma_load(to_a, a, full(s), along_k, tile.m, a_batch);
                     }
                     if constexpr (CLUSTER > 1 && SHARE_B) {
                         constexpr int PIECE = BN / CLUSTER;
-                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE, b_batch,
-                                           (1 << CLUSTER) - 1);
+                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE,
+                                           b_batch, (1 << CLUSTER) - 1);
                     } else if constexpr (B_ONCE) {
                         tma_load(to_b, b, full(s), along_k, tile.n, b_batch, first_out);
                     } else {
@@ -228,8 +230,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         const int column = tile.n + i * COLUMN_CHUNK;
                         const bool inside = column < problem.N && k + lane < tile.k_stop;
                         const float* from = scales + int64_t(column / 128) * bs_n + int64_t(k + lane) * bs_k;
-                        copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4, inside ? from : b_scale,
-                                  inside);
+                        copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4,
+                                  inside ? from : b_scale, inside);
                     }
                     barrier_arrive_after_copies(full_run(runs.stage));
                 }
@@ -283,8 +285,10 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
             };
             // `units`: how many times 32 of the block are multiplied.
-            auto start = [&](float(&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false, int units = BK / 32) {
-                const uint64_t from_a = matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
+            auto start = [&](float (&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false,
+                             int units = BK / 32) {
+                const uint64_t from_a =
+                    matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
                 const uint64_t from_b = matrix_descriptor(base + AT_B + stage * B_BYTES + slice_n * WIDTH * BK);
                 fence_registers(d);
                 wgmma_fence();
@@ -305,8 +309,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 }
             };
             // Returns bits of what it has loaded last: loads of a warp from shared memory come in order.
-            auto promote = [&](const float(&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
-                float(&sum)[WIDTH / 2] = acc[product];
+            auto promote = [&](const float (&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
+                float (&sum)[WIDTH / 2] = acc[product];
                 [[maybe_unused]] const int slice_n = product % SLICES_N;
                 constexpr int AT_ONCE = 8;  // of the columns' scales: a stage is free sooner
                 [[maybe_unused]] float2 pairs[AT_ONCE];
@@ -386,13 +390,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 // Two k-blocks in flight, over the loop's edge too.
                 float d0[WIDTH / 2], d1[WIDTH / 2];
                 Scales scales0, scales1;
-                auto finish = [&](float(&d)[WIDTH / 2], const Scales& scales, int stage) {
+                auto finish = [&](float (&d)[WIDTH / 2], const Scales& scales, int stage) {
                     fence_registers(d);
                     if (B_SCALE != VECTOR) release(stage);
                     const uint32_t bits = promote(d, scales, stage, 0);
                     if (B_SCALE == VECTOR) release(stage, bits);
                 };
-                auto next = [&](float(&d)[WIDTH / 2], Scales& scales) {
+                auto next = [&](float (&d)[WIDTH / 2], Scales& scales) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
                     take_rows(scales, s, 0);
@@ -448,7 +452,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             const int first_row = warpgroup * ROWS + warp * 16, owner = first_row / OWN_ROWS, rank = cluster_rank();
             // Of this warp's sums `i` to `i + 4` of product `p` that come from block `from`, at their owner.
             auto place_of = [&](int from, int p, int i) {
-                const int part = from < owner ? from : from - 1, strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;
+                const int part = from < owner ? from : from - 1,
+                          strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;
                 return base + AT_SUMS + ((strip * PRODUCTS + p) * (WIDTH / 8) + i / 4) * 512 + lane * 16;
             };
             cluster_wait();  // all blocks have begun
@@ -487,8 +492,9 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             for (int slice = 0; slice < SLICES_M; ++slice) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
                 // A bulk store of 64 rows would write into the group below.
-                const bool staged = OUT_VIA != PAIRS && (GROUPED != JAGGED_M ||
-                                                         tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
+                const bool staged =
+                    OUT_VIA != PAIRS &&
+                    (GROUPED != JAGGED_M || tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
                 float whole0 = 1.0f, whole1 = 1.0f;
 #if A_SCALE == LINE
                 const float* lines = a_scale + int64_t(tile.batch * a_batched) * as_batch;
@@ -552,7 +558,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                             if (j % 2 == 1) {
                                 const int matrix = lane / 8, line = warp * 16 + matrix % 2 * 8 + lane % 8;
                                 const int piece = (j - 1 + matrix / 2) ^ (line % 8);
-                                store_matrices<false>(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                                store_matrices<false>(at_buffer + line * 128 + piece * 16, packed[0], packed[1],
+                                                      packed[2], packed[3]);
                             }
                         }
 #endif
@@ -560,7 +567,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         if (!staged) {
                             OutType* to = OUT_ROWS + (int64_t(tile.layer()) * problem.M + row0) * int64_t(out_m) + n;
                             store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? problem.N - n : 0);
-                            store_pair(to + 8 * int64_t(out_m), v10, v11, row1 < tile.row_stop(problem) ? problem.N - n : 0);
+                            store_pair(to + 8 * int64_t(out_m), v10, v11,
+                                       row1 < tile.row_stop(problem) ? problem.N - n : 0);
                         }
 #endif
                     }
@@ -569,7 +577,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         fence_async();
                         warpgroup_sync(1 + warpgroup);
                         if (threadIdx.x % WARPGROUP == 0) {
-                            tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64, tile.layer());
+                            tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64,
+                                      tile.layer());
                             tma_store_commit();
                         }
                     }

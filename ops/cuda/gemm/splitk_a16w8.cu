@@ -38,9 +38,9 @@ constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
 constexpr int AT_SCALES = (AT_SENT + 8 + 15) / 16 * 16;
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
-splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
-             const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
-             int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
+    splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
+                 const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
+                 int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
@@ -62,8 +62,8 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     auto load_x = [&](int stage, int step, uint32_t barrier) {
 #pragma unroll
         for (int half = 0; half < 2; ++half)
-            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * BK + half * 64, first_m,
-                     matrix * x_batched);
+            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * BK + half * 64,
+                     first_m, matrix * x_batched);
     };
     auto prefetch_w = [&](int from, int stop) {
         for (int step = from; step < stop; ++step) tma_prefetch(w, (start + step) * BK, tile_n, matrix * w_batched);

@@ -36,8 +36,8 @@ INLINE void widen_lines(uint32_t (&a)[8][4], uint32_t w, int line, Adapt adapt) 
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const uint32_t from = at + half * 1024;
-            widen<XType, TYPE>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16, a[piece][half],
-                               a[piece][half + 2]);
+            widen<XType, TYPE>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16,
+                               a[piece][half], a[piece][half + 2]);
         }
         adapt(a[piece]);
     }

@@ -34,6 +34,8 @@ INLINE uint32_t load_of_block(const uint32_t* address, uint32_t rank) {
         "{.reg .b32 at;\n"
         " mapa.shared::cluster.u32 at, %1, %2;\n"
         " ld.shared::cluster.u32 %0, [at];}"
-        : "=r"(value) : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(rank) : "memory");
+        : "=r"(value)
+        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(rank)
+        : "memory");
     return value;
 }

@@ -66,7 +66,8 @@ INLINE void send_sums(uint32_t sums, uint32_t barrier, const float (&acc)[SLICES
 #pragma unroll
             for (int s = 0; s < SLICES; s += 2)
                 send_to_block(to + 8 * s, barrier, block,
-                              make_float4(acc[s][2 * half], acc[s][2 * half + 1], acc[s + 1][2 * half], acc[s + 1][2 * half + 1]));
+                              make_float4(acc[s][2 * half], acc[s][2 * half + 1], acc[s + 1][2 * half],
+                                          acc[s + 1][2 * half + 1]));
         }
     }
 }
@@ -79,7 +80,8 @@ INLINE void add_sums(const char* sums, uint32_t barrier, uint32_t rank, Finish f
     float total[OF_THREAD] = {};
 #pragma unroll
     for (int sender = 0; sender < CLUSTER; ++sender) {
-        const float* const from = reinterpret_cast<const float*>(sums) + (sender * OWN_WARPS * 64 + threadIdx.x) * OF_THREAD;
+        const float* const from =
+            reinterpret_cast<const float*>(sums) + (sender * OWN_WARPS * 64 + threadIdx.x) * OF_THREAD;
 #pragma unroll
         for (int j = 0; j < OF_THREAD; ++j) total[j] = sender == 0 ? from[j] : total[j] + from[j];
     }

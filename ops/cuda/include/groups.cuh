@@ -27,9 +27,7 @@ struct Group {
 // Of a group whose tokens are spread: rows in multiples of SPREAD_UNIT, scales of blocks of 128.
 struct Spread {
     // The row in which a group, or a block of one, begins whose first token is `token`.
-    static INLINE int first_row(int token, int group) {
-        return SPREAD_UNIT * (token / SPREAD_UNIT + group);
-    }
+    static INLINE int first_row(int token, int group) { return SPREAD_UNIT * (token / SPREAD_UNIT + group); }
 
     // The first block of the group that begins with token `start`.
     static INLINE int first_block(int start, int group) { return start / 128 + group; }

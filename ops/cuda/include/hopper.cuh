@@ -33,7 +33,9 @@ INLINE void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(rank) : "memory");
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
 }
 
 // The address of a barrier, known once what a thread has loaded from shared memory is there, `loaded` being bits of it;
@@ -56,25 +58,27 @@ INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra DONE;\n"
         "bra WAIT;\n"
-        "DONE:}" ::"r"(barrier), "r"(parity) : "memory");
+        "DONE:}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
 // ---- copies -----------------------------------------------------------------------------------------------------------
 
-INLINE void prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
+INLINE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(to),
         "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
 
 // Brings the box of a load to the L2: before any wait too, for what is written later is written there.
 INLINE void tma_prefetch(const TensorMap& map, int x, int y, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z)
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y),
+                 "r"(z)
                  : "memory");
 }
 
@@ -88,7 +92,8 @@ INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
 }
 
 // To the same address of every block in `blocks` (a mask), each of whose barriers counts the bytes.
-INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
+INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z,
+                               uint16_t blocks) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
@@ -97,8 +102,8 @@ INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barri
 }
 
 INLINE void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from),
-                 "r"(x), "r"(y), "r"(z)
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
@@ -139,8 +144,8 @@ INLINE uint4 load_matrices(uint32_t row) {
 template <bool TURNED>
 INLINE void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
     if constexpr (TURNED) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
-                     "r"(m2), "r"(m3)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0),
+                     "r"(m1), "r"(m2), "r"(m3)
                      : "memory");
     } else {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
@@ -236,7 +241,8 @@ INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, float4 v
         "{.reg .b32 remote, counter;\n"
         "mapa.shared::cluster.u32 remote, %0, %2;\n"
         "mapa.shared::cluster.u32 counter, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];}" ::"r"(to),
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];}" ::
+            "r"(to),
         "r"(barrier), "r"(rank), "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
         : "memory");
 }
@@ -300,7 +306,8 @@ INLINE bool elect() {
     asm volatile(
         "{.reg .pred one;\n"
         "elect.sync _|one, 0xffffffff;\n"
-        "selp.u32 %0, 1, 0, one;}" : "=r"(elected));
+        "selp.u32 %0, 1, 0, one;}"
+        : "=r"(elected));
     return elected;
 }
 

@@ -90,8 +90,8 @@ INLINE float reciprocal(float x) {
 }
 
 // Shared memory whose size the launch says.
-#define DYNAMIC_SHARED(TYPE, NAME)                            \
-    extern __shared__ __align__(128) char NAME##_memory[];    \
+#define DYNAMIC_SHARED(TYPE, NAME)                         \
+    extern __shared__ __align__(128) char NAME##_memory[]; \
     TYPE& NAME = *reinterpret_cast<TYPE*>(NAME##_memory)
 
 // The same value, of which the compiler knows nothing any more.

@@ -58,7 +58,8 @@ INLINE uint32_t load_byte_ahead(const void* address) {
 
 // The first `bytes` of 16 to shared memory, and zeros after them; both addresses are multiples of 16.
 INLINE void copy16(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
 }
 
 // Until the copies that this thread has started before `end_copies` are there.

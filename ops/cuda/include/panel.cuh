@@ -10,13 +10,13 @@
 #include "fp8_block.cuh"
 
 constexpr int ELEMENT_BYTES = INPUT == Element::FP32 ? 4 : 2;
-constexpr int IN_WORD = 4 / ELEMENT_BYTES;    // columns
+constexpr int IN_WORD = 4 / ELEMENT_BYTES;  // columns
 constexpr int IN_PIECE = 16 / ELEMENT_BYTES;  // columns of 16 bytes
-constexpr int WORDS = PANEL / IN_WORD;        // of a row of the panel
+constexpr int WORDS = PANEL / IN_WORD;  // of a row of the panel
 constexpr int PIECES = PANEL / IN_PIECE;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 16;                // of a store
-constexpr int STRIP_ROWS = 8 * ROWS;    // of a warp's stores
+constexpr int ROWS = 16;  // of a store
+constexpr int STRIP_ROWS = 8 * ROWS;  // of a warp's stores
 constexpr int ROWS_AT_ONCE = THREADS / PIECES;  // rows that the threads of a block load at a time, a piece each
 constexpr int SECTOR = 32;  // shares of the rows begin at multiples of it, so that sectors of the output are whole
 static_assert(32 % PIECES == 0 && PIECES >= 4, "a warp loads whole rows");
@@ -53,7 +53,8 @@ INLINE void store_span(uint8_t* to, uint4 piece, int begin, int end) {
 #pragma unroll
         for (int half = 0; half < 4; half += 2) {
             const auto two = static_cast<uint16_t>(word >> 8 * half);
-            const bool first = begin <= at + half && at + half < end, second = begin <= at + half + 1 && at + half + 1 < end;
+            const bool first = begin <= at + half && at + half < end,
+                       second = begin <= at + half + 1 && at + half + 1 < end;
             if (first && second) {
                 *reinterpret_cast<uint16_t*>(to + at + half) = two;
             } else if (first) {
@@ -127,7 +128,7 @@ INLINE void find_scales(Shared& shared, int turn, int rank, Stored* scale, int c
 // Quantizes rows `low` to `high` of those in shared memory, up to `columns` columns; row 0 of the first goes to `data`.
 // Zeros go out where there are `none`.
 INLINE void store_rows(const char* rows, int low, int high, const float* inverse, uint8_t* data, int data_n,
-                                int columns, bool none) {
+                       int columns, bool none) {
     const int lane = threadIdx.x % 32;
     const int items = (high + STRIP_ROWS - 1) / STRIP_ROWS * PIECES;
     for (int item = threadIdx.x / 32; item < items; item += WARPS) {

@@ -170,8 +170,8 @@ INLINE void load_by_element(Octet& octet, const void* base, int64_t index, int c
 // a predicate and not in a branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded
 // whole: they lie in one page, whatever follows the matrix.
 template <Load HOW, bool INSIDE = EVEN, int COUNT>
-INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_row, int row, int column,
-                                 int M, int N, int stride) {
+INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_row, int row, int column, int M, int N,
+                        int stride) {
     const int64_t first = (first_row + row) * stride + column;
     const int columns = N - column;
 #pragma unroll
@@ -210,7 +210,7 @@ INLINE float grad_of_up(float gate) { return silu(gate); }
 // Of a thread that lies INSIDE the matrix, or anywhere.
 template <bool INSIDE>
 INLINE auto load_values(const void* x, const void* other, const float* rstd, int64_t first_row, int row, int column,
-                                 int M, int N, int x_m, int other_m) {
+                        int M, int N, int x_m, int other_m) {
     if constexpr (SOURCE == Source::PLAIN && SIXTEEN_BITS) {
         PackedValues values;
         load_octets<LOAD, INSIDE>(values.row, x, first_row, row, column, M, N, x_m);

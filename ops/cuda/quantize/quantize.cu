@@ -157,8 +157,8 @@ INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int 
 // those that are `idle` have no rows. With groups `tokens` of its rows are theirs, and the rest are zeros.
 template <bool WHOLE, typename Values>
 INLINE void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, uint8_t* out, int col_n,
-                   Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
-                   [[maybe_unused]] int tokens = TILE_M) {
+                          Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
+                          [[maybe_unused]] int tokens = TILE_M) {
     if (!idle) {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
@@ -174,7 +174,8 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
                        byte % PIECE;
             if constexpr (ROWS == 4) *reinterpret_cast<uint32_t*>(to) = words[0];
             if constexpr (ROWS == 8) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-            if constexpr (ROWS == 16) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+            if constexpr (ROWS == 16)
+                *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
     __syncthreads();
@@ -211,7 +212,7 @@ struct Out {
 // each access looks at the edges, which takes 1.7 times the instructions.
 template <bool WHOLE>
 INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n, const Rows& rows, Shared& shared,
-                                   int height) {
+                          int height) {
     // What the compiler knows of a whole warp decides how it branches.
     const int lane = threadIdx.x % 32, warp = WHOLE ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int tile_m = block_m * TILE_M, tile_n = block_n * TILE_N;
@@ -246,8 +247,8 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         }
         if constexpr (BY_COLUMN) {
             const float i = scale.inverse;
-            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n, in.M,
-                                 in.N);
+            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n,
+                                 in.M, in.N);
         }
         return;
     }
@@ -302,8 +303,8 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         float inverse[8];
 #pragma unroll
         for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.octet + c];
-        store_columns<WHOLE>(values, inverse, shared, out.col_data, out.col_n, at, rows.place, tile_n, rows.limit, in.N, idle,
-                             rows.stop - rows.first);
+        store_columns<WHOLE>(values, inverse, shared, out.col_data, out.col_n, at, rows.place, tile_n, rows.limit, in.N,
+                             idle, rows.stop - rows.first);
     }
 }
 

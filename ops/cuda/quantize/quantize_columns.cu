@@ -27,7 +27,7 @@ INLINE uint4 trimmed(uint4 piece, const char* from, int column, int N) {
         } else if (!ALIGNED) {
             const char* at = from + c * ELEMENT_BYTES;
             const uint32_t value = INPUT == Element::FP32 ? __ldg(reinterpret_cast<const uint32_t*>(at))
-                                                        : __ldg(reinterpret_cast<const uint16_t*>(at));
+                                                          : __ldg(reinterpret_cast<const uint16_t*>(at));
             word |= value << shift;
         }
     }
@@ -35,8 +35,8 @@ INLINE uint4 trimmed(uint4 piece, const char* from, int column, int N) {
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, RESIDENT)
-    quantize_columns(const void* x, uint8_t* data, Stored* scale, const int* offsets, int M, int N, int x_m,
-                     int data_n, int scale_lead, int groups, int kept) {
+    quantize_columns(const void* x, uint8_t* data, Stored* scale, const int* offsets, int M, int N, int x_m, int data_n,
+                     int scale_lead, int groups, int kept) {
     DYNAMIC_SHARED(Shared, shared);
     char* const rows = reinterpret_cast<char*>(&shared + 1);
     const int rank = blockIdx.x % CLUSTER, panel = blockIdx.x / CLUSTER * PANEL;
@@ -78,7 +78,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
-                if (row + i * ROWS_AT_ONCE < high - top) *reinterpret_cast<uint4*>(rows + place_of(row + i * ROWS_AT_ONCE, piece)) = loaded[i];
+                if (row + i * ROWS_AT_ONCE < high - top)
+                    *reinterpret_cast<uint4*>(rows + place_of(row + i * ROWS_AT_ONCE, piece)) = loaded[i];
                 visit(loaded[i]);
             }
         }

@@ -63,7 +63,7 @@ struct Share {
 // matrix, of a group or of the rows in none, where there are any. `same` is told what all lanes know alike.
 template <typename Same, typename Visit>
 INLINE void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
-                                   Visit&& visit) {
+                          Visit&& visit) {
     const int clusters = gridDim.x / CLUSTER, width = (end - begin + PANEL - 1) / PANEL * PANEL;
     const auto find = [&](int which) {
         const Rows rows = rows_of(which, offsets, groups, M);
@@ -98,7 +98,8 @@ struct Lane {
         const auto value = [&](int i) { return element(words[i], place) * inverse[place]; };
         uint32_t packed[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
+        for (int w = 0; w < 4; ++w)
+            packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
         return make_uint4(__byte_perm(packed[0], packed[1], turn), __byte_perm(packed[0], packed[1], turn ^ 0x4444),
                           __byte_perm(packed[2], packed[3], turn), __byte_perm(packed[2], packed[3], turn ^ 0x4444));
     }
@@ -256,7 +257,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const auto quantize = [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
             uint8_t* const to = data + share.top + mine.group * ROWS +
-                                      (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
+                                (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
             // Of this lane's 16 rows of a chunk those that are the item's, of columns that there are.
             const auto store_inside = [&](int chunk, int place, uint4 out) {
                 const int row = share.top + chunk * CHUNK_ROWS + mine.group * ROWS;
@@ -273,7 +274,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
             // From which chunk on, how many have no row of another item; how many do not stay in the ring.
             const int first_whole = share.top < rows.start;
-            const uint32_t whole = max(share.count - first_whole - (share.top + share.count * CHUNK_ROWS > rows.stop), 0);
+            const uint32_t whole =
+                max(share.count - first_whole - (share.top + share.count * CHUNK_ROWS > rows.stop), 0);
             const int again = share.count - share.kept();
             const bool comes_again = uniform(again > 0);
 
@@ -353,7 +355,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
             for (int chunk = 0; chunk < HELD; ++chunk) {
                 if (chunk >= held) break;
-                const uint32_t(&words)[ROWS] = words_held[chunk];
+                const uint32_t (&words)[ROWS] = words_held[chunk];
                 store(to + chunk * CHUNK_ROWS, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
             }
             Cursor at = HELD > 0 && !comes_again ? behind_held : Cursor(ring, team);

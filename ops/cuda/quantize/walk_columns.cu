@@ -46,7 +46,8 @@ struct Share {
     int left, panel, row;  // how many, and where the first is
 
     INLINE Share(int M, int N) {
-        const uint32_t panels = (N + PANEL - 1) / PANEL, rows = panels * M, each = rows / gridDim.x, rest = rows % gridDim.x;
+        const uint32_t panels = (N + PANEL - 1) / PANEL, rows = panels * M, each = rows / gridDim.x,
+                       rest = rows % gridDim.x;
         const auto begin_of = [&](uint32_t block) { return block * each + block * rest / gridDim.x; };
         const uint32_t from = begin_of(blockIdx.x);
         left = begin_of(blockIdx.x + 1) - from;
@@ -147,7 +148,8 @@ struct Mine {
     INLINE void take(uint32_t (&amax)[4], uint32_t stage) const {
         uint4 loaded[CHUNK_ROWS / 32];
 #pragma unroll
-        for (int i = 0; i < CHUNK_ROWS / 32; ++i) loaded[i] = load_matrices<!WIDE>(stage + survey_at + i * 32 * ROW_BYTES);
+        for (int i = 0; i < CHUNK_ROWS / 32; ++i)
+            loaded[i] = load_matrices<!WIDE>(stage + survey_at + i * 32 * ROW_BYTES);
         take_two(amax, loaded[0], loaded[1]);
         take_two(amax, loaded[2], loaded[3]);
     }
@@ -185,7 +187,8 @@ struct Mine {
     }
 
     static INLINE uint32_t quantized(uint32_t first, uint32_t second, float by) {
-        return pack<FP8>(element(first, 0) * by, element(first, 1) * by, element(second, 0) * by, element(second, 1) * by);
+        return pack<FP8>(element(first, 0) * by, element(first, 1) * by, element(second, 0) * by,
+                         element(second, 1) * by);
     }
     static INLINE uint32_t quantized(uint4 v, float by) {
         return pack<FP8>(element(v.x, 0) * by, element(v.y, 0) * by, element(v.z, 0) * by, element(v.w, 0) * by);
@@ -232,8 +235,8 @@ INLINE void store_part(uint8_t* to, uint32_t part) {
 // Stores rows `low` to `high` of a chunk, of which row 0 goes to row `top` of a column. `loaded` is told bits of all that
 // was loaded, when it is there.
 template <typename Loaded>
-INLINE void store_strip(const Mine& mine, uint8_t* column, uint32_t top, bool inside, uint32_t stage,
-                                 int low, int high, float by, Loaded&& loaded) {
+INLINE void store_strip(const Mine& mine, uint8_t* column, uint32_t top, bool inside, uint32_t stage, int low, int high,
+                        float by, Loaded&& loaded) {
     uint4 words[4];
     mine.load(words, stage);
     uint32_t any = any_of(words);
@@ -267,8 +270,8 @@ INLINE void store_strip(const Mine& mine, uint8_t* column, uint32_t top, bool in
 
 // Stores a whole chunk, of which the rows before `split` are scaled by `before`.
 template <typename Loaded>
-INLINE void store_meeting(const Mine& mine, uint8_t* column, uint32_t top, bool inside, uint32_t stage,
-                                   uint32_t split, float before, float after, Loaded&& loaded) {
+INLINE void store_meeting(const Mine& mine, uint8_t* column, uint32_t top, bool inside, uint32_t stage, uint32_t split,
+                          float before, float after, Loaded&& loaded) {
     uint4 words[4];
     mine.load(words, stage);
     const uint32_t first = split / ROWS * ROWS;  // of the set that is not all scaled by the same
@@ -278,7 +281,8 @@ INLINE void store_meeting(const Mine& mine, uint8_t* column, uint32_t top, bool 
     for (int set = 0; set < Mine::SETS; ++set) {
         const uint32_t row = mine.row_of(set);
         const uint4 out = mine.quantized(words, set, row < split ? before : after);
-        if (inside && row != first) store16<Store::NORMAL>(column + (top + ROWS * mine.place) + Mine::SET_STEP * set, out);
+        if (inside && row != first)
+            store16<Store::NORMAL>(column + (top + ROWS * mine.place) + Mine::SET_STEP * set, out);
     }
     const uint32_t offset = Mine::PART * mine.place;
     const int left = static_cast<int>(split - first - offset);
@@ -355,13 +359,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
             uint8_t* const column = kept(data + static_cast<int64_t>(panel + mine.column) * data_n);
             Stored* to_scale = scale + static_cast<int64_t>(run.first) * scale_lead + panel + mine.column;
             int top = run.begin & -CHUNK_ROWS;  // of the chunk that is next to be quantized
-            int written = run.begin;       // its rows up to this one are
-            float before = 0;              // by which its other rows up to the group are scaled
+            int written = run.begin;  // its rows up to this one are
+            float before = 0;  // by which its other rows up to the group are scaled
             const auto release_it = [&](uint32_t any) { release(ring, any); };
             const auto stage_of = [&](const Ring& at) { return stages_at + at.stage * STAGE_BYTES; };
             const auto store_waiting = [&](int stop, auto&& loaded) {  // the rows up to this one
                 wait(ring);
-                store_strip(mine, column, top, inside, stage_of(ring), max(written - top, 0), stop - top, before, loaded);
+                store_strip(mine, column, top, inside, stage_of(ring), max(written - top, 0), stop - top, before,
+                            loaded);
                 written = stop;
             };
             Cursor at(run, offsets, groups);
@@ -398,7 +403,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                     const uint32_t stage = stage_of(ring);
                     if (surveyed) wait(ring);
                     if (written > top) {
-                        store_strip(mine, column, top, inside, stage, written - top, CHUNK_ROWS, found.inverse, release_it);
+                        store_strip(mine, column, top, inside, stage, written - top, CHUNK_ROWS, found.inverse,
+                                    release_it);
                     } else if (at.start > top) {
                         const int split = at.start - top;
                         store_meeting(mine, column, top, inside, stage, split, before, found.inverse, release_it);

@@ -63,12 +63,8 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
     for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline uint32_t __vmaxu2(uint32_t a, uint32_t b) {
-    return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
-}
-inline uint32_t __vmaxs2(uint32_t a, uint32_t b) {
-    return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u;
-}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b) { return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -109,13 +105,13 @@ inline int tensor_count;
 inline char fault[300];
 
 // Where the launch goes wrong for the first time; what follows may go wrong for that.
-#define FAULT(...)                                                                                          \
-    do {                                                                                                    \
-        if (fault[0] == 0) {                                                                                \
-            const int told = snprintf(fault, sizeof(fault), __VA_ARGS__);                                   \
+#define FAULT(...)                                                                                                  \
+    do {                                                                                                            \
+        if (fault[0] == 0) {                                                                                        \
+            const int told = snprintf(fault, sizeof(fault), __VA_ARGS__);                                           \
             snprintf(fault + told, sizeof(fault) - told, "; block (%u, %u, %u), thread %u", blockIdx.x, blockIdx.y, \
-                     blockIdx.z, threadIdx.x);                                                              \
-        }                                                                                                   \
+                     blockIdx.z, threadIdx.x);                                                                      \
+        }                                                                                                           \
     } while (false)
 
 #pragma GCC push_options
@@ -216,8 +212,10 @@ inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].
 // That a block of the cluster may be spoken to: its shared memory exists.
 inline void reach_block(uint32_t rank) {
     if (rank >= static_cast<uint32_t>(block_count)) break_off("block %u is none of the cluster's", rank);
-    if (threads_begun[rank] == 0) break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
-    if (threads_done[rank] == thread_count) break_off("block %u of the cluster, whose shared memory is accessed, may have ended", rank);
+    if (threads_begun[rank] == 0)
+        break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
+    if (threads_done[rank] == thread_count)
+        break_off("block %u of the cluster, whose shared memory is accessed, may have ended", rank);
 }
 
 template <typename T>
@@ -258,7 +256,8 @@ inline const Span* hidden;
 inline int hidden_count;
 inline char* kept_back;  // what they hold
 inline uint32_t launches_ended;
-inline bool overlaps, waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
+inline bool overlaps,
+    waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
 inline bool must_settle;  // the launch after this one begins only when the launch before it has ended
 
 inline bool is_hidden(const void* address) {
@@ -269,7 +268,8 @@ inline bool is_hidden(const void* address) {
 }
 // An asynchronous copy may read its source at any time from here on.
 inline void read_ahead(const void* address) {
-    if (is_hidden(address)) break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
+    if (is_hidden(address))
+        break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
 }
 inline void hide(bool has_ended) {
     launches_ended = has_ended || hidden_count == 0;
@@ -301,7 +301,8 @@ inline void wait_for_launches() {
     while (launches_ended == 0) wait_for_change(launches_ended);
 }
 inline void let_next_begin() {
-    if (must_settle && launches_ended == 0) break_off("a late launch has the next begin before the one before has ended");
+    if (must_settle && launches_ended == 0)
+        break_off("a late launch has the next begin before the one before has ended");
 }
 
 // ---- launches ------------------------------------------------------------------------------------------------------
@@ -430,7 +431,8 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
 
 // What is right in every order has the barriers that it needs: clusters take turns in them, and for every fourth what is
 // asynchronous happens early. Returns the first fault, or an empty text.
-inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, uint32_t seed) {
+inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards,
+                          uint32_t seed) {
     kernel = run;
     parameters = with;
     gridDim = grid;
@@ -440,7 +442,8 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
     broken = false;
     const int all = count * cluster;
     if (cluster > MOST_BLOCKS || all > MOST_THREADS) {
-        snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for", cluster, count);
+        snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for",
+                 cluster, count);
         return fault;
     }
     uint64_t bytes = 0;
@@ -461,7 +464,8 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 memset(threads_done, 0, sizeof(threads_done));
                 cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
-                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
+                for (int t = 0; t < all; ++t)
+                    threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
                 for (int i = 0; i < hook_count; ++i) hooks[i].begin_cluster();
                 if (seed == 0) order.backwards = backwards != (index % 2 == 1);
                 polite = order.backwards;

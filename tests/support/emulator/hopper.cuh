@@ -55,7 +55,8 @@ inline void read_by_engine(const char* who, uint32_t address, int bytes) {
     for (uint32_t k = address / 1024; k <= (address + bytes - 1) / 1024; ++k) {
         if (unfenced_count[k] == 0) continue;
         for (uint32_t i = max(k * 64, address / 16); i < min(k * 64 + 64, (address + bytes) / 16); ++i)
-            if (unfenced[i]) break_off("%s reads what thread %d wrote without fence_async", who, (unfenced[i] - 1) % thread_count);
+            if (unfenced[i])
+                break_off("%s reads what thread %d wrote without fence_async", who, (unfenced[i] - 1) % thread_count);
     }
 }
 
@@ -160,7 +161,8 @@ inline int move(const BulkCopy& copy, bool to_shared) {
                                     in_z < static_cast<int64_t>(map.size[2]);
             for (int64_t x = 0; x < static_cast<int64_t>(map.box[0]); x += of_piece) {
                 const int64_t in_x = copy.at[0] + x, first = in_x < 0 ? -in_x : 0;
-                const int64_t stop = static_cast<int64_t>(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
+                const int64_t stop =
+                    static_cast<int64_t>(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
                 uint32_t shared = copy.at_shared + (z * map.box[1] + y) * row_bytes + x * bytes;
                 if (map.swizzle == 128) shared ^= shared >> 3 & 0x70;
                 if (to_shared) memset(memories[0] + shared, 0, 16);
@@ -229,7 +231,8 @@ inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
     tma_load(to, map, barrier, x, y, z);
 }
-inline void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
+inline void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z,
+                               uint16_t blocks) {
     for (uint32_t rank = 0; rank < 16; ++rank)
         if (blocks >> rank & 1) tma_load(address_in(rank, to), map, address_in(rank, barrier), x, y, z);
 }
@@ -405,7 +408,8 @@ inline const bool watches_hopper = watch({
         free_landing = -1;
     },
     [] {
-        if (bulk_stores[current].count > 0) break_off("a thread ends while its bulk stores may still read shared memory");
+        if (bulk_stores[current].count > 0)
+            break_off("a thread ends while its bulk stores may still read shared memory");
     },
     [] {
         if (under_way > 0) FAULT("a cluster ends while copies to its shared memory are under way");

@@ -88,7 +88,8 @@ void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
     widen<Fp16, TYPE>(bytes, low, high);
 }
 inline uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
-    return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0), of_pair<Fp16>(high, 1));
+    return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0),
+                           of_pair<Fp16>(high, 1));
 }
 inline uint32_t difference_times_32(uint32_t a, uint32_t b) {
     auto of = [&](int i) { return (of_pair<Fp16>(a, i) - of_pair<Fp16>(b, i)) * 32.0f; };
@@ -111,7 +112,9 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     meet_warp();
     const Fragments* warp = fragments + current / 32 * 32;
     const int lane = current % 32;
-    auto half = [](uint32_t pair, int upper) { return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)}); };
+    auto half = [](uint32_t pair, int upper) {
+        return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)});
+    };
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         double sum = d[i];
@@ -165,7 +168,8 @@ inline uint32_t writings_of(uint32_t first, uint32_t stop) {
 }
 // `rows` rows of 128 bytes.
 inline void take_operand(uint64_t descriptor, int rows) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, first = address / 1024, stop = first + (rows + 7) / 8;
+    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, first = address / 1024,
+                   stop = first + (rows + 7) / 8;
     read_by_engine("wgmma", first * 1024, rows * 128);
     if (current % 32 == 0)  // once for a warp
         in_flight[current].operands.add({first, stop, writings_of(first, stop), in_flight[current].group});
@@ -181,7 +185,8 @@ inline float* begin_product(float* d, int count) {
     int i = 0;
     while (i < mine.count && mine.sums[i].at != d) ++i;
     if (i == mine.count) {
-        if (i == MOST_IN_FLIGHT || count > MOST_SUMS) break_off("more products in flight than the emulator has room for");
+        if (i == MOST_IN_FLIGHT || count > MOST_SUMS)
+            break_off("more products in flight than the emulator has room for");
         ++mine.count;
         mine.sums[i].at = d, mine.sums[i].count = count;
         memcpy(mine.sums[i].values, d, count * sizeof(float));

@@ -13,7 +13,7 @@ void matrix(const Words* a, const Words* b, const uint8_t* a_scale, const uint8_
 KERNEL(WAVE) void lanes_of_a_wave(const float* low, const float* high, float* out) {
     const int lane = thread_index();
     const float x = low[lane], y = high[lane];
-    const float found[] = {folded<32>(x, y), folded<16>(x, y), folded<8>(x, y),  folded<4>(x, y),  folded<2>(x, y),
+    const float found[] = {folded<32>(x, y), folded<16>(x, y), folded<8>(x, y), folded<4>(x, y), folded<2>(x, y),
                            folded<1>(x, y),  exchanged<8>(x),  exchanged<4>(x), exchanged<2>(x), exchanged<1>(x)};
     for (int i = 0; i < 10; ++i) out[WAVE * i + lane] = found[i];
 }
@@ -40,7 +40,8 @@ KERNEL(WAVE) void bounds(const uint8_t* data, const int* offsets, uint32_t* out,
 }
 
 // Types of outputs and biases.
-KERNEL(WAVE) void rounded(const float* values, TypeOf<Element::BF16>::type* bf16, TypeOf<Element::FP16>::type* fp16, float* back) {
+KERNEL(WAVE)
+void rounded(const float* values, TypeOf<Element::BF16>::type* bf16, TypeOf<Element::FP16>::type* fp16, float* back) {
     const int lane = thread_index();
     bf16[lane] = TypeOf<Element::BF16>::type(values[lane]);
     fp16[lane] = TypeOf<Element::FP16>::type(values[lane]);
