@@ -118,8 +118,8 @@ using OutRows = OutType*;
 constexpr const int* offsets = nullptr;
 #endif
 
-#if CLUSTER * SPLIT > 1
-constexpr int CLUSTER_BLOCKS = CLUSTER * SPLIT;
+#define CLUSTER_BLOCKS (CLUSTER * SPLIT)
+#if CLUSTER_BLOCKS > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
 #else
 #define CLUSTER_DIMS
