@@ -1,42 +1,48 @@
-// Few rows by an FP8 weight, by TMA and wgmma of FP8: out (M, N) = x (M, K) · (w (K, N) * w_scale) + bias, x of 16 bits.
+// Few rows by an FP8 weight, by TMA and FP8 wgmma: out (M, N) = x (M, K) · (w (K, N) * w_scale) + bias, x of 16 bits.
 //
-// The weight goes from memory through shared memory into the tensor cores as it is, and nothing is widened. What is made
-// to fit is x, of which there is little: the eight bits of a bfloat16 are those of two values of e4m3, the eleven of a
-// float16 those of three, x = scale * (p0 + p1 / 32 + p2 / 1024), with a power of two for each row and 128 of K. That is
-// exact but for elements 2 ** 14 times smaller than the largest of their 128, which are rounded to 2 ** -22 of it.
-// Products of the parts are columns of one wgmma, whose accumulators, of about 14 bits, hold 128 of K; those are scaled
-// and added in float32. An infinite x is one whose scale is: of several in one row and 128 of K, the sum of their
-// products decides.
+// The weight stays FP8 from memory to the tensor core. Instead x, which is small, is split into FP8: the 8 significant
+// bits of a bfloat16 are those of two e4m3 values, the 11 of a float16 those of three: x = scale * (p0 + p1 / 32 + p2 /
+// 1024), with a power of two for each row and 128 of K (`split.cuh`). The split is exact except for elements 2 ** 14
+// times smaller than the largest of their 128, which are rounded to 2 ** -22 of it. The products of the parts are
+// columns of one wgmma, whose accumulators, of about 14 bits, hold one K tile; they are scaled and added in float32. An
+// infinite x makes its scale infinite: of several in one row and K tile, the sum of their products decides.
 //
-// Columns of w are the rows of wgmma's left operand, 64 for each warpgroup. One warp keeps STAGES of 128 of K of the weight
-// full by bulk copies; x lies in shared memory for all of K that a block has. Where the stages are all of a block's part of
-// the weight, most of it goes through registers (HELD), which take it from shared memory while x is on its way and not
-// between x and the sums: for as few columns as x makes, a wgmma waits for its left operand longer than it multiplies.
-// Sums of a cluster's blocks, which share K, meet by `exchange.cuh`.
+// Decomposition. A block, or a cluster of CLUSTER blocks that share K, has BN columns of w and ROWS rows of x. The
+// columns of w are the rows of wgmma's left operand, 64 for each warpgroup. The blocks of a cluster exchange their sums
+// by `exchange.cuh`.
 //
-// The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
-// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
-// at once, or where what it asks for would keep this one waiting (LATE), when the launch before this one has ended.
+// Pipeline. A producer warp keeps STAGES K tiles of w in flight by TMA; x lies in shared memory for all of the block's
+// part of K. Where the stages hold the block's whole part of w there is no producer warp, and the consumers load HELD
+// of the stages into registers while x is still on its way: with as few columns as x has, a wgmma waits for its left
+// operand longer than it multiplies.
 //
-// Macros: INPUT (BF16, FP16); B_FP8 of the enum Fp8, of w (A_FP8 is that of x's parts, E4M3; in the generated `wgmma`, which
-// is of ROWS for each part); TAIL, whether K is no multiple of 128, but one of 8, and zeros follow it; SCALE (LINE, VECTOR,
-// BLOCK as in gemv_a16w8.cu); ROWS (8 or 16); TILES (1); WARPS_N (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of
-// two to M, up to ROWS); LANES (8 or 16, that have a row's part of a stage), AHEAD (of those parts that a thread asks for at
-// once); STAGES, CLUSTER, RESIDENT, W_CONSTANT, LATE; HELD, stages of the weight in registers, or 0, of which READY are
-// waited for before x is; X_OVER, x comes to lie where the stages in registers were; OUT (BF16, FP16, FP32); BIAS (0, BF16,
-// FP16, FP32).
+// Overlap. The kernel uses programmatic dependent launch. Before it waits it prefetches the weight to the L2, or, if
+// the weight is constant (W_CONSTANT: no launch that may still run writes the weight or its scales), fills the stages.
+// The next launch may start at once, or, where its loads would delay this one (LATE), when the launch before this one
+// has ended.
+//
+// Shared memory: w (STAGES, BN, BK), the cluster's sums, the mbarriers, x (count, PARTS * ROWS, BK), scales of x and of
+// w.
+//
+// Macros: INPUT (BF16, FP16), OUT and BIAS of the enum Element; B_FP8 of the enum Fp8, the type of w (A_FP8, that of
+// the parts of x, is E4M3; the generated `wgmma` has ROWS columns for each part); TAIL, whether K is a multiple of 8
+// and not of 128, so that zeros follow it; SCALE (LINE, VECTOR, BLOCK: see a16w8.cuh); ROWS (8, 16); TILES (1); WARPS_N
+// (4 are a warpgroup); WARPS_K (1); X_ROWS (the next power of two to M, up to ROWS); LANES (8 or 16, which share a row
+// of a K tile), AHEAD (such parts of x that a thread loads at once); STAGES, CLUSTER, RESIDENT (blocks a
+// multiprocessor), W_CONSTANT, LATE; HELD, stages of w that are held in registers, or 0, of which READY are loaded
+// before the wait; X_OVER, whether x overwrites the stages that are held.
 #include "a16w8.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"
 #include "split.cuh"
 
-constexpr int BK = 128;  // of K in a stage
-constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
+constexpr int BK = 128;  // the K tile of a stage
+constexpr int GROUPS = BN / 64;  // of columns with one scale a K tile, where 128 columns have one
 static_assert(WARPS_N % 4 == 0);
 
 constexpr int W_BYTES = BN * BK;  // of a stage
-constexpr int PARTS = INPUT == Element::BF16 ? 2 : 3;  // of an element of x
-constexpr int SUMS = PARTS * ROWS / 2;  // of a thread
+constexpr int PARTS = INPUT == Element::BF16 ? 2 : 3;  // FP8 values that make an element of x
+constexpr int SUMS = PARTS * ROWS / 2;  // accumulators of a thread
 constexpr int X_BYTES = PARTS * ROWS * BK;  // of a stage: the first parts of the rows, then the second ones
 constexpr int AT_ARRIVED = STAGES * W_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
@@ -46,10 +52,10 @@ constexpr int AT_REST = (AT_SENT + 8 + 1023) / 1024 * 1024;
 constexpr int AT_X = X_OVER ? 0 : AT_REST;
 static_assert(!X_OVER || STAGES * X_BYTES <= HELD * W_BYTES);
 
-constexpr int PIECES = BK / (8 * LANES);  // of eight values, that a thread has of an item
-constexpr int ITEMS = THREADS / LANES;  // rows of stages that a block splits at a time
-constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
-constexpr int STAGES_ON = ITEMS / X_ROWS;  // stages, to the next item
+constexpr int PIECES = BK / (8 * LANES);  // 16-byte pieces of x that a thread has of an item
+constexpr int ITEMS = THREADS / LANES;  // items, rows of a K tile, that a block splits at a time
+constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the producer warp; stages that are filled once need none
+constexpr int STAGES_ON = ITEMS / X_ROWS;  // K tiles from an item of a thread to its next
 static_assert(ITEMS % X_ROWS == 0);
 static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
 static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is asked for at once");
@@ -62,7 +68,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const uint32_t base = shared_address(stages);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS;
@@ -71,12 +77,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     const uint32_t after_x = AT_REST + (X_OVER ? 0 : count * X_BYTES), x_scales_at = base + after_x;
     float* const x_scales = reinterpret_cast<float*>(stages + after_x);  // (count, ROWS)
-    float* const w_scales = x_scales + count * ROWS;  // (count, BN) of VECTOR, (count, GROUPS) of BLOCK, (BN) of LINE
+    float* const w_scales = x_scales + count * ROWS;  // VECTOR: (count, BN); BLOCK: (count, GROUPS); LINE: (BN)
 
     auto load = [&](int stage, int step) {
         barrier_expect(full(stage), W_BYTES);
         tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, 0);
     };
+    // Prologue: initialize the mbarriers; without a producer warp, load the weight or prefetch it.
     if (threadIdx.x == (HELD > 0 ? 0 : THREADS)) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
     if (HELD > 0 && warp == 0) {
         __syncwarp();
@@ -93,6 +100,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
+    // Producer: one thread keeps the stages full.
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             if constexpr (!W_CONSTANT) {
@@ -114,19 +122,20 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         return;
     }
 
+    // Consumers.
     float acc[SLICES][4] = {};
     auto read = [&] { read_scales<BN, THREADS>(w_scales, w_scale, start, count, tile_n, N, s_k, s_n); };
     if constexpr (W_CONSTANT) read();
 
-    // Lanes of an item have one row's part of a stage; X_ROWS items in turn have the rows of a stage. Where the first
-    // item's values lie is known before they may be read.
+    // LANES lanes share an item, one row of a K tile; X_ROWS consecutive items are the rows of a K tile. The addresses
+    // of the first item are computed before the wait.
     const int item = threadIdx.x / LANES, along = threadIdx.x % LANES;
     const uint16_t* x_from =
         settled(x + int64_t(first_m + item % X_ROWS) * x_m + (start + item / X_ROWS) * BK + 8 * along);
     uint32_t to = settled(base + AT_X + item / X_ROWS * X_BYTES + item % X_ROWS * BK);
     auto piece = [&](int i) { return ((i ^ (item % X_ROWS % 8)) * 16); };
     uint32_t scale_to = settled(x_scales_at + (item / X_ROWS * ROWS + item % X_ROWS) * 4);
-    // And where the thread's pairs of sums go.
+    // So are the addresses of the pairs of sums that this thread stores.
     const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row();
     OutType* const pairs = settled(out + (int64_t(first_m) + row) * N + pair_n);
     const int room = settled(N - pair_n);
@@ -147,6 +156,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
             }
         }
     };
+    // Wait for the launches before this one; hold what of the weight does not depend on them.
     hold(0, READY);
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
@@ -160,6 +170,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     }
     [[maybe_unused]] float2 biases[PAIRS];
     if constexpr (HAS_BIAS) read_biases(biases, bias, 0, pair_n, room, bias_n);
+    // Split x into FP8 parts, in shared memory, with a scale for each row and K tile.
     for (int first = 0; first < (HELD > 0 ? 1 : count); first += AHEAD * STAGES_ON) {
         auto place = [&](int p) { return to + p * STAGES_ON * X_BYTES; };
         bool inside[AHEAD];
@@ -192,7 +203,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part) parts[part][i] = of_four[part];
             }
-            if (X_OVER && p == 0) sync_first<THREADS>();  // all have in registers what x overwrites
+            if (X_OVER && p == 0) sync_first<THREADS>();  // all warps hold in registers what x overwrites
             if (inside[p]) {
 #pragma unroll
                 for (int i = 0; i < PIECES; ++i) {
@@ -210,7 +221,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     sync_first<THREADS>();
 
     const int column = warp * 16 + group;
-    // `left(i)` is the weight's i-th 32 of K.
+    // Starts one wgmma group; `left(i)` is the i-th 32 of K of the weight, in registers or as a descriptor.
     auto multiply = [&](float (&d)[SUMS], int step, auto&& left) {
         const uint64_t right = matrix_descriptor(from_x + step * X_BYTES);
         fence_registers(d);
@@ -220,6 +231,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         wgmma_commit();
         fence_registers(d);
     };
+    // Promote: combine the parts of x, scale and add.
     auto add = [&](float (&d)[SUMS], int step) {
         fence_registers(d);
         float left = 1.0f, right = 1.0f;
@@ -242,7 +254,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
             sum[3] = __fmaf_rn(all(3), scales.y * right, sum[3]);
         }
     };
-    // Two stages in flight.
+    // Main loop: two products in flight.
     float d[2][SUMS];
 #if HELD
 #pragma unroll
@@ -271,7 +283,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         ring.advance();
         return stage;
     };
-    // A stage is given back late, or ptxas would have each product wait for the one before.
+    // The stage is released only after the promotion: released earlier, ptxas makes each product wait for the one
+    // before.
     auto finish = [&](float (&d)[SUMS], int stage, int step) {
         add(d, step);
         if (lane == 0) barrier_arrive(empty(stage));
@@ -297,6 +310,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     }
 #endif
 
+    // Epilogue: reduce over the cluster, scale, add the bias, store pairs of columns.
     auto store = [&](int slice, int i, float2 sums) {
         if (8 * slice + row >= rows) return;
         if constexpr (SCALE == LINE) {

@@ -1,23 +1,37 @@
-// The scaled product on Hopper: out (M, N) = a (M, K) · b (N, K)ᵀ in FP8, promoted to float32 after every k-block.
+// The scaled product on Hopper: out (M, N) = a (M, K) · b (N, K)ᵀ in FP8, promoted to float32 after every K tile.
 //
-// A block of MATH warpgroups that multiply and one that copies; persistent: each walks over output tiles. The copying
-// warpgroup keeps STAGES k-blocks of 128 in flight: A and B by TMA, swizzled as wgmma reads them, and beside them the
-// k-block's scales, or of B, where 128 columns have one, those of 32 k-blocks at a time. A multiplying warpgroup owns
-// SLICES_M x 64 rows of the tile; it computes SLICES_N parts of BN columns, one wgmma group each, into the temporary `d`,
-// and adds `scale * d` to the accumulators: a tensor core's own accumulator keeps about 14 bits, and scales change from
-// k-block to k-block. With DEPTH 2 there are two temporaries: one is promoted while the other is computed. With CLUSTER 2,
-// two blocks that lie one above the other in M share the loads of B (SHARE_B), or two side by side those of A. With few
-// rows B is read once (B_ONCE): its lines leave the L2 first, before written ones, which would have to go to memory to make
-// room.
+// Decomposition. The grid is persistent: each block, or cluster of blocks, walks over output tiles of BM x BN
+// (`tiles.cuh`). A block has one producer warpgroup and MATH consumer warpgroups. A consumer owns SLICES_M x 64 rows of
+// the tile and computes SLICES_N products of WIDTH columns for each K tile of BK = 128, one wgmma group each.
 //
-// With few tiles SPLIT blocks share K of one, as a cluster: each owns some of its rows, gets the others' sums of these,
-// adds them in the order of K and stores them.
+// Pipeline. The producer keeps STAGES K tiles in flight by TMA: A and B, swizzled as wgmma reads them, and the scales
+// of the K tile. Where 128 columns of B have one scale, a second producer warp copies the scales of 32 K tiles at a
+// time. Consumers release a stage when they have read it.
 //
-// Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, SPLIT, GROUP;
-// A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
-// of B only, BLOCK (one for 128 columns and a k-block); B_ONCE; PROMOTE (k-blocks a promotion, where no scale changes);
-// OUT (BF16, FP16, FP32), OUT_VIA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`),
-// which has SPREAD_UNIT too.
+// Promotion. A product goes into the temporary `d`, and `scale * d` is added to the accumulators: the tensor core's own
+// accumulator keeps about 14 bits, and scales change from K tile to K tile. With DEPTH 2 there are two temporaries: one
+// is promoted while the other is computed.
+//
+// Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
+// the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
+// L2 first, before dirty lines, which would have to be written back to make room. With few tiles the SPLIT blocks of a
+// cluster share K: each block owns some rows of the tile, receives the other blocks' sums of these rows, adds them in
+// the order of K and stores them.
+//
+// Shared memory: A (STAGES, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B, and
+// the mbarriers. The AT_... constants are the offsets.
+//
+// Macros:
+//   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
+//   MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, GROUP (rows of tiles that are walked together)
+//   CLUSTER, SHARE_B, SPLIT, B_ONCE
+//   A_SCALE, B_SCALE  WHOLE (one scale), LINE (one a row of a or column of b), VECTOR (one a line and K tile), or, for
+//                     b only, BLOCK (one for 128 columns and a K tile)
+//   PROMOTE           K tiles a promotion, where no scale changes along K
+//   OUT, BIAS         of the enum Element; OUT_VIA: PAIRS, LINES or BULK
+//   GROUPED           DENSE, JAGGED_M or JAGGED_K (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT
+//
+// GROUPED, A_SCALE, B_SCALE and OUT_VIA are numbers of the preprocessor, since they choose parameters and their types.
 #include "hopper.cuh"
 #include "convert.cuh"
 #include "groups.cuh"
@@ -27,18 +41,18 @@
 #define VECTOR 2
 #define BLOCK 3
 
-// How a tile leaves: two values of a thread at a time; through shared memory, 16 bytes of a line at a time; or by TMA,
-// while the next tile is computed.
+// How a tile is stored: PAIRS, two values of a thread at a time; LINES, through shared memory, 16 bytes of a row at a
+// time; BULK, through shared memory and by TMA, while the next tile is computed.
 #define PAIRS 0
 #define LINES 1
 #define BULK 2
 
 constexpr int BK = 128;
 constexpr int WARPGROUP = 128;
-constexpr int ROWS = 64 * SLICES_M;  // of a warpgroup
+constexpr int ROWS = 64 * SLICES_M;  // of the tile, which one warpgroup owns
 constexpr int BM = ROWS * MATH;
 constexpr int WIDTH = BN / SLICES_N;  // columns of one product
-constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
+constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup for each K tile
 constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED),
@@ -47,39 +61,42 @@ static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
               "tokens that are summed over are spread");
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
 
-// Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
+// Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
 constexpr int COLUMN_CHUNKS = BN / COLUMN_CHUNK;
 
 constexpr int A_BYTES = BM * BK;
 constexpr int B_BYTES = BN * BK;
-// Bulk copies of scales begin at multiples of 16 bytes; a group of rows begins anywhere.
+// TMA loads of scales begin at multiples of 16 bytes, while a group of rows may begin anywhere: 4 scales more are
+// loaded.
 constexpr int A_SCALE_EXTRA = GROUPED == JAGGED_M ? 4 : 0;
 constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? (BM + A_SCALE_EXTRA) * 4 : 0;
 constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
-// B's single scales come apart, in runs: of each chunk those of as many k-blocks as a warp has lanes. Each lane takes one of
-// a run and gives its place back, so that whatever comes there comes after all reads.
+// The scales of B's 128 x 128 blocks have a ring of their own, filled in runs: a run holds, for each column chunk, the
+// scales of as many K tiles as a warp has lanes. Each lane loads one scale of the run and then releases the run's
+// place, so that the next run is written after all reads.
 constexpr int RUN = 32;
 constexpr int RUNS = B_SCALE == BLOCK ? 2 : 0;
 constexpr int RUN_BYTES = COLUMN_CHUNKS * RUN * 4;
-// Whether a warp exchanges them before the product starts or while it runs: whichever was timed to be faster.
+// Whether a warp shuffles these scales while the product runs or before it starts: whichever was measured to be faster.
 constexpr bool EXCHANGE_LATE = DEPTH == 2 || MATH == 3;
-// Parts of a stage start at multiples of 1024 (swizzled) and 128 bytes; scales of all stages follow the operands'.
+// Operands start at multiples of 1024 bytes, as the swizzle asks, and scales at multiples of 128 bytes.
 constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
 constexpr int OUT_BUFFER = 64 * 128;  // 64 rows of 128 bytes
 constexpr int OUT_BUFFERS = OUT_VIA == PAIRS ? 0 : OUT_CHUNKS;
-// Of bulk stores that may still read where a line's first 64 columns go: the last of an odd number left from there too.
+// Bulk stores that may still be reading when a row's first 64 columns are put into their buffer. With an odd number of
+// buffers the last store of the row before used the same buffer.
 constexpr int PENDING_AT_FIRST = (BN + 63) / 64 % OUT_CHUNKS == 0 ? OUT_BUFFERS - 1 : 0;
 
 constexpr int AT_B = STAGES * A_BYTES;
 constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
-// Sums that arrive from the other blocks that share K: of each 16 rows as the lanes of a warp hold them, 16 bytes of 8
-// columns after 16.
+// Sums that this block receives from the blocks that share K with it: for each 16 rows, in the order in which the lanes
+// of a warp hold them, 16 bytes of a lane for every 8 columns.
 constexpr int OWN_ROWS = BM / SPLIT;
 constexpr int SUMS_BYTES = (SPLIT - 1) * OWN_ROWS * BN * 4;
 static_assert(OWN_ROWS % 16 == 0, "rows of a warp have one owner");
-// With SPLIT a warp's lines leave from where its sums arrived.
+// With SPLIT a warp stages its output where its sums arrived.
 constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);
 constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
@@ -144,6 +161,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = lane_index();
 
+    // Prologue: initialize the mbarriers, and let all blocks of the cluster know.
     const bool copies = warpgroup == MATH && warp == 0;
     if (copies && elect()) {
         prefetch_map(a);
@@ -162,7 +180,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     }
     __syncwarp();
     if constexpr (SPLIT > 1) cluster_arrive();
-    // The warp that has made the barriers, and copies, does not wait for the others.
+    // The producer warp initialized the mbarriers itself: it starts to load without waiting for the other warps.
     if constexpr (CLUSTER > 1)
         cluster_sync();
     else if (copies)
@@ -173,7 +191,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     const int first = blockIdx.x / (CLUSTER * SPLIT), step = gridDim.x / (CLUSTER * SPLIT);
 
     if (warpgroup == MATH) {
-        // The copying warpgroup: one thread starts the bulk copies, one warp those of B's single scales.
+        // Producer: one thread issues the TMA loads of operands and scales. It has few registers: loops are not
+        // unrolled.
         if constexpr (MATH > 1) give_registers<MATH == 2 ? 40 : 32>();
         Ring ring;
         if (copies && elect()) {
@@ -216,6 +235,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             }
         }
 #if B_SCALE == BLOCK
+        // Producer of the scales of B's blocks: one warp copies a run of 32 K tiles at a time.
         if (warp == 1) {
             RingOf<RUNS> runs;
             Walk walk(problem, offsets);
@@ -239,26 +259,28 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         }
 #endif
     } else {
+        // Consumer.
         if constexpr (MATH == 2) take_registers<232>();
         if constexpr (MATH == 3) take_registers<160>();
-        const int row = warpgroup * ROWS + warp * 16 + lane / 4;  // of the tile; also of row + 8, and 64 more a slice
+        // The thread's first row of the tile; it also has row + 8, and in each next slice the rows 64 further.
+        const int row = warpgroup * ROWS + warp * 16 + lane / 4;
         Ring ring;
 
-        // Scales of a product, held from its start until it is promoted.
+        // The scales of one product, held in registers from its start until its promotion.
         struct Scales {
             float row0, row1;
             float chunk[B_SCALE == BLOCK ? COLUMN_CHUNKS : 1];
         };
         [[maybe_unused]] RingOf<RUNS> runs;
-        [[maybe_unused]] float of_lanes[COLUMN_CHUNKS];  // those of k-block `lane` of a run
+        [[maybe_unused]] float of_lanes[COLUMN_CHUNKS];  // the scales of K tile `lane` of a run
 
         Walk walk(problem, offsets);
         for (int index = first; walk.reaches(index); index += step) {
             const Tile tile = walk.at(index);
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
-            [[maybe_unused]] uint32_t taken = 0;  // k-blocks of the tile
-            // B's single scales of the next k-block, from the lane that has them.
+            [[maybe_unused]] uint32_t taken = 0;  // K tiles of this output tile
+            // Takes the scales of B's blocks for the next K tile from the lane that holds them.
             auto take_chunks = [&]([[maybe_unused]] Scales& scales) {
 #if B_SCALE == BLOCK
                 if (taken % RUN == 0) {
@@ -284,7 +306,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 scales.row0 = scales.row1 = 1.0f;
 #endif
             };
-            // `units`: how many times 32 of the block are multiplied.
+            // Issues one product as a wgmma group. `units` counts the parts of 32 of the K tile that are multiplied.
             auto start = [&](float (&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false,
                              int units = BK / 32) {
                 const uint64_t from_a =
@@ -298,8 +320,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 wgmma_commit();
                 fence_registers(d);
             };
-            // `loaded`: bits of what this thread has just loaded from the stage, see `once_loaded`; scales of a product that has
-            // run meanwhile are there.
+            // Releases a stage. `loaded` has bits of what this thread loaded last from the stage (see `once_loaded`).
+            // Scales that were loaded before a product started have arrived by the time the product has ended.
             auto release = [&](int stage, uint32_t loaded = 0) {
                 const uint32_t barrier = once_loaded(empty(stage), loaded, problem.M);
                 if constexpr (CLUSTER > 1) {
@@ -308,11 +330,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     if (lane == 0) barrier_arrive(barrier);
                 }
             };
-            // Returns bits of what it has loaded last: loads of a warp from shared memory come in order.
+            // Promote: sum += scale * d. Returns bits of the last value loaded: a warp's loads from shared memory are
+            // in order.
             auto promote = [&](const float (&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
                 float (&sum)[WIDTH / 2] = acc[product];
                 [[maybe_unused]] const int slice_n = product % SLICES_N;
-                constexpr int AT_ONCE = 8;  // of the columns' scales: a stage is free sooner
+                constexpr int AT_ONCE = 8;  // column scales loaded ahead, so that the stage is released sooner
                 [[maybe_unused]] float2 pairs[AT_ONCE];
                 uint32_t bits = 0;
 #pragma unroll
@@ -341,7 +364,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             };
 
             if constexpr (!SCALED && DEPTH == 2) {
-                // PROMOTE k-blocks accumulate in the tensor core, two groups in flight.
+                // Main loop without scales along K: PROMOTE K tiles accumulate in the tensor core, two groups in
+                // flight.
                 float d[PRODUCTS][WIDTH / 2];
                 const Scales one = {1.0f, 1.0f};
                 auto run = [&](int blocks) {
@@ -368,6 +392,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 for (; k + PROMOTE <= tile.k_stop; k += PROMOTE) run(PROMOTE);
                 for (; k < tile.k_stop; ++k) run(1);
             } else if constexpr (DEPTH == 1) {
+                // Main loop with one temporary: multiply, wait, promote.
                 float d[WIDTH / 2];
                 for (; k < tile.whole_stop(); ++k, ring.advance()) {
                     const int s = ring.stage;
@@ -387,7 +412,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     }
                 }
             } else {
-                // Two k-blocks in flight, over the loop's edge too.
+                // Main loop with two temporaries: one product runs while the one before it is promoted.
                 float d0[WIDTH / 2], d1[WIDTH / 2];
                 Scales scales0, scales1;
                 auto finish = [&](float (&d)[WIDTH / 2], const Scales& scales, int stage) {
@@ -430,7 +455,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             }
 
 #if GROUPED == JAGGED_K
-            if (tile.units > 0) {  // of a last block that the next group's rows, or zeros, fill
+            // The group's last K tile, where it is partial: the rows after the group are the next group's, or zeros.
+            if (tile.units > 0) {
                 float d[WIDTH / 2];
                 const int s = ring.stage;
                 barrier_wait(full(s), ring.parity);
@@ -449,8 +475,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #endif
 
 #if SPLIT > 1
+            // Reduce over the cluster: send the rows of other owners to them, and add the others' sums of own rows.
             const int first_row = warpgroup * ROWS + warp * 16, owner = first_row / OWN_ROWS, rank = cluster_rank();
-            // Of this warp's sums `i` to `i + 4` of product `p` that come from block `from`, at their owner.
+            // Where sums `i` to `i + 3` of product `p` of this warp's rows lie at their owner, when block `from` sends
+            // them.
             auto place_of = [&](int from, int p, int i) {
                 const int part = from < owner ? from : from - 1,
                           strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;
@@ -484,14 +512,14 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             }
 #endif
 
-            // Epilogue: the scales that hold for all of K, the bias, the cast, the store. Tokens in no group are zeros,
-            // whatever their scales, and there is no bias for them.
+            // Epilogue: apply the scales that hold for all of K, add the bias, cast, store. Tokens in no group become
+            // zeros: neither scales nor a bias apply to them.
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
             int buffer = 0;
 #pragma unroll
             for (int slice = 0; slice < SLICES_M; ++slice) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
-                // A bulk store of 64 rows would write into the group below.
+                // A bulk store of 64 rows would write into the next group where fewer rows are left of this one.
                 const bool staged =
                     OUT_VIA != PAIRS &&
                     (GROUPED != JAGGED_M || tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
@@ -523,7 +551,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                         }
                         warpgroup_sync(1 + warpgroup);
 #else
-                        __syncwarp();  // a warp reads what it has put there itself
+                        __syncwarp();  // a warp reads back only what it has put there itself
 #endif
                     }
 #endif
@@ -585,7 +613,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #elif OUT_VIA == LINES
                     __syncwarp();
 #pragma unroll
-                    for (int i = 0; i < 4; ++i) {  // of the warp's 16 rows
+                    for (int i = 0; i < 4; ++i) {  // 4 of the warp's 16 rows at a time
                         const int line = warp * 16 + i * 4 + lane / 8, piece = lane % 8;
                         const int m = tile.m + warpgroup * ROWS + slice * 64 + line, n = tile.n + column + piece * 8;
                         const char* from = memory + (at_buffer - base) + line * 128 + (piece ^ line % 8) * 16;
@@ -601,7 +629,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
 #endif
     }
-    // A block of a cluster must not end while the other may still arrive at its barriers or write to its stages.
+    // A block must not end while another block of the cluster may arrive at its mbarriers or write to its stages.
     if constexpr (CLUSTER > 1) cluster_sync();
     if constexpr (SPLIT > 1) {
         if (warpgroup == MATH) cluster_wait();
