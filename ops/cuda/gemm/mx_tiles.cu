@@ -1,36 +1,43 @@
-// Few rows by an MX-FP8 weight, by TMA and wgmma: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias, each with a scale for
-// 32 along K.
+// Few rows by an MX-FP8 weight, by TMA and wgmma: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias, where each operand
+// has an e8m0 scale for 32 elements along K.
 //
-// Both operands come through shared memory, in STAGES of 128 of K that one warp keeps full by bulk copies: so what is in
-// flight takes no registers, of which sums of many rows leave few. Columns of b are the rows of wgmma's left operand, 64
-// for each warpgroup, and rows of a its columns, so that ROWS are no more than needed. An instruction multiplies one block
-// of 32, from zero; its result, times the scale of b and then that of a, is added in float32, as in `gemv_mx.cu`. Warps
-// and blocks of a cluster that share K are added as there. Scales lie in shared memory for all of K that a block has:
-// those of b as the upper halves of float32, those of a, of which a thread reads more, whole.
+// Decomposition. A block, or a cluster of CLUSTER blocks that share K, has BN columns of b and ROWS rows of a. Columns
+// of b are the rows of wgmma's left operand, 64 for each warpgroup, and rows of a its columns, so that ROWS are no more
+// than needed. WARPS_K 2 gives each of two warpgroups half of every K tile. Warps and blocks that share K are summed as
+// in `gemv_mx.cu`.
 //
-// The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
-// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages. The next launch may begin
-// at once, or where what it asks for would keep this one waiting (LATE), when the launch before this one has ended.
+// Pipeline. A producer warp keeps STAGES K tiles of 128 of both operands in flight by TMA: loads in flight take no
+// registers, of which the sums of many rows leave few. A wgmma multiplies one block of 32, from zero; its result, times
+// the scale of b and then the scale of a, is added in float32, as in `gemv_mx.cu`.
 //
-// Macros: A_FP8 and B_FP8 of the enum Fp8 (in the generated `wgmma`, which is of ROWS), ROWS (8, 16, 32, 64), TILES (1),
-// A_SCALES_ALONG_K and B_SCALES_ALONG_K (scales of a row or column are consecutive bytes; else those of a block of 32 are),
-// WARPS_N and WARPS_K (4 warps are a warpgroup; it has all of K in a stage or half), STAGES, DEPTH (products in flight: 1
-// or 2), CLUSTER, RESIDENT, W_CONSTANT, LATE, OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// Overlap. The kernel uses programmatic dependent launch. Before it waits it prefetches the weight to the L2, or, if
+// the weight is constant (W_CONSTANT: no launch that may still run writes the weight or its scales), fills the stages.
+// The next launch may start at once, or, where its loads would delay this one (LATE), when the launch before this one
+// has ended.
+//
+// Shared memory: b (STAGES, BN, BK), a (STAGES, ROWS, BK), sums of the cluster, the mbarriers, and the scales of the
+// block's whole part of K: of a as float32, of b, of which a thread reads fewer, as the upper halves of float32.
+//
+// Macros: A_FP8 and B_FP8 of the enum Fp8 (also the types of the generated `wgmma`, which has ROWS columns), OUT and
+// BIAS of the enum Element; ROWS (8, 16, 32, 64), TILES (1); A_SCALES_ALONG_K and B_SCALES_ALONG_K (whether the scales
+// of a row or column are consecutive bytes; else the scales of a block of 32 are); WARPS_N (4 are a warpgroup) and
+// WARPS_K (1, 2); STAGES, DEPTH (products in flight: 1, 2), CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT,
+// LATE.
 #define COPYING 1
 #include "few_rows.cuh"
 #include "ring.cuh"
 
-constexpr int BK = 128;  // of K in a stage
-constexpr int BLOCKS = 4 / WARPS_K;  // of 32, that a warpgroup has of a stage
-constexpr int MULTIPLYING = 32 * WARPS;  // threads
+constexpr int BK = 128;  // the K tile of a stage
+constexpr int BLOCKS = 4 / WARPS_K;  // blocks of 32 along K that a warpgroup multiplies in a K tile
+constexpr int MULTIPLYING = 32 * WARPS;  // threads of the consumers
 static_assert(TILES == 1 && WARPS_N % 4 == 0 && WARPS_K <= 2);
 
 constexpr int A_BYTES = ROWS * BK, B_BYTES = BN * BK;  // of a stage
-// Scales of a, float32, of a block: for each of the four threads that have the same columns those of its rows, which lie
-// apart so that the four read other banks.
+// The scales of a for one block of 32, as float32: four threads share the columns of b, and each has the scales of its
+// own rows. The four quarters are padded so that the four threads read different banks.
 constexpr int A_QUARTER = ROWS == 64 ? 20 : ROWS / 4;
 constexpr int A_BLOCK = 4 * A_QUARTER;
-constexpr int A_SCALES_PITCH = 4 * A_BLOCK + 4;  // so that steps too are put into other banks
+constexpr int A_SCALES_PITCH = 4 * A_BLOCK + 4;  // padded, so that K tiles are written to different banks
 
 constexpr int AT_A = STAGES * B_BYTES;
 constexpr int AT_ARRIVED = AT_A + STAGES * A_BYTES;
@@ -40,8 +47,8 @@ constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
 constexpr int AT_SCALES = (AT_SENT + 8 + 15) / 16 * 16;
 static_assert(AT_ARRIVED >= WARPS_K * ROWS * PITCH * 4, "sums take the place of the stages");
 
-// Scales of the first `lines` of MOST rows of a or columns of b, of `steps` stages: `put(line, block of 32, value)`. They
-// load as words of four, along K or from line to line; several are asked for at once.
+// Calls `put(line, block of 32, value)` with each scale of the first `lines` of MOST rows of a or columns of b, for
+// `steps` K tiles. A load has four scales, along K or of four lines, and AHEAD loads are in flight.
 template <int MOST, bool ALONG_K, typename Put>
 INLINE void read_scales(const uint8_t* from, int line_step, int block_step, int lines, int steps, Put put) {
     constexpr int AHEAD = 8, ACROSS = MOST / 4;
@@ -79,7 +86,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     const uint32_t base = shared_address(stages);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32, group = lane / 4, quarter = lane % 4;
     const int warp_n = warp % WARPS_N, warp_k = warp / WARPS_N;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
@@ -89,14 +96,16 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
     float* const a_scales = reinterpret_cast<float*>(stages + AT_SCALES);
     uint2* const b_scales =
-        reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);  // of the columns, for each step
+        reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);  // (count, BN), four scales of 16 bits each
 
+    // Prologue: initialize the mbarriers.
     if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
     float acc[1][SLICES][4] = {};
     if (warp == WARPS) {
+        // Producer: one thread keeps the stages full.
         if (elect()) {
             auto expect = [&](int stage) { barrier_expect(full(stage), A_BYTES + B_BYTES); };
             auto load_a = [&](int stage, int step) {
@@ -133,6 +142,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
         }
         __syncwarp();
     } else {
+        // Consumers: bring the scales to shared memory, those of a constant weight before the wait.
         b_scale += int64_t(matrix) * bs_batch + int64_t(tile_n) * bs_n + int64_t(start * 4) * bs_k;
         a_scale += int64_t(matrix) * as_batch + int64_t(first_m) * as_m + int64_t(start * 4) * as_k;
         const int columns = min(BN, N - tile_n);
@@ -162,6 +172,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
 
         const int first_block = warp_k * BLOCKS, column = warp_n * 16 + group;
         const uint32_t from_b = base + warp_n / 4 * 64 * BK, from_a = base + AT_A;
+        // Starts the product of one block of 32 as a wgmma group.
         auto multiply = [&](float (&d)[ROWS / 2], int stage, int block) {
             fence_registers(d);
             wgmma_fence();
@@ -170,6 +181,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
             wgmma_commit();
             fence_registers(d);
         };
+        // Promote: acc += d * scale of b * scale of a. `left` and `right` are the scales of the thread's two columns.
         auto add = [&](float (&d)[ROWS / 2], int step, int i, uint2 left, uint2 right) {
             fence_registers(d);
             const int block = first_block + i;
@@ -204,6 +216,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
             if (lane == 0) barrier_arrive(empty(stage));
         };
 
+        // Main loop: DEPTH products in flight.
         Ring ring;
         float d[DEPTH][ROWS / 2];
 #pragma unroll 1
@@ -233,7 +246,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
         }
     }
 
-    // Sums (WARPS_K, rows, PITCH) in the place of the stages.
+    // Epilogue: reduce over warps and the cluster, from sums (WARPS_K, rows, PITCH) that overwrite the stages; store.
     __syncthreads();
     auto column_of = [&](int, int half) { return warp_n * 16 + 8 * half + group; };
     if (warp < WARPS) put_sums(reinterpret_cast<float*>(stages), acc, rows, warp_k, quarter, 0, column_of);
