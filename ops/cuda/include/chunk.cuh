@@ -1,18 +1,18 @@
-// Chunks of a panel: 128 rows of 128 bytes in shared memory as the copy engine's swizzle leaves them, stored turned around.
+// Chunks of a panel: 128 rows of 128 bytes in shared memory, swizzled by TMA; and stores of their transposed columns.
 //
-// Macros: those of panel.cuh; X_LEAVES, when the lines of x leave the L2.
+// Macros: those of panel.cuh; X_LEAVES, when the L2 evicts the lines of x.
 #pragma once
 #include "hopper.cuh"
 #include "panel.cuh"
 
-enum class Leaves { ANY, FIRST, LAST };  // when others do, before them, or after them
+enum class Leaves { ANY, FIRST, LAST };  // no preference, first, or last
 
 constexpr int ROW_BYTES = 128;
-constexpr int CHUNK_ROWS = 128;  // rows
+constexpr int CHUNK_ROWS = 128;  // rows of a chunk, one stage of the ring
 constexpr int STAGE_BYTES = CHUNK_ROWS * ROW_BYTES;
 static_assert(PANEL * ELEMENT_BYTES == ROW_BYTES);
 
-// Copies of boxes of x.
+// Loads boxes of x by TMA, with the eviction policy of X_LEAVES.
 struct Boxes {
     const TensorMap& x;
     uint64_t policy;
@@ -31,7 +31,7 @@ struct Boxes {
     }
 };
 
-// Stores the rows `low` to `high` of 16: words that are whole, then what is left of the first and the last, row by row.
+// Stores rows `low` to `high` of 16 bytes: whole words, and then the rest of the first and the last word byte by byte.
 INLINE void store_some(uint8_t* to, uint4 out, int low, int high) {
     if (low <= 0 && high >= ROWS) {
         store16<Store::NORMAL>(to, out);

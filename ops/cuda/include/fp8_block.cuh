@@ -1,4 +1,4 @@
-// From the largest magnitude of a block to its scale, bit for bit as in fp8fn.ops.reference.quantize; partial stores.
+// The scale of a block from its largest magnitude, bit for bit as in fp8fn.ops.reference.quantize; partial stores.
 #pragma once
 #include "instructions.cuh"
 
@@ -23,8 +23,8 @@ struct BlockScale {
     float inverse;
 };
 
-// a / LARGEST rounded to nearest, for finite a from 1e-12 on: one step of Newton from the rounded reciprocal. What
-// __fdiv_rn adds is a call for results that are subnormal, which needs registers that the tile has not.
+// a / LARGEST rounded to nearest, for finite a from 1e-12 on: one Newton step from the product with the reciprocal.
+// __fdiv_rn has a slow path for subnormal results, a call that needs more registers than the tile has.
 template <Fp8 TYPE>
 INLINE float over_largest(float a) {
     constexpr float LARGEST = TYPE == Fp8::E4M3 ? 448.0f : 57344.0f;
@@ -33,18 +33,18 @@ INLINE float over_largest(float a) {
     return __fmaf_rn(__fmaf_rn(-LARGEST, quotient, a), RECIPROCAL, quotient);
 }
 
-// `bits` are those of the block's largest magnitude in float32: as integers they order as the floats do, NaN above Inf
-// above all others.
+// The scale of a block whose largest magnitude has these bits in float32. As integers the bits order as the floats do,
+// NaN above Inf above all others.
 template <Fp8 TYPE, Format KIND>
 INLINE BlockScale<KIND> block_scale(uint32_t bits) {
     constexpr int LARGEST_EXPONENT = TYPE == Fp8::E4M3 ? 8 : 15;
     constexpr uint32_t INFINITY_BITS = 0x7f800000u;
     const bool finite = bits < INFINITY_BITS;
     if constexpr (KIND == Format::E8M0 || KIND == Format::RCEIL) {
-        // One more where the fraction is above that of the largest value, 1.75 in both types.
+        // One more if the fraction exceeds that of the largest FP8 value, which is 1.75 in both types.
         constexpr uint32_t ADDEND = KIND == Format::RCEIL ? 0x7fffffu - 0x600000u : 0u;
         const int exponent = max(static_cast<int>((bits + ADDEND) >> 23) - LARGEST_EXPONENT, 0);
-        // 2 ** (127 - exponent), without a division: at exponent 0 the scale itself is subnormal.
+        // 2 ** (127 - exponent) without a division: at exponent 0 the scale itself is subnormal.
         const float inverse = __uint_as_float(finite ? (254 - exponent) << 23 : 0x7fc00000u);
         return {static_cast<uint8_t>(finite ? exponent : 255), inverse};
     } else {
@@ -54,7 +54,7 @@ INLINE BlockScale<KIND> block_scale(uint32_t bits) {
             scale = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & INFINITY_BITS);
         }
         scale = finite ? scale : amax;
-        // __frcp_rn without its call for subnormals. Inf, which Newton's step would make a NaN, has the inverse 0.
+        // __frcp_rn without its slow path for subnormals. The inverse of Inf is 0: the Newton step would make it NaN.
         float inverse = reciprocal(scale);
         if (finite) inverse = __fmaf_rn(inverse, __fmaf_rn(-scale, inverse, 1.0f), inverse);
         return {scale, inverse};
@@ -70,7 +70,7 @@ INLINE void store_bytes(uint8_t* to, uint4 piece, int count) {
     }
 }
 
-// The first `count` bytes of 16, and zeros.
+// The first `count` bytes of 16, then zeros.
 INLINE uint4 first_bytes(uint4 piece, int count) {
     if (count >= 16) return piece;
     uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};

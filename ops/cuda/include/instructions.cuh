@@ -1,15 +1,15 @@
-// The instructions that CUDA C++ has no name for, as functions: accesses of 16 bytes with hints, and conversions.
+// Instructions that CUDA C++ has no name for: 16-byte accesses with cache hints, and conversions.
 #pragma once
 #include "l2_hints.cuh"
 #include "types.cuh"
 
 enum class Fp8 { E4M3, E5M2 };
 
-// How loads of what is read once pass the caches: through L1; past it; past it, a whole line of L2 at once; past it, and
-// first to leave L2, or last.
+// How data that is read once passes the caches: CACHED, through L1; PAST_L1; LINE, past L1, fetching a whole line into
+// the L2; FIRST_OUT and LAST_OUT, past L1, evicted from the L2 first or last.
 enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT, LAST_OUT };
 
-// Stores that leave L2 in their turn, or first.
+// How stored lines are evicted from the L2: in their turn, or first.
 enum class Store { NORMAL, FIRST_OUT };
 
 template <Load HOW>
@@ -54,7 +54,7 @@ INLINE void store8(void* address, uint2 v) {
     }
 }
 
-// Four values to four bytes, `a` lowest: rounded to nearest even, saturated, NaN kept.
+// Converts four values to FP8, `a` in the lowest byte: rounded to nearest even, saturated, NaN kept.
 template <Fp8 TYPE>
 INLINE uint32_t pack(float a, float b, float c, float d) {
     uint32_t packed;
@@ -89,10 +89,10 @@ INLINE float reciprocal(float x) {
     return y;
 }
 
-// Shared memory whose size the launch says.
+// Dynamic shared memory as an object.
 #define DYNAMIC_SHARED(TYPE, NAME)                         \
     extern __shared__ __align__(128) char NAME##_memory[]; \
     TYPE& NAME = *reinterpret_cast<TYPE*>(NAME##_memory)
 
-// The same value, of which the compiler knows nothing any more.
+// The same value, about which the compiler knows nothing: it can neither recompute it nor fold it.
 INLINE void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }

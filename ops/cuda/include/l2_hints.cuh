@@ -1,4 +1,4 @@
-// Which lines leave the L2 before others: policies for the instructions that take one.
+// Eviction policies of the L2, for the instructions that take one.
 #pragma once
 #include "types.cuh"
 

@@ -1,7 +1,8 @@
-// A panel of columns of which rows lie in shared memory: from largest magnitudes to scales, and out, turned around.
+// Quantization of a panel of columns whose rows lie in shared memory: scales from largest magnitudes, and transposed
+// stores.
 //
-// A thread takes a word, one or two columns, of 16 rows, and stores 16 bytes a column. Lanes of a warp are 4 words, 16 bytes
-// of a row, of 8 times 16 rows: a column is stored as lines of 128 bytes.
+// A thread quantizes one word, one or two columns, of 16 rows, and stores 16 bytes a column. The lanes of a warp have 4
+// words, 16 bytes of a row, of 8 times 16 rows, so that a column is stored in lines of 128 bytes.
 //
 // Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; PANEL, columns; CLUSTER, WARPS.
 #pragma once
@@ -10,38 +11,38 @@
 #include "fp8_block.cuh"
 
 constexpr int ELEMENT_BYTES = INPUT == Element::FP32 ? 4 : 2;
-constexpr int IN_WORD = 4 / ELEMENT_BYTES;  // columns
-constexpr int IN_PIECE = 16 / ELEMENT_BYTES;  // columns of 16 bytes
-constexpr int WORDS = PANEL / IN_WORD;  // of a row of the panel
+constexpr int IN_WORD = 4 / ELEMENT_BYTES;  // columns of a word
+constexpr int IN_PIECE = 16 / ELEMENT_BYTES;  // columns of a piece of 16 bytes
+constexpr int WORDS = PANEL / IN_WORD;  // words of a row of the panel
 constexpr int PIECES = PANEL / IN_PIECE;
 constexpr int THREADS = 32 * WARPS;
-constexpr int ROWS = 16;  // of a store
-constexpr int STRIP_ROWS = 8 * ROWS;  // of a warp's stores
-constexpr int ROWS_AT_ONCE = THREADS / PIECES;  // rows that the threads of a block load at a time, a piece each
-constexpr int SECTOR = 32;  // shares of the rows begin at multiples of it, so that sectors of the output are whole
+constexpr int ROWS = 16;  // rows of a store
+constexpr int STRIP_ROWS = 8 * ROWS;  // rows of a warp's stores
+constexpr int ROWS_AT_ONCE = THREADS / PIECES;  // rows that a block loads at once, a piece a thread
+constexpr int SECTOR = 32;  // bytes; each block's rows begin at a multiple, so that it writes whole sectors
 static_assert(32 % PIECES == 0 && PIECES >= 4, "a warp loads whole rows");
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
 
-// The float of an element as it lies in a word, and the bits of its magnitude as a float32.
+// The element of a word, as a float. Applied to the bits of a magnitude it gives the magnitude.
 INLINE float element(uint32_t word, int place) {
     if constexpr (INPUT == Element::FP32) return __uint_as_float(word);
     if constexpr (INPUT == Element::BF16) return __uint_as_float(place ? word & 0xffff0000u : word << 16);
     return half_to_float(static_cast<uint16_t>(place ? word >> 16 : word));
 }
 
-// The larger magnitude of each element of two words; as integers they order as the magnitudes do, NaN last.
+// The larger magnitude of each element of two words. As integers magnitudes order as floats do, NaN last.
 INLINE uint32_t larger(uint32_t a, uint32_t b) {
     if constexpr (INPUT == Element::FP32) return max(a, b & 0x7fffffffu);
     return __vmaxu2(a, b & 0x7fff7fffu);
 }
 
-// Where a piece of a kept row lies, in bytes. Rows 16 apart, of which the lanes of a warp read the same piece, begin in
-// different banks.
+// The byte at which a piece of a row in shared memory lies. Rows 16 apart, of which the lanes of a warp read the same
+// piece, begin in different banks.
 INLINE int place_of(int row, int piece) { return (row * PIECES + piece) * 16 ^ (row & 0x70); }
 
-// Stores the bytes `begin` to `end` of 16, in words and halves where they are whole.
+// Stores bytes `begin` to `end` of 16, in words and halves as far as these are whole.
 INLINE void store_span(uint8_t* to, uint4 piece, int begin, int end) {
 #pragma unroll 1
     for (int at = 0; at < 16; at += 4) {
@@ -66,15 +67,15 @@ INLINE void store_span(uint8_t* to, uint4 piece, int begin, int end) {
     }
 }
 
-// What a block has beside the rows. The other blocks of its cluster read `amax`: of one panel while it
-// writes that of the next.
+// Shared memory of a block beside the rows. Other blocks of the cluster read `amax` of one panel while the block writes
+// that of the next one.
 struct alignas(16) Shared {
     uint32_t warp_amax[WARPS][WORDS];
     uint32_t amax[2][WORDS];
     float inverse[PANEL];
 };
 
-// The larger magnitudes of a thread's piece of a panel's columns.
+// Updates the largest magnitudes of a thread's piece.
 INLINE void take_larger(uint32_t (&amax)[4], uint4 piece) {
     amax[0] = larger(amax[0], piece.x);
     amax[1] = larger(amax[1], piece.y);
@@ -82,7 +83,7 @@ INLINE void take_larger(uint32_t (&amax)[4], uint4 piece) {
     amax[3] = larger(amax[3], piece.w);
 }
 
-// Puts the maxima of each thread's piece, `threadIdx.x % PIECES`, where the blocks of the cluster find those of this one.
+// Reduces the maxima over the block, of piece `threadIdx.x % PIECES` in each thread, and shows them to the cluster.
 INLINE void publish(uint32_t (&amax)[4], Shared& shared, int turn) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
@@ -103,8 +104,8 @@ INLINE void publish(uint32_t (&amax)[4], Shared& shared, int turn) {
     cluster_arrive<CLUSTER>(32 * warp < WORDS);
 }
 
-// From what the blocks of the cluster have published to the inverse scales in shared memory; the first `columns` scales
-// go to `scale` where there is one.
+// Reduces the maxima over the cluster and puts the inverse scales into shared memory. The first `columns` scales are
+// stored at `scale`, unless it is null.
 INLINE void find_scales(Shared& shared, int turn, int rank, Stored* scale, int columns) {
     cluster_wait<CLUSTER>();
     if (threadIdx.x < WORDS) {
@@ -125,8 +126,8 @@ INLINE void find_scales(Shared& shared, int turn, int rank, Stored* scale, int c
     __syncthreads();
 }
 
-// Quantizes rows `low` to `high` of those in shared memory, up to `columns` columns; row 0 of the first goes to `data`.
-// Zeros go out where there are `none`.
+// Quantizes rows `low` to `high` in shared memory and stores up to `columns` columns; row 0 of column 0 goes to `data`.
+// Stores zeros if `none`: the rows are in no group.
 INLINE void store_rows(const char* rows, int low, int high, const float* inverse, uint8_t* data, int data_n,
                        int columns, bool none) {
     const int lane = threadIdx.x % 32;
@@ -134,7 +135,7 @@ INLINE void store_rows(const char* rows, int low, int high, const float* inverse
     for (int item = threadIdx.x / 32; item < items; item += WARPS) {
         const int piece = item % PIECES, row = item / PIECES * STRIP_ROWS + lane / 4 * ROWS;
         if (row >= high) continue;
-        // Rows that share a line of 128 bytes lie in it in an order of their own; the next line is in the same order.
+        // Rows that share a line of 128 bytes are permuted within the line, in each line in the same way.
         constexpr int OF_LINE = PIECES < 8 ? 8 / PIECES : 1;
         const uint32_t* at[OF_LINE];
 #pragma unroll

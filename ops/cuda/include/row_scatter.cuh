@@ -1,11 +1,12 @@
-// Maxima of several items over 16 lanes: each lane leaves with that of one item, by half the shuffles of all for all.
+// Maxima of several items over 16 lanes. Each lane ends with the maximum of one item, after half the shuffles that
+// reducing every item in every lane takes.
 //
-// `lanes` are the four bits of a lane's number that tell the 16 apart. COUNT is a power of two up to 16; of fewer items
-// than lanes, several lanes leave with the same one.
+// `lanes` are the four bits of a lane's number that distinguish the 16 lanes. COUNT is a power of two up to 16; with
+// fewer items than lanes, several lanes end with the same item.
 #pragma once
 #include "types.cuh"
 
-// Each lane brings its part of all items, in `amax`, and leaves with the maximum of item `item`, which it sets.
+// Each lane brings its part of all items, in `amax`, and returns the maximum of item `item`, which it sets.
 template <int COUNT>
 INLINE uint32_t scatter_max(uint32_t (&amax)[COUNT], const int (&lanes)[4], int lane, int& item) {
     int count = COUNT;
@@ -29,7 +30,7 @@ INLINE uint32_t scatter_max(uint32_t (&amax)[COUNT], const int (&lanes)[4], int 
     return amax[0];
 }
 
-// The bits of the lowest lane that leaves with `item`.
+// The bits of the lowest lane that ends with `item`.
 template <int COUNT>
 INLINE int lane_of_item(int item, const int (&lanes)[4]) {
     int lane = 0;
@@ -38,7 +39,7 @@ INLINE int lane_of_item(int item, const int (&lanes)[4]) {
     return lane;
 }
 
-// Whether the lane is the lowest that has its item.
+// Whether the lane is the lowest that ends with its item.
 template <int COUNT>
 INLINE bool leads_item(int lane, const int (&lanes)[4]) {
     int others = 0;

@@ -1,13 +1,13 @@
 // 1 / sqrt(mean(x²) + eps) of a row, bit for bit as in fp8fn.ops.reference.produce, by a block of 256 threads.
 //
-// The sum of the squares has a fixed order: 2048 partial sums, the i-th of columns i, i + 2048, ...; then neighbours are
-// added, until one is left. Thread t has the sums 8 t to 8 t + 7.
+// The squares are summed in a fixed order: 2048 partial sums, the i-th of columns i, i + 2048, ...; then neighbours are
+// added until one sum is left. Thread t has partial sums 8 t to 8 t + 7.
 #pragma once
 #include "types.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
-constexpr int PASS = 8 * THREADS;  // columns
+constexpr int PASS = 8 * THREADS;  // columns that the block covers at a time
 
 INLINE float add_neighbours(const float (&v)[8]) {
     return __fadd_rn(__fadd_rn(__fadd_rn(v[0], v[1]), __fadd_rn(v[2], v[3])),

@@ -1,12 +1,13 @@
-// What a thread quantizes: 8 columns of ROWS rows, loaded from a tensor, or made from two on the way.
+// The values that a thread quantizes: 8 columns of ROWS rows, loaded from a tensor, or computed from two while loading.
 //
 // Macros: INPUT, ROWS, LOAD, EVEN, PARTIAL and ALIGNED as in quantize.cu; SOURCE, of the enum below.
 #pragma once
 #include "element.cuh"
 #include "instructions.cuh"
 
-// x; silu(x) * other; x * rstd * other, where `other` is one row for all; or the gradient of silu(gate) * up, where `x`
-// holds gate and up side by side, as the gradient does, and `other` the gradient of the product.
+// PLAIN: x. SILU_MUL: silu(x) * other. RMS_NORM: x * rstd * other, where `other` is one row, the weight. SILU_MUL_GRAD:
+// the gradient of silu(gate) * up, where `x` has gate and up side by side, as the gradient has, and `other` is the
+// gradient of the product.
 enum class Source { PLAIN, SILU_MUL, RMS_NORM, SILU_MUL_GRAD };
 
 constexpr bool SIXTEEN_BITS = INPUT != Element::FP32;
@@ -14,11 +15,11 @@ constexpr int ELEMENT_BYTES = SIXTEEN_BITS ? 2 : 4;
 constexpr int OCTET_WORDS = 8 * ELEMENT_BYTES / 4;
 constexpr uint32_t MAGNITUDES = 0x7fff7fffu;
 
-// 8 elements as they lie in memory.
+// 8 elements of a row, packed as in memory.
 struct Octet {
     uint32_t word[OCTET_WORDS];
 
-    // The compiler would keep what was unpacked for the next use, in registers that there are not.
+    // Keeps the compiler from holding unpacked values until their next use, for which there are no registers.
     void pack_again() {
 #pragma unroll
         for (int w = 0; w < OCTET_WORDS; ++w) forget(word[w]);
@@ -41,8 +42,8 @@ struct Octet {
     }
 };
 
-// A 16-bit tensor stays packed. Maxima are of the bits of magnitudes, which order as the magnitudes do, NaN last; what
-// comes out are the bits of a float32.
+// Values of a 16-bit tensor, which stay packed. Maxima are taken of the bits of magnitudes, which as integers order as
+// the magnitudes do, NaN last; they are returned as the bits of a float32.
 struct PackedValues {
     Octet row[ROWS];
 
@@ -141,14 +142,14 @@ uint32_t load_element(const void* base, int64_t index) {
     }
 }
 
-// 16 bytes that begin at one of the `columns` that are left of the row, and no others.
+// Loads those 16-byte parts of an octet that begin among the `columns` that are left of the row.
 template <Load HOW>
 INLINE void load_whole(Octet& octet, const void* base, int64_t index, int columns) {
     const char* address = static_cast<const char*>(base) + index * ELEMENT_BYTES;
 #pragma unroll
     for (int w = 0; w < OCTET_WORDS; w += 4) {
         if (PARTIAL && columns * ELEMENT_BYTES <= 4 * w) break;
-        // The halves of a float32 sector come by two instructions, the second from L1.
+        // The two halves of a float32 octet share a sector: two instructions load it, the second one from L1.
         const uint4 v = load16<SIXTEEN_BITS ? HOW : Load::CACHED>(address + 4 * w);
         octet.word[w] = v.x, octet.word[w + 1] = v.y, octet.word[w + 2] = v.z, octet.word[w + 3] = v.w;
     }
@@ -166,9 +167,9 @@ INLINE void load_by_element(Octet& octet, const void* base, int64_t index, int c
     }
 }
 
-// COUNT rows of 8 columns from (row, column) on, zeros outside of (M, N), where nothing lies if INSIDE. Loads stand under
-// a predicate and not in a branch, so that all are in flight at once. 16 aligned bytes that begin in the matrix are loaded
-// whole: they lie in one page, whatever follows the matrix.
+// Loads COUNT rows of 8 columns from (row, column) on; zeros outside of (M, N). INSIDE asserts that all are in the
+// matrix. Loads are predicated and not in a branch, so that all of them are in flight at once. 16 aligned bytes that
+// begin in the matrix are loaded whole: they lie in one page, whatever follows the matrix.
 template <Load HOW, bool INSIDE = EVEN, int COUNT>
 INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_row, int row, int column, int M, int N,
                         int stride) {
@@ -189,7 +190,7 @@ INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_
     if (!INSIDE && PARTIAL && ALIGNED && columns < 8) {
 #pragma unroll
         for (int w = 0; w < OCTET_WORDS; ++w) {
-            const int inside = columns * ELEMENT_BYTES - 4 * w;  // bytes of the word
+            const int inside = columns * ELEMENT_BYTES - 4 * w;  // bytes of the word that are in the matrix
             const uint32_t mask = inside >= 4 ? ~0u : inside == 2 ? 0xffffu : 0u;
 #pragma unroll
             for (int r = 0; r < COUNT; ++r) octets[r].word[w] &= mask;
@@ -197,17 +198,17 @@ INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_
     }
 }
 
-// With a relative error under 1e-5.
+// The relative error is under 1e-5.
 INLINE float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// The gradients of silu(gate) * up in gate and in up, of a gradient of 1.
+// The derivatives of silu(gate) * up by gate and by up.
 INLINE float grad_of_gate(float gate, float up) {
     const float sigmoid = __fdividef(1.0f, 1.0f + __expf(-gate));
     return up * sigmoid * (1.0f + gate * (1.0f - sigmoid));
 }
 INLINE float grad_of_up(float gate) { return silu(gate); }
 
-// Of a thread that lies INSIDE the matrix, or anywhere.
+// Loads the values of a thread that is INSIDE the matrix, or anywhere.
 template <bool INSIDE>
 INLINE auto load_values(const void* x, const void* other, const float* rstd, int64_t first_row, int row, int column,
                         int M, int N, int x_m, int other_m) {
@@ -230,7 +231,7 @@ INLINE auto load_values(const void* x, const void* other, const float* rstd, int
                 for (int c = 0; c < 8; ++c) values.row[r][c] = silu(octets[r].at(c)) * others[r].at(c);
             }
         } else if constexpr (SOURCE == Source::SILU_MUL_GRAD) {
-            const int half = N / 2;  // a multiple of 8: a octet lies on one side
+            const int half = N / 2;  // a multiple of 8: an octet lies on one side
             const bool of_up = column >= half;
             const int place = of_up ? column - half : column;
             if (of_up) load_octets<LOAD, INSIDE>(octets, x, first_row, row, place, M, half, x_m);
@@ -262,7 +263,7 @@ INLINE auto load_values(const void* x, const void* other, const float* rstd, int
                 const float by = inside ? __ldg(rstd + first_row + row + r) : 0.0f;
 #pragma unroll
                 for (int c = 0; c < 8; ++c) {
-                    // Past the edges stand zeros, whose product with an Inf would be a NaN.
+                    // Outside of the matrix are zeros, whose product with an Inf would be a NaN.
                     const bool there = inside && (INSIDE || column + (PARTIAL ? c : 0) < N);
                     values.row[r][c] = there ? octets[r].at(c) * by * weight[0].at(c) : 0.0f;
                 }

@@ -1,18 +1,22 @@
-// Quantizes x (B, M, N) to FP8, one read and one launch: in blocks of 1 x 128 into a row-major matrix, in blocks of
+// Quantizes x (B, M, N) to FP8 in one read and one launch: in blocks of 1 x 128 into a row-major matrix, in blocks of
 // 128 x 1 into a column-major one, or both; or in blocks of 128 x 128 into either or both.
 //
-// A block of threads takes a tile of 128 columns. A thread holds 8 columns, 16 bytes of a 16-bit type, of ROWS rows one
-// below the other, so that four rows of a column make one 32-bit word of the column-major output. Half a warp spans the
-// 128 columns: maxima of rows never leave it, those of columns meet in shared memory. Row-major output leaves from
-// registers; column-major output is turned around in shared memory and leaves as lines of 128 bytes.
+// Decomposition. A block of threads has a tile of TILE_M x 128. A thread holds 8 columns, 16 bytes of a 16-bit type, of
+// ROWS consecutive rows, so that four rows of a column make one 32-bit word of the column-major output. Half a warp
+// spans the 128 columns: maxima of rows are reduced by shuffles, those of columns through shared memory.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted; SQUARE,
-// blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is a whole one);
-// PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x load at once; WARPS, ROWS; BLOCKS, how many share a
-// multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE, of the enums of instructions.cuh; ROW_BYTES, 8 or
-// 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups, and columns hold them
-// spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of one group, and zeros below them up to the next
-// group or the end of the tile.
+// Stores. Row-major output is stored from registers. Column-major output is transposed in shared memory and stored in
+// lines of 128 bytes.
+//
+// Shared memory: the transposed tile (128, 128) in FP8, the columns' maxima of each warp, their inverse scales.
+//
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted;
+// SQUARE, blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is whole);
+// PARTIAL, N is not a multiple of 8; ALIGNED, x loads by 16 bytes; WARPS, ROWS; BLOCKS, resident blocks a
+// multiprocessor; GROUP, rows of tiles that are walked together; LOAD and STORE, of the enums of instructions.cuh;
+// ROW_BYTES, 8 or 16 bytes a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups,
+// and the column-major output holds them spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of one
+// group, followed by zeros up to the next group or the end of the tile.
 #include "fp8_block.cuh"
 #include "groups.cuh"
 #include "row_scatter.cuh"
@@ -21,25 +25,24 @@
 constexpr int TILE_N = 128;
 constexpr int TILE_M = 2 * WARPS * ROWS;
 constexpr int THREADS = 32 * WARPS;
-constexpr int LINE = 128;  // bytes of a tile's row or column in FP8
+constexpr int LINE = 128;  // bytes of a row or column of a tile in FP8
 constexpr int PIECE = 16;  // bytes of a store
 
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
 static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
 
-// Whether whole tiles go a way of their own where there are others: not where the two would need more registers than a
-// thread has.
+// Whether whole tiles have code of their own; not where both versions would need more registers than a thread has.
 constexpr bool WHOLE_APART = SIXTEEN_BITS || SOURCE != Source::SILU_MUL_GRAD;
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
 
-// The lanes that hold a row differ in these bits; bit 8 tells the two rows of a warp apart. So 8 neighbouring lanes load
-// 128 bytes, and 16 of them store conflict-free in `turned`.
+// The bits of a lane's number that distinguish the lanes of a row; bit 8 distinguishes the two rows of a warp. So 8
+// neighbouring lanes load 128 bytes, and 16 of them store to `turned` without bank conflicts.
 __device__ constexpr int ROW_LANES[4] = {1, 2, 4, 16};
 constexpr int OTHER_ROWS = 8;
 
-// `inside`: how many of the 16 bytes lie in the matrix.
+// Stores a piece of which `inside` bytes lie in the matrix.
 template <bool WHOLE>
 INLINE void store_piece(uint8_t* to, uint4 piece, int inside) {
     if (WHOLE || inside >= PIECE) {
@@ -50,24 +53,24 @@ INLINE void store_piece(uint8_t* to, uint4 piece, int inside) {
 }
 
 struct Shared {
-    uint4 turned[BY_COLUMN ? TILE_N : 1][LINE / PIECE];  // pieces of a column, exchanged among themselves
+    uint4 turned[BY_COLUMN ? TILE_N : 1][LINE / PIECE];  // the transposed tile, pieces of a column swizzled
     uint32_t amax[BY_COLUMN && !SQUARE ? WARPS : 1][TILE_N];
     float inverse[TILE_N];
 };
 
 struct Place {
-    int octet;  // of the tile's 8 columns
-    int group;  // of ROWS rows of the tile
-    int row, column;  // of the matrix: the thread's first
+    int octet;  // among the octets of the tile's columns
+    int group;  // among the tile's groups of ROWS rows
+    int row, column;  // the thread's first, in the matrix
 };
 
-// Tiles in bands of GROUP rows, each walked down and then to the right: blocks that run together read long pieces of rows
-// and write long pieces of columns.
+// Orders tiles in bands of GROUP rows of tiles, each walked column by column: blocks that run together read long parts
+// of rows and write long parts of columns.
 INLINE void place_block(int& block_m, int& block_n) {
     if constexpr (GROUP == 1) {
         block_m = blockIdx.y;
         block_n = blockIdx.x;
-        // Gradients of gate and up come from the same tiles: the second finds them in the L2.
+        // The gradients of gate and up come from the same tiles: the second block finds them in the L2.
         if (SOURCE == Source::SILU_MUL_GRAD && gridDim.x % 2 == 0) {
             block_n = block_n / 2 + (block_n % 2) * (gridDim.x / 2);
         }
@@ -80,8 +83,8 @@ INLINE void place_block(int& block_m, int& block_n) {
     }
 }
 
-// The rows of x in a tile: from `first` to the end of the tile or `stop`. In columns they begin at row `place`, and nothing
-// is written from `limit` on. `none`: they are past the last group.
+// The rows of x in a tile: from `first` to `stop` or the end of the tile. In the column-major output they begin at row
+// `place`, and nothing is written from row `limit` on. `none`: the rows are past the last group.
 struct Rows {
     int first, stop, place, limit;
     bool none;
@@ -89,8 +92,8 @@ struct Rows {
 
 #if GROUPED
 INLINE Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
-    // The last group that begins in this block or before; rows past all of them are one more where rows are stored. Ends
-    // are loaded beside the beginnings: of the block's rows, nothing waits for two loads.
+    // Finds the last group that begins in this block or before. The rows past all groups count as one more group where
+    // rows are stored. The ends are loaded beside the beginnings: no load depends on another one.
     uint32_t found = 0;
     int start = 0, stop = 0;
     for (int group = lane; group < groups + BY_ROW; group += 32) {
@@ -102,13 +105,13 @@ INLINE Rows rows_of(int block, int lane, const int* offsets, int groups, int M) 
     start = __shfl_sync(~0u, start, group % 32);
     stop = __shfl_sync(~0u, stop, group % 32);
     const int first = start + TILE_M * (block - Spread::first_block(start, group));
-    // Up to the next group's rows; the last one's tiles write all that is left.
+    // Up to the next group's rows; the tiles of the last group write all that is left.
     const int limit = Spread::first_row(group == groups - 1 && !BY_ROW ? M : stop, group + 1);
     return {first, stop, Spread::first_row(first, group), min(limit, Spread::first_row(M, groups)), group == groups};
 }
 #endif
 
-// Row-major output of the thread's values, each row by its own inverse scale.
+// Stores the thread's values row-major, each row scaled by its own inverse scale.
 template <bool WHOLE, typename Values, typename Inverse>
 INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int row_m, Place at, int M, int N) {
     uint8_t* to = out + static_cast<int64_t>(at.row) * row_m + at.column;
@@ -126,7 +129,7 @@ INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int 
             }
         }
         if constexpr (ROW_BYTES == 16) {
-            // Of two lanes side by side, the even one stores row r of both, the odd one row r + 1.
+            // Of two neighbouring lanes, the even one stores row r of both, the odd one row r + 1.
             uint32_t theirs[2], mine[2];
 #pragma unroll
             for (int w = 0; w < 2; ++w) {
@@ -153,8 +156,8 @@ INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int 
     }
 }
 
-// Column-major output of the whole tile, each column by its own inverse scale. All threads come here together, of which
-// those that are `idle` have no rows. With groups `tokens` of its rows are theirs, and the rest are zeros.
+// Stores the tile column-major, each column scaled by its own inverse scale. All threads call it; `idle` ones have no
+// rows. With groups, the first `tokens` rows are the group's, and zeros follow.
 template <bool WHOLE, typename Values>
 INLINE void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, uint8_t* out, int col_n,
                           Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
@@ -168,7 +171,7 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
                 words[w] = pack<FP8>(values.at(4 * w, c) * inverse[c], values.at(4 * w + 1, c) * inverse[c],
                                      values.at(4 * w + 2, c) * inverse[c], values.at(4 * w + 3, c) * inverse[c]);
             }
-            // Columns 8 apart, those of neighbouring lanes, begin in different banks.
+            // Columns 8 apart, which neighbouring lanes have, begin in different banks.
             const int byte = ROWS * at.group;
             auto* to = reinterpret_cast<uint8_t*>(&shared.turned[8 * at.octet + c][byte / PIECE ^ (at.octet & 7)]) +
                        byte % PIECE;
@@ -185,7 +188,7 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
         const int column = i / PIECES, piece = i % PIECES;
         if (WHOLE || (tile_n + column < N && tile_m + PIECE * piece < M)) {
             uint4 bytes = shared.turned[column][piece ^ (column / 8 & 7)];
-            // What stands for no token was a zero that a NaN's scale has made NaN, or was not written.
+            // Rows without a token hold zeros, which a NaN scale made NaN, or were not written: store zeros.
             if constexpr (GROUPED && !WHOLE) bytes = first_bytes(bytes, tokens - PIECE * piece);
             store_piece<WHOLE>(out + static_cast<int64_t>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
                                GROUPED ? PIECE : M - tile_m - PIECE * piece);
@@ -193,7 +196,7 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
     }
 }
 
-// What is quantized, of one matrix of a batch from its row `first_row` on, and where to: see the kernel's parameters.
+// The inputs of one matrix of a batch, from row `first_row` on, and its outputs: see the kernel's parameters.
 struct In {
     const void *x, *other;
     const float* rstd;
@@ -208,12 +211,12 @@ struct Out {
     int row_m, row_scale_lead, col_n, col_scale_lead;
 };
 
-// Quantizes one tile. A WHOLE one has all its rows and columns in the matrix, or all its rows in one group; of any other
-// each access looks at the edges, which takes 1.7 times the instructions.
+// Quantizes one tile. A WHOLE tile has all its rows and columns in the matrix, and all its rows in one group. In any
+// other tile each access checks the edges, which takes 1.7 times the instructions.
 template <bool WHOLE>
 INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n, const Rows& rows, Shared& shared,
                           int height) {
-    // What the compiler knows of a whole warp decides how it branches.
+    // The compiler branches as a warp where it knows that a value is the same in all lanes.
     const int lane = threadIdx.x % 32, warp = WHOLE ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int tile_m = block_m * TILE_M, tile_n = block_n * TILE_N;
     Place at;
@@ -221,7 +224,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
     at.group = 2 * warp + (lane & OTHER_ROWS) / OTHER_ROWS;
     at.row = rows.first + ROWS * at.group;
     at.column = tile_n + 8 * at.octet;
-    // Tiles with few tokens, as small groups end with, are as much work as there are warps that have any.
+    // In tiles of few tokens, as small groups end with, only the warps that have tokens work.
     const bool idle = !WHOLE && GROUPED && rows.first + 2 * ROWS * warp >= rows.stop;
     const bool none = !WHOLE && rows.none;
 
@@ -309,7 +312,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
 }
 
 // Row-major data has strides (row_m, 1), column-major data (1, col_n). Scales of rows have strides (1, row_scale_lead),
-// of columns (col_scale_lead, 1); of squares those of their data. A batch is M * x_m elements after the one before.
+// scales of columns (col_scale_lead, 1); scales of squares those of their data. Matrices of a batch are M * x_m apart.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize(const void* x, const void* other, const float* rstd, uint8_t* row_data, Stored* row_scale,
              uint8_t* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
@@ -318,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     int block_m, block_n;
     place_block(block_m, block_n);
     Rows rows{block_m * TILE_M, M, block_m * TILE_M, M, false};
-    int height = M;  // of the tiles whose columns have scales
+    int height = M;  // end of the rows whose columns have scales
 #if GROUPED
     rows = rows_of(block_m, threadIdx.x % 32, offsets, groups, M);
     height = TILE_M * Spread::first_block(M, groups);

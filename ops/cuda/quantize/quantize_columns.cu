@@ -1,20 +1,23 @@
-// Quantizes whole columns: x (B, M, N), row-major, to FP8 with one scale for each column of a matrix, or of each group of
-// its rows; stored column-major. One read, where a group's rows fit into the shared memory of a cluster; else two.
+// Quantizes whole columns: x (B, M, N), row-major, to FP8 with one scale for each column of a matrix, or of each group
+// of its rows; the output is column-major. x is read once where a group's rows fit into a cluster's shared memory, else
+// twice.
 //
-// A cluster of CLUSTER blocks takes a panel of PANEL columns of one matrix or group, and each block of it a share of the
-// rows. It loads them a window of `kept` rows at a time, finds each column's largest magnitude, and keeps the last window
-// in shared memory, mostly the only one; the blocks of the cluster look into each other's maxima, and each quantizes its
-// windows from the last to the first.
+// Decomposition. A cluster of CLUSTER blocks has a panel of PANEL columns of one matrix or group, and each block a
+// share of its rows. A block loads windows of `kept` rows, finds each column's largest magnitude, and keeps the last
+// window in shared memory, which mostly is the only one. The blocks of the cluster read each other's maxima. Then each
+// block quantizes its windows from the last to the first, and loads again the ones that it did not keep.
 //
-// Macros: those of panel.cuh; RESIDENT, blocks that share a multiprocessor; LOAD, of the enum of instructions.cuh; GROUPED,
-// rows are tokens of groups, and those in none are zeros; ALIGNED, 16 bytes of x load at once; PARTIAL, N is no multiple
+// Shared memory: maxima and inverse scales (`Shared`), then the rows of a window.
+//
+// Macros: those of panel.cuh; RESIDENT, blocks a multiprocessor; LOAD, of the enum of instructions.cuh; GROUPED, rows
+// are tokens of groups, and tokens in no group become zeros; ALIGNED, x loads by 16 bytes; PARTIAL, N is not a multiple
 // of 8.
 #include "groups.cuh"
 #include "panel.cuh"
 
-constexpr int AHEAD = 8;  // pieces in flight a thread
+constexpr int AHEAD = 8;  // pieces in flight, for each thread
 
-// The columns of 16 bytes that lie before N, one by one where they do not load at once; at least one does.
+// Keeps the columns of a piece that lie before N, of which there is at least one; loads them one by one if not ALIGNED.
 INLINE uint4 trimmed(uint4 piece, const char* from, int column, int N) {
     uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
@@ -40,13 +43,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     DYNAMIC_SHARED(Shared, shared);
     char* const rows = reinterpret_cast<char*>(&shared + 1);
     const int rank = blockIdx.x % CLUSTER, panel = blockIdx.x / CLUSTER * PANEL;
-    const int64_t layer = blockIdx.z;  // a matrix of the batch
+    const int64_t layer = blockIdx.z;  // the matrix of the batch
     const char* matrix = static_cast<const char*>(x) + layer * M * x_m * ELEMENT_BYTES;
     data += layer * N * data_n;
     scale += (GROUPED ? static_cast<int64_t>(blockIdx.y) : layer) * scale_lead;
 
     int start = 0, stop = M;
-    bool none = false;  // these rows are in no group
+    bool none = false;  // whether these rows are in no group
     if constexpr (GROUPED) {
         const int group = blockIdx.y;
         none = group == groups;
@@ -59,11 +62,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int first = max(start, origin), last = min(stop, origin + share);
     const int windows = (last - origin + kept - 1) / kept;
 
-    // A thread writes the same places for every window, so that the next may follow at once where nothing was read.
+    // A thread writes the same places of every window, so the next window needs no barrier where nothing was read.
     const auto load = [&](int window, auto&& visit) {
         const int top = origin + window * kept, high = min(last, top + kept);
         const int piece = threadIdx.x % PIECES, column = panel + piece * IN_PIECE;
-        const uint32_t count = column < N ? max(high - first, 0) : 0;  // of rows to load, from `first` on
+        const uint32_t count = column < N ? max(high - first, 0) : 0;  // rows to load, from `first` on
         const int64_t step = static_cast<int64_t>(ROWS_AT_ONCE) * x_m * ELEMENT_BYTES;
         const char* from = matrix + (static_cast<int64_t>(top + threadIdx.x / PIECES) * x_m + column) * ELEMENT_BYTES;
         for (int row = threadIdx.x / PIECES; row < high - top; row += AHEAD * ROWS_AT_ONCE, from += AHEAD * step) {
@@ -85,14 +88,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
     };
 
+    // Find the largest magnitudes and the scales.
     uint32_t amax[4] = {0, 0, 0, 0};
     for (int window = 0; window < windows && !none; ++window) {
         load(window, [&](uint4 piece) { take_larger(amax, piece); });
     }
     publish(amax, shared, 0);
     find_scales(shared, 0, rank, rank == 0 && !none ? scale + panel : nullptr, N - panel);
-    cluster_arrive<CLUSTER>(false);  // the maxima are read
+    cluster_arrive<CLUSTER>(false);  // the other blocks' maxima are read
 
+    // Quantize and store, the window that is in shared memory first.
     for (int window = windows - 1; window >= 0; --window) {
         if (window < windows - 1 && !none) {
             __syncthreads();

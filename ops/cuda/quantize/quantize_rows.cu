@@ -1,10 +1,11 @@
-// Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row; one read and one launch.
+// Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row, in one read and one launch.
 //
-// ROW_WARPS warps of a block take a row. A thread holds OCTETS octets of 8 columns of it, 32 * ROW_WARPS octets apart.
+// Decomposition. ROW_WARPS warps of a block have a row. A thread holds OCTETS octets of 8 columns of the row, 32 *
+// ROW_WARPS octets apart.
 //
 // Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of
-// instructions.cuh; EVEN, the threads' octets are those of the rows and the blocks' rows those of the matrix; PARTIAL, N is
-// no multiple of 8; ALIGNED, 16 bytes of x load at once.
+// instructions.cuh; EVEN, the threads' octets fill the row and the blocks' rows fill the matrix; PARTIAL, N is not a
+// multiple of 8; ALIGNED, x loads by 16 bytes.
 #include "fp8_block.cuh"
 #define ROWS OCTETS
 #define SOURCE Source::PLAIN
@@ -37,10 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __shared__ uint32_t warp_amax[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * BLOCK_ROWS + warp / ROW_WARPS, first = 8 * (threadIdx.x % (32 * ROW_WARPS));
-    constexpr int APART = 8 * 32 * ROW_WARPS;  // columns
+    constexpr int APART = 8 * 32 * ROW_WARPS;  // columns from an octet of a thread to its next
     const int64_t layer = blockIdx.z, first_row = layer * M;
     const bool there = EVEN || row < M;
 
+    // Load, and reduce the largest magnitude over the row's warps.
     Octet octets[OCTETS];
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i) {
@@ -58,6 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Scale found = block_scale<FP8, FORMAT>(amax);
     if (first == 0 && there) scale[layer * scale_lead + row] = found.stored;
 
+    // Epilogue: scale, convert, store.
     uint8_t* to = data + (first_row + row) * data_m + first;
 #pragma unroll
     for (int i = 0; i < OCTETS; ++i) {
@@ -68,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             words[w] = pack<FP8>(octets[i].at(4 * w) * found.inverse, octets[i].at(4 * w + 1) * found.inverse,
                                  octets[i].at(4 * w + 2) * found.inverse, octets[i].at(4 * w + 3) * found.inverse);
         }
-        const int left = N - first - i * APART;  // columns
+        const int left = N - first - i * APART;  // columns left in the row
         if (EVEN || (there && left >= 8)) {
             store8<Store::NORMAL>(to + i * APART, make_uint2(words[0], words[1]));
         } else if (there) {

@@ -1,8 +1,9 @@
-// Normalises rows by their root mean square, multiplies by the weight and quantizes in blocks of 1 x 128: one read of x,
-// of up to 16384 columns, held in registers as it was loaded.
+// Normalizes rows by their root mean square, multiplies by the weight and quantizes in blocks of 1 x 128. x, of up to
+// 16384 columns, is read once and held in registers as loaded.
 //
-// Macros: those of values.cuh, FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, the rows of a block of threads;
-// PASSES, of 2048 columns each, that span a row.
+// Decomposition. A block of 256 threads has ROWS rows, and covers 2048 columns in each of PASSES passes.
+//
+// Macros: those of values.cuh; FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, rows of a block; PASSES.
 #include "fp8_block.cuh"
 #include "row_sum.cuh"
 #include "row_scatter.cuh"
@@ -18,8 +19,8 @@ using Stored = StoredScale<FORMAT>::type;
 // 16 neighbouring lanes share a block of 128 columns.
 __device__ constexpr int BLOCK_LANES[4] = {1, 2, 4, 8};
 
-// x is M rows, of matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout, the scales
-// (matrix_m, ceil(N / 128)) of a matrix have (1, row_scale_lead).
+// x has M rows, matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout; the scales
+// of a matrix, (matrix_m, ceil(N / 128)), have strides (1, row_scale_lead).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize_rms_norm(const void* x, const void* weight, uint8_t* row_data, Stored* row_scale, int M, int N,
                       int matrix_m, int x_m, int row_m, int row_scale_lead, float eps) {
@@ -28,6 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_row = blockIdx.x * ROWS, first_column = 8 * threadIdx.x;
 
+    // Load, and reduce the sum of squares.
     Octet octets[PASSES][ROWS];
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
@@ -49,8 +51,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (threadIdx.x < ROWS) rstd[threadIdx.x] = rstd_of(sums[threadIdx.x], N, eps);
     __syncthreads();
 
-    // The normalised values are made twice: for the maxima, and again for the bytes, for they need twice the registers.
-    // Past the last column stand zeros, whose product with an Inf would be a NaN.
+    // The normalized values are computed twice, for the maxima and for the bytes: to keep them takes twice the
+    // registers. Past the last column are zeros, whose product with an Inf would be a NaN.
     const auto normalised = [&](int p, int r, int c, const Octet& by) {
         return EVEN || p * PASS + first_column < N ? octets[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
     };
@@ -68,6 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             octets[p][r].pack_again();
         }
     }
+    // Find the scales.
     int item;
     const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, BLOCK_LANES, lane, item));
     const int item_row = first_row + item % ROWS, block_n = (item / ROWS * PASS + first_column) / 128;
@@ -75,6 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         const int64_t matrix = item_row / matrix_m, blocks_n = (N + 127) / 128;
         row_scale[(matrix * blocks_n + block_n) * row_scale_lead + item_row % matrix_m] = scale.stored;
     }
+    // Quantize and store.
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
         const int column = p * PASS + first_column;

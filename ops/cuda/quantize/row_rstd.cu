@@ -1,6 +1,6 @@
-// 1 / sqrt(mean(x²) + eps) of each row of x (M, N), whose rows are x_m elements apart.
+// 1 / sqrt(mean(x²) + eps) of each row of x (M, N), whose rows are x_m elements apart; one block a row.
 //
-// Macros: INPUT, PARTIAL and ALIGNED as in quantize.cu; values.cuh takes the others.
+// Macros: INPUT, PARTIAL and ALIGNED as in quantize.cu, and the others that values.cuh needs.
 #include "row_sum.cuh"
 #include "values.cuh"
 
