@@ -1,19 +1,26 @@
-// Quantizes whole columns as quantize_columns.cu does, by clusters that stay: the copy engine brings the rows of the next
-// panels while those of this one are quantized.
+// Quantizes whole columns, as quantize_columns.cu does, by persistent clusters: TMA loads the rows of the next panels
+// while the rows of this panel are quantized.
 //
-// A cluster of CLUSTER blocks takes one panel of PANEL columns after the other, of a matrix or group, and each block of it
-// some of the panel's chunks of 128 rows. They come through a ring of STAGES chunks in shared memory, for which one more
-// warp asks. Each of the WARPS warps is on its own: it finds the largest magnitudes of one piece, 16 bytes of every row, of
-// the chunks in its stages, tells them the warps of this piece in all blocks, and quantizes its piece of the chunks when it
-// knows theirs. What the ring cannot hold of a panel comes a second time.
+// Decomposition. A cluster of CLUSTER blocks has one panel of PANEL columns after the other, of a matrix or group, and
+// each block some of the panel's chunks of 128 rows. A block has one producer warp and WARPS consumers, which work
+// independently of each other: each consumer finds the largest magnitudes of one piece, 16 bytes of every row, in the
+// chunks of its stages, sends them to the warps of this piece in all blocks, and quantizes its piece when it has
+// received theirs.
 //
-// Large clusters leave multiprocessors idle, for each lies within one GPC. A second launch, of smaller ones, may take the
-// last columns there: it begins beside the first, and ends after it, so that a launch after both waits for both.
+// Pipeline. The chunks come through a ring of STAGES chunks. Of a panel that exceeds the ring, the chunks that were
+// released are loaded a second time.
 //
-// Macros: those of panel.cuh; X_LEAVES, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a
-// multiple of so many rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD,
-// chunks of a panel that stay in registers, so that their stages are free while the warps wait for each other's maxima;
-// PART, of the columns.
+// Two launches. Each cluster lies within one GPC, so large clusters leave multiprocessors idle. A second launch, of
+// smaller clusters, may quantize the last columns there. It starts beside the first one and ends after it, so that a
+// launch after both waits for both.
+//
+// Shared memory: the ring (STAGES, 128, 128 bytes), mbarriers (full, empty, and `TOLD` for each piece of two panels),
+// and the received maxima.
+//
+// Macros: those of panel.cuh; X_LEAVES, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, of which a group's
+// first chunk begins at a multiple; BOX, rows of a TMA load; STAGES; RESIDENT, blocks a multiprocessor; HELD, chunks of
+// a panel that stay in registers, so that their stages are free while the warps wait for each other's maxima; PART,
+// which columns the launch has.
 #include "chunk.cuh"
 #include "groups.cuh"
 #include "overlap.cuh"
@@ -22,12 +29,12 @@
 enum class Part { ALL, FIRST, SECOND };
 
 static_assert(WARPS % PIECES == 0 && CHUNK_ROWS % BOX == 0 && CHUNK_ROWS % BASE == 0);
-constexpr int TEAMS = WARPS / PIECES;  // of a warp for each piece, which take the stages in turn
+constexpr int TEAMS = WARPS / PIECES;  // teams, of a warp for each piece, that alternate in taking stages
 constexpr int SENDERS = CLUSTER * TEAMS;
 static_assert(STAGES >= TEAMS && (HELD == 0 || TEAMS == 1));
 
-// Where in shared memory lies what follows the ring: barriers, those of `TOLD` for a piece of each of two panels; and for
-// these the largest magnitudes (PIECES, SENDERS, 4), of which those of one are read while the next come in.
+// Offsets in shared memory after the ring. `TOLD` are mbarriers for each piece of two panels, and OF_WARPS the maxima
+// that they announce, (2, PIECES, SENDERS, 4): those of one panel are read while those of the next arrive.
 constexpr int BARRIER = sizeof(uint64_t);
 constexpr int FULL = STAGES * STAGE_BYTES, EMPTY = FULL + STAGES * BARRIER, TOLD = EMPTY + STAGES * BARRIER;
 constexpr int OF_WARPS = TOLD + 2 * PIECES * BARRIER;
@@ -44,7 +51,7 @@ INLINE Rows rows_of(int group, const int* offsets, int groups, int M) {
     return {start, none ? M : Group::end_of(__ldg(offsets + group), start, M), none};
 }
 
-// The chunks of a block.
+// The chunks of a block: `count` of them, from row `top` on.
 struct Share {
     int top, count;
 
@@ -55,12 +62,12 @@ struct Share {
         top = base + first * CHUNK_ROWS;
         count = (rank + 1) * chunks / CLUSTER - first;
     }
-    // Of them the last so many stay in the ring until they are quantized.
+    // The last ones stay in the ring until they are quantized: so many.
     INLINE int kept() const { return min(count, STAGES); }
 };
 
-// What a cluster does: `visit(panel, which, rows, turn)` for one panel of columns `begin` to `end` after the other, of a
-// matrix, of a group or of the rows in none, where there are any. `same` is told what all lanes know alike.
+// Calls `visit(panel, which, rows, turn)` for each panel of columns `begin` to `end` that the cluster has, of a matrix,
+// of a group, or of the rows in no group. `same` marks values that are the same in all lanes.
 template <typename Same, typename Visit>
 INLINE void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
                           Visit&& visit) {
@@ -81,11 +88,11 @@ INLINE void for_each_item(int items, int begin, int end, const int* offsets, int
     }
 }
 
-// What a lane quantizes of a chunk: 16 rows of one word. Lanes whose rows are 16 apart read them in orders of their own, of
-// which no two meet in a bank: at step i the row i ^ group.
+// A lane's part of a chunk: 16 rows of one word. Lanes whose rows are 16 apart read their rows in different orders, so
+// that no two meet in a bank: at step i a lane reads row i ^ group.
 struct Lane {
-    int group, column;  // of the 16 rows; of the panel
-    uint32_t at, turn;  // of its first word in a chunk; how its rows are turned around
+    int group, column;  // which 16 rows; the first column, in the panel
+    uint32_t at, turn;  // address of the first word in a chunk; the order of its rows, for byte_perm
     float inverse[IN_WORD];
 
     INLINE Lane(int group, int word) : group(group), column(IN_WORD * word) {
@@ -93,7 +100,7 @@ struct Lane {
         turn = 0x3210 ^ group * 0x1111;
     }
 
-    // One column of the words.
+    // Quantizes one column of the words.
     INLINE uint4 quantized(const uint32_t (&words)[ROWS], int place) const {
         const auto value = [&](int i) { return element(words[i], place) * inverse[place]; };
         uint32_t packed[4];
@@ -105,8 +112,8 @@ struct Lane {
     }
 };
 
-// Takes what rows `low` to `high` of a chunk hold into the largest magnitudes of the piece whose first of this lane's rows,
-// 32 apart, is at `from`.
+// Updates the largest magnitudes of a piece by rows `low` to `high` of a chunk. The lane's rows are 32 apart, and the
+// first is at `from`.
 INLINE void take_some(uint32_t (&amax)[4], uint32_t from, int low, int high) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
@@ -115,10 +122,10 @@ INLINE void take_some(uint32_t (&amax)[4], uint32_t from, int low, int high) {
     }
 }
 
-// `larger` of two that are magnitudes.
+// The larger of two magnitudes, for each element.
 INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return INPUT == Element::FP32 ? max(a, b) : __vmaxu2(a, b); }
 
-// The largest magnitudes of all lanes' pieces: each lane gets those of the word `lane % 4`.
+// Reduces over the lanes: each lane gets the largest magnitudes of word `lane % 4` of the piece.
 INLINE uint32_t largest_of_lanes(const uint32_t (&amax)[4]) {
     const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
     const uint32_t first = larger_of(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 2));
@@ -126,26 +133,26 @@ INLINE uint32_t largest_of_lanes(const uint32_t (&amax)[4]) {
     return larger_of(odd ? second : first, __shfl_xor_sync(~0u, odd ? first : second, 1));
 }
 
-// The largest of lanes that have the same word.
+// Reduces over the lanes that have the same word.
 INLINE uint32_t largest_of_word(uint32_t largest) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) largest = larger_of(largest, __shfl_xor_sync(~0u, largest, mask));
     return largest;
 }
 
-// The same value, of which the compiler knows that all lanes have it, and no more: it keeps what it would find anew.
+// The same value, about which the compiler knows only that all lanes have it: it keeps the value in a uniform register.
 INLINE int uniform(uint32_t value) {
     forget(value);
     return __shfl_sync(~0u, value, 0);
 }
 
-// The position in the ring so many stages on.
+// The position in the ring `stages` stages on.
 INLINE Ring after(const Ring& ring, int stages) {
     const uint32_t stage = ring.stage + stages;
     return {static_cast<int>(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
 }
 
-// What a team takes of the chunks that lie in the ring from a position on: `index` counts these from 0.
+// The chunks that a team takes from the ring, from a position on; `index` counts from 0 there.
 struct Cursor {
     int team, stage, index = 0;
     uint32_t parity;
@@ -174,6 +181,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const uint32_t stages = uniform(shared_address(swizzled_memory()));
     const uint32_t full = stages + FULL, empty = stages + EMPTY;
 
+    // Prologue: initialize the mbarriers.
     if constexpr (PART == Part::FIRST) let_next_begin();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -194,8 +202,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     Ring ring;
     if (warp == WARPS) {
-        // As the other warps do, the lanes wait for the cluster's blocks to begin: the one that copies, not before it waits
-        // for any of them. It need not, but sanitizers let a block pass a barrier of its cluster only as a whole.
+        // Producer. All lanes wait for the cluster's blocks to begin, as the other warps do; the lane that loads, only
+        // before it waits for a stage to be released. The wait is needless there, but sanitizers want a whole block to
+        // pass it.
         if (lane == 0) {
             bool begun = false;
             prefetch_map(x);
@@ -228,12 +237,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         }
         __syncwarp();
     } else {
-        cluster_wait<CLUSTER>();  // the blocks that will be told of maxima have begun
+        // Consumers.
+        cluster_wait<CLUSTER>();  // the blocks that receive maxima have begun
         const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
         Lane mine(lane / 4, 4 * piece + lane % 4);
-        const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale this lane finds
-        // Where in a chunk are the first of the rows that this lane surveys, and 8 of those that it quantizes, in its order.
-        // The compiler would find them anew for each chunk.
+        const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale the lane finds
+        // Addresses in a chunk of the first of the rows whose maxima this lane finds, and of 8 of those that it
+        // quantizes, in its order. They are kept in registers: the compiler would compute them again for each chunk.
         uint32_t surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
         forget(surveyed);
 #pragma unroll
@@ -258,7 +268,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const Share share(rows, (rank + turn) % CLUSTER);
             uint8_t* const to = data + share.top + mine.group * ROWS +
                                 (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
-            // Of this lane's 16 rows of a chunk those that are the item's, of columns that there are.
+            // Stores those of the lane's 16 rows of a chunk that are the item's, if the column exists.
             const auto store_inside = [&](int chunk, int place, uint4 out) {
                 const int row = share.top + chunk * CHUNK_ROWS + mine.group * ROWS;
                 if (panel + mine.column + place >= N) return;
@@ -272,14 +282,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 return;
             }
 
-            // From which chunk on, how many have no row of another item; how many do not stay in the ring.
+            // The first whole chunk, which has no rows of another item; the number of whole chunks; the chunks to be
+            // loaded again.
             const int first_whole = share.top < rows.start;
             const uint32_t whole =
                 max(share.count - first_whole - (share.top + share.count * CHUNK_ROWS > rows.stop), 0);
             const int again = share.count - share.kept();
             const bool comes_again = uniform(again > 0);
 
-            // Of the first chunks so many are held, with the words that this lane quantizes.
+            // Hold the first chunks in registers, in the words that this lane quantizes.
             const int held = first_whole || comes_again ? 0 : min(whole, static_cast<uint32_t>(HELD));
             uint32_t words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
             Cursor survey(ring, team);
@@ -295,6 +306,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
             const Cursor behind_held = survey;
 
+            // Find the largest magnitudes of the other chunks, and release those that are loaded again.
             uint32_t amax[4] = {0, 0, 0, 0};
 #pragma unroll 1
             for (; survey.index < share.count; survey.advance()) {
@@ -311,11 +323,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
             if (comes_again) ring = after(ring, again);
 
+            // Reduce over the lanes, and over all warps of this piece in the cluster; find the scales.
             uint32_t largest = largest_of_word(larger_of(largest_of_lanes(amax), largest_held));
             if constexpr (SENDERS > 1) {
-                // A warp that sends for turn t has received what all of its piece sent for t - 1; each of these had by then
-                // read what came for t - 2, and the one of team 0 armed that barrier anew. So what is sent for t overwrites
-                // nothing that is still to be read, and counts for t.
+                // A warp that sends for turn t has received what all warps of its piece sent for t - 1. Each of these
+                // had read by then what it received for t - 2, and the warp of team 0 had armed that mbarrier again. So
+                // a value sent for t overwrites nothing that is still to be read, and counts for t.
                 const uint32_t barrier = stages + TOLD + (turn % 2 * PIECES + piece) * BARRIER;
                 const uint32_t of_warps = stages + OF_WARPS + (turn % 2 * PIECES + piece) * SENDERS * 16;
                 const auto word = [&](int w) { return __uint_as_float(__shfl_sync(~0u, largest, w)); };
@@ -342,6 +355,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 mine.inverse[0] = found.inverse;
             }
 
+            // Quantize and store: the chunks held in registers, then those in the ring, then those that come again.
             const uint32_t stored_whole = panel + PANEL <= N ? whole : 0;
             const auto store = [&](uint8_t* first, int chunk, uint4 out, uint4 out_second) {
                 if (static_cast<uint32_t>(chunk - first_whole) < stored_whole) {
@@ -375,7 +389,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 uint32_t words[ROWS];
                 load_words(words, at.stage);
                 const uint4 out = mine.quantized(words, 0), out_second = mine.quantized(words, IN_WORD - 1);
-                release(at.stage, out.x | out.y | out.z | out.w);  // of all words
+                release(at.stage, out.x | out.y | out.z | out.w);  // bits of all words
                 store(first, chunk, out, out_second);
                 const int passed = at.index;
                 at.advance();
@@ -386,6 +400,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for_each_item(items, begin, end, offsets, groups, M, same, quantize);
     }
     cluster_arrive<CLUSTER>(false);
-    cluster_wait<CLUSTER>();  // a block must not end while another may still tell it its maxima
+    cluster_wait<CLUSTER>();  // a block must not end while another may still send it maxima
     if constexpr (PART == Part::SECOND) wait_for_launches();
 }
