@@ -1,22 +1,23 @@
-// Few rows by a weight, MX-FP8: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias (N), M up to ROWS.
+// Few rows by an MX-FP8 weight: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias (N), M up to ROWS.
 //
-// The weight's bytes decide, and each is read once: a wave has COLUMNS columns of b, and a lane of it 16 of each 1024
-// elements along K, by one load. It widens them to float32, multiplies them with the same elements of every row of a,
-// which other waves read as well and caches hold, and applies both scales to a sum of 16 by one ldexp. UNROLL such
-// loads of each column are in flight. Then the lanes' sums are added, always in one order.
+// The product is bound by the bytes of the weight, and each is read once. A wave has COLUMNS columns of b, and a lane
+// 16 of each 1024 elements along K, by one load. The lane widens them to float32 and multiplies them by the same
+// elements of every row of a, which other waves read as well and the caches hold; it applies both scales to each sum of
+// 16 by one ldexp. UNROLL such loads of each column are in flight. At the end the lanes' sums are added in a fixed
+// order.
 //
-// K is a multiple of 32, and lies in consecutive bytes from a multiple of 16. Strides count elements; what a wave reads
-// of one operand lies within 2 GiB.
+// K is a multiple of 32 and contiguous, from a multiple of 16 bytes on. Strides count elements. What a wave reads of
+// one operand lies within 2 GiB.
 //
-// Macros: ROWS (1, 2, 4, 8, 16), OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// Macros: ROWS (1, 2, 4, 8, 16); OUT and BIAS of the enum Element.
 #include "wave.h"
 
 constexpr int WAVES = 4;
 constexpr int THREADS = WAVES * WAVE;
 constexpr int COLUMNS = ROWS <= 2 ? 1 : ROWS <= 8 ? 2 : 4;
 constexpr int UNROLL = 4 / COLUMNS;
-constexpr int BK = 16 * WAVE;  // of K
-constexpr int GROUP = 4;  // pieces of rows, of one step or of several; one group is in flight while another is used
+constexpr int BK = 16 * WAVE;  // the K tile of a wave: 16 elements a lane
+constexpr int GROUP = 4;  // pieces of rows, of one K tile or several; one group is in flight while another is used
 constexpr int GROUPS = UNROLL * ROWS / GROUP;
 constexpr int COUNT = ROWS * COLUMNS;
 constexpr int SPREAD = COUNT < WAVE ? WAVE / COUNT : 1;  // lanes that end with the same sum
@@ -33,7 +34,7 @@ struct Piece {
     int exponent;
 };
 
-// 16 values as 8 pairs.
+// Widens 16 values to 8 pairs.
 INLINE void widen(Words words, Pair (&pairs)[8]) {
     const uint32_t word[] = {words.x, words.y, words.z, words.w};
 #pragma unroll
@@ -50,8 +51,8 @@ INLINE float dot(const Pair (&a)[8], const Pair (&b)[8]) {
     return sum.x + sum.y;
 }
 
-// Sums of LEFT values over all lanes: each step halves the values that a lane has, as long as there are several, so
-// that lane l ends with those from l / SPREAD * KEPT on.
+// Reduces LEFT values over all lanes. Each step halves the number of values of a lane while it has several, so that
+// lane l ends with the KEPT values from l / SPREAD * KEPT on.
 template <int MASK, int LEFT>
 INLINE void sum_lanes(float (&sums)[COUNT]) {
     if constexpr (MASK > 0) {
@@ -84,8 +85,9 @@ void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, cons
         return Piece{load16(data, inside ? line + k : OUTSIDE),
                      int(load1(scales, inside ? scale_line + (k >> 5) * block : OUTSIDE))};
     };
-    // Rows past M and columns past N have sums of whatever was loaded, or of zeros; nobody stores them.
+    // Rows past M and columns past N have sums of arbitrary loaded values, or of zeros, which nobody stores.
     float sums[COUNT] = {};
+    // Main loop.
     for (int start = 0; start < K; start += UNROLL * BK) {
         const int first = start + 16 * lane;
         Piece columns_of[UNROLL][COLUMNS], rows_of[2][GROUP];
@@ -128,6 +130,7 @@ void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, cons
         }
     }
 
+    // Epilogue: reduce over the lanes, add the bias, store.
     sum_lanes<WAVE / 2, COUNT>(sums);
     if (lane % SPREAD) return;
 #pragma unroll

@@ -1,31 +1,30 @@
-// Up to 64 rows by a weight, MX-FP8: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias (N), by the scaled MFMA.
+// Up to 64 rows by an MX-FP8 weight, by the scaled MFMA: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias (N).
 //
-// A block has COLUMNS columns of b and all rows of a. Its WAVES waves share K, 128 of it a step, taken in turn: a row
-// or a column of a step is one line of memory. A step is one instruction for each 16 x 16 of the product, with scales
-// by lane. The waves' sums meet in LDS and are added in one order.
+// Decomposition. A block has COLUMNS columns of b and all rows of a. Its WAVES waves share K and take K tiles of 128 in
+// turn: a row or a column of a K tile is one cache line. A K tile takes one instruction for each 16 x 16 of the
+// product, with scales in the lanes. The sums of the waves are reduced through LDS, in a fixed order.
 //
-// Blocks along y share K further: each of them stores its part of the sum, in float32, `out_part` elements from the one
-// before, and `mxfp8_sum_parts` adds them. A block has `steps` steps of K.
+// Blocks along y share K further: each stores its part of the sum in float32, `out_part` elements after the part
+// before, and `mxfp8_sum_parts` adds the parts. A block has `steps` K tiles.
 //
-// K is a multiple of 32, and lies in consecutive bytes from a multiple of 16. Strides count elements; what a block
-// reads of one operand lies within 2 GiB.
+// K is a multiple of 32 and contiguous, from a multiple of 16 bytes on. Strides count elements. What a block reads of
+// one operand lies within 2 GiB.
 //
-// Macros: TILES_M (16 rows each, 1..4), N_SUB (tiles of 16 columns, 1, 2, 4), OUT (BF16, FP16, FP32), BIAS (0, BF16,
-// FP16, FP32).
+// Macros: TILES_M (of 16 rows, 1..4), N_SUB (tiles of 16 columns: 1, 2, 4); OUT and BIAS of the enum Element.
 #include "wave.h"
 
 constexpr int WAVES = 4;
 constexpr int THREADS = WAVES * WAVE;
 constexpr int COLUMNS = 16 * N_SUB;
 constexpr int TILES = TILES_M * N_SUB;
-constexpr int BK = 128;  // of K
-constexpr int UNROLL = 4 / N_SUB;  // steps of a wave in flight
+constexpr int BK = 128;  // the K tile
+constexpr int UNROLL = 4 / N_SUB;  // K tiles of a wave in flight
 
 using Out = TypeOf<OUT>::type;
 using Bias = TypeOf<Element(BIAS)>::type;
 constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
 
-// What a lane has of 16 rows of a, or columns of b, in a step.
+// A lane's part of 16 rows of a, or 16 columns of b, in a K tile.
 struct Fragment {
     Words words[2];
     uint32_t scale;
@@ -52,14 +51,15 @@ void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, cons
     const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + int64_t(n) * bs_column,
                                            (columns - 1) * bs_column + (blocks - 1) * bs_block + 1);
 
-    // Rows past M and columns past N have sums of whatever was loaded, or of zeros; nobody stores them.
+    // Rows past M and columns past N have sums of arbitrary loaded values, or of zeros, which nobody stores.
     auto load = [&](Buffer data, Buffer scales, int line, int scale_line, int block, int start) {
         auto piece = [&](int k) { return load16(data, k < end ? line + k : OUTSIDE); };
-        const int k = start + 32 * group;  // of the scale
+        const int k = start + 32 * group;  // where the 32 elements begin whose scale the lane loads
         return Fragment{{piece(start + 16 * group), piece(start + 64 + 16 * group)},
                         load1(scales, k < end ? scale_line + (k >> 5) * block : OUTSIDE)};
     };
 
+    // Main loop: load UNROLL K tiles, then multiply them.
     Sums sums[TILES_M][N_SUB] = {};
     for (int first = begin + wave * BK; first < end; first += UNROLL * WAVES * BK) {
         Fragment left[UNROLL][TILES_M], right[UNROLL][N_SUB];
@@ -91,6 +91,7 @@ void mxfp8_mfma(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, cons
         }
     }
 
+    // Epilogue: reduce over the waves through LDS, add the bias, store.
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) {
 #pragma unroll

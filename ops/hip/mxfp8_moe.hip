@@ -1,26 +1,26 @@
 // Products of routed tokens with their experts, MX-FP8: out[id] = weight[id] * (a[id / a_div] · w[expert]).
 //
-// `sorted_token_ids` holds `block_m` ids a tile, and `expert_ids` the expert of a tile. A block has BLOCK_N columns of
-// one expert and up to 16 * TILES_M ids of one tile, whose rows of a its lanes gather; its WAVES waves share K as in
-// `mxfp8_mfma`. Blocks of tiles past `num_tokens_post_padded`, and of no expert, end at once; ids that name no row of
-// out are padding. So nothing of a launch depends on the routing, and rows of out that no id names are left as they
-// are.
+// Decomposition. `sorted_token_ids` has `block_m` ids a tile, and `expert_ids` the expert of each tile. A block has
+// BLOCK_N columns of one expert and up to 16 * TILES_M ids of one tile, whose rows of a its lanes gather. Its WAVES
+// waves share K as in `mxfp8_mfma`. Blocks of tiles past `num_tokens_post_padded`, or without an expert, exit at once;
+// ids that name no row of out are padding. So the launch does not depend on the routing, and rows of out that no id
+// names stay as they are.
 //
-// w is (E, K, N). K is a multiple of 32, and lies in consecutive bytes from a multiple of 16. Strides count elements; a
-// and its scales, and what a block reads of w, lie within 2 GiB each.
+// w is (E, K, N). K is a multiple of 32 and contiguous, from a multiple of 16 bytes on. Strides count elements. a, its
+// scales, and what a block reads of w, lie within 2 GiB each.
 //
-// Macros: BLOCK_N (8, 16), TILES_M (1..4), WEIGHTED (0, 1), OUT (BF16, FP16, FP32).
+// Macros: BLOCK_N (8, 16), TILES_M (1..4), WEIGHTED (0, 1); OUT of the enum Element.
 #include "wave.h"
 
 constexpr int WAVES = 4;
 constexpr int THREADS = WAVES * WAVE;
-constexpr int BK = 128;  // of K
-constexpr int UNROLL = TILES_M <= 2 ? 4 : 2;  // steps of a wave in flight
+constexpr int BK = 128;  // the K tile
+constexpr int UNROLL = TILES_M <= 2 ? 4 : 2;  // K tiles of a wave in flight
 constexpr int PADDING = -1;
 
 using Out = TypeOf<OUT>::type;
 
-// What a lane has of 16 rows of a, or columns of w, in a step.
+// A lane's part of 16 rows of a, or 16 columns of w, in a K tile.
 struct Fragment {
     Words words[2];
     uint32_t scale;
@@ -56,7 +56,7 @@ void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w, const
         const int id = first_row + row < block_m ? sorted_token_ids[start + first_row + row] : PADDING;
         return id >= 0 && id < ids ? id : PADDING;
     };
-    int source[TILES_M];  // rows of a; padding reads none
+    int source[TILES_M];  // rows of a; nothing is loaded for padding
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) {
         const int id = id_at(16 * i + line);
@@ -64,11 +64,12 @@ void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w, const
     }
     auto load = [&](Buffer data, Buffer scales, int data_line, int scale_line, int block, int start, int end) {
         auto piece = [&](int k) { return load16(data, k < end ? data_line + k : OUTSIDE); };
-        const int k = start + 32 * group;  // of the scale
+        const int k = start + 32 * group;  // where the 32 elements begin whose scale the lane loads
         return Fragment{{piece(start + 16 * group), piece(start + 64 + 16 * group)},
                         load1(scales, k < end ? scale_line + (k >> 5) * block : OUTSIDE)};
     };
 
+    // Main loop: load UNROLL K tiles, then multiply them.
     Sums sums[TILES_M] = {};
     for (int first = wave * BK; first < K; first += UNROLL * WAVES * BK) {
         Fragment left[UNROLL][TILES_M], right[UNROLL];
@@ -94,6 +95,7 @@ void mxfp8_moe(const uint8_t* a, const uint8_t* a_scale, const uint8_t* w, const
         }
     }
 
+    // Epilogue: reduce over the waves through LDS, apply the weight, store.
 #pragma unroll
     for (int i = 0; i < TILES_M; ++i) sums_of_waves[wave][i][lane] = sums[i];
     block_barrier();

@@ -1,7 +1,7 @@
-// The second pass of a product whose K was split: out = parts[0] + parts[1] + … + bias (N), in this order, of `total`
-// elements in rows of N.
+// The reduction of a product whose K was split: out = parts[0] + parts[1] + … + bias (N), in this order. It has `total`
+// elements, in rows of N.
 //
-// Macros: OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32), PARTS.
+// Macros: OUT and BIAS of the enum Element; PARTS.
 #include "wave.h"
 
 constexpr int THREADS = 256;
