@@ -1,4 +1,4 @@
-// The functions of ops/cuda/include/cluster.cuh for the CPU.
+// The CPU's version of ops/cuda/include/cluster.cuh.
 #pragma once
 #include "hopper.cuh"
 

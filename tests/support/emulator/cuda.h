@@ -1,10 +1,10 @@
-// Enough of CUDA C++ to run kernels on CPU tensors: the threads of a block, or of a cluster of them, are coroutines of
-// one CPU thread.
+// Enough of CUDA C++ to run kernels on CPU tensors: the threads of a block, or of a cluster of blocks, are coroutines
+// of one CPU thread.
 //
-// The emulator is an adversary. Each warp runs as far as it can before another one does, in both orders of the warps. What
-// is asynchronous on the hardware (copies, products, the end of the launch before) happens as late as it may, and until
-// then whoever looks finds poison, bytes of 0xff, which are a NaN of every type of float and -1 of integers. So a kernel
-// that waits too little computes NaN, or stops at a fault with a message.
+// The emulator is an adversary. Each warp runs as far as it can before another one runs, in both orders of the warps.
+// What is asynchronous on the hardware (copies, products, the end of the launch before) happens as late as it may.
+// Until then its destination holds poison: bytes of 0xff, which are NaN in every type of float and -1 in integers. So a
+// kernel that waits too little computes NaN, or stops at a fault with a message.
 #pragma once
 #include <setjmp.h>
 #include <stdint.h>
@@ -73,7 +73,7 @@ inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, 
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return __builtin_expf(a); }
 
-// A list that grows; the standard library's takes longer to compile than most kernels.
+// A list that grows. The standard library's takes longer to compile than most kernels.
 template <typename T>
 struct List {
     T* values;
@@ -85,7 +85,7 @@ struct List {
     }
     T* begin() { return values; }
     T* end() { return values + count; }
-    // Takes out those that `done` is true of.
+    // Removes the values for which `done` is true.
     template <typename Done>
     void take_out(Done done) {
         int left = 0;
@@ -95,7 +95,7 @@ struct List {
     }
 };
 
-// ---- memory: what each tensor of the launch covers, and the first access that is not to be ---------------------------
+// ---- memory: the extent of each tensor of the launch, and the first invalid access ----------------------------------
 
 struct Span {
     uint64_t start, end;
@@ -104,7 +104,7 @@ inline const Span* tensors;
 inline int tensor_count;
 inline char fault[300];
 
-// Where the launch goes wrong for the first time; what follows may go wrong for that.
+// Reports the first fault of the launch; later ones may follow from it.
 #define FAULT(...)                                                                                                  \
     do {                                                                                                            \
         if (fault[0] == 0) {                                                                                        \
@@ -116,7 +116,7 @@ inline char fault[300];
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-// Whether `needed` bytes at an address that is a multiple of `bytes` lie in one tensor; else the access is left out.
+// Whether an access at a multiple of `bytes` has `needed` bytes in one tensor; else it is reported and left out.
 inline bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t needed) {
     const auto address = reinterpret_cast<uint64_t>(to);
     bool inside = false;
@@ -127,7 +127,7 @@ inline bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t n
     return inside && aligned;
 }
 #pragma GCC pop_options
-// Accesses that begin in a tensor stay in its page, so that a load may go past its end.
+// A load that begins in a tensor stays in its page, so it may pass the tensor's end.
 inline bool may_load(const void* from, uint64_t bytes) { return allowed("load", from, bytes, 1); }
 inline bool may_store(const void* to, uint64_t bytes) { return allowed("store", to, bytes, bytes); }
 
@@ -136,14 +136,14 @@ T __ldg(const T* address) {
     return may_load(address, sizeof(T)) ? *address : T{};
 }
 
-// ---- threads: each runs until it waits for others ------------------------------------------------------------------
+// ---- threads: each runs until it waits for others -------------------------------------------------------------------
 
 struct Thread {
-    jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
-    const uint32_t* round;  // what it waits for: that this is no longer `mine`; null where it waits for nothing
+    jmp_buf at;  // where it waits: a jump there takes no system call, as swapcontext does
+    const uint32_t* round;  // it waits until this is no longer `mine`; null if it does not wait
     uint32_t mine;
     bool begun, done;
-    bool stepped_back;  // it could go on, and lets all others go first
+    bool stepped_back;  // it could go on, but lets all others run first
 };
 struct Warp {
     uint64_t slot[32];
@@ -158,32 +158,33 @@ inline jmp_buf scheduler;
 inline int thread_count, block_count, current, block_arrived[MOST_BLOCKS], cluster_arrived;
 inline int threads_begun[MOST_BLOCKS], threads_done[MOST_BLOCKS];
 inline uint32_t block_round[MOST_BLOCKS], cluster_round;
-inline bool early;  // whether what is asynchronous happens at once instead, as early as it may
+inline bool early;  // whether asynchronous operations happen at once, as early as they may
 
 inline uint32_t cluster_rank() { return current / thread_count; }
 
-// Shared memory of the size that a launch asks for.
+// Dynamic shared memory.
 alignas(1024) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
 inline char* block_memory() { return memories[cluster_rank()]; }
 
 inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
 }
-// Whoever was waited for lets all others go on first, where threads are `polite`: what it gave away too early, they take.
+// If threads are `polite`, a thread that others waited for lets all of them run first: they take what it released too
+// early.
 inline bool polite;
 inline void step_back() {
     if (!polite) return;
     threads[current].stepped_back = true;
     wait_for_others();
 }
-// Until `round` is no longer what it is.
+// Waits until `round` changes.
 inline void wait_for_change(const uint32_t& round) {
     Thread& thread = threads[current];
     thread.round = &round, thread.mine = round;
     wait_for_others();
 }
 
-// What no launch can go on after: it ends there, with this as its fault.
+// Ends the launch with a fault after which it cannot go on.
 inline bool broken;
 template <typename... Values>
 void break_off(const char* why, Values... values) {
@@ -192,7 +193,7 @@ void break_off(const char* why, Values... values) {
     wait_for_others();
 }
 
-// Whether this one is the last of `count`, with whom the round ends.
+// Whether this arrival is the last of `count`, which ends the round.
 inline bool arrive(int& arrived, uint32_t& round, int count) {
     if (++arrived < count) return false;
     arrived = 0;
@@ -209,7 +210,7 @@ inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count *
 inline void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 
-// That a block of the cluster may be spoken to: its shared memory exists.
+// Checks that a block of the cluster runs, so that its shared memory exists.
 inline void reach_block(uint32_t rank) {
     if (rank >= static_cast<uint32_t>(block_count)) break_off("block %u is none of the cluster's", rank);
     if (threads_begun[rank] == 0)
@@ -248,17 +249,18 @@ inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     return value;
 }
 
-// ---- the launch before, of one that overlaps --------------------------------------------------------------------------
+// ---- the launch before, of a launch that overlaps it ----------------------------------------------------------------
 
-// It ends only when no thread comes further without that, but for every third cluster, before which it has ended. Until then
-// all that it may write, or read, holds poison: `hidden` are the spans of memory that are not promised to be constant.
+// The launch before ends only when no thread can go on without its end, or, for every third cluster, before the cluster
+// begins. Until then all memory that it may write or read holds poison: `hidden` are the spans of memory that are not
+// declared constant.
 inline const Span* hidden;
 inline int hidden_count;
-inline char* kept_back;  // what they hold
+inline char* kept_back;  // the contents of the hidden memory
 inline uint32_t launches_ended;
-inline bool overlaps,
-    waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
-inline bool must_settle;  // the launch after this one begins only when the launch before it has ended
+inline bool overlaps;  // whether the launch may start before the launch before has ended
+inline bool waited;  // whether a thread of the cluster has waited for that end
+inline bool must_settle;  // the next launch starts only when the launch before this one has ended
 
 inline bool is_hidden(const void* address) {
     const auto at = reinterpret_cast<uint64_t>(address);
@@ -266,7 +268,7 @@ inline bool is_hidden(const void* address) {
         if (at >= hidden[i].start && at < hidden[i].end) return true;
     return false;
 }
-// An asynchronous copy may read its source at any time from here on.
+// An asynchronous copy may read its source from here on.
 inline void read_ahead(const void* address) {
     if (is_hidden(address))
         break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
@@ -289,7 +291,7 @@ inline void reveal() {
     for (int i = 0; i < hidden_count; ++i) {
         auto* const start = reinterpret_cast<char*>(hidden[i].start);
         const uint64_t bytes = hidden[i].end - hidden[i].start;
-        // All are 0xff where the first is, and each is what the one before it is.
+        // All bytes are 0xff if the first is, and each byte equals the one before.
         if (start[0] != static_cast<char>(0xff) || memcmp(start, start + 1, bytes - 1) != 0)
             FAULT("something was written, of the %lu bytes from %p on, without wait_for_launches", bytes, start);
         memcpy(start, from, bytes);
@@ -305,12 +307,12 @@ inline void let_next_begin() {
         break_off("a late launch has the next begin before the one before has ended");
 }
 
-// ---- launches ------------------------------------------------------------------------------------------------------
+// ---- launches -------------------------------------------------------------------------------------------------------
 
 inline void (*kernel)(void*);
 inline void* parameters;
 
-// Static `__shared__` of the kernel, of which each block has its own: that of block `present` is in place.
+// Static `__shared__` memory of the kernel. Each block has its own; that of block `present` is in place.
 extern char __start_shared_static[] __attribute__((weak, visibility("hidden")));
 extern char __stop_shared_static[] __attribute__((weak, visibility("hidden")));
 inline char* static_memories[MOST_BLOCKS];
@@ -323,7 +325,7 @@ inline void have_present(int block) {
     present = block;
 }
 
-// What other headers have done where a cluster begins, a thread ends and a cluster ends.
+// Actions of the other headers when a cluster begins, a thread ends, and a cluster ends.
 struct Hooks {
     void (*begin_cluster)();
     void (*end_thread)();
@@ -342,7 +344,7 @@ inline void run_thread() {
     wait_for_others();
 }
 
-// Comes back when the current thread waits or is done.
+// Returns when the current thread waits or is done.
 [[gnu::noinline]] inline void resume() {
     Thread& thread = threads[current];
     if (_setjmp(scheduler) != 0) return;
@@ -357,7 +359,7 @@ inline void run_thread() {
     setcontext(&context);
 }
 
-// In which order warps, and the lanes of each, run: as they are numbered, backwards, or, of a seed that is not 0, at random.
+// The order in which warps and their lanes run: by number, backwards, or, for a seed other than 0, random.
 struct Order {
     bool backwards;
     uint32_t seed;
@@ -389,7 +391,7 @@ inline bool is_ready(const Thread& thread) {
     return !thread.done && !thread.stepped_back && (thread.round == nullptr || *thread.round != thread.mine);
 }
 
-// Runs a warp as far as it comes, and returns whether it came further.
+// Runs a warp as far as it can, and returns whether it advanced.
 inline bool run_warp(int warp, bool backwards, Index first) {
     bool ran = false;
     for (bool more = true; more && !broken;) {
@@ -407,7 +409,7 @@ inline bool run_warp(int warp, bool backwards, Index first) {
     }
     return ran;
 }
-// The first warp in the order that comes further goes on, so that the others are left behind as far as they can be.
+// The first warp in the order that can advance runs on, so that the others fall behind as far as possible.
 inline void run_cluster(Order& order, int warp_count, Index first) {
     order.next(warp_count);
     for (bool left = true; left && !broken;) {
@@ -429,8 +431,8 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
 }
 #pragma GCC pop_options
 
-// What is right in every order has the barriers that it needs: clusters take turns in them, and for every fourth what is
-// asynchronous happens early. Returns the first fault, or an empty text.
+// Runs a launch. A kernel that is right in every order has the barriers that it needs: clusters alternate between
+// orders, and for every fourth cluster asynchronous operations happen early. Returns the first fault, or an empty text.
 inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards,
                           uint32_t seed) {
     kernel = run;
@@ -473,7 +475,7 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 hide(index % 3 == 1);
                 run_cluster(order, all / 32, {x, y, z});
                 reveal();
-                // What follows it takes the launch before for ended, too.
+                // The launch after this one also takes the launch before for ended.
                 if (overlaps && !waited) FAULT("a launch that overlaps ends without wait_for_launches");
                 for (int i = 0; i < hook_count && !broken; ++i) hooks[i].end_cluster();
             }

@@ -1,16 +1,16 @@
-// The mbarriers, copies and barriers of ops/cuda/include/hopper.cuh for the CPU.
+// The CPU's version of ops/cuda/include/hopper.cuh: mbarriers, TMA, other copies, and barriers.
 #pragma once
 #include "cuda.h"
 #include "types.cuh"
 
 #define __grid_constant__
 
-// As cuda_emulator.py writes it; sizes in elements, strides in bytes.
+// A tensor map as cuda_emulator.py writes it: sizes in elements, strides in bytes.
 struct TensorMap {
     uint64_t start, element, swizzle, size[3], box[3], stride[3], unused[4];
 };
 
-// An address of shared memory is its distance from that of the cluster's first block.
+// An address of shared memory is its distance from the shared memory of the cluster's first block.
 inline uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(static_cast<const char*>(pointer) - memories[0]);
 }
@@ -19,9 +19,9 @@ inline uint32_t address_in(uint32_t rank, uint32_t address) {
     return address + (static_cast<int>(rank) - static_cast<int>(cluster_rank())) * BLOCK_MEMORY;
 }
 
-// ---- the two proxies: threads, and the copy engine with the tensor cores ----------------------------------------------
+// ---- the two proxies: threads, and the async proxy of TMA and the tensor cores --------------------------------------
 
-// Of each KiB of shared memory, how often the emulator has seen it written.
+// How often the emulator has seen each KiB of shared memory written.
 inline uint32_t writings[MOST_BLOCKS * BLOCK_MEMORY / 1024];
 inline void written(uint32_t address, int bytes) {
     for (uint32_t i = address / 1024; i <= (address + bytes - 1) / 1024; ++i) ++writings[i];
@@ -31,7 +31,8 @@ inline void poison(uint32_t address, int bytes) {
     written(address, bytes);
 }
 
-// Of 16 bytes each the thread, counted from 1, that has written there and made no fence since; of a KiB how many there are.
+// For each 16 bytes, the thread, counted from 1, that wrote there and has executed no fence since; for each KiB, how
+// many such pieces it has.
 inline uint16_t unfenced[MOST_BLOCKS * BLOCK_MEMORY / 16], unfenced_count[MOST_BLOCKS * BLOCK_MEMORY / 1024];
 inline List<uint32_t> unfenced_of[MOST_THREADS];
 inline void written_by_thread(uint32_t address, int bytes) {
@@ -43,14 +44,14 @@ inline void written_by_thread(uint32_t address, int bytes) {
         unfenced_of[current].add(i);
     }
 }
-inline int fences[MOST_THREADS];  // the round of the block's barrier in which a thread made its last
+inline int fences[MOST_THREADS];  // the round of the block's barrier in which a thread executed its last fence
 inline void fence_async() {
     for (const uint32_t i : unfenced_of[current])
         if (unfenced[i] == current + 1) unfenced[i] = 0, --unfenced_count[i / 64];
     unfenced_of[current].count = 0;
     fences[current] = static_cast<int>(block_round[cluster_rank()]);
 }
-// `bytes` from a multiple of 16 on are read by the copy engine or a tensor core.
+// The async proxy reads `bytes` from a multiple of 16 on.
 inline void read_by_engine(const char* who, uint32_t address, int bytes) {
     for (uint32_t k = address / 1024; k <= (address + bytes - 1) / 1024; ++k) {
         if (unfenced_count[k] == 0) continue;
@@ -60,9 +61,10 @@ inline void read_by_engine(const char* who, uint32_t address, int bytes) {
     }
 }
 
-// ---- mbarriers --------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 
-// What is under way lands at the wait for its barrier, one after the other until the phase ends; its place holds poison.
+// Data in flight lands at the wait for its mbarrier, one landing after the other until the phase ends; until then its
+// place holds poison.
 struct BulkCopy {
     uint32_t at_shared;
     TensorMap map;
@@ -73,11 +75,11 @@ struct Word {
 };
 constexpr int MOST_WORDS = 16;
 struct Landing {
-    enum { of_box, of_value, of_words } kind;  // kernels have macros in capitals
-    int next;  // of the same barrier, or free
+    enum { of_box, of_value, of_words } kind;  // in lower case, since macros of kernels are in capitals
+    int next;  // the next landing of the same mbarrier, or the next free place
     BulkCopy box;
     Word words[MOST_WORDS];
-    int count;  // of the words
+    int count;  // number of words
     uint32_t to;
     char value[16];
     int bytes;
@@ -89,10 +91,10 @@ inline int free_landing = -1, used_landings, under_way;
 struct Barrier {
     int arrivals, left, bytes;
     uint32_t phase, changes;
-    int first, last;  // of the landings
+    int first, last;  // landings in flight
     bool fenced;
 };
-// Barriers themselves are kept apart; where they lie in shared memory stands that there is one.
+// mbarriers are kept here; their place in shared memory holds a mark.
 inline Barrier barriers[MOST_BLOCKS * BLOCK_MEMORY / 8];
 inline constexpr uint64_t IS_BARRIER = 0x7265697272616220;
 inline List<uint32_t> made_barriers[MOST_THREADS];
@@ -119,7 +121,7 @@ inline void barrier_init_fence() {
     for (const uint32_t barrier : made_barriers[current]) barrier_at(barrier).fenced = true;
     made_barriers[current].count = 0;
 }
-// A barrier that another block or the copy engine arrives at.
+// An mbarrier at which another block or TMA arrives.
 inline Barrier& barrier_of_others(uint32_t address) {
     Barrier& barrier = barrier_at(address);
     if (!barrier.fenced) break_off("a barrier is used from outside of its block without barrier_init_fence");
@@ -137,7 +139,7 @@ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     arrive_at(barrier_of_others(address_in(rank, barrier)));
     step_back();
 }
-// The machine code does not branch between these loads and the arrival: a warp's lanes go on together.
+// The machine code does not branch between these loads and the arrival, so a warp's lanes go on together.
 inline uint32_t once_loaded(uint32_t barrier, uint32_t, int) {
     meet_warp();
     return barrier;
@@ -149,7 +151,8 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-// Bytes of the box from or to the tensor, 16 at a time; what lies outside of it is zeros, and is not stored.
+// Moves the box between the tensor and shared memory, 16 bytes at a time. Outside of the tensor are zeros, which are
+// not stored.
 inline int move(const BulkCopy& copy, bool to_shared) {
     const TensorMap& map = copy.map;
     const int64_t bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
@@ -220,7 +223,7 @@ inline void barrier_wait(uint32_t address, uint32_t parity) {
     }
 }
 
-// ---- copies -----------------------------------------------------------------------------------------------------------
+// ---- copies ---------------------------------------------------------------------------------------------------------
 
 inline void prefetch_map(const TensorMap&) {}
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
@@ -240,15 +243,15 @@ inline void tma_prefetch(const TensorMap&, int, int, int) {}
 inline uint64_t first_out_policy() { return 0; }
 inline uint64_t last_out_policy() { return 0; }
 
-// A thread's bulk stores read shared memory when it waits for that, as late as they may, or, where `early`, at once; so
-// that what lies there must not change in between. They are waited for by groups.
+// A thread's bulk stores read shared memory when the thread waits for them, as late as they may, or at once if `early`.
+// What they read must not change in between. Groups of stores are waited for together.
 struct BulkStore {
     BulkCopy copy;
     int group;
     char* seen;
 };
 inline List<BulkStore> bulk_stores[MOST_THREADS];
-inline int store_groups[MOST_THREADS];  // that a thread has begun
+inline int store_groups[MOST_THREADS];  // number of groups that a thread has begun
 inline void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
     const int bytes = bytes_of(map);
     if (is_hidden(reinterpret_cast<const void*>(map.start))) break_off("a bulk store without wait_for_launches");
@@ -271,7 +274,7 @@ void tma_store_wait_read() {
     });
 }
 
-// A thread's words are copied when those of its barrier are waited for.
+// A thread's words are copied when their mbarrier is waited for.
 inline Word words[MOST_THREADS][MOST_WORDS];
 inline int word_count[MOST_THREADS];
 inline void copy_word(uint32_t to, const void* from, bool valid) {
@@ -307,7 +310,7 @@ void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
     send(barrier_of_others(address_in(rank, barrier)), landing);
 }
 
-// Four matrices of 16 bits, of which each lane of the warp gives the address of a row.
+// Four matrices of 16-bit values; each lane of the warp gives the address of a row.
 template <bool TURNED>
 struct Matrices {
     uint32_t rows[32];
@@ -378,7 +381,7 @@ void sync_first() {
 }
 inline void warpgroup_sync(int id) { named_sync<128>(id); }
 
-// A barrier of a cluster in two halves, which each thread takes in turn: the round in which it has arrived.
+// The two halves of a cluster's barrier: the round in which each thread has arrived.
 inline uint32_t cluster_promised[MOST_THREADS];
 inline bool has_promised[MOST_THREADS];
 inline void cluster_arrive() {
@@ -416,5 +419,5 @@ inline const bool watches_hopper = watch({
     },
 });
 
-// As of Hopper in what is added to it: 2 for 32 bytes along the rows.
+// As on Hopper, adding 2 to the descriptor moves 32 bytes along the rows.
 inline uint64_t matrix_descriptor(uint32_t address) { return address >> 4; }

@@ -1,4 +1,4 @@
-// The functions of ops/cuda/include/instructions.cuh for the CPU.
+// The CPU's version of ops/cuda/include/instructions.cuh.
 #pragma once
 #include "cuda.h"
 
@@ -21,7 +21,7 @@ void store8(void* address, uint2 v) {
     if (may_store(address, 8)) memcpy(address, &v, 8);
 }
 
-// Rounded to nearest even, saturated.
+// Converts to FP8, rounded to nearest even, saturated.
 template <Fp8 TYPE>
 uint32_t to_fp8(float value) {
     constexpr int MANTISSA = TYPE == Fp8::E4M3 ? 3 : 2, OFFSET = TYPE == Fp8::E4M3 ? 7 : 15;
@@ -32,7 +32,7 @@ uint32_t to_fp8(float value) {
     if (magnitude == 0) return sign;
     int exponent;
     __builtin_frexp(magnitude, &exponent);
-    exponent = max(exponent - 1, 1 - OFFSET);  // subnormals share the least normal exponent
+    exponent = max(exponent - 1, 1 - OFFSET);  // subnormals have the least normal exponent
     const auto steps = static_cast<uint32_t>(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
     return sign | (steps + (static_cast<uint32_t>(exponent + OFFSET - 1) << MANTISSA));
 }
@@ -42,7 +42,7 @@ uint32_t pack(float a, float b, float c, float d) {
 }
 #define DYNAMIC_SHARED(TYPE, NAME) TYPE& NAME = *reinterpret_cast<TYPE*>(block_memory())
 inline float half_to_float(uint16_t half) { return static_cast<float>(bits_of<_Float16>(half)); }
-// As far off as the hardware may be: the other one of the two floats that 1 / x lies between, the farther one.
+// As inexact as the hardware may be: of the two floats that 1 / x lies between, the one that is farther from it.
 inline float reciprocal(float x) {
     const float nearest = 1.0f / x, rest = __builtin_fmaf(-x, nearest, 1.0f);
     if (__builtin_fabsf(nearest) < __FLT_MIN__) return 0.0f;

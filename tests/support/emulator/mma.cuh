@@ -1,4 +1,4 @@
-// The functions of ops/cuda/include/mma.cuh for the CPU.
+// The CPU's version of ops/cuda/include/mma.cuh.
 #pragma once
 #include "convert.cuh"
 #include "overlap.cuh"
@@ -14,11 +14,12 @@ inline uint4 load_written(const void* address, bool inside) {
 
 inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
 
-// A thread's copies are made when it waits for those that `end_copies` has ended before, as late as they may be.
+// A thread's copies are made when it waits for them, as late as they may be; `end_copies` marks those that a wait is
+// for.
 struct Copy {
     char* to;
     const char* from;
-    int bytes;  // the rest of 16 is zeros
+    int bytes;  // the rest of 16 becomes zeros
     bool ended;
 };
 inline List<Copy> copies[MOST_THREADS];
@@ -100,7 +101,7 @@ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
     return pack<T>(of_pair<T>(a, 0) * of_pair<T>(b, 0), of_pair<T>(a, 1) * of_pair<T>(b, 1));
 }
 
-// The fragments of a warp's lanes, where all of them can read.
+// The fragments of a warp's lanes, readable by all of them.
 struct Fragments {
     uint32_t a[4], b[2];
 };
@@ -128,14 +129,14 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     meet_warp();
 }
 
-// ---- wgmma: products in flight, of which nothing is to be seen nor to be changed until they are waited for ------------
+// ---- wgmma: until a product is waited for, its result is not visible, and its operands must not change --------------
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 inline constexpr int MOST_SUMS = 128, MOST_IN_FLIGHT = 8;
 inline constexpr uint32_t POISON = 0x7fc0dead;
 
-// Accumulators of a thread, which lie at `at` and hold POISON there.
+// Accumulators of a thread, at address `at`, where POISON stands while products are in flight.
 struct Sums {
     float* at;
     int count, group;
@@ -146,14 +147,14 @@ struct LeftRegisters {
     uint32_t values[4];
     int group;
 };
-// Part of an operand in shared memory, and how often that had been written.
+// Part of an operand in shared memory, and how often it had been written when the product started.
 struct Operand {
-    uint32_t first, stop;  // KiB
+    uint32_t first, stop;  // in KiB
     uint32_t writings;
     int group;
 };
 struct InFlight {
-    int group, count;  // groups that were committed; of the sums
+    int group, count;  // committed groups; accumulators in flight
     bool fenced;
     Sums sums[MOST_IN_FLIGHT];
     List<LeftRegisters> registers;
@@ -166,19 +167,19 @@ inline uint32_t writings_of(uint32_t first, uint32_t stop) {
     for (uint32_t i = first; i < stop; ++i) sum += writings[i];
     return sum;
 }
-// `rows` rows of 128 bytes.
+// Notes that a product reads `rows` rows of 128 bytes.
 inline void take_operand(uint64_t descriptor, int rows) {
     const uint32_t address = static_cast<uint32_t>(descriptor) * 16, first = address / 1024,
                    stop = first + (rows + 7) / 8;
     read_by_engine("wgmma", first * 1024, rows * 128);
-    if (current % 32 == 0)  // once for a warp
+    if (current % 32 == 0)  // once a warp
         in_flight[current].operands.add({first, stop, writings_of(first, stop), in_flight[current].group});
 }
 inline void take_registers_of_left(const uint32_t (&a)[4]) {
     in_flight[current].registers.add({a, {a[0], a[1], a[2], a[3]}, in_flight[current].group});
 }
 
-// The sums that a product adds to: what is in flight, or what lies there.
+// The accumulators that a product adds to: those in flight, or those at `d`.
 inline float* begin_product(float* d, int count) {
     InFlight& mine = in_flight[current];
     if (!mine.fenced) break_off("wgmma without wgmma_fence before its group");
@@ -254,20 +255,20 @@ inline const bool watches_mma = watch({
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-// Of operands that bulk copies have put into shared memory, swizzled, in rows of 128 bytes.
+// A byte of an operand in rows of 128 bytes, swizzled by TMA.
 inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
     const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + byte;
     return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
 }
 
-// The fragments of the warp's lanes, once all of them have come; the warps of a warpgroup do not wait for each other.
+// The fragments of the warp's lanes, when all lanes have arrived; the warps of a warpgroup do not wait for each other.
 inline const Fragments* shown(const uint32_t (&a)[4]) {
     fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
     take_registers_of_left(a);
     meet_warp();
     return fragments + current / 32 * 32;
 }
-// Of a warp's 16 rows and all columns those elements that a thread has; `product` of row, column and k.
+// Computes a thread's elements of a warp's 16 rows and all columns; `product` gives the products at row, column and k.
 template <int OF_K, int COUNT, typename Product>
 void multiply(float (&accumulators)[COUNT], int onto, Product product) {
     const int lane = current % 32;
@@ -291,8 +292,8 @@ struct Values {
 template <Fp8 TYPE>
 inline const Values<TYPE> values;
 
-// Of matrices at a pointer, which all threads of the block wrote before they last met, or swizzled ones, whose addresses in
-// shared memory are small.
+// The right operand: matrices at a pointer, which all threads of the block wrote before their last barrier, or swizzled
+// ones, whose addresses in shared memory are small numbers.
 inline void take_right(uint64_t descriptor, int columns) {
     if (descriptor >> 32 == 0) return take_operand(descriptor, columns);
     const int block = cluster_rank();

@@ -1,4 +1,4 @@
-// The types of ops/cuda/include/types.cuh for the CPU.
+// The CPU's version of ops/cuda/include/types.cuh.
 #pragma once
 #include <stdint.h>
 
