@@ -49,7 +49,7 @@ INLINE void store_some(uint8_t* to, uint4 out, int low, int high) {
                 const int of_word = row / 4 * 4;
                 if (low <= of_word && of_word + 4 <= high) continue;
                 const uint32_t word = row < 8 ? (row < 4 ? out.x : out.y) : (row < 12 ? out.z : out.w);
-                to[row] = static_cast<uint8_t>(word >> 8 * (row % 4));
+                to[row] = uint8_t(word >> 8 * (row % 4));
             }
         }
     }

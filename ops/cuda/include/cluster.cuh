@@ -35,7 +35,7 @@ INLINE uint32_t load_of_block(const uint32_t* address, uint32_t rank) {
         " mapa.shared::cluster.u32 at, %1, %2;\n"
         " ld.shared::cluster.u32 %0, [at];}"
         : "=r"(value)
-        : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(address))), "r"(rank)
+        : "r"(uint32_t(__cvta_generic_to_shared(address))), "r"(rank)
         : "memory");
     return value;
 }

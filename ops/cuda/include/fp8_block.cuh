@@ -43,10 +43,10 @@ INLINE BlockScale<KIND> block_scale(uint32_t bits) {
     if constexpr (KIND == Format::E8M0 || KIND == Format::RCEIL) {
         // One more if the fraction exceeds that of the largest FP8 value, which is 1.75 in both types.
         constexpr uint32_t ADDEND = KIND == Format::RCEIL ? 0x7fffffu - 0x600000u : 0u;
-        const int exponent = max(static_cast<int>((bits + ADDEND) >> 23) - LARGEST_EXPONENT, 0);
+        const int exponent = max(int((bits + ADDEND) >> 23) - LARGEST_EXPONENT, 0);
         // 2 ** (127 - exponent) without a division: at exponent 0 the scale itself is subnormal.
         const float inverse = __uint_as_float(finite ? (254 - exponent) << 23 : 0x7fc00000u);
-        return {static_cast<uint8_t>(finite ? exponent : 255), inverse};
+        return {uint8_t(finite ? exponent : 255), inverse};
     } else {
         const float amax = __uint_as_float(max(bits, __float_as_uint(1e-12f)));
         float scale = over_largest<TYPE>(amax);
@@ -66,7 +66,7 @@ INLINE void store_bytes(uint8_t* to, uint4 piece, int count) {
     const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        if (i < count) to[i] = static_cast<uint8_t>(words[i / 4] >> 8 * (i % 4));
+        if (i < count) to[i] = uint8_t(words[i / 4] >> 8 * (i % 4));
     }
 }
 

@@ -7,7 +7,7 @@ struct __align__(64) TensorMap {
     char bytes[128];
 };
 
-INLINE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+INLINE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
 INLINE uint32_t lane_index() { return threadIdx.x % 32; }
 

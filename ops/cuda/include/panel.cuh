@@ -29,7 +29,7 @@ using Stored = StoredScale<FORMAT>::type;
 INLINE float element(uint32_t word, int place) {
     if constexpr (INPUT == Element::FP32) return __uint_as_float(word);
     if constexpr (INPUT == Element::BF16) return __uint_as_float(place ? word & 0xffff0000u : word << 16);
-    return half_to_float(static_cast<uint16_t>(place ? word >> 16 : word));
+    return half_to_float(uint16_t(place ? word >> 16 : word));
 }
 
 // The larger magnitude of each element of two words. As integers magnitudes order as floats do, NaN last.
@@ -53,15 +53,15 @@ INLINE void store_span(uint8_t* to, uint4 piece, int begin, int end) {
         }
 #pragma unroll
         for (int half = 0; half < 4; half += 2) {
-            const auto two = static_cast<uint16_t>(word >> 8 * half);
+            const auto two = uint16_t(word >> 8 * half);
             const bool first = begin <= at + half && at + half < end,
                        second = begin <= at + half + 1 && at + half + 1 < end;
             if (first && second) {
                 *reinterpret_cast<uint16_t*>(to + at + half) = two;
             } else if (first) {
-                to[at + half] = static_cast<uint8_t>(two);
+                to[at + half] = uint8_t(two);
             } else if (second) {
-                to[at + half + 1] = static_cast<uint8_t>(two >> 8);
+                to[at + half + 1] = uint8_t(two >> 8);
             }
         }
     }
@@ -158,7 +158,7 @@ INLINE void store_rows(const char* rows, int low, int high, const float* inverse
             }
             const uint4 out = none ? make_uint4(0, 0, 0, 0) : make_uint4(packed[0], packed[1], packed[2], packed[3]);
             if (column >= columns) continue;
-            uint8_t* to = data + static_cast<int64_t>(column) * data_n + row;
+            uint8_t* to = data + int64_t(column) * data_n + row;
             if (row >= low && row + ROWS <= high) {
                 store16<Store::NORMAL>(to, out);
             } else {

@@ -21,7 +21,7 @@ INLINE float sum_of_warp(float sum) {
 }
 
 INLINE float rstd_of(const float (&sums)[WARPS], int N, float eps) {
-    const float mean = __fdiv_rn(add_neighbours(sums), static_cast<float>(N));
+    const float mean = __fdiv_rn(add_neighbours(sums), float(N));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(mean, eps)));
 }
 

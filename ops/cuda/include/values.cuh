@@ -20,12 +20,12 @@ struct Octet {
     uint32_t word[OCTET_WORDS];
 
     // Keeps the compiler from holding unpacked values until their next use, for which there are no registers.
-    void pack_again() {
+    INLINE void pack_again() {
 #pragma unroll
         for (int w = 0; w < OCTET_WORDS; ++w) forget(word[w]);
     }
 
-    float at(int column) const {
+    INLINE float at(int column) const {
         if constexpr (INPUT == Element::FP32) {
             return __uint_as_float(word[column]);
         } else {
@@ -33,11 +33,11 @@ struct Octet {
         }
     }
 
-    static float to_float(uint32_t pair, bool upper) {
+    static INLINE float to_float(uint32_t pair, bool upper) {
         if constexpr (INPUT == Element::BF16) {
             return __uint_as_float(upper ? pair & 0xffff0000u : pair << 16);
         } else {
-            return half_to_float(static_cast<uint16_t>(upper ? pair >> 16 : pair));
+            return half_to_float(uint16_t(upper ? pair >> 16 : pair));
         }
     }
 };
@@ -47,19 +47,19 @@ struct Octet {
 struct PackedValues {
     Octet row[ROWS];
 
-    float at(int r, int c) const { return row[r].at(c); }
+    INLINE float at(int r, int c) const { return row[r].at(c); }
 
-    void pack_again() {
+    INLINE void pack_again() {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) row[r].pack_again();
     }
 
-    void clear() {
+    INLINE void clear() {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) row[r] = Octet{};
     }
 
-    uint32_t row_amax(int r) const {
+    INLINE uint32_t row_amax(int r) const {
         const auto& word = row[r].word;
         uint32_t largest = word[0] & MAGNITUDES;
 #pragma unroll
@@ -67,14 +67,14 @@ struct PackedValues {
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 
-    uint32_t column_words(int w) const {
+    INLINE uint32_t column_words(int w) const {
         uint32_t largest = row[0].word[w] & MAGNITUDES;
 #pragma unroll
         for (int r = 1; r < ROWS; ++r) largest = __vmaxu2(largest, row[r].word[w] & MAGNITUDES);
         return largest;
     }
 
-    void column_amax(uint32_t (&amax)[8]) const {
+    INLINE void column_amax(uint32_t (&amax)[8]) const {
 #pragma unroll
         for (int w = 0; w < OCTET_WORDS; ++w) {
             const uint32_t largest = column_words(w);
@@ -83,24 +83,24 @@ struct PackedValues {
         }
     }
 
-    uint32_t amax() const {
+    INLINE uint32_t amax() const {
         uint32_t largest = column_words(0);
 #pragma unroll
         for (int w = 1; w < OCTET_WORDS; ++w) largest = __vmaxu2(largest, column_words(w));
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 
-    static uint32_t widened(uint32_t pair, bool upper) { return __float_as_uint(Octet::to_float(pair, upper)); }
+    static INLINE uint32_t widened(uint32_t pair, bool upper) { return __float_as_uint(Octet::to_float(pair, upper)); }
 };
 
 struct FloatValues {
     float row[ROWS][8];
 
-    float at(int r, int c) const { return row[r][c]; }
+    INLINE float at(int r, int c) const { return row[r][c]; }
 
-    void pack_again() {}
+    INLINE void pack_again() {}
 
-    void clear() {
+    INLINE void clear() {
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
@@ -108,14 +108,14 @@ struct FloatValues {
         }
     }
 
-    uint32_t row_amax(int r) const {
+    INLINE uint32_t row_amax(int r) const {
         uint32_t largest = 0;
 #pragma unroll
         for (int c = 0; c < 8; ++c) largest = max(largest, magnitude(row[r][c]));
         return largest;
     }
 
-    void column_amax(uint32_t (&amax)[8]) const {
+    INLINE void column_amax(uint32_t (&amax)[8]) const {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             amax[c] = 0;
@@ -124,17 +124,17 @@ struct FloatValues {
         }
     }
 
-    uint32_t amax() const {
+    INLINE uint32_t amax() const {
         uint32_t largest = 0;
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) largest = max(largest, row_amax(r));
         return largest;
     }
 
-    static uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+    static INLINE uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
 };
 
-uint32_t load_element(const void* base, int64_t index) {
+INLINE uint32_t load_element(const void* base, int64_t index) {
     if constexpr (SIXTEEN_BITS) {
         return __ldg(static_cast<const uint16_t*>(base) + index);
     } else {
@@ -177,7 +177,7 @@ INLINE void load_octets(Octet (&octets)[COUNT], const void* base, int64_t first_
     const int columns = N - column;
 #pragma unroll
     for (int r = 0; r < COUNT; ++r) {
-        const int64_t index = first + static_cast<int64_t>(r) * stride;
+        const int64_t index = first + int64_t(r) * stride;
         if constexpr (INSIDE && ALIGNED) {
             load_whole<HOW>(octets[r], base, index, columns);
         } else if constexpr (ALIGNED) {

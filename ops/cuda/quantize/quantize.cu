@@ -77,7 +77,7 @@ INLINE void place_block(int& block_m, int& block_n) {
     } else {
         const uint32_t index = blockIdx.y * gridDim.x + blockIdx.x, band = GROUP * gridDim.x;
         const uint32_t first = index / band * GROUP, within = index % band;
-        const uint32_t rows = min(gridDim.y - first, static_cast<uint32_t>(GROUP));
+        const uint32_t rows = min(gridDim.y - first, uint32_t(GROUP));
         block_m = first + within % rows;
         block_n = within / rows;
     }
@@ -114,7 +114,7 @@ INLINE Rows rows_of(int block, int lane, const int* offsets, int groups, int M) 
 // Stores the thread's values row-major, each row scaled by its own inverse scale.
 template <bool WHOLE, typename Values, typename Inverse>
 INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int row_m, Place at, int M, int N) {
-    uint8_t* to = out + static_cast<int64_t>(at.row) * row_m + at.column;
+    uint8_t* to = out + int64_t(at.row) * row_m + at.column;
     const bool odd = at.octet & 1;
 #pragma unroll
     for (int r = 0; r < ROWS; r += 2) {
@@ -140,12 +140,12 @@ INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int 
                                     : make_uint4(mine[0], mine[1], theirs[0], theirs[1]);
             const int row = r + odd, back = odd ? 8 : 0;
             if (WHOLE || at.row + row < M) {
-                store_piece<WHOLE>(to + static_cast<int64_t>(row) * row_m - back, piece, N - at.column + back);
+                store_piece<WHOLE>(to + int64_t(row) * row_m - back, piece, N - at.column + back);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                uint8_t* address = to + static_cast<int64_t>(r + i) * row_m;
+                uint8_t* address = to + int64_t(r + i) * row_m;
                 if (WHOLE || (at.row + r + i < M && at.column + 8 <= N)) {
                     store8<STORE>(address, make_uint2(words[i][0], words[i][1]));
                 } else if (at.row + r + i < M) {
@@ -190,7 +190,7 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
             uint4 bytes = shared.turned[column][piece ^ (column / 8 & 7)];
             // Rows without a token hold zeros, which a NaN scale made NaN, or were not written: store zeros.
             if constexpr (GROUPED && !WHOLE) bytes = first_bytes(bytes, tokens - PIECE * piece);
-            store_piece<WHOLE>(out + static_cast<int64_t>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
+            store_piece<WHOLE>(out + int64_t(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
                                GROUPED ? PIECE : M - tile_m - PIECE * piece);
         }
     }
@@ -240,8 +240,8 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[0][w]);
         const Scale scale = block_scale<FP8, FORMAT>(largest);
         if (threadIdx.x == 0) {
-            if (BY_ROW) out.row_scale[static_cast<int64_t>(block_m) * out.row_scale_lead + block_n] = scale.stored;
-            if (BY_COLUMN) out.col_scale[static_cast<int64_t>(block_n) * out.col_scale_lead + block_m] = scale.stored;
+            if (BY_ROW) out.row_scale[int64_t(block_m) * out.row_scale_lead + block_n] = scale.stored;
+            if (BY_COLUMN) out.col_scale[int64_t(block_n) * out.col_scale_lead + block_m] = scale.stored;
         }
         values.pack_again();
         if constexpr (BY_ROW) {
@@ -280,7 +280,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         int row;
         const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, ROW_LANES, lane, row));
         if (leads_item<ROWS>(lane, ROW_LANES) && (WHOLE || at.row + row < rows.stop)) {
-            out.row_scale[static_cast<int64_t>(block_n) * out.row_scale_lead + at.row + row] = scale.stored;
+            out.row_scale[int64_t(block_n) * out.row_scale_lead + at.row + row] = scale.stored;
         }
         const auto inverse = [&](int r) {
             return __shfl_sync(~0u, scale.inverse, (lane & OTHER_ROWS) | lane_of_item<ROWS>(r, ROW_LANES));
@@ -299,7 +299,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
             const Scale scale = block_scale<FP8, FORMAT>(largest);
             shared.inverse[threadIdx.x] = scale.inverse;
             if (WHOLE || (tile_n + threadIdx.x < in.N && tile_m < height)) {
-                out.col_scale[static_cast<int64_t>(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
+                out.col_scale[int64_t(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
             }
         }
         __syncthreads();

@@ -46,7 +46,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int64_t layer = blockIdx.z;  // the matrix of the batch
     const char* matrix = static_cast<const char*>(x) + layer * M * x_m * ELEMENT_BYTES;
     data += layer * N * data_n;
-    scale += (GROUPED ? static_cast<int64_t>(blockIdx.y) : layer) * scale_lead;
+    scale += (GROUPED ? int64_t(blockIdx.y) : layer) * scale_lead;
 
     int start = 0, stop = M;
     bool none = false;  // whether these rows are in no group
@@ -67,14 +67,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const int top = origin + window * kept, high = min(last, top + kept);
         const int piece = threadIdx.x % PIECES, column = panel + piece * IN_PIECE;
         const uint32_t count = column < N ? max(high - first, 0) : 0;  // rows to load, from `first` on
-        const int64_t step = static_cast<int64_t>(ROWS_AT_ONCE) * x_m * ELEMENT_BYTES;
-        const char* from = matrix + (static_cast<int64_t>(top + threadIdx.x / PIECES) * x_m + column) * ELEMENT_BYTES;
+        const int64_t step = int64_t(ROWS_AT_ONCE) * x_m * ELEMENT_BYTES;
+        const char* from = matrix + (int64_t(top + threadIdx.x / PIECES) * x_m + column) * ELEMENT_BYTES;
         for (int row = threadIdx.x / PIECES; row < high - top; row += AHEAD * ROWS_AT_ONCE, from += AHEAD * step) {
             uint4 loaded[AHEAD];
 #pragma unroll
             for (int i = 0; i < AHEAD; ++i) {
                 loaded[i] = make_uint4(0, 0, 0, 0);
-                if (static_cast<uint32_t>(top + row + i * ROWS_AT_ONCE - first) < count) {
+                if (uint32_t(top + row + i * ROWS_AT_ONCE - first) < count) {
                     if constexpr (ALIGNED) loaded[i] = load16<LOAD>(from + i * step);
                     if constexpr (!ALIGNED || PARTIAL) loaded[i] = trimmed(loaded[i], from + i * step, column, N);
                 }
@@ -105,8 +105,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             __syncthreads();
         }
         const int top = origin + window * kept;
-        store_rows(rows, first - top, min(last - top, kept), shared.inverse,
-                   data + static_cast<int64_t>(panel) * data_n + top, data_n, N - panel, none);
+        store_rows(rows, first - top, min(last - top, kept), shared.inverse, data + int64_t(panel) * data_n + top,
+                   data_n, N - panel, none);
     }
     cluster_wait<CLUSTER>();  // a block must not end while another may still read its maxima
 }

@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int c = 0; c < 8; ++c) v[c] = normalised(p, r, c, by[0]) * inverse;
             const uint2 piece = make_uint2(pack<FP8>(v[0], v[1], v[2], v[3]), pack<FP8>(v[4], v[5], v[6], v[7]));
             if (EVEN || (first_row + r < M && column < N)) {
-                store8<STORE>(row_data + static_cast<int64_t>(first_row + r) * row_m + column, piece);
+                store8<STORE>(row_data + int64_t(first_row + r) * row_m + column, piece);
             }
         }
     }

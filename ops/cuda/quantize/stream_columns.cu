@@ -149,7 +149,7 @@ INLINE int uniform(uint32_t value) {
 // The position in the ring `stages` stages on.
 INLINE Ring after(const Ring& ring, int stages) {
     const uint32_t stage = ring.stage + stages;
-    return {static_cast<int>(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
+    return {int(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
 }
 
 // The chunks that a team takes from the ring, from a position on; `index` counts from 0 there.
@@ -267,7 +267,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         const auto quantize = [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
             uint8_t* const to = data + share.top + mine.group * ROWS +
-                                (static_cast<int64_t>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
+                                (int64_t(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
             // Stores those of the lane's 16 rows of a chunk that are the item's, if the column exists.
             const auto store_inside = [&](int chunk, int place, uint4 out) {
                 const int row = share.top + chunk * CHUNK_ROWS + mine.group * ROWS;
@@ -291,7 +291,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const bool comes_again = uniform(again > 0);
 
             // Hold the first chunks in registers, in the words that this lane quantizes.
-            const int held = first_whole || comes_again ? 0 : min(whole, static_cast<uint32_t>(HELD));
+            const int held = first_whole || comes_again ? 0 : min(whole, uint32_t(HELD));
             uint32_t words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
             Cursor survey(ring, team);
 #pragma unroll
@@ -312,7 +312,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             for (; survey.index < share.count; survey.advance()) {
                 barrier_wait(full + survey.stage * BARRIER, survey.parity);
                 const uint32_t row = stages + survey.stage * STAGE_BYTES + surveyed;
-                if (static_cast<uint32_t>(survey.index - first_whole) < whole) {
+                if (uint32_t(survey.index - first_whole) < whole) {
 #pragma unroll
                     for (int i = 0; i < CHUNK_ROWS; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
                 } else {
@@ -345,7 +345,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const Scale found = block_scale<FP8, FORMAT>(__float_as_uint(element(largest, scaled)));
             const int column = panel + mine.column + scaled;
             if (stores_scales && lane < 4 * IN_WORD && column < N) {
-                scale[static_cast<int64_t>(which) * scale_lead + column] = found.stored;
+                scale[int64_t(which) * scale_lead + column] = found.stored;
             }
             if constexpr (IN_WORD == 2) {
                 const float other = __shfl_xor_sync(~0u, found.inverse, 4);
@@ -358,7 +358,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             // Quantize and store: the chunks held in registers, then those in the ring, then those that come again.
             const uint32_t stored_whole = panel + PANEL <= N ? whole : 0;
             const auto store = [&](uint8_t* first, int chunk, uint4 out, uint4 out_second) {
-                if (static_cast<uint32_t>(chunk - first_whole) < stored_whole) {
+                if (uint32_t(chunk - first_whole) < stored_whole) {
                     store16<Store::NORMAL>(first, out);
                     if (IN_WORD == 2) store16<Store::NORMAL>(first + data_n, out_second);
                 } else {

@@ -36,7 +36,7 @@ INLINE int first_from(int row, const int* offsets, int groups, int M) {
     int below = 0, found = groups + 1;  // group `below` begins before `row`, and group `found` does not
     while (found - below > 1) {
         const int step = (found - below + 30) / 32;
-        const int group = below + (static_cast<int>(threadIdx.x % 32) + 1) * step;
+        const int group = below + (int(threadIdx.x % 32) + 1) * step;
         const bool less = group < found && start_of(group, offsets, M) < row;
         below += __popc(__ballot_sync(~0u, less)) * step;
         found = min(found, below + step);
@@ -98,10 +98,10 @@ struct Cursor {
 // The same address, kept in registers: the compiler would else compute it again where it is used.
 template <typename T>
 INLINE T* kept(T* address) {
-    uint32_t low = static_cast<uint32_t>(reinterpret_cast<uint64_t>(address));
-    uint32_t high = static_cast<uint32_t>(reinterpret_cast<uint64_t>(address) >> 32);
+    uint32_t low = uint32_t(reinterpret_cast<uint64_t>(address));
+    uint32_t high = uint32_t(reinterpret_cast<uint64_t>(address) >> 32);
     forget(low), forget(high);
-    return reinterpret_cast<T*>(low | static_cast<uint64_t>(high) << 32);
+    return reinterpret_cast<T*>(low | uint64_t(high) << 32);
 }
 
 // A lane's part of its warp's piece of a chunk: one column, of which it stores SETS times 16 rows. ldmatrix transposes
@@ -229,7 +229,7 @@ INLINE uint32_t quantized_part(uint4 v, By&& by) {
 
 INLINE void store_part(uint8_t* to, uint32_t part) {
     if constexpr (Mine::WIDE) {
-        *reinterpret_cast<uint16_t*>(to) = static_cast<uint16_t>(part);
+        *reinterpret_cast<uint16_t*>(to) = uint16_t(part);
     } else {
         *reinterpret_cast<uint32_t*>(to) = part;
     }
@@ -262,7 +262,7 @@ INLINE void store_strip(const Mine& mine, uint8_t* column, uint32_t top, bool in
             } else if (inside) {
 #pragma unroll
                 for (int i = 0; i < Mine::PART; ++i) {
-                    if (low <= row + i && row + i < high) to[i] = static_cast<uint8_t>(part >> 8 * i);
+                    if (low <= row + i && row + i < high) to[i] = uint8_t(part >> 8 * i);
                 }
             }
         }
@@ -288,7 +288,7 @@ INLINE void store_meeting(const Mine& mine, uint8_t* column, uint32_t top, bool 
             store16<Store::NORMAL>(column + (top + ROWS * mine.place) + Mine::SET_STEP * set, out);
     }
     const uint32_t offset = Mine::PART * mine.place;
-    const int left = static_cast<int>(split - first - offset);
+    const int left = int(split - first - offset);
     const uint32_t part = quantized_part(v, [&](int i) { return i < left ? before : after; });
     if (inside) store_part(column + (top + first + offset), part);
 }
@@ -362,8 +362,8 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
         };
         for_each_run(offsets, groups, M, N, [&](int panel, const Run& run) {
             const bool inside = mine.column < N - panel;
-            uint8_t* const column = kept(data + static_cast<int64_t>(panel + mine.column) * data_n);
-            Stored* to_scale = scale + static_cast<int64_t>(run.first) * scale_lead + panel + mine.column;
+            uint8_t* const column = kept(data + int64_t(panel + mine.column) * data_n);
+            Stored* to_scale = scale + int64_t(run.first) * scale_lead + panel + mine.column;
             int top = run.begin & -CHUNK_ROWS;  // row of the next chunk to be quantized
             int written = run.begin;  // its rows up to this one are stored
             float before = 0;  // the inverse scale of its rows before the group
@@ -421,7 +421,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + 32, RESIDENT)
                         mine.load(words, stage);
                         release_it(any_of(words));
                         if (inside) {
-                            uint8_t* const to = column + static_cast<uint32_t>(top + mine.row_of(0));
+                            uint8_t* const to = column + uint32_t(top + mine.row_of(0));
 #pragma unroll
                             for (int set = 0; set < Mine::SETS; ++set) {
                                 const uint4 out = mine.quantized(words, set, found.inverse);

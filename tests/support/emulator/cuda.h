@@ -58,7 +58,7 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
-    const uint64_t bytes = low | static_cast<uint64_t>(high) << 32;
+    const uint64_t bytes = low | uint64_t(high) << 32;
     uint32_t result = 0;
     for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
@@ -212,7 +212,7 @@ inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].
 
 // Checks that a block of the cluster runs, so that its shared memory exists.
 inline void reach_block(uint32_t rank) {
-    if (rank >= static_cast<uint32_t>(block_count)) break_off("block %u is none of the cluster's", rank);
+    if (rank >= uint32_t(block_count)) break_off("block %u is none of the cluster's", rank);
     if (threads_begun[rank] == 0)
         break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
     if (threads_done[rank] == thread_count)
@@ -239,7 +239,7 @@ T __shfl_sync(uint32_t, T value, int lane) {
 }
 inline uint32_t __ballot_sync(uint32_t, bool value) {
     uint32_t votes = 0;
-    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<uint32_t>(__shfl_sync(~0u, value, lane)) << lane;
+    for (int lane = 0; lane < 32; ++lane) votes |= uint32_t(__shfl_sync(~0u, value, lane)) << lane;
     return votes;
 }
 inline bool __all_sync(uint32_t, bool value) { return __ballot_sync(~0u, value) == ~0u; }
@@ -400,7 +400,7 @@ inline bool run_warp(int warp, bool backwards, Index first) {
             const int thread = warp * 32 + (backwards ? 31 - i : i);
             if (!is_ready(threads[thread])) continue;
             current = thread;
-            threadIdx = {static_cast<uint32_t>(thread % thread_count), 0, 0};
+            threadIdx = {uint32_t(thread % thread_count), 0, 0};
             blockIdx = {first.x + thread / thread_count, first.y, first.z};
             have_present(thread / thread_count);
             resume();

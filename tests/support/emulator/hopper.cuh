@@ -12,11 +12,11 @@ struct TensorMap {
 
 // An address of shared memory is its distance from the shared memory of the cluster's first block.
 inline uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(static_cast<const char*>(pointer) - memories[0]);
+    return uint32_t(static_cast<const char*>(pointer) - memories[0]);
 }
 inline uint32_t address_in(uint32_t rank, uint32_t address) {
     if (rank != cluster_rank()) reach_block(rank);
-    return address + (static_cast<int>(rank) - static_cast<int>(cluster_rank())) * BLOCK_MEMORY;
+    return address + (int(rank) - int(cluster_rank())) * BLOCK_MEMORY;
 }
 
 // ---- the two proxies: threads, and the async proxy of TMA and the tensor cores --------------------------------------
@@ -49,7 +49,7 @@ inline void fence_async() {
     for (const uint32_t i : unfenced_of[current])
         if (unfenced[i] == current + 1) unfenced[i] = 0, --unfenced_count[i / 64];
     unfenced_of[current].count = 0;
-    fences[current] = static_cast<int>(block_round[cluster_rank()]);
+    fences[current] = int(block_round[cluster_rank()]);
 }
 // The async proxy reads `bytes` from a multiple of 16 on.
 inline void read_by_engine(const char* who, uint32_t address, int bytes) {
@@ -157,15 +157,14 @@ inline int move(const BulkCopy& copy, bool to_shared) {
     const TensorMap& map = copy.map;
     const int64_t bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
     if (row_bytes % 16 != 0) break_off("a bulk copy moves rows of %ld bytes", row_bytes);
-    for (int64_t z = 0; z < static_cast<int64_t>(map.box[2]); ++z)
-        for (int64_t y = 0; y < static_cast<int64_t>(map.box[1]); ++y) {
+    for (int64_t z = 0; z < int64_t(map.box[2]); ++z)
+        for (int64_t y = 0; y < int64_t(map.box[1]); ++y) {
             const int64_t in_y = copy.at[1] + y, in_z = copy.at[2] + z;
-            const bool row_inside = in_y >= 0 && in_y < static_cast<int64_t>(map.size[1]) && in_z >= 0 &&
-                                    in_z < static_cast<int64_t>(map.size[2]);
-            for (int64_t x = 0; x < static_cast<int64_t>(map.box[0]); x += of_piece) {
+            const bool row_inside =
+                in_y >= 0 && in_y < int64_t(map.size[1]) && in_z >= 0 && in_z < int64_t(map.size[2]);
+            for (int64_t x = 0; x < int64_t(map.box[0]); x += of_piece) {
                 const int64_t in_x = copy.at[0] + x, first = in_x < 0 ? -in_x : 0;
-                const int64_t stop =
-                    static_cast<int64_t>(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
+                const int64_t stop = int64_t(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
                 uint32_t shared = copy.at_shared + (z * map.box[1] + y) * row_bytes + x * bytes;
                 if (map.swizzle == 128) shared ^= shared >> 3 & 0x70;
                 if (to_shared) memset(memories[0] + shared, 0, 16);
@@ -317,7 +316,7 @@ struct Matrices {
 
     explicit Matrices(uint32_t row) {
         exchanged(row, 0);
-        for (int from = 0; from < 32; ++from) rows[from] = static_cast<uint32_t>(warps[current / 32].slot[from]);
+        for (int from = 0; from < 32; ++from) rows[from] = uint32_t(warps[current / 32].slot[from]);
     }
     // The first or second value of a lane's word of matrix `i`.
     char* value(int i, int second) const {

@@ -33,15 +33,15 @@ uint32_t to_fp8(float value) {
     int exponent;
     __builtin_frexp(magnitude, &exponent);
     exponent = max(exponent - 1, 1 - OFFSET);  // subnormals have the least normal exponent
-    const auto steps = static_cast<uint32_t>(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
-    return sign | (steps + (static_cast<uint32_t>(exponent + OFFSET - 1) << MANTISSA));
+    const auto steps = uint32_t(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
+    return sign | (steps + (uint32_t(exponent + OFFSET - 1) << MANTISSA));
 }
 template <Fp8 TYPE>
 uint32_t pack(float a, float b, float c, float d) {
     return to_fp8<TYPE>(a) | to_fp8<TYPE>(b) << 8 | to_fp8<TYPE>(c) << 16 | to_fp8<TYPE>(d) << 24;
 }
 #define DYNAMIC_SHARED(TYPE, NAME) TYPE& NAME = *reinterpret_cast<TYPE*>(block_memory())
-inline float half_to_float(uint16_t half) { return static_cast<float>(bits_of<_Float16>(half)); }
+inline float half_to_float(uint16_t half) { return float(bits_of<_Float16>(half)); }
 // As inexact as the hardware may be: of the two floats that 1 / x lies between, the one that is farther from it.
 inline float reciprocal(float x) {
     const float nearest = 1.0f / x, rest = __builtin_fmaf(-x, nearest, 1.0f);

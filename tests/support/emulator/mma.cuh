@@ -49,7 +49,7 @@ inline void wait_for_copies() {
 
 inline void store_to_block(float2* to, uint32_t rank, float2 value) {
     if (rank != cluster_rank()) reach_block(rank);
-    const int64_t blocks = static_cast<int64_t>(rank) - cluster_rank();
+    const int64_t blocks = int64_t(rank) - cluster_rank();
     *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
 }
 inline void prefetch(const void* address, uint32_t bytes) {
@@ -82,7 +82,7 @@ constexpr bool IS_BF16<Bf16> = true;
 
 template <typename T>
 float of_pair(uint32_t pair, int upper) {
-    return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)});
+    return float(T{uint16_t(pair >> 16 * upper)});
 }
 template <Fp8 TYPE>
 void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
@@ -113,18 +113,16 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     meet_warp();
     const Fragments* warp = fragments + current / 32 * 32;
     const int lane = current % 32;
-    auto half = [](uint32_t pair, int upper) {
-        return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)});
-    };
+    auto half = [](uint32_t pair, int upper) { return float(T{uint16_t(pair >> 16 * upper)}); };
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         double sum = d[i];
         for (int k = 0; k < 16; ++k) {
             const int pair = k % 8 / 2;
-            sum += static_cast<double>(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
+            sum += double(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
                    half(warp[column * 4 + pair].b[k / 8], k % 2);
         }
-        d[i] = static_cast<float>(sum);
+        d[i] = float(sum);
     }
     meet_warp();
 }
@@ -169,8 +167,7 @@ inline uint32_t writings_of(uint32_t first, uint32_t stop) {
 }
 // Notes that a product reads `rows` rows of 128 bytes.
 inline void take_operand(uint64_t descriptor, int rows) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, first = address / 1024,
-                   stop = first + (rows + 7) / 8;
+    const uint32_t address = uint32_t(descriptor) * 16, first = address / 1024, stop = first + (rows + 7) / 8;
     read_by_engine("wgmma", first * 1024, rows * 128);
     if (current % 32 == 0)  // once a warp
         in_flight[current].operands.add({first, stop, writings_of(first, stop), in_flight[current].group});
@@ -257,7 +254,7 @@ inline const bool watches_mma = watch({
 #pragma GCC optimize("O2")
 // A byte of an operand in rows of 128 bytes, swizzled by TMA.
 inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + byte;
+    const uint32_t address = uint32_t(descriptor) * 16, within = address % 128 + byte;
     return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
 }
 
@@ -277,7 +274,7 @@ void multiply(float (&accumulators)[COUNT], int onto, Product product) {
         const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = onto ? d[i] : 0.0;
         for (int k = 0; k < OF_K; ++k) sum += product(row, column, k);
-        d[i] = static_cast<float>(sum);
+        d[i] = float(sum);
     }
 }
 
@@ -298,7 +295,7 @@ inline void take_right(uint64_t descriptor, int columns) {
     if (descriptor >> 32 == 0) return take_operand(descriptor, columns);
     const int block = cluster_rank();
     for (int i = 0; i < thread_count; ++i)
-        if (fences[block * thread_count + i] != static_cast<int>(block_round[block]) - 1)
+        if (fences[block * thread_count + i] != int(block_round[block]) - 1)
             break_off("wgmma reads what thread %d wrote without fence_async", i);
 }
 inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
@@ -312,7 +309,7 @@ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     take_right(b, 2 * COUNT);
     multiply<32>(d, onto, [&](int row, int column, int k) {
         const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-        return static_cast<double>(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
+        return double(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
     });
     meet_warp();
 }
@@ -323,8 +320,7 @@ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
     take_operand(a, 64);
     take_operand(b, 2 * COUNT);
     multiply<32>(d, onto, [&](int row, int column, int k) {
-        return static_cast<double>(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) *
-               values<A_FP8>.of[*swizzled(b, column, k)];
+        return double(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) * values<A_FP8>.of[*swizzled(b, column, k)];
     });
 }
 #endif
@@ -337,7 +333,7 @@ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     multiply<16>(d, onto, [&](int row, int column, int k) {
         const uint32_t left = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
         const auto* right = reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k));
-        return static_cast<double>(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
+        return double(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
     });
     meet_warp();
 }
