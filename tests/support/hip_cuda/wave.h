@@ -1,5 +1,5 @@
-// In the place of ops/hip/wave.h, to run its portable part on an NVIDIA GPU: a wave is a warp, and buffers are checked
-// by the code.
+// Replaces ops/hip/wave.h to run its portable part on an NVIDIA GPU: a wave is a warp, and the code checks the bounds
+// of buffers.
 #pragma once
 
 #define INLINE __device__ __forceinline__

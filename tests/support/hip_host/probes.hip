@@ -1,8 +1,7 @@
-// What `wave.h` offers, one kernel for each kind, to compare its model for the host and its instructions with what it
-// says.
+// One kernel for each kind of function of `wave.h`, to compare the host's model and the instructions with what it says.
 #include "wave.h"
 
-// Each lane's two fragments of 16 bytes of each operand, its scales, and its four sums.
+// The matrix instruction: each lane's two fragments of 16 bytes of each operand, its scales, and its four sums.
 KERNEL(WAVE)
 void matrix(const Words* a, const Words* b, const uint8_t* a_scale, const uint8_t* b_scale, Sums* sums) {
     const int lane = thread_index();
@@ -39,7 +38,7 @@ KERNEL(WAVE) void bounds(const uint8_t* data, const int* offsets, uint32_t* out,
     for (int i = 0; i < 5; ++i) out[5 * lane + i] = found[i];
 }
 
-// Types of outputs and biases.
+// Conversions to the types of outputs and biases.
 KERNEL(WAVE)
 void rounded(const float* values, TypeOf<Element::BF16>::type* bf16, TypeOf<Element::FP16>::type* fp16, float* back) {
     const int lane = thread_index();
@@ -48,7 +47,7 @@ void rounded(const float* values, TypeOf<Element::BF16>::type* bf16, TypeOf<Elem
     back[lane] = float(bf16[lane]) + float(fp16[lane]);
 }
 
-// The sum over two waves by way of LDS; with BARRIER 0, what is wrong.
+// The sum over two waves through LDS; wrong with BARRIER 0.
 #ifndef BARRIER
 #define BARRIER 1
 #endif
@@ -62,7 +61,7 @@ KERNEL(2 * WAVE) void local_memory(const float* values, float* out) {
     out[thread_index()] = seen[0][lane] + seen[1][WAVE - 1 - lane];
 }
 
-// What the model for the host refuses.
+// Programs that the host's model refuses.
 #ifdef WRONG
 KERNEL(WAVE) void wrong(const uint8_t* data, float* out) {
     const int lane = thread_index();

@@ -1,8 +1,8 @@
-// In the place of ops/hip/wave.h, to run kernels on CPU tensors: the lanes of a block are coroutines of one CPU thread,
-// and an operation of a wave happens once all of its lanes have come to it, on the values of all.
+// Replaces ops/hip/wave.h to run kernels on CPU tensors: the lanes of a block are coroutines of one CPU thread, and an
+// operation of a wave takes place when all of its lanes have reached it, on the values of all lanes.
 //
-// A fault, the first of which `emulate` returns, is: an operation that not all lanes of a wave come to, a value that is
-// not uniform, a barrier that a part of a wave does not come to, a load that is misaligned or within its buffer but
+// Faults, the first of which `emulate` returns, are: an operation that not all lanes of a wave reach, a value that is
+// not uniform, a barrier that only part of a wave reaches, a load that is misaligned, or that is within its buffer but
 // outside of all tensors.
 #pragma once
 #include <math.h>
@@ -14,7 +14,7 @@
 
 #define INLINE inline
 #define KERNEL(THREADS) extern "C"
-// Of a section of their own, so that what a block left there can be poisoned.
+// In a section of its own, so that what a block left there can be poisoned.
 #define __shared__ static __attribute__((section("lds")))
 
 enum class Element { NONE, BF16, FP16, FP32 };  // NONE, which 0 is too: there is no such tensor
@@ -73,7 +73,7 @@ using Operation = void (*)(void* (&of_lanes)[WAVE]);
 enum State { READY, AT_OPERATION, AT_BARRIER, DONE };
 
 struct Lane {
-    jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
+    jmp_buf at;  // where it waits: a jump there takes no system call, as swapcontext does
     bool begun;
     State state;
     Operation operation;
@@ -98,7 +98,7 @@ inline void wait_as(State state) {
     if (_setjmp(lanes[current].at) == 0) _longjmp(scheduler, 1);
 }
 
-// All lanes of the wave come here with the same operation, which replaces their values.
+// Called by all lanes of the wave with the same operation, which replaces their values.
 template <typename T>
 void together(Operation operation, T& value) {
     lanes[current].operation = operation;
@@ -129,7 +129,7 @@ float exchanged(float value) {
         [](void*(&of_lanes)[WAVE]) {
             float before[WAVE];
             for (int i = 0; i < WAVE; ++i) before[i] = *static_cast<float*>(of_lanes[i]);
-            // Within eight lanes the fourth bit is exchanged by turning them around.
+            // Within eight lanes the fourth bit is exchanged by reversing the order of the lanes.
             for (int i = 0; i < WAVE; ++i) *static_cast<float*>(of_lanes[i]) = before[i ^ (MASK == 4 ? 7 : MASK)];
         },
         value);
@@ -158,7 +158,7 @@ constexpr uint32_t OUTSIDE = 0x80000000;
 
 inline Buffer buffer_of(const uint8_t* from, int size) { return {from, uint32_t(size)}; }
 
-// `bytes` at an offset: zero where they are past the end of the buffer, which is all that may be outside of tensors.
+// Loads `bytes` at an offset; zero past the end of the buffer, where alone a load may be outside of all tensors.
 inline uint32_t loaded(Buffer buffer, uint32_t offset, uint32_t bytes) {
     uint32_t value = 0;
     if (uint64_t(offset) + bytes > buffer.size) return value;
@@ -204,7 +204,7 @@ struct Product {
 
 inline double of_e8m0(uint32_t byte) { return (byte & 0xff) == 255 ? NAN : ldexp(1.0, int(byte & 0xff) - 127); }
 
-// Element k of line `line` of the left operand or the right one, times its scale.
+// Element k of line `line` of the left or the right operand, times its scale.
 inline double element(void* (&of_lanes)[WAVE], bool right, int line, int k) {
     auto lane = [&](int group) { return static_cast<Product*>(of_lanes[line + 16 * group]); };
     const Product* holder = lane(k % 64 / 16);
@@ -251,7 +251,7 @@ inline void run_lane() {
     wait_as(DONE);
 }
 
-// Comes back when the current lane waits or is done.
+// Returns when the current lane waits or is done.
 [[gnu::noinline]] inline void resume() {
     Lane& lane = lanes[current];
     if (_setjmp(scheduler) != 0) return;
@@ -266,7 +266,7 @@ inline void run_lane() {
     setcontext(&context);
 }
 
-// Runs a wave to a barrier, or to its end.
+// Runs a wave up to a barrier or its end.
 inline void run_wave(Lane* wave, bool backwards) {
     while (!fault[0]) {
         for (int i = 0; i < WAVE; ++i) {
@@ -285,7 +285,7 @@ inline void run_wave(Lane* wave, bool backwards) {
     }
 }
 
-// `backwards` lets the last wave and lane run first: what is right in both orders has the barriers that it needs.
+// `backwards` lets the last wave and lane run first: a kernel that is right in both orders has the barriers it needs.
 inline const char* launch(void (*run)(void*), void* with, const int* grid, int threads, bool backwards) {
     kernel = run;
     parameters = with;
