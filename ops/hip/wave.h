@@ -1,5 +1,5 @@
-// What the kernels of this folder use of gfx950: attributes, block indices, loads with bounds, exchanges between the
-// lanes of a wave, FP8, and the scaled matrix instruction. No header of HIP is needed.
+// The part of gfx950 that the kernels of this folder use: attributes, block indices, loads with bounds, exchanges
+// between the lanes of a wave, FP8, and the scaled matrix instruction. No header of HIP is needed.
 #pragma once
 
 #ifndef __global__

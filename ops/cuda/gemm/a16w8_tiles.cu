@@ -58,7 +58,7 @@ constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the producer warp; stag
 constexpr int STAGES_ON = ITEMS / X_ROWS;  // K tiles from an item of a thread to its next
 static_assert(ITEMS % X_ROWS == 0);
 static_assert(READY <= HELD && (READY == 0 || W_CONSTANT));
-static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is asked for at once");
+static_assert(HELD == 0 || (HELD <= STAGES && STAGES <= AHEAD * STAGES_ON), "all of x is loaded at once");
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
     a16w8_tiles(const uint16_t* x, const __grid_constant__ TensorMap w, const float* w_scale, const BiasType* bias,

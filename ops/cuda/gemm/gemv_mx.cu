@@ -6,7 +6,7 @@
 // is added in float32: the product of the two scales may be Inf where the result is not. Lanes exchange halves of their
 // 16 bytes, so that the four lanes of a column have 8 bytes each of the same block.
 //
-// Where four warps lie side by side (TOGETHER) they multiply by wgmma, which reads a once for 64 columns; Hopper keeps
+// Four warps that lie side by side (TOGETHER) multiply by wgmma, which reads a once for 64 columns; Hopper keeps
 // about 14 bits of a sum within one wgmma. Else each warp multiplies by mma.sync, which Hopper has for 16 bits only:
 // FP8 values are exact in float16.
 //
@@ -33,7 +33,7 @@ constexpr int A_PIECES = K_CHUNK / 16;  // of 16 bytes, in a row of a in shared 
 // A block of a: for every eight rows the first of each thread's two words, 16 bytes a row, then the second. Blocks are
 // padded so that the pieces of one row are written to different banks.
 constexpr int A_BLOCK = ROWS * 32 + 16;  // bytes
-// Where the scales of a begin: for each unit and pair of rows those of both blocks.
+// The offset of the scales of a: for each unit and pair of rows the scales of both blocks.
 constexpr int A_SCALES = K_CHUNK / 32 * A_BLOCK;
 constexpr bool TOGETHER = WARPS_N % 4 == 0;
 constexpr int PRODUCTS = ROWS > 32 ? 1 : 2;  // in flight a warpgroup: as many results as the registers have room for

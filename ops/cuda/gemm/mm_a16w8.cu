@@ -53,7 +53,7 @@ constexpr bool IN_UNITS = !HOLDS && BM > 128;  // accumulators are in units of t
 constexpr int PREFETCHED = 8;  // K tiles of w, to the L2
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
 static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
-static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a k-block takes the place of a k-block");
+static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a K tile replaces a K tile");
 static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
 static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of their own");
 static_assert(!W_CONSTANT || !PERSISTENT, "of a later tile the weight is read after the wait in any case");

@@ -59,7 +59,7 @@ static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK &&
               "a cluster shares loads or K");
 static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
               "tokens that are summed over are spread");
-static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
+static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 
 // Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -477,8 +477,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #if SPLIT > 1
             // Reduce over the cluster: send the rows of other owners to them, and add the others' sums of own rows.
             const int first_row = warpgroup * ROWS + warp * 16, owner = first_row / OWN_ROWS, rank = cluster_rank();
-            // Where sums `i` to `i + 3` of product `p` of this warp's rows lie at their owner, when block `from` sends
-            // them.
+            // The address, at the owner of this warp's rows, of sums `i` to `i + 3` of product `p` from block `from`.
             auto place_of = [&](int from, int p, int i) {
                 const int part = from < owner ? from : from - 1,
                           strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;

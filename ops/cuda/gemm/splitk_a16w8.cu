@@ -117,7 +117,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         sync_first<THREADS>();
     };
     if constexpr (W_CONSTANT) read();
-    // Where the pairs of sums go that this thread stores.
+    // The addresses of the pairs of sums that this thread stores.
     const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row();
     OutType* const pairs = settled(out + (int64_t(matrix) * M + first_m + row) * N + pair_n);
     const int room = settled(N - pair_n);

@@ -129,7 +129,7 @@ INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int 
             }
         }
         if constexpr (ROW_BYTES == 16) {
-            // Of two neighbouring lanes, the even one stores row r of both, the odd one row r + 1.
+            // Two neighbouring lanes exchange halves: the even one stores row r of both, the odd one row r + 1.
             uint32_t theirs[2], mine[2];
 #pragma unroll
             for (int w = 0; w < 2; ++w) {

@@ -2,8 +2,8 @@
 // of one CPU thread.
 //
 // The emulator is an adversary. Each warp runs as far as it can before another one runs, in both orders of the warps.
-// What is asynchronous on the hardware (copies, products, the end of the launch before) happens as late as it may.
-// Until then its destination holds poison: bytes of 0xff, which are NaN in every type of float and -1 in integers. So a
+// Asynchronous operations (copies, products, the end of the launch before) happen as late as they may. Until then their
+// destination holds poison: bytes of 0xff, which are NaN in every type of float and -1 in integers. So a
 // kernel that waits too little computes NaN, or stops at a fault with a message.
 #pragma once
 #include <setjmp.h>

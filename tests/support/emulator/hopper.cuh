@@ -243,7 +243,7 @@ inline uint64_t first_out_policy() { return 0; }
 inline uint64_t last_out_policy() { return 0; }
 
 // A thread's bulk stores read shared memory when the thread waits for them, as late as they may, or at once if `early`.
-// What they read must not change in between. Groups of stores are waited for together.
+// The memory that they read must not change in between. Groups of stores are waited for together.
 struct BulkStore {
     BulkCopy copy;
     int group;
