@@ -19,8 +19,8 @@
 // rows, PITCH) overwrite x; other blocks' sums arrive from byte `received` on.
 //
 // Macros: INPUT (BF16, FP16), OUT and BIAS of the enum Element; FP8 of the enum Fp8; K_CONTIGUOUS, EVEN_K (K is a
-// multiple of 16), X_PIECES (x loads by 16 bytes); SCALE (LINE, VECTOR, BLOCK: see a16w8.cuh); ROWS (a multiple of 8),
-// TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, K_CHUNK, RESIDENT (blocks a multiprocessor).
+// multiple of 16), X_PIECES (x loads by 16 bytes); SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (a multiple
+// of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, K_CHUNK, RESIDENT (blocks a multiprocessor).
 #include "a16w8.cuh"
 #include "few_rows.cuh"
 

@@ -26,7 +26,7 @@
 // Shared memory: w (W_STAGES, BN, BK), x (X_STAGES, 2, WIDTH, 64), two output buffers a warpgroup, the mbarriers.
 //
 // Macros: INPUT (BF16 or FP16, also the type of the generated `wgmma`), OUT (BF16, FP16) and BIAS of the enum Element;
-// FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see a16w8.cuh); MATH (1, 2), K_PARTS (1, 2), WIDTH, SLICES,
+// FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); MATH (1, 2), K_PARTS (1, 2), WIDTH, SLICES,
 // W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT, IN_FLIGHT, RESIDENT (blocks a multiprocessor), GROUP (as in
 // scaled_mm.cu), W_CONSTANT.
 #include "a16w8.cuh"

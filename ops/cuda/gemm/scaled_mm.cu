@@ -25,21 +25,16 @@
 //   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
 //   MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, GROUP (rows of tiles that are walked together)
 //   CLUSTER, SHARE_B, SPLIT, B_ONCE
-//   A_SCALE, B_SCALE  WHOLE (one scale), LINE (one a row of a or column of b), VECTOR (one a line and K tile), or, for
-//                     b only, BLOCK (one for 128 columns and a K tile)
+//   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or, for b only, BLOCK (`scale_kinds.cuh`)
 //   PROMOTE           K tiles a promotion, where no scale changes along K
 //   OUT, BIAS         of the enum Element; OUT_VIA: PAIRS, LINES or BULK
 //   GROUPED           DENSE, JAGGED_M or JAGGED_K (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT
 //
-// GROUPED, A_SCALE, B_SCALE and OUT_VIA are numbers of the preprocessor, since they choose parameters and their types.
+// GROUPED and OUT_VIA are numbers of the preprocessor, as A_SCALE and B_SCALE are.
 #include "hopper.cuh"
 #include "convert.cuh"
 #include "groups.cuh"
-
-#define WHOLE 0
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
+#include "scale_kinds.cuh"
 
 // How a tile is stored: PAIRS, two values of a thread at a time; LINES, through shared memory, 16 bytes of a row at a
 // time; BULK, through shared memory and by TMA, while the next tile is computed.

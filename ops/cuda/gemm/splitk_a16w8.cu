@@ -19,9 +19,9 @@
 // Shared memory: w (STAGES, BN, BK), x (STAGES, 2, ROWS, 64), the cluster's sums, the mbarriers, scales of w.
 //
 // Macros: INPUT (BF16 or FP16, also the type of the generated `wgmma`, which has ROWS columns), OUT and BIAS of the
-// enum Element; FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see a16w8.cuh); ROWS (a multiple of 16), TILES (1),
-// WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE, HELD
-// (stages that are widened ahead, at least two of several, or 0).
+// enum Element; FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (a multiple of 16), TILES
+// (1), WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE,
+// HELD (stages that are widened ahead, at least two of several, or 0).
 #include "a16w8.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"

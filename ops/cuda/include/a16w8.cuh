@@ -1,17 +1,13 @@
 // Functions that the products of 16-bit rows by an FP8 weight share: the type of the rows, the scales of the weight,
 // and lines of the weight widened to the left operand of wgmma.
 //
-// Macros: INPUT (BF16, FP16) of the enum Element; SCALE, of w: LINE (one scale a column, for all of K), VECTOR (one a
-// column and 128 of K) or BLOCK (one for 128 columns and 128 of K).
+// Macros: INPUT (BF16, FP16) of the enum Element; SCALE, the scales of w: LINE, VECTOR or BLOCK (`scale_kinds.cuh`).
 #pragma once
 #include "hopper.cuh"
 #include "mma.cuh"
+#include "scale_kinds.cuh"
 
 using XType = TypeOf<INPUT>::type;
-
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
 
 // Copies the scales of `steps` K tiles of 128, from K tile `first` on, and of COLUMNS columns from `column` on to
 // shared memory, by COUNT threads: for BLOCK one scale for 64 columns, for VECTOR one for each column, for LINE those
