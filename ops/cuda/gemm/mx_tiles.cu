@@ -95,8 +95,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     const uint32_t steps = K / BK;
     const int start = steps * rank / CLUSTER, count = steps * (rank + 1) / CLUSTER - start;
     float* const a_scales = reinterpret_cast<float*>(stages + AT_SCALES);
-    uint2* const b_scales =
-        reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);  // (count, BN), four scales of 16 bits each
+    // (count, BN), each the four scales of a K tile, of 16 bits.
+    uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);
 
     // Prologue: initialize the mbarriers.
     if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
