@@ -100,7 +100,7 @@ def test_whatever_changes_the_code_changes_the_key(
 ) -> None:
     compile_kernel(ROWS)
     for other in (
-        replace(ROWS, macros=(*ROWS.macros, ("OUT", "FP16"))),
+        replace(ROWS, macros=(*ROWS.macros, ("OUT", "Element::FP16"))),
         replace(ROWS, macros=ROWS.macros[::-1]),
         replace(ROWS, generated="// before"),
         replace(ROWS, entry="sum"),
@@ -131,7 +131,7 @@ def test_macros_and_architecture_are_options(cache: Path, compiled: list[Any]) -
     assert source.startswith('struct Before {};\n#line 1 "row_rstd.cu"\n')
     assert name == "row_rstd.cu"
     assert {"row_sum.cuh", "values.cuh"} <= set(headers)
-    assert {"--gpu-architecture=sm_90a", "-DINPUT=Input::BF16", "-DROWS=1"} <= set(options)
+    assert {"--gpu-architecture=sm_90a", "-DINPUT=Element::BF16", "-DROWS=1"} <= set(options)
 
 
 @pytest.mark.parametrize("damage", [b"", b"cubin 1", b"\x7fELF" + b"\0" * 100])

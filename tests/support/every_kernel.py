@@ -148,7 +148,7 @@ def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
     for (config, lines), block in zip(configs, cycle(WEIGHT_BLOCKS), strict=False):
         m, n = config.ROWS + 3, 33
         endless = _rows_by_weight((m, n, 1 << 20), block, META, target, column_major=lines)
-        k = 2 * int(gemv_a16w8.plan(endless, config)[0].options["CHUNK"]) * config.CLUSTER + 24
+        k = 2 * int(gemv_a16w8.plan(endless, config)[0].options["K_CHUNK"]) * config.CLUSTER + 24
         given = _rows_by_weight((m, n, k), block, device, target, column_major=lines)
         yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(given, config)[0]
 
@@ -217,7 +217,7 @@ def _mx(shape: tuple[int, int, int], device: torch.device, target: Target, *, co
 def _gemv_mx(device: torch.device, target: Target) -> Launches:
     for config in MX_GEMVS[::3]:
         m, n = config.ROWS + 3, 33
-        chunk = int(gemv_mx.plan(_mx((m, n, 1 << 20), META, target), config)[0].options["CHUNK"])
+        chunk = int(gemv_mx.plan(_mx((m, n, 1 << 20), META, target), config)[0].options["K_CHUNK"])
         product = _mx((m, n, 2 * chunk * config.CLUSTER + 24), device, target)
         yield f"dense {config}", gemv_mx.plan(product, config)[0]
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056

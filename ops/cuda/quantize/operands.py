@@ -74,7 +74,7 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def input_type(x: Tensor) -> str:
-    return f"Input::{_INPUTS[x.dtype]}"
+    return f"Element::{_INPUTS[x.dtype]}"
 
 
 def types(q: Quantization) -> dict[str, int | str]:

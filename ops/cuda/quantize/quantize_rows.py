@@ -74,7 +74,7 @@ def plan(q: Quantization, config: RowsConfig) -> tuple[CudaLaunch]:
     rows = config.WARPS // config.ROW_WARPS
     macros: dict[str, int | str] = {
         **types(q),
-        "WARPS": config.WARPS, "ROW_WARPS": config.ROW_WARPS, "CHUNKS": chunks, "LOAD": f"Load::{config.LOAD}",
+        "WARPS": config.WARPS, "ROW_WARPS": config.ROW_WARPS, "OCTETS": chunks, "LOAD": f"Load::{config.LOAD}",
         "EVEN": int(m % rows == 0 and n == 32 * config.ROW_WARPS * CHUNK_COLUMNS * chunks),
         "PARTIAL": int(n % CHUNK_COLUMNS != 0), "ALIGNED": int(is_aligned(x)),
     }  # fmt: skip

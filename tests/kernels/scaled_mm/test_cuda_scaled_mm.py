@@ -498,7 +498,7 @@ def test_macros_follow_blocks_types_and_bias() -> None:
         "forward": ("VECTOR", "BLOCK"), "wgrad": ("VECTOR", "VECTOR"), "rowwise": ("LINE", "LINE"),
         "tensorwise": ("WHOLE", "WHOLE"),
     }  # fmt: skip
-    for dtype, name in ((BF16, "BF16"), (FP16, "FP16"), (FP32, "FP32")):
+    for dtype, name in ((BF16, "Element::BF16"), (FP16, "Element::FP16"), (FP32, "Element::FP32")):
         macros = dict(Problem(out=dtype, bias=dtype).plan().kernel.macros)
         assert (macros["OUT"], macros["BIAS"]) == (name, name)
     assert dict(Problem().plan().kernel.macros)["BIAS"] == 0
