@@ -106,13 +106,13 @@ def claims(target: Target) -> list[dict[str, Any]]:
 
 
 def stored_straight(target: Target) -> TritonLaunch:
-    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: what a lane has are neighbours of a column."""
+    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: a lane holds neighbours along a column."""
     launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
     return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
 
 
 def _turned(launch: TritonLaunch, target: Target) -> Any:
-    """The candidate with a turned store, of the tile of `launch`."""
+    """The candidate with a transposed store that has the tile of `launch`."""
     sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
     for name in amd.CANDIDATES[target.name]["wgrad"]:
         config = amd.config_of(name)

@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def figures(launch: TritonLaunch) -> dict[str, Any]:
-    """What is printed of a launch, by name, and JSON as it is; compiles it."""
+    """The figures of a launch by name, as they are printed and written to JSON. Compiles the launch."""
     processor = PROCESSORS[launch.target.name]
     found = assembly(launch)
     warps = int(launch.options["num_warps"])
@@ -157,7 +157,7 @@ def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, An
 
 
 def _intensity(launch: TritonLaunch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
-    """Operations for each byte that a tile loads, and that the whole product must move; what the latter bounds."""
+    """Operations per byte that a tile loads and that the whole product moves, and the bound by HBM."""
     m, n, k = (int(launch.args[size]) for size in ("M", "N", "K"))  # type: ignore[arg-type]
     moved = 0
     for arg in launch.args.values():
@@ -172,7 +172,7 @@ def _intensity(launch: TritonLaunch, kernel: Kernel, processor: Processor) -> di
 
 
 def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> TritonLaunch:
-    """A scaled product of `PRODUCTS` on tensors without memory; in its own configuration unless one is given."""
+    """A scaled product of `PRODUCTS` on meta tensors, in the chosen configuration unless one is given."""
     from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 
     a_block, b_block, a_axis, b_axis = PRODUCTS[product]
@@ -189,7 +189,7 @@ def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tens
 
 
 def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
-    """By rows of `m` tokens in 8 groups, and along K over the same tokens."""
+    """The grouped product over the rows of `m` tokens in 8 groups, and the one along K over the same tokens."""
     from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 
@@ -223,7 +223,7 @@ def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
 
 
 def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
-    """What Triton serves: MX scales need OCP types."""
+    """The launches of an MX product that Triton serves. MX needs OCP's FP8 types, which gfx942 lacks."""
     from fp8fn.ops.mx_mm import MX_MM
 
     a = torch.empty(m, k, dtype=native_e4m3(target), device="meta")
@@ -270,7 +270,7 @@ def _product(product: str) -> Callable[[Target, int, int, int], list[TritonLaunc
     return lambda target, m, n, k: [product_launch(product, *of_layer(product, m, n, k), target)]
 
 
-# Each gives the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
+# Functions that return the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
 OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[TritonLaunch]]]] = {
     **{product: _product(product) for product in PRODUCTS},
     "grouped": _grouped,
