@@ -9,7 +9,6 @@ from typing import Final
 
 import pytest
 import torch
-from test_mm_a16w8 import exact, weight
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
@@ -18,6 +17,7 @@ from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, needs_compiler
 from support.far import FAR, far
+from support.operands.weights import exact, weight
 
 pytestmark = needs_compiler
 E4M3: Final = torch.float8_e4m3fn

@@ -11,9 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_quantize_columns import empty as nothing
-from test_cuda_quantize_columns import needs_nvrtc, planned, run, same
-
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import quantize, quantize_columns, quantize_rows
 from fp8fn.ops.cuda.quantize.quantize import Quantized
@@ -23,7 +20,11 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import SM90
+from support.accuracy import same_bits
+from support.compilers import needs_nvrtc
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
+from support.operands.columns import empty as nothing
+from support.operands.columns import planned, run
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -113,12 +114,12 @@ def check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
             launches = (by(x, out, scale="fp32", target=SM90),)
             assert launches[0].options["LOAD"] == "Load::LAST_OUT"
         run(launches)
-        assert same(out, reference.quantize(x, block, E4M3, "fp32")), block
+        assert same_bits(out, reference.quantize(x, block, E4M3, "fp32")), block
     offsets = torch.tensor([0, 130, 131, 750], device=device, dtype=torch.int32)
     launches = planned(x, out := nothing(x, offsets), "fp32", offsets, Walk(4, BOX=128))
     assert launches[0].options["X_LEAVES"] == "Leaves::LAST"
     run(launches)
-    assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+    assert same_bits(out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
 
 
 @needs_compiler

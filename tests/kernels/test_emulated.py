@@ -31,6 +31,7 @@ from fp8fn.ops.triton.quantize import Tile, plan_quantize
 from fp8fn.ops.triton.quantize_dual import DualTile, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import GroupedTile, plan_quantize_grouped, plan_quantize_grouped_dual
 from fp8fn.ops.tuning import amd, mx
+from support.accuracy import assert_same_bits
 from support.emulated import run, untouched, with_nan_between
 
 pytestmark = pytest.mark.emulated
@@ -98,15 +99,6 @@ def hard_values(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     x[4, 5] *= torch.finfo(dtype).max / 2**9
     x[5] = 0
     return x.to(dtype)
-
-
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, or NaN in both, and the same memory layout."""
-    assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
-    bits = torch.uint8 if actual.element_size() == 1 else torch.int32
-    nan = expected.float().isnan()
-    assert torch.equal(actual.float().isnan(), nan)
-    assert int(((actual.view(bits) != expected.view(bits)) & ~nan).sum()) == 0
 
 
 def check_quantize(

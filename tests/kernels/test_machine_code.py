@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.cli.isa import OPS, assembly, product_launch
-from fp8fn.ops.launch import Launch, Resources, resources
+from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.quantize import plan_quantize
@@ -21,14 +21,10 @@ from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
+from support.compilers import SHARED, assert_no_spills
 
 NEW = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
 TARGETS = (SM89, SM90, SM100, SM120, GFX942, GFX950)
-# Shared memory a program may have, in bytes.
-SHARED = {
-    "sm89": 99 << 10, "sm90": 227 << 10, "sm100": 227 << 10, "sm120": 99 << 10,
-    "gfx942": 64 << 10, "gfx950": 160 << 10,
-}  # fmt: skip
 
 # What a Linear multiplies: forward, dgrad with the weight as it was quantized for the forward, wgrad; rowwise and MX.
 PRODUCTS: dict[str, tuple[Block, Block, str, str, str]] = {
@@ -57,11 +53,6 @@ def product(
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
     launch: Launch = planner(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
     return launch
-
-
-def assert_no_spills(used: Resources, target: Target) -> None:
-    assert (used.spills, used.scratch) == (0, 0), used
-    assert used.shared <= SHARED[target.name], used
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)

@@ -37,13 +37,13 @@ from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled, compile_ker
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning import choose
+from support.compilers import needs_nvrtc
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FORWARD: tuple[Block, Block] = ((1, 128), (128, 128))
 WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 
 planner: Callable[..., CudaLaunch] = cuda.plan
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # A small one.
 ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel

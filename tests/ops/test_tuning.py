@@ -40,8 +40,7 @@ from fp8fn.ops.tuning.model import FITTED, microseconds, ranked
 from fp8fn.ops.tuning.problem import Chip, Problem, chip_of, empty_operands, linear_problems, problem_of
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER, Entry, Table
-
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"needs NVRTC: {nvrtc.unavailable()}")
+from support.compilers import needs_nvrtc
 
 CHIP = Chip("NVIDIA Test", 132)
 H200 = Chip("NVIDIA H200", 132)

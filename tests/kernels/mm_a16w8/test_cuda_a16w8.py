@@ -14,46 +14,37 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
-from test_cuda_scaled_mm_values import FEW, snr
-from test_mm_a16w8 import exact, weight
-
-import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import SCALES, Config, accepts, choose_config, plan
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, accepts, choose_config, plan
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
-from fp8fn.ops.layout import Block, empty_scale
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target, target_of
+from support.accuracy import snr
+from support.compilers import assert_well_compiled, instructions, needs_nvrtc
+from support.configs import GEMVS, MANY, ROW_MAJOR
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.gpu import FEW
+from support.operands.weights import (
+    BATCHES,
+    BLOCKS,
+    POISON,
+    assert_right,
+    by_block,
+    exact,
+    on_gpu,
+    operand,
+    operands,
+    weight,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCKS = list(SCALES)
-POISON = {E4M3: 0x7F, E5M2: 0x7C}  # NaN, and Inf where there is one
 
-by_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 by_layout = pytest.mark.parametrize("contiguous", ["K", "N"])
-
-
-def framed(x: Tensor, poison: int) -> Tensor:
-    """The same bytes with lines at a multiple of 16 bytes, and `poison` between and around them."""
-    lead = -(-x.shape[-1] // 16) * 16 + 16
-    memory = torch.full((x[..., 0].numel() * lead + 32,), poison, dtype=torch.uint8)
-    return memory[16:].as_strided(x.shape, (*(x.shape[-2] * lead,) * (x.dim() - 2), lead, 1)).copy_(x)
-
-
-def operand(
-    k: int, n: int, block: Block, *, contiguous: str = "K", dtype: torch.dtype = E4M3, batch: tuple[int, ...] = ()
-) -> ScaledTensor:
-    """A weight as `weight` of test_mm_a16w8 makes it, among bytes that are not finite."""
-    w = weight(k, n, block, dtype=dtype, batch=batch)
-    data = w.data.view(torch.uint8)
-    lines = framed(data.mT, POISON[dtype]).mT if contiguous == "K" else framed(data, POISON[dtype])
-    return ScaledTensor(lines.view(dtype), w.scale, block)
 
 
 def emulated(
@@ -69,10 +60,6 @@ def emulated(
     emulate(plan(*operands, config), backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
-
-
-def assert_right(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> None:
-    assert snr(found, exact(x, w, bias)) > 100
 
 
 @needs_compiler
@@ -104,15 +91,8 @@ def test_ragged_shapes(n: int, k: int, contiguous: str) -> None:
         assert_right(emulated(x, w), x, w)
 
 
-CONFIGS = [
-    Config(8, 1, 1, 8, 4, 1), Config(8, 1, 2, 2, 1, 2), Config(8, 2, 1, 4, 3, 4), Config(16, 1, 1, 2, 2, 8),
-    Config(16, 4, 2, 1, 1, 2), Config(32, 2, 2, 2, 2, 1), Config(64, 1, 4, 1, 1, 1),
-]  # fmt: skip
-ROW_MAJOR = [Config(8, 8, 1, 8, 2, 1, 1), Config(8, 8, 2, 1, 3, 4, 1), Config(16, 8, 1, 2, 1, 8, 1)]
-
-
 @needs_compiler
-@pytest.mark.parametrize(("contiguous", "config"), [("K", c) for c in CONFIGS] + [("N", c) for c in ROW_MAJOR], ids=str)
+@pytest.mark.parametrize(("contiguous", "config"), [("K", c) for c in GEMVS] + [("N", c) for c in ROW_MAJOR], ids=str)
 def test_every_division_of_the_work(contiguous: str, config: Config) -> None:
     """Warps and blocks along K with much, little and nothing to do; rows in several tiles."""
     for m, n, k, block in ((5, 70, 700, (128, 128)), (19, 33, 200, (128, 1)), (70, 20, 90, (-1, 1))):
@@ -170,9 +150,6 @@ def test_outputs_and_biases(out: torch.dtype, contiguous: str) -> None:
         assert torch.equal(found, wide.to(out))
 
 
-BATCHES = [((3,), (3,)), ((3,), ()), ((), (3,)), ((1,), (1,)), ((1,), ())]
-
-
 @needs_compiler
 @by_layout
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
@@ -218,18 +195,6 @@ def test_every_fp8_value(fp8: torch.dtype, contiguous: str) -> None:
         assert torch.equal(found[finite], data.float()[finite] / 4)
         found = emulated(x, ScaledTensor(data, scale, (128, 128)))
         assert not found[:, (~finite).any(0)].isfinite().any()
-
-
-# Persistent; a block a tile, with all of K in flight or not; of two parts of K.
-MANY = [
-    many.Config(), many.Config(128, 1, 2), many.Config(64, 2, 3, GROUP=3), many.Config(160, TURNS=True),
-    many.Config(256, 1, TURNS=True), many.Config(64, 4, 2, TURNS=True), many.Config(64, 1, 4, TURNS=True),
-    many.Config(32, 2, 2, MATH=1), many.Config(32, 1, 1, MATH=1, RESIDENT=4), many.Config(64, 1, 4, MATH=1, RESIDENT=2),
-    many.Config(128, 1, 2, MATH=1, RESIDENT=2), many.Config(64, 2, 2, RESIDENT=1),
-    many.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), many.Config(64, 2, 2, K_PARTS=2, RESIDENT=1),
-    many.Config(128, 1, 4, K_PARTS=2, RESIDENT=1), many.Config(64, 1, 3, K_PARTS=2, RESIDENT=1),
-    many.Config(32, 1, 3, RESIDENT=2),
-]  # fmt: skip
 
 
 def many_rows(
@@ -319,18 +284,6 @@ def test_what_is_empty_is_no_launch() -> None:
             found = op.mm_a16w8_kernel(torch.randn(m, k).bfloat16(), w.data, w.scale, w.block)
             assert torch.equal(found, torch.zeros(m, n).bfloat16())
         assert launches == []
-
-
-def operands(
-    m: int = 1, n: int = 2304, k: int = 6144, block: Block = (128, 128), *, contiguous: str = "K",
-    x: torch.dtype = BF16, fp8: torch.dtype = E4M3, batch: tuple[int, ...] = (), bias: torch.dtype | None = None,
-) -> Any:  # fmt: skip
-    """Unwritten ones for `accepts` and `plan`."""
-    of_x, out = (torch.empty(*batch, m, size, dtype=x, device="meta") for size in (k, n))
-    w = torch.empty(*batch, n, k, dtype=fp8, device="meta").mT
-    w = w if contiguous == "K" else torch.empty(*batch, k, n, dtype=fp8, device="meta")
-    added = None if bias is None else torch.empty(n, dtype=bias, device="meta")
-    return of_x, w, empty_scale(w, block, "fp32"), block, added, out, SM90
 
 
 def test_what_is_refused() -> None:
@@ -559,16 +512,6 @@ def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
     assert launch.grid == (3 * 4 * 3, 1, 1)
 
 
-def on_gpu(
-    m: int, n: int, k: int, block: Block, *, contiguous: str = "K", x: torch.dtype = BF16, fp8: torch.dtype = E4M3,
-    batch: tuple[int, ...] = (),
-) -> tuple[Tensor, ScaledTensor]:  # fmt: skip
-    w = fp8fn.quantize(torch.randn(*batch, k, n, device="cuda"), block, dtype=fp8)
-    data = w.data.view(torch.uint8)
-    data = data.mT.contiguous().mT if contiguous == "K" else data.contiguous()
-    return torch.randn(*batch, m, k, device="cuda").to(x), ScaledTensor(data.view(fp8), w.scale, block)
-
-
 def product(x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> Tensor:
     found: Tensor = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block, bias, FP32)
     return found
@@ -635,7 +578,7 @@ def test_values_of_ragged_shapes(contiguous: str, hopper: Target) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", [*CONFIGS, *ROW_MAJOR], ids=str)
+@pytest.mark.parametrize("config", [*GEMVS, *ROW_MAJOR], ids=str)
 def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 704), (19, 272, 208), (70, 1040, 6160)):
         x, w = on_gpu(m, n, k, (128, 128), contiguous="N" if config.TILES == 8 else "K")

@@ -11,12 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_a16w8 import on_gpu
-from test_mm_a16w8 import weight
-
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops.targets import Target
+from support.operands.weights import on_gpu, weight
 
 
 def test_gemm_and_linear_pass_it_on() -> None:

@@ -14,18 +14,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_a16w8 import BLOCKS, POISON, on_gpu, operand, operands
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
-from test_cuda_scaled_mm_values import snr
-from test_mm_a16w8 import CLASSES, exact
-
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm.a16w8_tiles import PARTS, Config, accepts, configure, plan, untuned
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.targets import SM90, Target
+from support.accuracy import snr
+from support.compilers import assert_well_compiled, instructions, needs_nvrtc
+from support.configs import WEIGHT_TILES, WEIGHT_TILES_HELD
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.operands.weights import BLOCKS, CLASSES, POISON, assert_right, exact, on_gpu, operand, operands
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -48,29 +47,14 @@ def emulated(
     return found
 
 
-def assert_right(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> None:
-    assert snr(found, exact(x, w, bias)) > 100
-
-
 def unwritten(*args: Any, out: torch.dtype | None = None, **kwargs: Any) -> Any:
     given = list(operands(*args, **kwargs))
     given[5] = given[5].to(out or given[5].dtype)
     return given
 
 
-CONFIGS = [
-    Config(8, 4, 2, 3), Config(8, 4, 3, 1), Config(8, 8, 2, 2), Config(16, 4, 4, 1), Config(16, 8, 2, 5),
-    Config(16, 4, 2, 7, LATE=True), Config(16, 12, 3, 4, 2), Config(8, 16, 2, 3, 2, LATE=True),
-]  # fmt: skip
-HELD = [
-    Config(8, 12, 6, 2, 1, HELD=6, READY=2), Config(16, 8, 4, 3, 2, True, 4), Config(8, 4, 3, 1, 2, HELD=1, READY=1),
-    Config(16, 12, 6, 2, 1, HELD=4, X_OVER=True), Config(8, 8, 1, 2, HELD=1, X_OVER=True),
-    Config(16, 8, 6, 1, 2, True, 3, 2, True), Config(16, 16, 3, 1, 1, True, 2, 0, True),
-]  # fmt: skip
-
-
 @needs_compiler
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", WEIGHT_TILES, ids=str)
 def test_every_division_of_the_work(config: Config) -> None:
     """Blocks along K with more and with less, stages filled anew, N ragged, rows in several tiles; types and scales."""
     for (m, n), x_dtype, fp8, block in (
@@ -83,7 +67,7 @@ def test_every_division_of_the_work(config: Config) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", HELD, ids=str)
+@pytest.mark.parametrize("config", WEIGHT_TILES_HELD, ids=str)
 def test_a_weight_in_registers_gives_the_bits_of_one_in_shared_memory(config: Config) -> None:
     k = config.STAGES * config.CLUSTER * 128
     for (m, n), x_dtype, fp8, block in (
@@ -414,7 +398,7 @@ def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: Target)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", WEIGHT_TILES, ids=str)
 def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 1152), (16, 272, 2048), (33, 1040, 1152)):
         for dtype in (BF16, FP16):
@@ -426,7 +410,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", HELD, ids=str)
+@pytest.mark.parametrize("config", WEIGHT_TILES_HELD, ids=str)
 def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: Target) -> None:
     k = config.STAGES * config.CLUSTER * 128
     for m, n, dtype in ((5, 80, BF16), (16, 1040, FP16), (33, 272, BF16)):

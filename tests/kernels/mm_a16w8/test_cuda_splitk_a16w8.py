@@ -13,11 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_a16w8 import BATCHES, BLOCKS, POISON, by_block, on_gpu, operand, operands
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
-from test_cuda_scaled_mm_values import snr
-from test_mm_a16w8 import exact
-
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
@@ -25,7 +20,11 @@ from fp8fn.ops.cuda.gemm.splitk_a16w8 import Config, accepts, configure, plan, u
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM90, SM100, Target
+from support.accuracy import snr
+from support.compilers import assert_well_compiled, instructions, needs_nvrtc
+from support.configs import SPLITS
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.operands.weights import BATCHES, BLOCKS, POISON, assert_right, by_block, exact, on_gpu, operand, operands
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -48,27 +47,13 @@ def emulated(
     return found
 
 
-def assert_right(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> None:
-    assert snr(found, exact(x, w, bias)) > 100
-
-
-HELD = [
-    Config(16, 4, 1, 5, HELD=1), Config(16, 8, 2, 3, 1, HELD=2), Config(32, 4, 6, 2, LATE=True, HELD=5),
-    Config(64, 4, 3, 1, LATE=True, HELD=2),
-]  # fmt: skip
-CONFIGS = [
-    Config(32, 4, 3, 1), Config(32, 4, 2, 3, 3), Config(64, 4, 2, 4, LATE=True), Config(64, 8, 3, 2, 1),
-    Config(16, 4, 4, 2), Config(128, 4, 2, 8, 1), Config(32, 8, 2, 7, 1, LATE=True), *HELD,
-]  # fmt: skip
-
-
 def depth(config: Config, k: int) -> int:
     """Of parts in flight as a whole the ragged K that they are of, of others `k`."""
     return config.STAGES * config.CLUSTER * 128 - 112 if config.HELD else k
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SPLITS, ids=str)
 def test_every_division_of_the_work(config: Config) -> None:
     """Blocks along K with more and with less, stages filled anew, N and K ragged, rows in several tiles."""
     for x_dtype, fp8, block in ((BF16, E4M3, (128, 128)), (FP16, E5M2, (128, 1)), (BF16, E5M2, (-1, 1))):
@@ -313,7 +298,7 @@ def test_values_on_a_gpu(m: int, block: Block, hopper: Target) -> None:
 
 @pytest.mark.gpu
 @by_block
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", SPLITS, ids=str)
 def test_every_division_of_the_work_on_a_gpu(config: Config, block: Block, hopper: Target) -> None:
     for m, n, k, batch in ((config.ROWS + 5, config.BN + 6, 2064, ()), (20, 200, 4096, (3,)), (3, 1000, 1168, ())):
         x, w = on_gpu(m, n, depth(config, k), block, batch=batch)

@@ -16,8 +16,6 @@ from support.samples import SAMPLES
 
 pytest.importorskip("triton")
 
-from test_machine_code import assert_no_spills
-
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
@@ -27,6 +25,8 @@ from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, plan_mm_a16w8
+from support.compilers import assert_no_spills
+from support.operands.weights import CLASSES, exact, weight
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LABELS = [sample.label for sample in SAMPLES["mm_a16w8"]()]
@@ -37,21 +37,6 @@ ROUNDED = {BF16: 2**-8, FP16: 2**-11, FP32: 0.0}
 
 Function = Callable[..., Any]
 op: Function = torch.ops.fp8fn.mm_a16w8
-
-
-def weight(
-    k: int, n: int, block: Block, *, dtype: torch.dtype = E4M3, scale: str = "fp32", contiguous: str = "K",
-    batch: tuple[int, ...] = (), device: Any = "cpu", size: float = 1.0,
-) -> ScaledTensor:  # fmt: skip
-    q = fp8fn.quantize((size * torch.randn(*batch, k, n)).to(device), block, dtype=dtype, scale=scale)  # type: ignore[arg-type]
-    data = q.data.view(torch.uint8)
-    data = data.contiguous() if contiguous == "N" else data.mT.contiguous().mT
-    return ScaledTensor(data.view(dtype), q.scale, block)
-
-
-def exact(x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> Tensor:
-    out = x.double() @ reference.dequantize(w.data, w.scale, w.block).double()
-    return out if bias is None else out + (bias.unsqueeze(1) if bias.ndim == 2 else bias).double()
 
 
 def assert_near(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None = None) -> None:
@@ -307,7 +292,6 @@ def test_rows_have_the_same_bits_in_any_company(block: Block, dtype: torch.dtype
         assert found[1:-1].isnan().all()
 
 
-CLASSES = [range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65)]
 # What of a configuration of `gemv_a16w8` orders a sum over K.
 ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "CHUNK")
 

@@ -15,13 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_a16w8 import POISON, framed
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
-from test_moe_gemm import assert_near as near_by_hand
-from test_moe_gemm import by_hand
-from test_moe_gemm import operands as of_experts
-from test_mx_mm import DENSE, assert_near, dequantized, exact, on, operands, snr
-
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import moe_gemm as moe
@@ -36,12 +29,29 @@ from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
+from support.accuracy import snr
+from support.compilers import assert_well_compiled, instructions, needs_nvrtc
+from support.configs import MX_GEMVS
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.operands.experts import assert_near as near_by_hand
+from support.operands.experts import by_hand
+from support.operands.experts import operands as of_experts
+from support.operands.mx import (
+    DENSE,
+    NAN_SCALE,
+    assert_near,
+    assert_near_on_a_gpu,
+    dequantized,
+    exact,
+    on,
+    operands,
+    unwritten,
+)
+from support.operands.weights import POISON, framed
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E8M0 = torch.float8_e8m0fnu
-NAN_SCALE = 255
 
 
 def laid_out(q: ScaledTensor) -> ScaledTensor:
@@ -100,16 +110,8 @@ def test_ragged_shapes(n: int, k: int) -> None:
         assert_near(emulated(a, b), a, b)
 
 
-CONFIGS = [
-    Config(8, 1, 1, 8, 4, 1), Config(8, 1, 2, 2, 1, 2), Config(8, 2, 1, 4, 3, 4), Config(16, 1, 1, 2, 2, 8),
-    Config(16, 4, 2, 1, 1, 2), Config(32, 2, 2, 2, 2, 1), Config(32, 1, 8, 1, 1, 8), Config(8, 1, 4, 4, 2, 3),
-    Config(16, 2, 4, 2, 3, 1), Config(32, 2, 4, 1, 1, 7), Config(64, 1, 4, 2, 4, 2, 1), Config(64, 2, 8, 2, 1, 1, 1),
-    Config(64, 1, 2, 2, 1, 1, 1),
-]  # fmt: skip
-
-
 @needs_compiler
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", MX_GEMVS, ids=str)
 def test_every_division_of_the_work(config: Config) -> None:
     """Warps and blocks along K with much, little and nothing to do; rows in several tiles."""
     for m, n, k in ((5, 70, 700), (19, 33, 200), (70, 20, 96)):
@@ -473,18 +475,6 @@ def test_the_default_configuration() -> None:
             assert configure(Problem(m, n, k, SM90, batch=200)).CLUSTER == 1
 
 
-def unwritten(
-    m: int, n: int = 2304, k: int = 6144, *, dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3),
-    out: torch.dtype = BF16, bias: torch.dtype | None = None,
-) -> Any:  # fmt: skip
-    """Operands for `plan`, and the output."""
-    a = torch.empty(m, k, dtype=dtypes[0], device="meta")
-    b = torch.empty(n, k, dtype=dtypes[1], device="meta").mT
-    added = None if bias is None else torch.empty(n, dtype=bias, device="meta")
-    scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(b, (32, 1), "e8m0")
-    return a, scales[0], b, scales[1], added, torch.empty(m, n, dtype=out, device="meta")
-
-
 def planned(*args: Any, **kwargs: Any) -> CudaLaunch:
     a, a_scale, b, b_scale, bias, out = unwritten(*args, **kwargs)
     problem = problem_of(a, b, SM90, a_scale, b_scale)
@@ -545,12 +535,6 @@ def product(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, out_dt
     return found
 
 
-def assert_near_on_a_gpu(found: Tensor, a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None) -> None:
-    """As near as sums of FP8 products are on Hopper, which keeps 14 bits of them within one instruction."""
-    magnitude = exact(a, b, bias).abs() + dequantized(a).abs() @ dequantized(b).abs()
-    assert ((found.double() - exact(a, b, bias)).abs() <= 2**-12 * magnitude).all()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", DENSE, ids=str)
 def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], hopper: Target) -> None:
@@ -573,7 +557,7 @@ def test_values_of_ragged_shapes_and_batches_on_a_gpu(hopper: Target) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", MX_GEMVS, ids=str)
 def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 704), (19, 272, 208), (33, 1040, 6160)):
         a, b = operands(m, n, k, device="cuda")

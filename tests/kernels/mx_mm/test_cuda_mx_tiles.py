@@ -13,10 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_mx import NAN_SCALE, assert_near_on_a_gpu, unwritten
-from test_cuda_scaled_mm import assert_well_compiled, instructions, needs_nvrtc
-from test_mx_mm import DENSE, assert_near, dequantized, exact, on, operands, snr
-
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
@@ -25,7 +21,21 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.targets import GFX950, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import Problem
+from support.accuracy import snr
+from support.compilers import assert_well_compiled, instructions, needs_nvrtc
+from support.configs import MX_TILES
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.operands.mx import (
+    DENSE,
+    NAN_SCALE,
+    assert_near,
+    assert_near_on_a_gpu,
+    dequantized,
+    exact,
+    on,
+    operands,
+    unwritten,
+)
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -57,15 +67,8 @@ def emulated(
     return found
 
 
-CONFIGS = [
-    Config(8, 4, 1, 3), Config(8, 4, 2, 2, 3), Config(16, 8, 1, 2, 2), Config(16, 4, 2, 4, 5, 1),
-    Config(32, 4, 1, 2, 7, LATE=True), Config(32, 8, 1, 3, 1, 2, 1), Config(64, 4, 1, 2, 2, 3),
-    Config(64, 4, 2, 3, 1, 2, 1), Config(64, 8, 1, 2, 8, 1),
-]  # fmt: skip
-
-
 @needs_compiler
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", MX_TILES, ids=str)
 def test_every_division_of_the_work(config: Config) -> None:
     """Blocks along K with much, little and nothing to do, stages filled anew, N ragged, rows in several tiles."""
     for m, n, k in ((5, 70, 896), (70, 130, 256)):
@@ -332,7 +335,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], constant: bool
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", MX_TILES, ids=str)
 def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
     for m, n, k in ((5, 80, 768), (19, 272, 256), (64, 1040, 6144)):
         a, b = operands(m, n, k, device="cuda")

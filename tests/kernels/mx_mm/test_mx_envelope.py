@@ -14,8 +14,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_mx_mm import DENSE, assert_near, on, operands
-
 import fp8fn
 from fp8fn import ScaledTensor, cli
 from fp8fn.cli import aot
@@ -31,6 +29,7 @@ from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, choose, plan, problem_of
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
+from support.operands.mx import DENSE, assert_near, on, operands
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))

@@ -13,11 +13,8 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
-
-from test_machine_code import assert_no_spills
 
 import fp8fn
 from fp8fn import ScaledTensor
@@ -28,10 +25,13 @@ from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, choose, plan
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
+from support.accuracy import snr
+from support.called_ops import Names
+from support.compilers import assert_no_spills
+from support.operands.mx import DENSE, Batches, assert_near, dequantized, exact, on, operands
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Batches = tuple[tuple[int, ...], tuple[int, ...]]
 TRITON = tuple(kernel for kernel in KERNELS if kernel.triton)
 NAMES = [kernel.name for kernel in TRITON]
 # Small tiles, so that few elements make several along every axis.
@@ -40,47 +40,6 @@ SMALL: Final = {
     "triton_scaled": Config(32, 32, 64, 4, 2, GROUP=2),
     "triton_widened": Config(32, 16, 64, 4, 2, GROUP=2),
 }
-# (K, N) of the models that decode, whole and divided among processes.
-DENSE: Final = [
-    shape
-    for k, n in ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144))
-    for parts in (1, 2, 4, 8)
-    for shape in ((k // parts, n), (k, n // parts))
-]
-
-
-def operands(
-    m: int, n: int, k: int, *, batch: Batches = ((), ()), scale: str = "e8m0",
-    dtypes: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3), device: Any = "cpu",
-) -> tuple[ScaledTensor, ScaledTensor]:  # fmt: skip
-    a = torch.randn(*batch[0], m, k) * torch.exp2(torch.randint(-8, 8, (m, 1)))
-    b = torch.randn(*batch[1], k, n) * torch.exp2(torch.randint(-8, 8, (n,)))
-    return (
-        fp8fn.quantize(a.to(device), (1, 32), dtype=dtypes[0], scale=scale),  # type: ignore[arg-type]
-        fp8fn.quantize(b.to(device), (32, 1), dtype=dtypes[1], scale=scale),  # type: ignore[arg-type]
-    )
-
-
-def dequantized(q: ScaledTensor) -> Tensor:
-    return reference.dequantize(q.data, q.scale, q.block).double()
-
-
-def exact(a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None) -> Tensor:
-    out = dequantized(a) @ dequantized(b)
-    return out if bias is None else out + bias.double()
-
-
-def assert_near(found: Tensor, a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None) -> None:
-    """As near as float32 sums are, of which Hopper's FP8 products keep 14 bits; 50 dB is a relative error of 3e-3."""
-    expected = exact(a, b, bias)
-    magnitude = expected.abs() + dequantized(a).abs() @ dequantized(b).abs()
-    assert found.shape == expected.shape
-    assert ((found.double() - expected).abs() <= (2**-12 if found.is_cuda else 1e-6) * magnitude).all()
-
-
-def snr(found: Tensor, expected: Tensor) -> float:
-    error = (found.double() - expected).norm().item()
-    return math.inf if error == 0 else 20 * math.log10(expected.norm().item() / error)
 
 
 def interpreted(
@@ -208,11 +167,6 @@ def test_a_shared_sum_has_one_order(splits: int) -> None:
     assert launches[0].args["steps"] * launches[0].grid[1] >= math.ceil(500 / 64)
 
 
-def on(target: Target, **sizes: int) -> Problem:
-    dtype = native_e4m3(target)
-    return Problem(**{"m": 1, "n": 2304, "k": 6144, **sizes}, target=target, a_dtype=dtype, b_dtype=dtype)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("shape", DENSE, ids=str)
 def test_every_dense_shape_has_its_kernel_in_triton(shape: tuple[int, int]) -> None:
     k, n = shape
@@ -306,19 +260,6 @@ def test_machine_code_multiplies_with_scales_or_in_bfloat16() -> None:
     assert "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16" in ptx
     ptx = offline(SM90, "triton_few", 1)[0].compile().asm["ptx"]
     assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in ptx
-
-
-class Names(TorchDispatchMode):
-    """The ops of fp8fn that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "fp8fn":
-            self.called.append(func.__name__.removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("batch", [((), ()), ((2, 3), ()), ((3,), (3,)), ((2, 3), (3,)), ((), (2, 1))], ids=str)

@@ -15,10 +15,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_scaled_mm import instructions, needs_nvrtc
-from test_cuda_scaled_mm_values import skip_below
-from test_triton_quantize import HARD, assert_same_bits, random
-
 from fp8fn.ops import quantize, quantize_produced
 from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.cuda.quantize.quantize import Quantized, Tile, accepts, plan_quantize, plan_quantize_both
@@ -27,7 +23,11 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import OCP, SM89, SM90, target_of
+from support.accuracy import assert_same_bits
+from support.compilers import instructions, needs_nvrtc
 from support.cuda_emulator import emulate, extent, hopper_on_cpu, needs_compiler
+from support.gpu import skip_below
+from support.operands.values import HARD, random
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = OCP

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import pytest
 import torch
@@ -34,65 +34,21 @@ from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.quantize import quantize_kernel
 from fp8fn.ops.quantize_grouped import quantize_grouped_kernel
 from fp8fn.ops.targets import SM90, SM100
+from support.accuracy import same_bits
+from support.compilers import needs_nvrtc
+from support.configs import COLUMN_TILES, STREAMS, WALKS
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
+from support.operands.columns import Config, empty, planned, run
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-
-# With the rows that a block keeps: a part, with the rest read twice; or all of them.
-SMALL: Final = ((Tile(128, 1, 2), 32), (Tile(64, 4, 2), 16), (Tile(128, 3, 4), None), (Tile(64, 1, 8), 576))
-
-
-# Rings that hold a panel's chunks, and that do not; of one warp a piece, and of two; with chunks held in registers.
-STREAMS: Final = (
-    Stream(1, 2), Stream(2, 3, BOX=128), Stream(3, 2, 16, BASE=128), Stream(4, 8, BOX=16), Stream(1, 3, 16),
-    Stream(2, 5, 16, BOX=64), Stream(1, 6, HELD=2), Stream(2, 4, BOX=64, HELD=3),
-)  # fmt: skip
-
-# Rings that hold most of the groups below, and that hold hardly one.
-WALKS: Final = (Walk(13), Walk(3, BOX=128), Walk(2, BOX=16))
 
 _OF_MATRICES: Final = tuple(dict.fromkeys((*(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW)), _BESIDE)))
 _OF_GROUPS: Final = tuple(tile for _, tile in _STREAMS_OF_GROUPS)
 _ALL_STREAMS: Final = tuple(dict.fromkeys((*_OF_MATRICES, *_OF_GROUPS)))
 
 _ALL_WALKS: Final = tuple(walk for _, walk in walk_columns._WALKS)
-
-Config: TypeAlias = "tuple[Tile, int | None] | Stream | Walk | None"
-
-
-def same(found: Any, wanted: Any) -> bool:
-    for got, want in zip(found, wanted, strict=True):
-        if got.shape != want.shape or got.stride() != want.stride() or got.dtype != want.dtype:
-            return False
-        if not torch.equal(got.float().cpu().nan_to_num(12345.0), want.float().cpu().nan_to_num(12345.0)):
-            return False
-    return True
-
-
-def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, config: Config) -> tuple[CudaLaunch, ...]:
-    if config is None:
-        return columns.plan(x, out, scale, SM90, offsets)
-    if isinstance(config, Stream):
-        clusters = None if x.is_cuda else 2  # each with panel after panel
-        return (stream_columns.plan_part(x, out, scale, SM90, offsets, config, clusters),)
-    if isinstance(config, Walk):
-        assert offsets is not None
-        return (walk_columns.plan(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3),)
-    return (columns.plan_panels(x, out, scale, SM90, offsets, *config),)
-
-
-def empty(x: Tensor, offsets: Tensor | None, dtype: torch.dtype = E4M3, scale: str = "fp32") -> Quantized:
-    """Outputs in which what is left out shows."""
-    if offsets is None:
-        out = Quantized(empty_data(x, (-1, 1), dtype), empty_scale(x, (-1, 1), scale))
-    else:
-        out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
-    for part in out:
-        part.view(torch.uint8).fill_(0x55)
-    return out
 
 
 def referred(x: Tensor, offsets: Tensor | None) -> Any:
@@ -114,15 +70,8 @@ def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: 
     return out
 
 
-def run(launches: tuple[CudaLaunch, ...]) -> None:
-    from fp8fn.ops.cuda.runtime.launch import pointers
-
-    for launch in launches:
-        launch.prepare().launch(pointers(launch.args))
-
-
 @needs_compiler
-@pytest.mark.parametrize("config", SMALL, ids=str)
+@pytest.mark.parametrize("config", COLUMN_TILES, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
 def test_matrices_have_the_references_bits(config: Config, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
@@ -136,11 +85,11 @@ def test_matrices_have_the_references_bits(config: Config, backwards: bool) -> N
             x = torch.randn(shape, dtype=dtype)
             assert columns.accepts(x, (-1, 1), fp8, SM90) is None
             wanted = reference.quantize(x, (-1, 1), fp8, scale)
-            assert same(quantized(x, fp8, scale, config), wanted), (shape, dtype)
+            assert same_bits(quantized(x, fp8, scale, config), wanted), (shape, dtype)
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", SMALL, ids=str)
+@pytest.mark.parametrize("config", COLUMN_TILES, ids=str)
 def test_groups_have_the_references_bits(config: Config) -> None:
     with hopper_on_cpu():
         for sizes, rest in (([0, 1, 15, 16, 17, 60], 5), ([3] * 9, 0), ([150], 0), ([0, 0, 40, 0], 30), ([0], 20)):
@@ -149,7 +98,7 @@ def test_groups_have_the_references_bits(config: Config) -> None:
                 x = torch.randn(sum(sizes) + rest, width, dtype=dtype)
                 x[sum(sizes) :] = torch.nan
                 found = grouped(x, offsets, E4M3, scale, config)
-                assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
+                assert same_bits(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
 
 
 @needs_compiler
@@ -168,7 +117,7 @@ def test_streamed_matrices_have_the_references_bits(config: Config, backwards: b
         ):
             x = torch.randn(*shape[:-1], -(-shape[-1] // 8) * 8, dtype=dtype)[..., : shape[-1]]
             wanted = reference.quantize(x, (-1, 1), fp8, scale)
-            assert same(quantized(x, fp8, scale, config), wanted), (shape, dtype)
+            assert same_bits(quantized(x, fp8, scale, config), wanted), (shape, dtype)
 
 
 @needs_compiler
@@ -189,7 +138,7 @@ def test_streamed_groups_have_the_references_bits(config: Config, backwards: boo
                 x = torch.randn(sum(sizes) + rest, width, dtype=dtype)
                 x[sum(sizes) :] = torch.nan
                 found = grouped(x, offsets, E4M3, scale, config)
-                assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
+                assert same_bits(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
 
 
 @needs_compiler
@@ -215,7 +164,7 @@ def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
             assert (first.overlaps, second.overlaps) == (False, True)
             with hopper_on_cpu():
                 run((first, second)[::order])
-            assert same(out, referred(x, offsets)), (shape, sizes, order)
+            assert same_bits(out, referred(x, offsets)), (shape, sizes, order)
 
 
 @needs_compiler
@@ -245,7 +194,7 @@ def test_walked_groups_have_the_references_bits(config: Config, backwards: bool)
                 x = torch.randn(sum(sizes) + rest, -(-width // 8) * 8, dtype=dtype)[:, :width]
                 x[sum(sizes) :] = torch.nan
                 found = grouped(x, offsets, E4M3, scale, config)
-                assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
+                assert same_bits(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, scale)), (sizes, dtype)
 
 
 @needs_compiler
@@ -262,7 +211,7 @@ def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
         out.scale.fill_(-1)
         with hopper_on_cpu():
             run((walk_columns.plan(x, out, "fp32", SM90, offsets, Walk(4), blocks),))
-        assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
+        assert same_bits(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
 
 
 @needs_compiler
@@ -271,7 +220,7 @@ def test_a_walk_begins_at_the_right_one_of_many_groups() -> None:
     offsets = sizes.cumsum(0).int()
     x = torch.randn(int(offsets[-1]), 64, dtype=BF16)
     with hopper_on_cpu():
-        assert same(
+        assert same_bits(
             grouped(x, offsets, E4M3, "fp32", Walk(5)), reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
         )
 
@@ -284,14 +233,14 @@ def test_hard_values_stay_in_their_columns() -> None:
     x[:, 16:24] *= 1e-39
     x[:, 24:32] *= 1e38
     with hopper_on_cpu():
-        for config in (*SMALL, *STREAMS):
+        for config in (*COLUMN_TILES, *STREAMS):
             found = quantized(x, E4M3, "fp32", config)
-            assert same(found, reference.quantize(x, (-1, 1), E4M3, "fp32"))
+            assert same_bits(found, reference.quantize(x, (-1, 1), E4M3, "fp32"))
             assert found.scale.isfinite().sum() == 45
         for values in ([3, 41, 90], [89, 90]):  # of rows of a group beside those of another in the same 16 bytes
             offsets = torch.tensor(values, dtype=torch.int32)
             found = grouped(x, offsets, E4M3, "fp32", WALKS[0])
-            assert same(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+            assert same_bits(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
             assert found.scale.isfinite().sum() == 48 * len(values) - 3
 
 
@@ -300,7 +249,7 @@ def test_offsets_that_sink_or_pass_the_rows_touch_nothing_outside() -> None:
     x = torch.randn(100, 40, dtype=BF16)
     with hopper_on_cpu():
         for values in ([70, 20, 300], [-5, 10, 2**31 - 1], [100, 0, 0], [1000, 1000, 1000]):
-            for config in (SMALL[0], *STREAMS[:2], *WALKS):
+            for config in (COLUMN_TILES[0], *STREAMS[:2], *WALKS):
                 grouped(x, torch.tensor(values, dtype=torch.int32), E4M3, "fp32", config)
 
 
@@ -310,14 +259,14 @@ def test_the_ops_take_it() -> None:
     x = torch.randn(520, 72, dtype=BF16)
     offsets = torch.tensor([515], dtype=torch.int32)
     with hopper_on_cpu() as launches:
-        assert same(quantize_kernel(x, (-1, 1)), reference.quantize(x, (-1, 1), E4M3, "fp32"))
-        assert same(quantize_kernel(x.mT, (1, -1)), reference.quantize(x.mT, (1, -1), E4M3, "fp32"))
+        assert same_bits(quantize_kernel(x, (-1, 1)), reference.quantize(x, (-1, 1), E4M3, "fp32"))
+        assert same_bits(quantize_kernel(x.mT, (1, -1)), reference.quantize(x.mT, (1, -1), E4M3, "fp32"))
         wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
         with pytest.MonkeyPatch.context() as patch:  # of two blocks for the emulator, not of 16
             patch.setattr(stream_columns, "_STREAMS_OF_GROUPS", ((10**9, Stream(2, 6)),))
-            assert same(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
+            assert same_bits(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
         for rest in (x[:, 1:], x[:1].expand(520, 72), x[:200]):
-            assert same(quantize_kernel(rest, (-1, 1)), reference.quantize(rest, (-1, 1), E4M3, "fp32"))
+            assert same_bits(quantize_kernel(rest, (-1, 1)), reference.quantize(rest, (-1, 1), E4M3, "fp32"))
     assert [launch.name for launch in launches] == ["stream_columns"] * 3 + ["quantize_columns"] * 3
     meta = torch.empty(200, 72, device="meta", dtype=BF16)
     assert columns.accepts(meta.mT, (-1, 1), E4M3, SM90) is None  # as rows
@@ -505,17 +454,17 @@ def test_clusters_have_the_references_bits() -> None:
                 break  # of groups alone
             x = torch.randn(shape, device="cuda", dtype=dtype)
             wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")
-            assert same(quantized(x, E4M3, "fp32", config), wanted), (config, shape)
+            assert same_bits(quantized(x, E4M3, "fp32", config), wanted), (config, shape)
         for sizes, rest in (([0, 1, 1000, 17, 500], 5), ([3] * 40, 0), ([3000], 0), ([0, 0, 40, 0], 130)):
             offsets = torch.tensor(sizes, device="cuda").cumsum(0).int()
             x = torch.randn(sum(sizes) + rest, 200, device="cuda", dtype=BF16)
             x[sum(sizes) :] = torch.nan
             wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
-            assert same(grouped(x, offsets, E4M3, "fp32", config), wanted), (config, sizes)
+            assert same_bits(grouped(x, offsets, E4M3, "fp32", config), wanted), (config, sizes)
 
 
 @pytest.mark.gpu
 def test_a_tall_matrix_through_the_op() -> None:
     x = torch.randn(40000, 1000, device="cuda", dtype=BF16)
     found = fp8fn.quantize(x, (-1, 1))
-    assert same((found.data, found.scale), reference.quantize(x, (-1, 1), E4M3, "fp32"))
+    assert same_bits((found.data, found.scale), reference.quantize(x, (-1, 1), E4M3, "fp32"))

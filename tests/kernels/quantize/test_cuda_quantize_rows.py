@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.quantize import quantize_kernel
 from fp8fn.ops.targets import SM90, SM100
+from support.accuracy import same_bits
+from support.compilers import needs_nvrtc
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -32,23 +34,14 @@ CASES: Final = (
     ((2, 4, 3001), BF16, "fp32", E4M3),
 )
 
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-
-
-def same(found: Any, wanted: Any) -> bool:
-    return all(
-        got.stride() == want.stride()
-        and got.dtype == want.dtype
-        and torch.equal(got.float().cpu().nan_to_num(12345.0), want.float().cpu().nan_to_num(12345.0))
-        for got, want in zip(found, wanted, strict=True)
-    )
-
 
 def check(device: str) -> None:
     for shape, dtype, scale, fp8 in CASES:
         x = torch.randn(shape, device=device, dtype=dtype)
-        assert same(quantize_kernel(x, (1, -1), fp8, scale), reference.quantize(x, (1, -1), fp8, scale)), shape
-        assert same(quantize_kernel(x.mT, (-1, 1), fp8, scale), reference.quantize(x.mT, (-1, 1), fp8, scale)), shape
+        assert same_bits(quantize_kernel(x, (1, -1), fp8, scale), reference.quantize(x, (1, -1), fp8, scale)), shape
+        assert same_bits(quantize_kernel(x.mT, (-1, 1), fp8, scale), reference.quantize(x.mT, (-1, 1), fp8, scale)), (
+            shape
+        )
 
 
 @needs_compiler
@@ -69,7 +62,7 @@ def test_hard_values_stay_in_their_rows() -> None:
     x[24:32] *= 3e37
     with hopper_on_cpu():
         found = quantize_kernel(x, (1, -1))
-    assert same(found, reference.quantize(x, (1, -1), E4M3, "fp32"))
+    assert same_bits(found, reference.quantize(x, (1, -1), E4M3, "fp32"))
     assert found[1].isfinite().sum() == 45
 
 
@@ -78,7 +71,7 @@ def test_rows_that_do_not_follow_each_other() -> None:
     wide = torch.randn(9, 700, dtype=BF16)
     with hopper_on_cpu() as launches:
         for x in (wide[:, :640], wide[:, 3:600], wide[::2], wide.repeat(1, 1)[None, 1:]):
-            assert same(quantize_kernel(x, (1, -1)), reference.quantize(x, (1, -1), E4M3, "fp32"))
+            assert same_bits(quantize_kernel(x, (1, -1)), reference.quantize(x, (1, -1), E4M3, "fp32"))
     assert [launch.options["ALIGNED"] for launch in launches] == [0, 0, 1, 0]
 
 
@@ -108,4 +101,4 @@ def test_rows_have_the_references_bits_on_a_gpu() -> None:
         pytest.skip("the kernel is Hopper's, compiled by NVRTC")
     check("cuda")
     x: Tensor = torch.randn(3, 777, 5120, device="cuda", dtype=BF16)
-    assert same(quantize_kernel(x, (1, -1)), reference.quantize(x, (1, -1), E4M3, "fp32"))
+    assert same_bits(quantize_kernel(x, (1, -1)), reference.quantize(x, (1, -1), E4M3, "fp32"))

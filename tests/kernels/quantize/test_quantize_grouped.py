@@ -35,23 +35,14 @@ from fp8fn.ops.quantize_grouped import (
 )
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
 from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
+from support.operands.groups import ends
+from support.operands.values import random
 
 E4M3 = torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPREAD, WHOLE = GROUPED_BLOCKS
 Quantize = Callable[[Tensor, Tensor, Block, torch.dtype, str], tuple[Tensor, Tensor]]
 T = TypeVar("T", bound=tuple[Tensor, ...])
-
-
-def ends_of(sizes: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    return torch.tensor(list(itertools.accumulate(sizes)), dtype=torch.int32, device=device)
-
-
-def random(*shape: int, dtype: torch.dtype = BF16, seed: int = 0) -> Tensor:
-    """Normal values with magnitudes over ten binades, so that subnormals and saturation occur."""
-    generator = torch.Generator().manual_seed(seed)
-    spread = torch.exp2(10 * torch.rand(shape, generator=generator) - 5)
-    return (torch.randn(shape, generator=generator) * spread).to(dtype)
 
 
 def unit_for(tokens: int, groups: int) -> int:
@@ -113,7 +104,7 @@ def poisoned(out: T) -> T:
 
 def assert_all_equal_the_loop(x: Tensor, sizes: Sequence[int], dtype: torch.dtype, scale: str) -> None:
     """The reference, and where there is something to launch the kernels, in both blocks and the dual form."""
-    offsets = ends_of(sizes)
+    offsets = ends(sizes)
     for block in GROUPED_BLOCKS:
         expected = by_loop(x, sizes, block, dtype, scale)
         ways: list[Quantize] = [reference.quantize_grouped, *([interpreted] if x.numel() else [])]
@@ -213,7 +204,7 @@ def test_groups(name: str) -> None:
 def test_1024_groups() -> None:
     """A program loads all offsets. The first of the programs: the interpreter takes half a minute for all."""
     sizes = tuple(int(i % 5 == 0) for i in range(1024))
-    x, offsets, blocks = random(sum(sizes), 1), ends_of(sizes), 50
+    x, offsets, blocks = random(sum(sizes), 1), ends(sizes), 50
     out = poisoned(empty_grouped(x, 1024, SPREAD, E4M3, "pow2"))
     (launch,) = plan_quantize_grouped(x, offsets, *out, SPREAD, "pow2", SM90)
     assert launch.grid == (1024 + sum(sizes) // 128, 1, 1)
@@ -237,7 +228,7 @@ def test_a_nan_or_inf_stays_inside_its_group(
     x = clean.clone()
     x[132, 7] = value
     x[-tail:] = value
-    offsets = ends_of(sizes)
+    offsets = ends(sizes)
     data, scales = quantize(x, offsets, block, E4M3, "fp32")
     expected, expected_scales = quantize(clean, offsets, block, E4M3, "fp32")
     rows = spread if block == SPREAD else slice(130, 135)
@@ -259,7 +250,7 @@ def test_a_nan_or_inf_stays_inside_its_group(
 def test_every_row_of_very_different_groups_is_written(block: Block) -> None:
     """The seed chose a kernel from the mean size of a group, and left rows of larger ones unwritten."""
     sizes = (3, 600, 0, 1)
-    x, offsets = torch.ones(sum(sizes), 3, dtype=BF16), ends_of(sizes)
+    x, offsets = torch.ones(sum(sizes), 3, dtype=BF16), ends(sizes)
     data, scales = interpreted(x, offsets, block, E4M3, "fp32")
     q = GroupedScaledTensor(data, scales, offsets, 0, block[0], x.shape[0])
     assert torch.equal(q.dequantize(), x)
@@ -269,7 +260,7 @@ def test_every_row_of_very_different_groups_is_written(block: Block) -> None:
 def test_a_block_stores_its_own_tokens_alone() -> None:
     """The seed's mask let the last block of a group write into the next one, which here would store over it again."""
     sizes = (5, 200)
-    x, offsets = random(sum(sizes), 16), ends_of(sizes)
+    x, offsets = random(sum(sizes), 16), ends(sizes)
     whole = empty_grouped(x, 2, WHOLE, E4M3, "fp32")
     both = empty_grouped_dual(x, 2, (1, 128), E4M3, "fp32")
     planned = (
@@ -289,7 +280,7 @@ def test_a_block_stores_its_own_tokens_alone() -> None:
 
 
 def test_an_empty_group_has_the_scale_of_zeros() -> None:
-    q = fp8fn.quantize_grouped(random(10, 4), ends_of((0, 10, 0)), block=-1)
+    q = fp8fn.quantize_grouped(random(10, 4), ends((0, 10, 0)), block=-1)
     zeros = fp8fn.quantize(torch.zeros(3, 4), (-1, 1)).scale
     assert torch.equal(q.scale[[0, 2]], zeros.expand(2, 4))
 
@@ -300,13 +291,13 @@ def test_no_tokens_and_no_columns(block: Block) -> None:
         sizes = (m // 2, m - m // 2)
         assert_all_equal_the_loop(random(m, n), sizes, E4M3, "fp32")
         x, out = random(m, n), empty_grouped(random(m, n), 2, block, E4M3, "fp32")
-        assert plan_quantize_grouped(x, ends_of(sizes), *out, block, "fp32", SM90) == ()
+        assert plan_quantize_grouped(x, ends(sizes), *out, block, "fp32", SM90) == ()
 
 
 @pytest.mark.parametrize("block", GROUPED_BLOCKS, ids=str)
 def test_offsets_past_the_tokens_count_as_their_number(block: Block) -> None:
     """So no kernel reads or writes out of bounds."""
-    x, past, offsets = random(140, 5), ends_of((130, 50, 1000)), ends_of((130, 10, 0))
+    x, past, offsets = random(140, 5), ends((130, 50, 1000)), ends((130, 10, 0))
     expected = reference.quantize_grouped(x, offsets, block, E4M3, "fp32")
     quantizers: list[Quantize] = [reference.quantize_grouped, interpreted]
     for quantize in quantizers:
@@ -315,7 +306,7 @@ def test_offsets_past_the_tokens_count_as_their_number(block: Block) -> None:
 
 
 def test_offsets_of_any_stride() -> None:
-    x, offsets = random(140, 5), ends_of((100, 0, 30))
+    x, offsets = random(140, 5), ends((100, 0, 30))
     apart = torch.full((6,), -7, dtype=torch.int32)
     apart[::2] = offsets
     for block in GROUPED_BLOCKS:
@@ -349,7 +340,7 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
 
     monkeypatch.setattr(targets, "target_of", lambda device: SM89)
     monkeypatch.setattr(Launch, "run", run)
-    tokens, offsets, dual = random(140, 33), ends_of((100, 0, 30)), (1, block[0])
+    tokens, offsets, dual = random(140, 33), ends((100, 0, 30)), (1, block[0])
     for x, dtype in ((tokens, E4M3), (tokens, torch.float8_e4m3fnuz), (tokens[:0], E4M3)):
         out = quantize_grouped_kernel(x, offsets, block, dtype)
         both = quantize_grouped_dual_kernel(x, offsets, dual, dtype)
@@ -396,7 +387,7 @@ def test_offsets_are_wide_only_where_they_must_be() -> None:
 
 def test_wide_offsets_address_the_same_elements() -> None:
     x, sizes = random(300, 70), (100, 0, 130)
-    offsets = ends_of(sizes)
+    offsets = ends(sizes)
     for block in GROUPED_BLOCKS:
         out = poisoned(empty_grouped(x, 3, block, E4M3, "fp32"))
         for launch in plan_quantize_grouped(x, offsets, *out, block, "fp32", SM90):
@@ -419,16 +410,16 @@ def test_wide_offsets_address_the_same_elements() -> None:
 def test_on_the_device(name: str, storage: str, scale: str) -> None:
     """The op's own choice of a kernel, without a wait for the device: it can be captured."""
     sizes, tail = GROUPS[name]
-    x, offsets = stored(random(sum(sizes) + tail, 300), storage), ends_of(sizes)
-    there, ends = stored(x.cuda(), storage), offsets.cuda()
+    x, offsets = stored(random(sum(sizes) + tail, 300), storage), ends(sizes)
+    there, there_ends = stored(x.cuda(), storage), offsets.cuda()
     for block in GROUPED_BLOCKS:
         dual = (1, block[0])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            one = torch.ops.fp8fn.quantize_grouped(there, ends, block, E4M3, scale)
-            both = torch.ops.fp8fn.quantize_grouped_dual(there, ends, dual, E4M3, scale)
+            one = torch.ops.fp8fn.quantize_grouped(there, there_ends, block, E4M3, scale)
+            both = torch.ops.fp8fn.quantize_grouped_dual(there, there_ends, dual, E4M3, scale)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         expected = (
@@ -444,7 +435,7 @@ def test_on_the_device(name: str, storage: str, scale: str) -> None:
 def test_on_the_device_past_int32() -> None:
     x = torch.randn(2**16 + 300, 2**15 + 64, device="cuda", dtype=BF16)
     assert x.numel() > 2**31
-    offsets = ends_of((5, 2**16, 200), "cuda")
+    offsets = ends((5, 2**16, 200), "cuda")
     q = fp8fn.quantize_grouped(x, offsets)
     data, scale = reference.quantize(x[5 + 2**16 : 205 + 2**16], SPREAD, q.dtype, "fp32")
     first_block = (5 + 2**16) // 128 + 2
@@ -469,7 +460,7 @@ EACH_TAIL = pytest.mark.parametrize("tail", [9, 2360], ids=["small", "large"])
 
 
 def tokens(tail: int = 9, n: int = 40, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
-    return random(sum(SIZES) + tail, n, dtype=dtype), ends_of(SIZES)
+    return random(sum(SIZES) + tail, n, dtype=dtype), ends(SIZES)
 
 
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
@@ -576,7 +567,7 @@ def test_copies_of_either_unit_dequantize_alike(tail: int) -> None:
 @pytest.mark.filterwarnings("ignore:torch.searchsorted.* non-contiguous:UserWarning")  # of PyTorch's own vmap rule
 def test_vmap_over_tokens_and_offsets(tail: int) -> None:
     xs = torch.stack([tokens(tail)[0], random(sum(SIZES) + tail, 40, seed=1)])
-    offsets = torch.stack([ends_of(SIZES), ends_of((50, 50, 50, 0, 0))])
+    offsets = torch.stack([ends(SIZES), ends((50, 50, 50, 0, 0))])
     q = torch.vmap(fp8fn.quantize_grouped)(xs, offsets)
     back = torch.vmap(lambda q: q.dequantize())(q)
     for i in range(2):
@@ -627,7 +618,7 @@ def test_one_graph_serves_every_number_of_tokens(block: int, fresh_dynamo: None)
     # As those of `quantize`, leading dimensions of a multiple of 16 are another graph: contiguity is a guard.
     small = (((200, 0, 130), 5), ((1, 130, 300), 18), ((0, 900, 5), 0), ((129, 127, 3), 400))
     for sizes, tail in (*small, ((129, 1270, 3), 408), *small):
-        x, offsets = random(sum(sizes) + tail, 203), ends_of(sizes)
+        x, offsets = random(sum(sizes) + tail, 203), ends(sizes)
         (q, out), (expected, expected_out) = compiled(x, offsets), call(x, offsets)
         assert (q.axis, q.block, q.size, q.shape) == (1, block, x.shape[0], (203, x.shape[0]))
         assert_same_bits(q.data, expected.data)
@@ -640,7 +631,7 @@ def test_one_graph_serves_every_number_of_tokens(block: int, fresh_dynamo: None)
 def test_a_compiled_function_takes_one(fresh_dynamo: None) -> None:
     compiled = torch.compile(lambda q: q.mT.dequantize(FP32) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
     for block, sizes in itertools.product((128, -1), ((100, 30, 70), (5, 0, 300), (5, 800, 900))):
-        q = fp8fn.quantize_grouped(random(sum(sizes) + 3, 40), ends_of(sizes), block=block)
+        q = fp8fn.quantize_grouped(random(sum(sizes) + 3, 40), ends(sizes), block=block)
         assert torch.equal(compiled(q), q.mT.dequantize(FP32) * 2)
 
 
@@ -653,7 +644,7 @@ def test_same_bits_every_run() -> None:
                 assert_same_bits(got, want)
 
 
-X, ENDS = random(10, 4), ends_of((4, 6))
+X, ENDS = random(10, 4), ends((4, 6))
 MADE = fp8fn.quantize_grouped(X, ENDS)
 FAULTS: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     ("block", lambda: fp8fn.quantize_grouped(X, ENDS, block=64), ValueError, ("block=64", "use 128, or -1")),
@@ -764,7 +755,7 @@ def test_the_seeds_3d_and_2d_quantizers_are_quantize(storage: str, pow2: bool) -
 def test_the_seeds_per_group_quantizers_are_quantize_grouped(pow2: bool) -> None:
     """Scales there are flat, group-major; `reshape(-1)` of ours is a view where N is a multiple of four."""
     sizes, n, scale = (30, 2, 200), 40, "pow2" if pow2 else "fp32"
-    x, offsets = random(sum(sizes), n), ends_of(sizes)
+    x, offsets = random(sum(sizes), n), ends(sizes)
     parts = [forward_quantized(group, 0, pow2) for group in x.split(sizes)]
     seed = torch.cat([data.view(torch.uint8) for data, _ in parts]).view(E4M3)
     seed_scale = torch.cat([scales.squeeze(0) for _, scales in parts])

@@ -18,6 +18,8 @@ from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.triton.quantize import Tile, plan_quantize
 from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
+from support.accuracy import assert_same_bits
+from support.operands.values import HARD, random
 
 E4M3 = torch.float8_e4m3fn
 
@@ -36,16 +38,6 @@ def interpreted_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) ->
     return row, row_scales, col, col_scales
 
 
-def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
-    """Equal bits, or NaN in both, and the same memory layout."""
-    assert (actual.shape, actual.dtype, actual.stride()) == (expected.shape, expected.dtype, expected.stride())
-    bits = torch.uint8 if actual.element_size() == 1 else torch.int32
-    nan = expected.float().isnan()
-    assert torch.equal(actual.float().isnan(), nan)
-    differing = int(((actual.view(bits) != expected.view(bits)) & ~nan).sum())
-    assert differing == 0, f"{differing} of {actual.numel()} differ"
-
-
 def assert_equals_reference(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> None:
     for actual, expected in zip(interpreted(x, block, dtype, scale), quantize(x, block, dtype, scale), strict=True):
         assert_same_bits(actual, expected)
@@ -55,13 +47,6 @@ def assert_dual_equals_reference(x: Tensor, block: Block, dtype: torch.dtype, sc
     expected = (*quantize(x, block, dtype, scale), *quantize(x, swap(block), dtype, scale))
     for actual, wanted in zip(interpreted_dual(x, block, dtype, scale), expected, strict=True):
         assert_same_bits(actual, wanted)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
-    """Normal values with magnitudes over ten binades, so that subnormals and saturation occur."""
-    generator = torch.Generator().manual_seed(seed)
-    spread = torch.exp2(10 * torch.rand(shape, generator=generator) - 5)
-    return (torch.randn(shape, generator=generator) * spread).to(dtype)
 
 
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
@@ -92,37 +77,6 @@ VIEWS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_stride(block: Block, view: str) -> None:
     assert_equals_reference(VIEWS[view](), block, E4M3, "fp32")
-
-
-def zeros_but_one_block() -> Tensor:
-    x = torch.zeros(130, 260)
-    x[:, :128] = random(130, 128, dtype=torch.float32)
-    return x
-
-
-def one_value(value: float) -> Callable[[], Tensor]:
-    def values() -> Tensor:
-        x = random(70, 200, dtype=torch.float32)
-        x[3, 150] = value
-        return x
-
-    return values
-
-
-HARD: dict[str, Callable[[], Tensor]] = {
-    "zeros": lambda: torch.zeros(130, 130),
-    "negative zeros": lambda: -torch.zeros(40, 130),
-    "zeros but one block": zeros_but_one_block,
-    "subnormal": lambda: random(40, 200, dtype=torch.float32) * 2.0**-140,
-    "tiny": lambda: random(40, 200, dtype=torch.float32) * 1e-13,
-    "outlier": one_value(1e4),
-    "NaN": one_value(float("nan")),
-    "Inf": one_value(float("inf")),
-    "negative Inf": one_value(-float("inf")),
-    "3e38": one_value(3e38),
-    "all 3e38": lambda: random(40, 200, dtype=torch.float32).sign() * 3e38,
-    "powers of two": lambda: torch.exp2(torch.arange(-149, 128, dtype=torch.float32)).repeat(9, 1),
-}
 
 
 @pytest.mark.parametrize("values", HARD)

@@ -13,57 +13,29 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_scaled_mm_values import FEW
-
 import fp8fn
 from fp8fn.ops import groups, reference
 from fp8fn.ops.cuda.gemm import scaled_grouped_mm as products
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.quantize import quantize_grouped as quantizers
-from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import GFX942, SM90, Target
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
 from fp8fn.ops.tuning.grouped import choose_config, problem_of
 from fp8fn.ops.tuning.problem import Problem
+from support.accuracy import relative_error, same_bits
+from support.compilers import needs_nvrtc
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.gpu import FEW
+from support.operands.groups import GROUPS, ends
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
-# Sizes of groups, and tokens past the last one.
-GROUPS: Final[dict[str, tuple[list[int], int]]] = {
-    "odd": ([0, 1, 127, 128, 129], 5),
-    "units": ([31, 32, 33, 0, 95, 97, 260], 70),
-    "gaps": ([128, 128, 96, 32], 0),
-    "tiny": ([3] * 40, 0),
-    "one": ([300], 0),
-    "all": ([0, 300, 0, 0], 0),
-    "empty": ([0, 0, 200, 0], 130),
-    "none": ([0, 0], 7),
-    "large": ([700, 450], 10),
-    "large gaps": ([640, 512, 384], 0),
-}
 every_grouping = pytest.mark.parametrize(("sizes", "rest"), GROUPS.values(), ids=GROUPS)
-
-
-def ends(sizes: list[int], device: str = "cpu") -> Tensor:
-    return torch.tensor(sizes).cumsum(0).to(device, torch.int32)
-
-
-def same(found: Any, wanted: Any) -> bool:
-    """Layouts and bytes, or NaN in both."""
-    for got, want in zip(found, wanted, strict=True):
-        if got.shape != want.shape or got.stride() != want.stride() or got.dtype != want.dtype:
-            return False
-        bits, nan = torch.int32 if got.dtype == FP32 else torch.uint8, want.float().isnan()
-        if not torch.equal(got.float().isnan(), nan) or ((got.view(bits) != want.view(bits)) & ~nan).any():
-            return False
-    return True
 
 
 # ---- quantizers, in the emulator ------------------------------------------------------------------------------------
@@ -83,8 +55,8 @@ def test_quantizers_have_the_references_bits(sizes: list[int], rest: int, backwa
             assert quantizers.accepts(x, offsets, fp8, SM90) is None
             one = quantizers.call_quantize_grouped(x, offsets, fp8, scale, SM90)(x, offsets)
             both = quantizers.call_quantize_grouped_dual(x, offsets, fp8, scale, SM90)(x, offsets)
-            assert same(one, reference.quantize_grouped(x, offsets, (128, 1), fp8, scale))
-            assert same(both, reference.quantize_grouped_dual(x, offsets, (1, 128), fp8, scale))
+            assert same_bits(one, reference.quantize_grouped(x, offsets, (128, 1), fp8, scale))
+            assert same_bits(both, reference.quantize_grouped_dual(x, offsets, (1, 128), fp8, scale))
     assert len(launches) == 2 * len(cases)  # one each
 
 
@@ -98,7 +70,7 @@ def test_hard_values_stay_in_their_blocks() -> None:
     x[:, 24:32] *= 1e38
     with hopper_on_cpu():
         found = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, "fp32", SM90)(x, offsets)
-    assert same(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"))
+    assert same_bits(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"))
     scales = found[3]
     assert scales.isfinite().sum() == scales.numel() - 3
 
@@ -377,10 +349,6 @@ def loop(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def error(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
-
-
 class Rows:
     """Operands of products of rows, those of no group NaN; a bias for each group; products without it and with."""
 
@@ -419,7 +387,7 @@ def test_products_of_rows_emulated(kind: str) -> None:
         sizes, rest, n, out_dtype = [([0, 1, 64, 65, 130], 40, 136, BF16), ([100, 0, 300], 7, 77, FP32)][i % 2]
         rows = Rows(kind, sizes, rest, n, 200)
         out = rows.product(rows.bias, config, out_dtype, FEW)
-        assert error(out, rows.biased) < (1e-6 if out_dtype == FP32 else 2e-3), config
+        assert relative_error(out, rows.biased) < (1e-6 if out_dtype == FP32 else 2e-3), config
         assert torch.equal(rows.product(rows.bias, config, out_dtype, FEW, backwards=True), out), config
 
 
@@ -434,7 +402,7 @@ def test_products_of_rows(kind: str, sizes: list[int], rest: int, hopper: Target
         rows = Rows(kind, sizes, rest, n, k, "cuda")
         for config in tiles(problem(kind)):
             for bias, want in ((None, rows.want), (rows.bias, rows.biased)):
-                assert error(rows.product(bias, config, out_dtype, hopper), want) < 4e-3, (config, out_dtype)
+                assert relative_error(rows.product(bias, config, out_dtype, hopper), want) < 4e-3, (config, out_dtype)
 
 
 @pytest.mark.gpu
@@ -451,7 +419,7 @@ def test_products_over_tokens(sizes: list[int], rest: int, hopper: Target) -> No
         for config in tiles(problem("summed")):
             out = torch.full((len(sizes), m, n), torch.nan, device="cuda", dtype=out_dtype)
             products.plan(*ops, None, out, hopper, config).run()
-            assert error(out, want) < 4e-3, config
+            assert relative_error(out, want) < 4e-3, config
             assert not any(out[expert].any() for expert, size in enumerate(sizes) if size == 0)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any
 
 import pytest
 import torch
@@ -30,50 +29,11 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.candidates import tiles
+from support.compilers import SHARED_LIMIT, assert_well_compiled, instructions, needs_nvrtc
+from support.configs import KINDS, SCALED_MM, VARIANTS, every_variant
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-SHARED_LIMIT: Final = 227 << 10
-
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
-
-# Those that a tuning table may choose, and clusters.
-CONFIGS: dict[str, Config] = {
-    "192x128": Config(MATH=3, DEPTH=1),
-    "128x256": Config(BN=256, SLICES_N=2, DEPTH=1),
-    "128x128": Config(),
-    "128x64": Config(BN=64),
-    "128x192": Config(BN=192, DEPTH=1),
-    "64x128": Config(MATH=1),
-    "64x64": Config(MATH=1, BN=64),
-    "64x192": Config(MATH=1, BN=192, DEPTH=1),
-    "64x256": Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1),
-    "192x128 cluster": Config(MATH=3, DEPTH=1, CLUSTER=2),
-    "128x256 cluster": Config(BN=256, SLICES_N=2, DEPTH=1, CLUSTER=2),
-    "split": Config(SPLIT=4),
-    "128x64 split": Config(BN=64, SPLIT=8),
-    "128x128 split depth 1": Config(DEPTH=1, SPLIT=4),
-    "64x192 split": Config(MATH=1, BN=192, DEPTH=1, SPLIT=2),
-    "64x64 split": Config(MATH=1, BN=64, SPLIT=4),
-    "128x128 depth 1": Config(DEPTH=1),
-    "128x192 depth 2": Config(BN=192),
-    "192x128 depth 2": Config(MATH=3),
-}
-KINDS: dict[str, tuple[Block, Block]] = {
-    "forward": ((1, 128), (128, 128)),
-    "wgrad": ((1, 128), (128, 1)),
-    "rowwise": ((1, -1), (-1, 1)),
-    "tensorwise": ((-1, -1), (-1, -1)),
-}
-# Where registers spill, the configuration is not chosen: two temporaries cost none only where no scale changes along K.
-SPILLING = {("192x128 cluster", "wgrad"), ("split", "wgrad")} | {
-    (config, kind) for config in ("128x192 depth 2", "192x128 depth 2") for kind in ("forward", "wgrad")
-}
-VARIANTS = [(config, kind) for config in CONFIGS for kind in KINDS if (config, kind) not in SPILLING]
-
-every_variant = pytest.mark.parametrize(
-    ("config", "kind"), VARIANTS, ids=[f"{config}-{kind}" for config, kind in VARIANTS]
-)
 
 
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -114,24 +74,6 @@ class Problem:
         return accepts(*self.operands)
 
 
-def assert_well_compiled(log: str, shared: int) -> None:
-    """No registers in memory, no wgmma that waits for the one before it (C7510 and its like), and it fits."""
-    assert re.findall(r"(\d+) bytes (?:stack frame|spill stores|spill loads)", log) == ["0", "0", "0"], log
-    assert not re.search(r"\bC75\d\d\b", log), log
-    assert shared <= SHARED_LIMIT
-
-
-def instructions(cubin: bytes, folder: Path) -> list[tuple[int, str]]:
-    """Address and text of each SASS instruction."""
-    from triton import knobs
-
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    text = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", file], capture_output=True, text=True, check=True)
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text.stdout)
-    return [(int(address, 16), instruction.strip()) for address, instruction in found]
-
-
 def names(sass: list[tuple[int, str]]) -> set[str]:
     """Opcodes, without the predicates before them."""
     return {re.sub(r"^@!?U?P\w+\s+", "", text).split()[0] for _, text in sass}
@@ -160,20 +102,20 @@ def main_loops(sass: list[tuple[int, str]]) -> list[list[str]]:
 @needs_nvrtc
 @every_variant
 def test_machine_code_of_every_configuration(config: str, kind: str, tmp_path: Path) -> None:
-    launch = Problem(kind).plan(CONFIGS[config])
+    launch = Problem(kind).plan(SCALED_MM[config])
     compiled = launch.compile(verbose=True)
     assert_well_compiled(compiled.log, launch.shared)
     if kind == "tensorwise":  # the loop is that of rowwise scales, and disassembling takes as long as compiling
         return
     sass = instructions(compiled.cubin, tmp_path)
     opcodes = names(sass)
-    width = CONFIGS[config].BN // CONFIGS[config].SLICES_N
+    width = SCALED_MM[config].BN // SCALED_MM[config].SLICES_N
     assert {name for name in opcodes if "GMMA" in name} == {f"QGMMA.64x{width}x32.F32.E4M3.E4M3"}
-    clustered = CONFIGS[config].CLUSTER > 1
+    clustered = SCALED_MM[config].CLUSTER > 1
     assert "UTMALDG.3D" in opcodes
     assert ("UTMALDG.3D.MULTICAST" in opcodes) == clustered
-    assert ("UTMASTG.3D" in opcodes) == (CONFIGS[config].SPLIT == 1)
-    assert bool([name for name in opcodes if name.startswith("STAS")]) == (CONFIGS[config].SPLIT > 1)
+    assert ("UTMASTG.3D" in opcodes) == (SCALED_MM[config].SPLIT == 1)
+    assert bool([name for name in opcodes if name.startswith("STAS")]) == (SCALED_MM[config].SPLIT > 1)
     assert not {name for name in opcodes if name.startswith(("LDL", "STL"))}
     # A fence over the GPU costs hundreds of cycles: two of a cluster that shares loads, at its start and end, no other.
     fences = Counter(text for _, text in sass if re.search(r"MEMBAR\.\w+\.(GPU|SYS)", text))
@@ -188,10 +130,10 @@ def test_machine_code_of_every_configuration(config: str, kind: str, tmp_path: P
 
 @needs_nvrtc
 @pytest.mark.parametrize("out", [FP16, FP32], ids=str)
-@pytest.mark.parametrize("config", [name for name in CONFIGS if "depth" not in name])
+@pytest.mark.parametrize("config", [name for name in SCALED_MM if "depth" not in name])
 def test_no_output_type_spills(config: str, out: torch.dtype) -> None:
     kind = "forward" if out == FP16 else "rowwise"
-    launch = Problem(kind, out=out).plan(CONFIGS[config])
+    launch = Problem(kind, out=out).plan(SCALED_MM[config])
     assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
@@ -199,14 +141,14 @@ def test_no_output_type_spills(config: str, out: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("config", ["192x128", "128x256", "64x64"])
 def test_no_bias_spills(config: str, bias: torch.dtype) -> None:
-    launch = Problem("forward", bias=bias).plan(CONFIGS[config])
+    launch = Problem("forward", bias=bias).plan(SCALED_MM[config])
     assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_output_with_an_odd_stride_spills(kind: str) -> None:
-    launch = Problem(kind, (333, 111, 777), bias=BF16).plan(CONFIGS["192x128"])
+    launch = Problem(kind, (333, 111, 777), bias=BF16).plan(SCALED_MM["192x128"])
     assert dict(launch.kernel.macros)["OUT_VIA"] == "PAIRS"
     assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
@@ -216,7 +158,7 @@ def test_no_output_with_an_odd_stride_spills(kind: str) -> None:
 def test_the_instruction_has_the_operands_types_in_order(
     types: tuple[torch.dtype, torch.dtype], tmp_path: Path
 ) -> None:
-    launch = Problem("wgrad", types=types).plan(CONFIGS["192x128"])
+    launch = Problem("wgrad", types=types).plan(SCALED_MM["192x128"])
     found = {name for name in names(instructions(launch.compile().cubin, tmp_path)) if "GMMA" in name}
     short = {E4M3: "E4M3", E5M2: "E5M2"}
     assert found == {f"QGMMA.64x128x32.F32.{short[types[0]]}.{short[types[1]]}"}
@@ -226,7 +168,7 @@ def test_the_instruction_has_the_operands_types_in_order(
 @pytest.mark.parametrize("config", ["192x128", "128x128", "128x256", "64x64", "64x64 split"])
 def test_a_stage_is_given_back_when_the_last_of_its_scales_is_there(config: str, tmp_path: Path) -> None:
     """The arrival depends on the load before it; what comes through the copy engine would else be too early."""
-    sass = [text for _, text in instructions(Problem("wgrad").plan(CONFIGS[config]).compile().cubin, tmp_path)]
+    sass = [text for _, text in instructions(Problem("wgrad").plan(SCALED_MM[config]).compile().cubin, tmp_path)]
     arrivals = 0
     for i, text in enumerate(sass):
         if "SYNCS.ARRIVE.TRANS64.A1T0" not in text:
@@ -255,13 +197,13 @@ def test_a_cluster_may_share_a(tmp_path: Path) -> None:
 def test_all_that_may_be_chosen_is_among_what_is_tested_here(kind: str) -> None:
     (a_line, a_along_k), (b_along_k, b_line) = KINDS[kind]
     kinds = cuda.scale_kind(a_line, a_along_k), cuda.scale_kind(b_line, b_along_k)
-    tested = {CONFIGS[config] for config, of in VARIANTS if of == kind}
+    tested = {SCALED_MM[config] for config, of in VARIANTS if of == kind}
     assert set(tiles(SimpleNamespace(kinds=kinds))) <= tested  # type: ignore[arg-type]
 
 
 @needs_nvrtc
 def test_resources_are_those_of_the_machine_code() -> None:
-    launch = Problem("forward").plan(CONFIGS["192x128"])
+    launch = Problem("forward").plan(SCALED_MM["192x128"])
     used = launch.resources()
     assert (used.spills, used.scratch, used.shared) == (0, 0, launch.shared)
     assert used.registers * launch.threads <= 65536
@@ -422,7 +364,7 @@ def parameters(file: str, entry: str) -> list[str]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("batch", [None, 2])
 def test_arguments_are_the_kernels_parameters_in_order(kind: str, batch: int | None) -> None:
-    for config in CONFIGS.values():
+    for config in SCALED_MM.values():
         launch = Problem(kind, bias=BF16, a_batch=batch, b_batch=batch).plan(config)
         assert list(launch.args) == parameters("scaled_mm.cu", "scaled_mm")
 
@@ -444,10 +386,10 @@ def shared_layout(config: Config, macros: dict[str, int | str]) -> int:
 @every_variant
 def test_shared_memory_is_what_the_kernel_lays_out(config: str, kind: str) -> None:
     for out in (BF16, FP32):
-        launch = Problem(kind, out=out).plan(CONFIGS[config])
+        launch = Problem(kind, out=out).plan(SCALED_MM[config])
         macros = dict(launch.kernel.macros)
-        assert launch.shared == shared_layout(CONFIGS[config], macros)
-        stage = shared_layout(CONFIGS[config], {**macros, "STAGES": int(macros["STAGES"]) + 1}) - launch.shared
+        assert launch.shared == shared_layout(SCALED_MM[config], macros)
+        stage = shared_layout(SCALED_MM[config], {**macros, "STAGES": int(macros["STAGES"]) + 1}) - launch.shared
         assert launch.shared <= SHARED_LIMIT
         assert launch.shared + stage > SHARED_LIMIT or macros["STAGES"] == 12  # as many as fit
         assert int(macros["STAGES"]) >= 2
@@ -460,7 +402,7 @@ def test_stages_may_be_given() -> None:
 
 
 def test_grid_has_a_block_a_tile_or_a_multiprocessor() -> None:
-    for config in CONFIGS.values():
+    for config in SCALED_MM.values():
         small = Problem(shape=(config.BM * 2 + 1, config.BN + 1, 1000)).plan(config)
         tiles = (4 if config.CLUSTER == 2 else 3) * 2 * config.SPLIT
         assert small.grid == (tiles, 1, 1)
@@ -474,8 +416,8 @@ def test_grid_has_a_block_a_tile_or_a_multiprocessor() -> None:
 def test_grid_of_clusters_is_whole_on_an_odd_number_of_multiprocessors() -> None:
     problem = Problem()
     problem.target = replace(SM90, multiprocessors=113)
-    assert problem.plan(CONFIGS["192x128 cluster"]).grid == (112, 1, 1)
-    assert problem.plan(CONFIGS["192x128"]).grid == (113, 1, 1)
+    assert problem.plan(SCALED_MM["192x128 cluster"]).grid == (112, 1, 1)
+    assert problem.plan(SCALED_MM["192x128"]).grid == (113, 1, 1)
 
 
 def test_scalars_say_sizes_batches_and_strides() -> None:
@@ -572,7 +514,7 @@ def test_descriptors_keep_the_drivers_rules(config: str, kind: str) -> None:
     for shape in ((1, 1, 1), (1, 17, 129), (193, 65, 127), (64, 64, 128), (7, 1, 385), (300, 264, 1000)):
         for a_batch, b_batch in ((None, None), (3, 3), (3, None), (None, 3), (1, 1)):
             for out in (BF16, FP32):
-                assert_encodable(Problem(kind, shape, out, a_batch=a_batch, b_batch=b_batch).plan(CONFIGS[config]))
+                assert_encodable(Problem(kind, shape, out, a_batch=a_batch, b_batch=b_batch).plan(SCALED_MM[config]))
 
 
 def test_strides_of_axes_of_size_1_do_not_reach_a_descriptor() -> None:
@@ -591,7 +533,7 @@ def test_strides_of_axes_of_size_1_do_not_reach_a_descriptor() -> None:
 @every_variant
 def test_boxes_are_the_bytes_that_a_stage_expects(config: str, kind: str) -> None:
     """Each block of a cluster loads its part of the shared operand, and gets the other's."""
-    chosen = CONFIGS[config]
+    chosen = SCALED_MM[config]
     boxes = {name: map_.box for name, map_ in maps(Problem(kind).plan(chosen)).items()}
     shares_a, shares_b = (chosen.CLUSTER if share == chosen.SHARE_B else 1 for share in (False, True))
     assert boxes["a"] == (1, chosen.BM // shares_a, BK)
@@ -610,13 +552,13 @@ def test_descriptors_are_of_the_transposed_b_and_the_transposed_scales() -> None
 
 
 def test_description_names_the_tile_and_the_grid() -> None:
-    assert Problem().plan(CONFIGS["192x128"]).describe() == (
+    assert Problem().plan(SCALED_MM["192x128"]).describe() == (
         "scaled_mm[BM=192,BN=128,STAGES=4,CLUSTER=1,SPLIT=1] grid=132x1x1 sm90"
     )
-    assert "SPLIT=4" in Problem().plan(CONFIGS["split"]).describe()
-    described = [str(config) for config in CONFIGS.values()]
+    assert "SPLIT=4" in Problem().plan(SCALED_MM["split"]).describe()
+    described = [str(config) for config in SCALED_MM.values()]
     assert len(set(described)) == len(described)
-    assert str(CONFIGS["128x256 cluster"]) == "128x256/1x2 depth1 cluster2B group8"
+    assert str(SCALED_MM["128x256 cluster"]) == "128x256/1x2 depth1 cluster2B group8"
 
 
 def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) -> list[tuple[int, ...]]:
@@ -673,7 +615,7 @@ def test_the_walk_is_the_one_of_the_source() -> None:
 def test_every_tile_and_share_of_k_is_visited_exactly_once() -> None:
     random = Random(0)
     configs = [
-        *CONFIGS.values(), Config(MATH=3, CLUSTER=2, SHARE_B=False, GROUP=4), Config(GROUP=1, SPLIT=2),
+        *SCALED_MM.values(), Config(MATH=3, CLUSTER=2, SHARE_B=False, GROUP=4), Config(GROUP=1, SPLIT=2),
         Config(BN=64, GROUP=16, CLUSTER=2), Config(MATH=1, BN=64, GROUP=3, CLUSTER=2, SHARE_B=False),
     ]  # fmt: skip
     for _ in range(400):

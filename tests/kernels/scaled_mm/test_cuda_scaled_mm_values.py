@@ -14,14 +14,18 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_scaled_mm import BF16, CONFIGS, E4M3, E5M2, FP16, FP32, KINDS, VARIANTS, every_variant
-
 from fp8fn.ops.cuda.gemm.scaled_mm import Config, accepts, plan
 from fp8fn.ops.cuda.runtime.launch import pointers
 from fp8fn.ops.layout import matrix_strides
 from fp8fn.ops.reference.quantize import quantize, spread
 from fp8fn.ops.targets import SM90, Target
+from support.accuracy import snr
+from support.configs import KINDS, SCALED_MM, VARIANTS, every_variant
 from support.cuda_emulator import emulate, needs_compiler
+from support.gpu import FEW, skip_below
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class Operands:
@@ -84,12 +88,6 @@ class Operands:
         return out
 
 
-def snr(found: Tensor, expected: Tensor) -> float:
-    """In dB; infinite where nothing differs."""
-    noise = (found.double() - expected).square().sum()
-    return float(10 * torch.log10(expected.square().sum() / noise))
-
-
 def assert_rounded(found: Tensor, wide: Tensor) -> None:
     """Half a unit in the last place, and some for a sum that the compiler fuses otherwise."""
     unit = {BF16: 2.0**-8, FP16: 2.0**-11}[found.dtype]
@@ -100,15 +98,12 @@ def assert_rounded(found: Tensor, wide: Tensor) -> None:
 
 # ---- in the emulator -------------------------------------------------------------------------------------------------
 
-# So few multiprocessors that a block walks over several tiles.
-FEW: Final = replace(SM90, multiprocessors=2)
-
 
 @needs_compiler
 @every_variant
 def test_every_configuration_emulated(config: str, kind: str) -> None:
     """Tiles that are whole, that are ragged, and more than two rows of them; in two orders of the threads."""
-    chosen = CONFIGS[config]
+    chosen = SCALED_MM[config]
     for m, n, k in ((2 * chosen.BM + 9, chosen.BN + 24, 300), (1, 8, 1), (chosen.BM, chosen.BN, 256)):
         operands = Operands(kind, (m, n, k), FEW, device="cpu")
         wide = operands.product(chosen)
@@ -140,7 +135,7 @@ def test_outputs_biases_and_batches_emulated(kind: str) -> None:
 @pytest.mark.parametrize("config", ["64x64", "128x128", "192x128", "split"])
 def test_single_scales_of_many_k_blocks_and_of_many_tiles_emulated(config: str) -> None:
     """They come 32 at a time: more than lie in shared memory at once, a last run that is short, and runs of one."""
-    chosen = CONFIGS[config]
+    chosen = SCALED_MM[config]
     for m, n, k in ((16, 24, 128 * 67 + 24), (3 * chosen.BM, 2 * chosen.BN, 100)):
         operands = Operands("forward", (m, n, k), FEW, device="cpu")
         operands.b_scale *= torch.rand_like(operands.b_scale) * 100  # none could stand for another
@@ -179,7 +174,7 @@ def test_what_is_not_finite_stays_in_its_rows_and_columns_emulated(config: str) 
         operands.a.view(torch.uint8)[7, 299] = 0x7C  # Inf of e5m2
         operands.a.view(torch.uint8)[199, 0] = 0x7F
         operands.b.view(torch.uint8)[200, 135] = 0x7F
-        finite = torch.isfinite(operands.product(CONFIGS[config]))
+        finite = torch.isfinite(operands.product(SCALED_MM[config]))
         assert not finite[[7, 199]].any()
         assert not finite[:, 135].any()
         assert int(finite.sum()) == 198 * 135
@@ -202,7 +197,7 @@ def test_drawn_products_emulated() -> None:
         config, kind = variant
         target = replace(SM90, multiprocessors=cores)
         operands = Operands(kind, shape, target, bias=bias, a_batch=batches[0], b_batch=batches[1], device="cpu")
-        found = operands.product(CONFIGS[config], out, seed=seed).double()
+        found = operands.product(SCALED_MM[config], out, seed=seed).double()
         expected, magnitude = operands.expected(), operands.magnitude()
         unit = {FP32: 0, BF16: 2.0**-8, FP16: 2.0**-11}[out]
         assert ((found - expected).abs() <= unit * expected.abs() + 2.0**-20 * magnitude + 2.0**-22).all()
@@ -224,10 +219,10 @@ SHAPES: Final = (
 def test_values_of_every_configuration(config: str, kind: str, hopper: Target) -> None:
     for shape in SHAPES:
         operands = Operands(kind, shape, hopper)
-        wide = operands.product(CONFIGS[config])
+        wide = operands.product(SCALED_MM[config])
         assert snr(wide, operands.expected()) >= 50, shape
         if kind == "forward" or shape[1] % 8 == 0:  # by ordinary stores, which are another kernel, in one kind only
-            assert_rounded(operands.product(CONFIGS[config], BF16), wide)
+            assert_rounded(operands.product(SCALED_MM[config], BF16), wide)
 
 
 @pytest.mark.gpu
@@ -235,7 +230,7 @@ def test_values_of_every_configuration(config: str, kind: str, hopper: Target) -
 def test_values_in_fp16(config: str, hopper: Target) -> None:
     for shape in ((1, 1, 1), (193, 200, 1000), (65, 77, 385)):
         operands = Operands("forward", shape, hopper)
-        assert_rounded(operands.product(CONFIGS[config], FP16), operands.product(CONFIGS[config]))
+        assert_rounded(operands.product(SCALED_MM[config], FP16), operands.product(SCALED_MM[config]))
 
 
 @pytest.mark.gpu
@@ -244,9 +239,9 @@ def test_values_in_fp16(config: str, hopper: Target) -> None:
 def test_bias(config: str, bias: torch.dtype, hopper: Target) -> None:
     for shape in ((65, 77, 385), (130, 264, 300)):
         operands = Operands("forward", shape, hopper, bias=bias)
-        wide = operands.product(CONFIGS[config])
+        wide = operands.product(SCALED_MM[config])
         assert snr(wide, operands.expected()) >= 50
-        assert_rounded(operands.product(CONFIGS[config], BF16), wide)
+        assert_rounded(operands.product(SCALED_MM[config], BF16), wide)
 
 
 @pytest.mark.gpu
@@ -256,10 +251,10 @@ def test_batches(config: str, kind: str, hopper: Target) -> None:
     for shape in ((1, 1, 1), (65, 77, 385), (200, 264, 300)):
         for a_batch, b_batch in ((3, 3), (3, None), (None, 3), (1, 1)):
             operands = Operands(kind, shape, hopper, a_batch=a_batch, b_batch=b_batch)
-            wide, expected = operands.product(CONFIGS[config]), operands.expected()
+            wide, expected = operands.product(SCALED_MM[config]), operands.expected()
             for found, want in zip(wide, expected, strict=True):
                 assert snr(found, want) >= 50, (shape, a_batch, b_batch)
-            assert_rounded(operands.product(CONFIGS[config], BF16), wide)
+            assert_rounded(operands.product(SCALED_MM[config], BF16), wide)
 
 
 @pytest.mark.gpu
@@ -268,7 +263,7 @@ def test_types(types: tuple[torch.dtype, torch.dtype], hopper: Target) -> None:
     for config in ("192x128", "128x256", "128x128"):
         for kind in KINDS:
             operands = Operands(kind, (130, 200, 513), hopper, types=types)
-            assert snr(operands.product(CONFIGS[config]), operands.expected()) >= 50
+            assert snr(operands.product(SCALED_MM[config]), operands.expected()) >= 50
 
 
 @pytest.mark.gpu
@@ -295,9 +290,9 @@ def test_more_tiles_than_multiprocessors(config: str, hopper: Target) -> None:
     """Blocks walk over several tiles, the ring of stages and the output's buffers over their borders."""
     for kind, shape in itertools.product(KINDS, ((3000, 2056, 900), (100, 30008, 300))):
         operands = Operands(kind, shape, hopper)
-        wide = operands.product(CONFIGS[config])
+        wide = operands.product(SCALED_MM[config])
         assert snr(wide, operands.expected()) >= 50
-        assert_rounded(operands.product(CONFIGS[config], BF16), wide)
+        assert_rounded(operands.product(SCALED_MM[config], BF16), wide)
 
 
 @pytest.mark.gpu
@@ -310,7 +305,7 @@ def test_scales_of_all_magnitudes(config: str, kind: str, hopper: Target) -> Non
             scale.copy_(10 ** (torch.rand_like(scale) * 2 * decades - decades))
         operands.a[:, 128:256].view(torch.uint8).zero_()
         operands.b[:, :128].view(torch.uint8).zero_()
-        found, expected, magnitude = operands.product(CONFIGS[config]), operands.expected(), operands.magnitude()
+        found, expected, magnitude = operands.product(SCALED_MM[config]), operands.expected(), operands.magnitude()
         assert torch.isfinite(found).all()
         assert ((found.double() - expected).abs() <= 2.0**-10 * magnitude + 1e-37).all()
         assert (found[:, :128] == 0).all()
@@ -333,7 +328,7 @@ def test_what_is_not_finite_stays_in_its_rows_and_columns(value: float, kind: st
         operands.b, operands.b_scale = quantize(of_b, operands.b_block, E4M3, "fp32")
         operands.along_k()
         for dtype in (FP32, BF16):
-            finite = torch.isfinite(operands.product(CONFIGS[config], dtype))
+            finite = torch.isfinite(operands.product(SCALED_MM[config], dtype))
             assert torch.equal(finite, torch.isfinite(operands.expected()))
             assert not finite[rows].any()
             assert not finite[:, columns].any()
@@ -349,7 +344,7 @@ def test_infinities_and_nans_among_the_data_stay_in_their_rows_and_columns(confi
         operands.a.view(torch.uint8)[7, 512] = 0x7C  # Inf of e5m2
         operands.a.view(torch.uint8)[199, 0] = 0x7F
         operands.b.view(torch.uint8)[400, 263] = 0x7F
-        finite = torch.isfinite(operands.product(CONFIGS[config]))
+        finite = torch.isfinite(operands.product(SCALED_MM[config]))
         assert torch.equal(finite, torch.isfinite(operands.expected()))
         assert not finite[[7, 199]].any()
         assert not finite[:, 263].any()
@@ -362,7 +357,7 @@ def test_garbage_past_the_edges_is_not_read(hopper: Target) -> None:
     for config in ("192x128", "128x256", "128x128", "split"):
         for kind in KINDS:
             clean = Operands(kind, (130, 133, 300), hopper)
-            expected = clean.product(CONFIGS[config])
+            expected = clean.product(SCALED_MM[config])
             for name in ("a", "b", "a_scale", "b_scale"):
                 x: Tensor = getattr(clean, name)
                 bits = torch.uint8 if x.element_size() == 1 else torch.int32
@@ -370,7 +365,7 @@ def test_garbage_past_the_edges_is_not_read(hopper: Target) -> None:
                 memory = torch.full((size,), 0xFF if bits == torch.uint8 else -1, dtype=bits, device="cuda")
                 inside = memory[1024:].as_strided(x.shape, x.stride()).copy_(x.view(bits))
                 setattr(clean, name, inside.view(x.dtype))
-            assert torch.equal(clean.product(CONFIGS[config]), expected)
+            assert torch.equal(clean.product(SCALED_MM[config]), expected)
 
 
 @pytest.mark.gpu
@@ -382,7 +377,7 @@ def test_a_scale_a_line_beside_one_for_all(hopper: Target) -> None:
         operands.a, operands.a_scale = quantize(of_a, a_block, E4M3, "fp32")
         operands.b, operands.b_scale = quantize(of_b, b_block, E4M3, "fp32")
         operands.along_k()
-        assert snr(operands.product(CONFIGS["192x128"]), operands.expected()) >= 50
+        assert snr(operands.product(SCALED_MM["192x128"]), operands.expected()) >= 50
 
 
 @pytest.mark.gpu
@@ -392,7 +387,7 @@ def test_a_thousand_runs_give_one_bit_pattern(config: str, hopper: Target) -> No
     out = torch.full((513, 777), float("nan"), dtype=BF16, device="cuda")
     launch = plan(
         operands.a, operands.a_scale, operands.a_block, operands.b, operands.b_scale, operands.b_block, operands.bias,
-        out, hopper, CONFIGS[config],
+        out, hopper, SCALED_MM[config],
     )  # fmt: skip
     prepared, addresses = launch.prepare(), pointers(launch.args)
     first, differing = None, torch.zeros((), dtype=torch.int64, device="cuda")
@@ -411,11 +406,6 @@ def random_fp8(*shape: int) -> Tensor:
     return bits.bitwise_or_(torch.randint(0, 2, shape, dtype=torch.uint8, device="cuda").mul_(0x80)).view(E4M3)
 
 
-def skip_below(free: int) -> None:
-    if torch.cuda.mem_get_info()[0] < free << 30:
-        pytest.skip(f"needs {free} GB of free memory")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("config", "dtype"), [("192x128", BF16), ("128x256", FP32), ("128x256 cluster", BF16)])
 def test_more_than_2_to_the_31_outputs(config: str, dtype: torch.dtype, hopper: Target) -> None:
@@ -427,7 +417,7 @@ def test_more_than_2_to_the_31_outputs(config: str, dtype: torch.dtype, hopper: 
     operands.b = random_fp8(n, 144)[:, :k].mT
     operands.a_scale = torch.rand(2, -(-m // 4) * 4, device="cuda")[:, :m].mT
     operands.b_scale = torch.rand(-(-n // 128), 4, device="cuda")[:, :2].mT
-    out = operands.product(CONFIGS[config], dtype)
+    out = operands.product(SCALED_MM[config], dtype)
     for rows in (slice(0, 200), slice(m // 2, m // 2 + 200), slice(m - 200, m)):
         for columns in (slice(0, 256), slice(n // 256 * 128, n // 256 * 128 + 256), slice(n // 128 * 128 - 128, n)):
             part = Operands("forward", (1, 1, k), hopper)
@@ -444,7 +434,7 @@ def test_more_than_2_to_the_31_elements_of_an_operand(hopper: Target) -> None:
     operands = Operands("forward", (1, n, k), hopper)
     operands.a = random_fp8(m, k)
     operands.a_scale = torch.rand(1, -(-m // 4) * 4, device="cuda")[:, :m].mT
-    out = operands.product(CONFIGS["128x64"])
+    out = operands.product(SCALED_MM["128x64"])
     for rows in (slice(0, 500), slice(m // 2, m // 2 + 500), slice(m - 500, m)):
         part = Operands("forward", (1, n, k), hopper)
         part.a, part.a_scale, part.b, part.b_scale = (
