@@ -1,6 +1,6 @@
 """Kernels in CUDA C++, in the emulator, on operands of which a part lies more than 2**31 elements from the first.
 
-Those of MX-FP8 refuse operands whose offsets are past 32 bits (test_cuda_mx.py), so Triton's kernel takes them.
+Those of MX-FP8 refuse operands whose offsets are past 32 bits (mx_mm/test_gemv.py), so Triton's kernel takes them.
 """
 
 from __future__ import annotations
