@@ -16,7 +16,8 @@ def snr(found: Tensor, expected: Tensor) -> float:
     """
     assert found.shape == expected.shape
     signal = noise = 0.0
-    for got, want in zip(found.detach().split(4096), expected.detach().split(4096), strict=True):
+    slices = (torch.atleast_1d(x.detach()).split(4096) for x in (found, expected))
+    for got, want in zip(*slices, strict=True):
         signal += float(want.double().square().sum())
         noise += float((got.double() - want.double()).square().sum())
     return math.inf if noise == 0 else float(10 * torch.log10(torch.tensor(signal / noise, dtype=torch.float64)))
