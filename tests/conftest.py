@@ -15,7 +15,11 @@ from torch import Tensor
 
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
-from support import emulated
+from support import emulated, shuffle
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shuffle.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -35,6 +39,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    shuffle.shuffle(items)
 
 
 @pytest.fixture(autouse=True)

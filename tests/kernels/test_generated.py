@@ -192,7 +192,7 @@ def test_machine_code_spills_nothing_and_waits_as_the_launch_declares(info: Kern
     """Before the first wait: no store, no load but of constants, and a late launch does not start the next one."""
     few = {form.name: launch for form in info.few(META, SM90) for launch in form.launches}
     for name, launch in (few | waiting(info)).items():
-        assert launch.resources().spills == 0, name
+        assert (launch.resources().spills > 0) == (name in info.spilling), name
         assert launch.shared <= SHARED_LIMIT, name
         sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
 

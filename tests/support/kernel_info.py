@@ -53,6 +53,8 @@ class Place:
     device: torch.device
     far: tuple[str, int] | None = None
     """An input and its axis along which elements are further apart than 32 bits reach."""
+    framed: bool = True
+    """Whether operands lie among poison, or each is an allocation of its own, whose ends a sanitizer watches."""
 
 
 @dataclass
@@ -140,6 +142,8 @@ class Operands:
             assert (self._memory[name].cpu()[~marks] == UNWRITTEN).all(), f"written outside of {name}"
 
     def _framed(self, name: str, like: Tensor, poison: int) -> Tensor:
+        if not self.place.framed:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.place.device)
         size = extent(like.shape, like.stride()) * like.element_size()
         size = -(-size // FRAME) * FRAME
         memory = torch.full((size + 2 * FRAME,), poison, dtype=torch.uint8, device=self.place.device)
@@ -177,6 +181,8 @@ class KernelInfo:
     """The inputs that a form may read before it waits for the launches before it."""
     emulated: tuple[str, ...] = ("",)
     """Beginnings of the names of forms; the first form of each runs on the CPU, all run on a GPU."""
+    spilling: tuple[str, ...] = ()
+    """Names of forms in a configuration that spills registers, so that no call takes it by default."""
     nan: tuple[str, ...] = ()
     """Inputs in which a NaN must stay inside its block's outputs."""
     targets: tuple[str, ...] = ("sm90",)
