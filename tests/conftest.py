@@ -15,7 +15,11 @@ from torch import Tensor
 
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
-from support import emulated
+from support import emulated, shuffle
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shuffle.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -27,7 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # what another plugin orders is shuffled, too
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     reasons = {"emulated": emulated.missing()}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA or HIP device, and torch.cuda.is_available() is False"
@@ -35,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    yield
+    shuffle.shuffle(items)
 
 
 @pytest.fixture(autouse=True)
