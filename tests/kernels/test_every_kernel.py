@@ -15,12 +15,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_scaled_mm import instructions, needs_nvrtc
-
 from fp8fn.ops.cuda.gemm.scaled_mm import SHARED_LIMIT
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.targets import SM90
+from support.compilers import instructions, needs_nvrtc
 from support.every_kernel import launches
 
 

@@ -21,14 +21,6 @@ from itertools import cycle, product
 from typing import Final, TypeAlias
 
 import torch
-from test_cuda_a16w8 import CONFIGS as GEMVS
-from test_cuda_a16w8 import MANY, ROW_MAJOR
-from test_cuda_a16w8_tiles import CONFIGS as WEIGHT_TILES
-from test_cuda_grouped import GROUPS, ends
-from test_cuda_mx import CONFIGS as MX_GEMVS
-from test_cuda_mx_tiles import CONFIGS as MX_TILES
-from test_cuda_quantize_columns import SMALL, STREAMS, WALKS
-from test_cuda_splitk_a16w8 import CONFIGS as SPLITS
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
@@ -47,6 +39,19 @@ from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
 from fp8fn.ops.tuning.problem import Problem, empty_operands
+from support.configs import (
+    COLUMN_TILES,
+    GEMVS,
+    MANY,
+    MX_GEMVS,
+    MX_TILES,
+    ROW_MAJOR,
+    SPLITS,
+    STREAMS,
+    WALKS,
+    WEIGHT_TILES,
+)
+from support.operands.groups import GROUPS, ends
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 RUNS: Final = 3
@@ -256,7 +261,7 @@ def _whole_columns(device: torch.device, target: Target) -> Launches:
     offsets, rows = ends(sizes, str(device)), sum(sizes) + rest
     tokens = torch.empty(rows, width, dtype=BF16, device=device)
     spread = Quantized(*empty_grouped(tokens, len(sizes), (-1, 1), E4M3, "fp32"))
-    for tile, kept in SMALL[:2]:
+    for tile, kept in COLUMN_TILES[:2]:
         x = torch.empty(rows, 99, dtype=FP16, device=device)
         out = _like(x, (-1, 1))
         yield f"{tile} kept {kept}", columns.plan_panels(x, out, "fp32", target, None, tile, kept)
