@@ -17,12 +17,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, product
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_grouped_mm as grouped
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
@@ -30,15 +32,16 @@ from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
 from fp8fn.ops.cuda.quantize.fused_quantize import plan_rms_norm, plan_row_rstd
-from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES, Quantized, plan, plan_quantize, plan_quantize_both
+from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES, Quantized, plan
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
-from fp8fn.ops.tuning.problem import Problem, empty_operands
+from fp8fn.ops.tuning.problem import Problem
+from support import kernel_info
 from support.configs import (
     COLUMN_TILES,
     GEMVS,
@@ -51,6 +54,8 @@ from support.configs import (
     WALKS,
     WEIGHT_TILES,
 )
+from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized, random_values
+from support.operands.experts import by_hand
 from support.operands.groups import GROUPS, ends
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -58,41 +63,46 @@ RUNS: Final = 3
 ROW, COLUMN, SQUARE = BLOCK_SHAPES
 FORWARD, WGRAD = KINDS[:2]
 WEIGHT_BLOCKS: Final = tuple(gemv_a16w8.SCALES)
-META: Final = torch.device("meta")
+META: Final = Place(torch.device("meta"))
 
 Launches: TypeAlias = Iterator[tuple[str, CudaLaunch]]
 
 
 def launches(device: torch.device | str, target: Target) -> Launches:
-    """Names, and launches on operands of `device`, unwritten but for offsets and ids; on `meta` they only compile."""
-    made = torch.device(device)
-    few = replace(target, multiprocessors=2)  # so that a persistent block has tile after tile
-    for kernels, on in (
-        (_scaled_mm, few), (_scaled_grouped_mm, few), (_gemv_a16w8, target), (_a16w8_tiles, target),
-        (_mm_a16w8, few), (_splitk_a16w8, target), (_gemv_mx, target), (_mx_tiles, target), (_quantize, target),
-        (_quantize_grouped, target), (_whole_rows, target), (_whole_columns, target), (_norms, target),
-    ):  # fmt: skip
-        for form, launch in kernels(made, on):
-            yield f"{launch.kernel.file} {form}", launch
+    """Names, and launches on operands of `device`; on `meta` they only compile."""
+    for info in CUDA:
+        for form in info.forms(Place(torch.device(device)), target):
+            for launch in form.launches:
+                yield f"{info.file} {form.name}", launch
 
 
-def _scaled_mm(device: torch.device, target: Target) -> Launches:
+# ---- products of two FP8 operands -----------------------------------------------------------------------------------
+
+
+def _few(target: Target) -> Target:
+    """So few multiprocessors that a persistent block has tile after tile."""
+    return replace(target, multiprocessors=2)
+
+
+def _scaled_mm(place: Place, target: Target) -> Forms:
+    yield from _dense(place, _few(target))
+    yield from _grouped(place, _few(target))
+
+
+def _dense(place: Place, target: Target) -> Forms:
     def form(
         kinds: tuple[str, str], shape: str, config: Config, out: str = "bfloat16", *, bias: bool = False, batch: int = 1
-    ) -> tuple[str, CudaLaunch]:
+    ) -> Form:
         # Their outputs leave by bulk stores, by pairs and by lines.
         m, n = {
             "even": (3 * config.BM, 2 * config.BN), "ragged": (config.BM + 9, config.BN + 13),
             "low": (config.BM, 2 * config.BN),
         }[shape]  # fmt: skip
-        problem = Problem(m, n, BK, *kinds, batch=batch, out_type=out)
-        stages = int(dense.plan(*empty_operands(problem, "meta"), target, config).options["STAGES"])
-        k = 2 * stages * config.SPLIT * BK + (24 if shape == "ragged" else 0)
-        operands = empty_operands(replace(problem, k=k), device)
-        if bias:
-            operands = operands._replace(bias=torch.empty(n, device=device))
+        made = partial(_scaled_operands, m, n, blocks=Problem(1, 1, 1, *kinds).blocks, batch=batch, out=out, bias=bias)
+        stages = int(dense.plan(*_given(made(META, BK)), target, config).options["STAGES"])
+        operands = made(place, 2 * stages * config.SPLIT * BK + (24 if shape == "ragged" else 0))
         name = f"{'x'.join(kinds)} {config} {shape} {out}{' bias' * bias}{f' batch{batch}' * (batch > 1)}"
-        return name, dense.plan(*operands, target, config)
+        return Form(name, (dense.plan(*_given(operands), target, config),), operands[0])
 
     for kinds in KINDS:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
@@ -107,53 +117,132 @@ def _scaled_mm(device: torch.device, target: Target) -> Launches:
         yield form(KINDS[2], "ragged", config)
 
 
-def _scaled_grouped_mm(device: torch.device, target: Target) -> Launches:
+Blocks: TypeAlias = "tuple[Block, Block]"
+
+
+def _scaled_operands(
+    m: int, n: int, place: Place, k: int, *, blocks: Blocks, batch: int, out: str, bias: bool
+) -> tuple[Operands, Blocks]:
+    operands, lead = Operands(place), (batch,) * (batch > 1)
+    a = operands.quantized("a", (*lead, m, k), blocks[0], column_major=False)
+    b = operands.quantized("b", (*lead, k, n), blocks[1], column_major=True)
+    added = operands.input("bias", (n,), FP32) if bias else None
+    operands.output("out", (*lead, m, n), getattr(torch, out))
+    operands.expected = lambda: {
+        "out": kernel_info.product(dequantized(*a, blocks[0]), dequantized(*b, blocks[1]), added)
+    }
+    return operands, blocks
+
+
+def _given(made: tuple[Operands, Blocks]) -> Any:
+    """`a, a_scale, a_block, b, b_scale, b_block, bias, out`, as the plans of scaled products take them."""
+    operands, (a_block, b_block) = made
+    x = operands.inputs
+    return x["a"], x["a_scale"], a_block, x["b"], x["b_scale"], b_block, x.get("bias"), operands.outputs["out"]
+
+
+def _grouped(place: Place, target: Target) -> Forms:
     sizes, rest = GROUPS["odd"]
     n, k, tokens, experts = 136, 24 * BK + 24, sum(sizes) + rest, len(sizes)  # no ring has more than 12 stages
     for kinds, config, bias in zip(KINDS, cycle((X, SMALLEST)), (True, False, False, True), strict=False):
-        a_block, b_block = Problem(1, 1, 1, *kinds).blocks
-        a = _quantized((tokens, k), a_block, device, column_major=False)
-        b = _quantized((experts, k, n), b_block, device, column_major=True)
-        added, out = (torch.empty(rows, n, dtype=BF16, device=device) for rows in (experts, tokens))
-        operands = (*a, a_block, *b, b_block, ends(sizes, str(device)), added if bias else None, out)
-        yield f"JAGGED_M {'x'.join(kinds)} {config}", grouped.plan(*operands, target, config)
+        blocks, operands = Problem(1, 1, 1, *kinds).blocks, Operands(place)
+        offsets = operands.input("offsets", (experts,), torch.int32, values=ends(sizes))
+        a = operands.quantized("a", (tokens, k), blocks[0], column_major=False)
+        b = operands.quantized("b", (experts, k, n), blocks[1], column_major=True)
+        added = operands.input("bias", (experts, n), BF16) if bias else None
+        out = operands.output("out", (tokens, n), BF16)
+        given = (*a, blocks[0], *b, blocks[1], offsets, added)
+        operands.expected = partial(_grouped_product, given)
+        launch = grouped.plan(*given, out, target, config)
+        yield Form(f"JAGGED_M {'x'.join(kinds)} {config}", (launch,), operands)
     m, n = 200, 136
     for (sizes, rest), config in product((GROUPS["units"], GROUPS["large gaps"]), (X, SMALLEST)):
-        a, b = (
-            empty_grouped(torch.empty(sum(sizes) + rest, width, device=device), len(sizes), COLUMN, E4M3, "fp32")
-            for width in (m, n)
-        )
-        out = torch.empty(len(sizes), m, n, dtype=BF16, device=device)
-        operands = (a[0].mT, a[1].mT, ROW, *b, COLUMN, ends(sizes, str(device)), None, out)
-        launch = grouped.plan(*operands, target, config)
-        yield f"JAGGED_K unit{dict(launch.kernel.macros)['SPREAD_UNIT']} {config}", launch
+        operands = Operands(place)
+        offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
+        spread = [
+            _spread(operands, name, sum(sizes) + rest, width, ends(sizes)) for name, width in (("a", m), ("b", n))
+        ]
+        out = operands.output("out", (len(sizes), m, n), BF16)
+        given = (spread[0][0].mT, spread[0][1].mT, ROW, *spread[1], COLUMN, offsets, None)
+        operands.expected = partial(_grouped_product, given)
+        launch = grouped.plan(*given, out, target, config)
+        unit = dict(launch.kernel.macros)["SPREAD_UNIT"]
+        yield Form(f"JAGGED_K unit{unit} {config}", (launch,), operands)
+
+
+def _spread(operands: Operands, name: str, tokens: int, width: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens spread by groups: random, with the zeros between groups that the format asks for."""
+    like = empty_grouped(torch.empty(tokens, width, device="meta"), len(offsets), COLUMN, E4M3, "fp32")
+    values: Any = (None, None)
+    if operands.place.device.type != "meta":
+        values = reference.quantize_grouped(random_values((tokens, width), FP32), offsets, COLUMN, E4M3, "fp32")
+    data, scale = (
+        operands.input(part, x.shape, x.dtype, strides=x.stride(), values=of)
+        for part, x, of in zip((name, f"{name}_scale"), like, values, strict=True)
+    )
+    return data, scale
+
+
+def _grouped_product(given: tuple[Any, ...]) -> dict[str, Expected]:
+    """In float32, whose rounding is a thousandth of a kernel's."""
+    a, a_scale, a_block, b, b_scale, b_block, offsets, bias = given
+
+    def magnitude(x: Tensor) -> Tensor:
+        return x.abs() if x.dtype == FP32 else (x.view(torch.uint8) & 0x7F).view(x.dtype)
+
+    value = reference.scaled_grouped_mm(*given, FP32)
+    added = None if bias is None else bias.abs()
+    terms = reference.scaled_grouped_mm(
+        magnitude(a), magnitude(a_scale), a_block, magnitude(b), magnitude(b_scale), b_block, offsets, added, FP32
+    )
+    return {"out": Expected(value.double(), terms.double().nan_to_num(0.0, 0.0, 0.0))}
+
+
+# ---- 16-bit rows by an FP8 weight -----------------------------------------------------------------------------------
 
 
 def _rows_by_weight(
-    m: int, n: int, k: int, block: Block, device: torch.device, *, dtype: torch.dtype = BF16, column_major: bool = True
-) -> tuple[Tensor, Tensor, Tensor, Block, Tensor, Tensor]:
-    """`x`, `w`, `w_scale`, `w_block`, `bias` and `out`, as the plans for 16 by 8 bits take them."""
-    x, out = (torch.empty(m, size, dtype=dtype, device=device) for size in (k, n))
-    return x, *_quantized((k, n), block, device, column_major=column_major), block, torch.empty(n, device=device), out
+    m: int, n: int, k: int, block: Block, place: Place, *, dtype: torch.dtype = BF16, column_major: bool = True
+) -> Operands:
+    operands = Operands(place)
+    x = operands.input("x", (m, k), dtype)
+    w, w_scale = operands.quantized("w", (k, n), block, column_major=column_major)
+    bias = operands.input("bias", (n,), FP32)
+    operands.output("out", (m, n), dtype)
+    operands.expected = lambda: {"out": kernel_info.product(x, dequantized(w, w_scale, block), bias)}
+    return operands
 
 
-def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
+def _weight_form(
+    name: str, planner: Any, operands: Operands, block: Block, target: Target, *args: Any, **how: Any
+) -> Form:
+    """`planner(x, w, w_scale, w_block, bias, out, target, *args)`, as the plans for 16 by 8 bits take them."""
+    x = operands.inputs
+    launch = planner(x["x"], x["w"], x["w_scale"], block, x["bias"], operands.outputs["out"], target, *args, **how)
+    return Form(name, (launch,), operands)
+
+
+def _gemv_a16w8(place: Place, target: Target) -> Forms:
     """K in chunks of x, of which a block has two and more."""
     configs = (*((config, True) for config in GEMVS[::2]), *((config, False) for config in ROW_MAJOR))
     for (config, lines), block in zip(configs, cycle(WEIGHT_BLOCKS), strict=False):
         m, n = config.ROWS + 3, 33
         endless = _rows_by_weight(m, n, 1 << 20, block, META, column_major=lines)
-        chunk = int(gemv_a16w8.plan(*endless, target, config).options["CHUNK"])
-        operands = _rows_by_weight(m, n, 2 * chunk * config.CLUSTER + 24, block, device, column_major=lines)
-        yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(*operands, target, config)
+        (launch,) = _weight_form("", gemv_a16w8.plan, endless, block, target, config).launches
+        chunk = int(launch.options["CHUNK"])
+        operands = _rows_by_weight(m, n, 2 * chunk * config.CLUSTER + 24, block, place, column_major=lines)
+        name = f"K{'' if lines else ' not'} contiguous {config}"
+        yield _weight_form(name, gemv_a16w8.plan, operands, block, target, config)
 
 
-def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
+def _a16w8_tiles(place: Place, target: Target) -> Forms:
     rows = {8: cycle((1, 8)), 16: cycle((16, 13))}
     for config, constant in zip(WEIGHT_TILES, cycle((False, True, True)), strict=False):
-        m = next(rows[config.ROWS])
-        operands = _rows_by_weight(m, 200, 2 * config.STAGES * config.CLUSTER * BK, WEIGHT_BLOCKS[0], device)
-        yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(*operands, target, config, constant=constant)
+        m, block = next(rows[config.ROWS]), WEIGHT_BLOCKS[0]
+        operands = _rows_by_weight(m, 200, 2 * config.STAGES * config.CLUSTER * BK, block, place)
+        name = f"M{m}{' constant' * constant} {config}"
+        yield _weight_form(name, a16w8_tiles.plan, operands, block, target, config, constant=constant)
+    block = WEIGHT_BLOCKS[1]
     for m, held in a16w8_tiles._HELD.items():
         of_others = set()
         configs = dict.fromkeys(entry.config for entry in held)
@@ -163,110 +252,258 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
             k = cluster * stages * BK - beyond
-            operands = _rows_by_weight(m, 200, k, WEIGHT_BLOCKS[1], device, dtype=dtype)
-            yield f"M{m} K{k} constant {config}", a16w8_tiles.plan(*operands, target, config, constant=True)
+            operands = _rows_by_weight(m, 200, k, block, place, dtype=dtype)
+            name = f"M{m} K{k} constant {config}"
+            yield _weight_form(name, a16w8_tiles.plan, operands, block, target, config, constant=True)
             config = replace(config, READY=0)
             if config not in of_others:
-                yield f"M{m} K{k} {config}", a16w8_tiles.plan(*operands, target, config)
+                yield _weight_form(f"M{m} K{k} {config}", a16w8_tiles.plan, operands, block, target, config)
             of_others.add(config)
 
 
-def _mm_a16w8(device: torch.device, target: Target) -> Launches:
+def _mm_a16w8(place: Place, target: Target) -> Forms:
+    few, first = _few(target), WEIGHT_BLOCKS[0]
     for config, block in zip(MANY[::3], cycle(WEIGHT_BLOCKS), strict=False):
         k = 2 * config.STAGES * config.K_PARTS * BK + 16
-        operands = _rows_by_weight(2 * config.BM + 9, 2 * config.BN + 8, k, block, device)
-        yield f"{config}", mm_a16w8.plan(*operands, target, config)
+        operands = _rows_by_weight(2 * config.BM + 9, 2 * config.BN + 8, k, block, place)
+        yield _weight_form(f"{config}", mm_a16w8.plan, operands, block, few, config)
     for config in (mm_a16w8.Config(128, 1, 1, MATH=1, RESIDENT=4), mm_a16w8.Config(64, 1, 3, K_PARTS=2, RESIDENT=1)):
-        operands = _rows_by_weight(config.BM + 9, config.BN + 8, config.STAGES * BK, WEIGHT_BLOCKS[0], device)
-        yield f"{config} all of K in flight", mm_a16w8.plan(*operands, target, config)
-        yield f"constant {config} all of K in flight", mm_a16w8.plan(*operands, target, config, constant=True)
+        operands = _rows_by_weight(config.BM + 9, config.BN + 8, config.STAGES * BK, first, place)
+        for constant in (False, True):
+            name = f"{'constant ' * constant}{config} all of K in flight"
+            yield _weight_form(name, mm_a16w8.plan, operands, first, few, config, constant=constant)
     for config in (mm_a16w8.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), mm_a16w8.Config(32, 1, 2, RESIDENT=2)):
         for k in (config.STAGES * BK, 2 * config.STAGES * BK + 144):
-            operands = _rows_by_weight(config.BM + 9, config.BN + 8, k, WEIGHT_BLOCKS[0], device)
-            yield f"constant K{k} {config}", mm_a16w8.plan(*operands, target, config, constant=True)
+            operands = _rows_by_weight(config.BM + 9, config.BN + 8, k, first, place)
+            yield _weight_form(f"constant K{k} {config}", mm_a16w8.plan, operands, first, few, config, constant=True)
 
 
-def _splitk_a16w8(device: torch.device, target: Target) -> Launches:
+def _splitk_a16w8(place: Place, target: Target) -> Forms:
     for config, block in zip(SPLITS, cycle(WEIGHT_BLOCKS), strict=False):
         stages = config.STAGES if config.HELD else 2 * config.STAGES + 1
         k = stages * config.CLUSTER * BK + (-112 if config.HELD else 16)
-        operands = _rows_by_weight(config.ROWS + 9, config.BN + 6, k, block, device)
+        operands = _rows_by_weight(config.ROWS + 9, config.BN + 6, k, block, place)
         for constant in (False, True):
-            yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(*operands, target, config, constant=constant)
+            name = f"{'constant ' * constant}{config}"
+            yield _weight_form(name, splitk_a16w8.plan, operands, block, target, config, constant=constant)
 
 
-def _mx(m: int, n: int, k: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor, None, Tensor]:
-    a = _quantized((m, k), (1, 32), device, column_major=False, scale="e8m0")
-    b = _quantized((k, n), (32, 1), device, column_major=True, scale="e8m0")
-    return *a, *b, None, torch.empty(m, n, dtype=BF16, device=device)
+# ---- MX -------------------------------------------------------------------------------------------------------------
 
 
-def _gemv_mx(device: torch.device, target: Target) -> Launches:
+def _mx(m: int, n: int, k: int, place: Place) -> tuple[Operands, tuple[Any, ...]]:
+    """And `a, a_scale, b, b_scale, bias, out`, as the plans of MX products take them."""
+    operands = Operands(place)
+    a = operands.quantized("a", (m, k), (1, 32), column_major=False, scale="e8m0")
+    b = operands.quantized("b", (k, n), (32, 1), column_major=True, scale="e8m0")
+    out = operands.output("out", (m, n), BF16)
+    operands.expected = lambda: {"out": kernel_info.product(dequantized(*a, (1, 32)), dequantized(*b, (32, 1)))}
+    return operands, (*a, *b, None, out)
+
+
+def _gemv_mx(place: Place, target: Target) -> Forms:
     for config in MX_GEMVS[::3]:
         m, n = config.ROWS + 3, 33
-        chunk = int(gemv_mx.plan(*_mx(m, n, 1 << 20, META), target, config)[0].options["CHUNK"])
-        operands = _mx(m, n, 2 * chunk * config.CLUSTER + 24, device)
-        yield f"dense {config}", gemv_mx.plan(*operands, target, config)[0]
+        chunk = int(gemv_mx.plan(*_mx(m, n, 1 << 20, META)[1], target, config)[0].options["CHUNK"])
+        operands, given = _mx(m, n, 2 * chunk * config.CLUSTER + 24, place)
+        yield Form(f"dense {config}", gemv_mx.plan(*given, target, config), operands)
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056
     chosen = torch.arange(tokens * choices).view(tokens, choices) * 7 % 5 - 1  # also experts that there are not
-    layout = [part.to(device) for part in sort_tokens(chosen, experts, block_m)]
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     for config in (gemv_a16w8.Config(8, 1, 4, 2, 6, 1, 2), gemv_a16w8.Config(16, 1, 2, 2, 2, 2, 2)):
-        a = _quantized((tokens, k), (1, 32), device, column_major=False, scale="e8m0")
-        w = _quantized((experts, k, n), (32, 1), device, column_major=True, scale="e8m0")
-        weights = torch.empty(tokens * choices, device=device)
-        out = torch.empty(tokens * choices, n, dtype=BF16, device=device)
+        operands = Operands(place)
+        layout = [
+            operands.input(name, part.shape, part.dtype, values=part)
+            for name, part in zip(names, sort_tokens(chosen, experts, block_m), strict=True)
+        ]
+        a = operands.quantized("a", (tokens, k), (1, 32), column_major=False, scale="e8m0")
+        w = operands.quantized("b", (experts, k, n), (32, 1), column_major=True, scale="e8m0")
+        weights = operands.input("token_weights", (tokens * choices,), FP32)
+        out = operands.output("out", (tokens * choices, n), BF16)
+        operands.expected = partial(_routed_product, a, w, layout, choices, weights)
         launch = gemv_mx.plan_moe(*a, *w, layout[0], layout[1], layout[2], choices, weights, out, target, config)
-        yield f"routed {config}", launch
+        yield Form(f"routed {config}", (launch,), operands)
 
 
-def _mx_tiles(device: torch.device, target: Target) -> Launches:
+def _routed_product(a: Any, w: Any, layout: Any, a_div: int, weights: Tensor) -> dict[str, Expected]:
+    from fp8fn import ScaledTensor
+
+    value, magnitude = by_hand(ScaledTensor(*a, (1, 32)), ScaledTensor(*w, (32, 1)), layout, a_div, weights)
+    ids, owners, number = (part.cpu() for part in layout)
+    tiles = ids.view(len(owners), -1)[(owners >= 0) & (owners < w[0].shape[0])]
+    named = tiles[tiles < len(value)].long()
+    assert int(number) <= len(ids)
+    written = torch.zeros(value.shape, dtype=torch.bool)
+    written[named] = True
+    return {"out": Expected(value, magnitude.nan_to_num(0.0, 0.0, 0.0), written)}
+
+
+def _mx_tiles(place: Place, target: Target) -> Forms:
     for config, constant in zip(MX_TILES[::2], cycle((False, True)), strict=False):
-        operands = _mx(config.ROWS + 3, 70, 2 * config.STAGES * config.CLUSTER * BK, device)
-        yield f"{config}{' constant' * constant}", mx_tiles.plan(*operands, target, config, constant=constant)[0]
+        operands, given = _mx(config.ROWS + 3, 70, 2 * config.STAGES * config.CLUSTER * BK, place)
+        name = f"{config}{' constant' * constant}"
+        yield Form(name, mx_tiles.plan(*given, target, config, constant=constant), operands)
 
 
-def _quantize(device: torch.device, target: Target) -> Launches:
-    even, x, gate = (torch.empty(shape, dtype=BF16, device=device) for shape in ((256, 384), (131, 261), (131, 261)))
-    yield "dual even", plan_quantize_both(even, *_both(even), False, "fp32", target)
-    for block in BLOCK_SHAPES:
-        yield f"{block}", plan_quantize(x, _like(x, block), block, "fp32", target)
-    yield "dual", plan_quantize_both(x, *_both(x), False, "fp32", target)
-    row, col = (Quantized(empty_data(x, SQUARE, E4M3, c), empty_scale(x, SQUARE, "e8m0", c)) for c in (False, True))
-    yield "dual (128, 128)", plan_quantize_both(x, row, col, True, "e8m0", target)
-    yield "silu_mul", plan(gate, *_both(x), False, "fp32", target, source="SILU_MUL", other=x)
-    weight, rstd = torch.empty(x.shape[1], dtype=BF16, device=device), torch.empty(x.shape[0], device=device)
-    yield "rms_norm", plan(x, *_both(x), False, "fp32", target, source="RMS_NORM", other=weight, rstd=rstd)
+# ---- quantizers -----------------------------------------------------------------------------------------------------
 
 
-def _quantize_grouped(device: torch.device, target: Target) -> Launches:
+def _quantize(place: Place, target: Target) -> Forms:
+    yield from _quantize_matrices(place, target)
+    yield from _quantize_groups(place, target)
+
+
+def _quantize_matrices(place: Place, target: Target) -> Forms:
+    def form(name: str, shape: tuple[int, int], *sides: str, source: str = "PLAIN", square: bool = False) -> Form:
+        operands, scale = Operands(place), "e8m0" if square and len(sides) == 2 else "fp32"
+        x = operands.input("x", shape, BF16)
+        blocks = {"row": SQUARE if square else ROW, "col": SQUARE if square else COLUMN}
+        out: dict[str, Quantized | None] = {"row": None, "col": None}
+        for side in sides:
+            major = side == "col" if len(sides) == 2 or not square else None
+            data, scales = empty_data(x, blocks[side], E4M3, major), empty_scale(x, blocks[side], scale, major)
+            out[side] = Quantized(
+                operands.like(f"{side}_data", data, output=True), operands.like(f"{side}_scale", scales, output=True)
+            )
+        other = rstd = None
+        if source == "SILU_MUL":
+            other = operands.input("other", shape, BF16)
+        elif source == "RMS_NORM":
+            other, rstd = operands.input("other", shape[1:], BF16), operands.input("rstd", shape[:1], FP32)
+
+        def value() -> Tensor:
+            if source == "SILU_MUL":
+                assert other is not None
+                return reference.silu_mul(x, other)
+            if source == "RMS_NORM":
+                assert other is not None
+                return reference.rms_norm(x, other, 0.0, rstd)
+            return x
+
+        operands.expected = lambda: _quantized_parts(
+            value(), {side: blocks[side] for side in sides}, scale, near=source == "SILU_MUL"
+        )
+        launch = plan(x, out["row"], out["col"], square, scale, target, source=source, other=other, rstd=rstd)
+        return Form(name, (launch,), operands)
+
+    ragged = (131, 261)
+    yield form("dual even", (256, 384), "row", "col")
+    yield form(f"{ROW}", ragged, "row")
+    yield form(f"{COLUMN}", ragged, "col")
+    yield form(f"{SQUARE}", ragged, "row", square=True)
+    yield form("dual", ragged, "row", "col")
+    yield form("dual (128, 128)", ragged, "row", "col", square=True)
+    yield form("silu_mul", ragged, "row", "col", source="SILU_MUL")
+    yield form("rms_norm", ragged, "row", "col", source="RMS_NORM")
+
+
+def _quantized_parts(x: Tensor, blocks: dict[str, Block], scale: str, *, near: bool = False) -> dict[str, Expected]:
+    expected = {}
+    for side, block in blocks.items():
+        data, scales = reference.quantize(x, block, E4M3, scale)
+        expected[f"{side}_data"], expected[f"{side}_scale"] = Expected(data, near=near), Expected(scales, near=near)
+    return expected
+
+
+def _quantize_groups(place: Place, target: Target) -> Forms:
     for name, (sizes, rest) in {"small": GROUPS["units"], "large": GROUPS["large gaps"]}.items():
-        offsets, inner = ends(sizes, str(device)), 136
-        hidden = torch.empty(sum(sizes) + rest, 2 * inner, dtype=BF16, device=device)
-        gate, up, grad = hidden[:, :inner], hidden[:, inner:], torch.empty_like(hidden[:, :inner])
-        for source, x, other in (("PLAIN", hidden, None), ("SILU_MUL", gate, up), ("SILU_MUL_GRAD", hidden, grad)):
-            out = _both(x, offsets)
-            launch = plan(x, *out, False, "fp32", target, source=source, other=other, offsets=offsets)
-            yield f"grouped {source} {name}", launch
-        yield f"grouped (128, 1) {name}", plan(hidden, None, out[1], False, "fp32", target, offsets=offsets)
+        for source in ("PLAIN", "SILU_MUL", "SILU_MUL_GRAD", "columns"):
+            operands, inner, tokens = Operands(place), 136, sum(sizes) + rest
+            offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
+            x = hidden = operands.input("x", (tokens, 2 * inner), BF16)
+            other = None
+            if source == "SILU_MUL":
+                x, other = hidden[:, :inner], hidden[:, inner:]
+            elif source == "SILU_MUL_GRAD":
+                other = operands.input("other", (tokens, inner), BF16)
+            row, col = (None if source == "columns" else _side(operands, x, "row")), _side(operands, x, "col", offsets)
+            operands.expected = partial(_grouped_parts, source, x, other, offsets)
+            given: dict[str, Any] = {"source": "PLAIN" if source == "columns" else source, "other": other}
+            launch = plan(x, row, col, False, "fp32", target, **given, offsets=offsets)
+            form = f"grouped {COLUMN if source == 'columns' else source} {name}"
+            yield Form(form, (launch,), operands)
 
 
-def _whole_rows(device: torch.device, target: Target) -> Launches:
+def _side(operands: Operands, x: Tensor, side: str, offsets: Tensor | None = None) -> Quantized:
+    """Where rows or columns of `x` go, in blocks of 128; columns spread where there are groups."""
+    if offsets is None:
+        parts: Any = empty_data(x, ROW, E4M3), empty_scale(x, ROW, "fp32")
+    else:
+        parts = empty_grouped(x, offsets.shape[0], COLUMN, E4M3, "fp32")
+    return Quantized(
+        *(operands.like(f"{side}_{n}", p, output=True) for n, p in zip(("data", "scale"), parts, strict=True))
+    )
+
+
+def _grouped_parts(source: str, x: Tensor, other: Tensor | None, offsets: Tensor) -> dict[str, Expected]:
+    value, near = x, source.startswith("SILU")
+    if source == "SILU_MUL":
+        assert other is not None
+        value = reference.silu_mul(x, other)
+    elif source == "SILU_MUL_GRAD":
+        assert other is not None
+        value = reference.silu_mul_grad(other, x)
+    col = reference.quantize_grouped(value, offsets, COLUMN, E4M3, "fp32")
+    expected = {} if source == "columns" else _quantized_parts(value, {"row": ROW}, "fp32", near=near)
+    return expected | {"col_data": Expected(col[0], near=near), "col_scale": Expected(col[1], near=near)}
+
+
+def _whole(
+    place: Place, shape: tuple[int, ...], dtype: torch.dtype, block: Block
+) -> tuple[Operands, Tensor, Quantized]:
+    """A matrix quantized by whole rows or columns."""
+    operands = Operands(place)
+    x = operands.input("x", shape, dtype)
+    out = Quantized(*operands.written("data", x, block))
+    operands.outputs["scale"] = operands.outputs.pop("data_scale")
+    if "data_scale" in operands._memory:
+        operands._memory["scale"] = operands._memory.pop("data_scale")
+    operands.expected = lambda: _whole_parts(reference.quantize(x, block, E4M3, "fp32"))
+    return operands, x, out
+
+
+def _whole_parts(parts: tuple[Tensor, Tensor], span: tuple[int, int] | None = None) -> dict[str, Expected]:
+    """Of a `span` of columns the rest keeps its poison."""
+    expected = {}
+    for name, part in zip(("data", "scale"), parts, strict=True):
+        written = torch.zeros(part.shape, dtype=torch.bool)
+        written[..., slice(*span) if span else slice(None)] = True
+        expected[name] = Expected(part, written=written)
+    return expected
+
+
+def _whole_rows(place: Place, target: Target) -> Forms:
     for shape, dtype in (((2, 33, 1030), FP32), ((9, 8192), BF16)):
-        x = torch.empty(shape, dtype=dtype, device=device)
-        yield f"{shape}", quantize_rows.plan(x, _like(x, (1, -1)), "fp32", target)
+        operands, x, out = _whole(place, shape, dtype, (1, -1))
+        yield Form(f"{shape}", (quantize_rows.plan(x, out, "fp32", target),), operands)
 
 
-def _whole_columns(device: torch.device, target: Target) -> Launches:
-    sizes, rest, width = [0, 1, 1000, 17, 500], 5, 200
-    offsets, rows = ends(sizes, str(device)), sum(sizes) + rest
-    tokens = torch.empty(rows, width, dtype=BF16, device=device)
-    spread = Quantized(*empty_grouped(tokens, len(sizes), (-1, 1), E4M3, "fp32"))
+SIZES: Final = ([0, 1, 1000, 17, 500], 5)
+WIDTH: Final = 200
+
+
+def _tokens(place: Place) -> tuple[Operands, Tensor, Quantized, Tensor]:
+    """Groups of tokens quantized by whole columns, a scale for each group."""
+    (sizes, rest), operands = SIZES, Operands(place)
+    offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
+    x = operands.input("x", (sum(sizes) + rest, WIDTH), BF16)
+    parts = empty_grouped(x, len(sizes), (-1, 1), E4M3, "fp32")
+    out = Quantized(*(operands.like(n, p, output=True) for n, p in zip(("data", "scale"), parts, strict=True)))
+    operands.expected = lambda: _whole_parts(reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+    return operands, x, out, offsets
+
+
+def _quantize_columns(place: Place, target: Target) -> Forms:
     for tile, kept in COLUMN_TILES[:2]:
-        x = torch.empty(rows, 99, dtype=FP16, device=device)
-        out = _like(x, (-1, 1))
-        yield f"{tile} kept {kept}", columns.plan_panels(x, out, "fp32", target, None, tile, kept)
-        name = f"grouped {tile} kept {kept}"
-        yield name, columns.plan_panels(tokens, spread, "fp32", target, offsets, tile, kept)
+        operands, x, out = _whole(place, (sum(SIZES[0]) + SIZES[1], 99), FP16, (-1, 1))
+        launch = columns.plan_panels(x, out, "fp32", target, None, tile, kept)
+        yield Form(f"{tile} kept {kept}", (launch,), operands)
+        operands, x, out, offsets = _tokens(place)
+        launch = columns.plan_panels(x, out, "fp32", target, offsets, tile, kept)
+        yield Form(f"grouped {tile} kept {kept}", (launch,), operands)
+
+
+def _stream_columns(place: Place, target: Target) -> Forms:
     # One cluster has panel after panel; the first ring does not hold one.
     whole = (
         STREAMS[0],
@@ -274,55 +511,102 @@ def _whole_columns(device: torch.device, target: Target) -> Launches:
         stream_columns._STREAMS[3][1],
         *(tile for _, tile in stream_columns._STREAMS_OF_FEW[3:5]),
     )
-    divided = ((stream_columns._STREAMS_OF_FEW[-1][1], (0, 128)), (stream_columns._BESIDE, (128, width)))
+    divided = ((stream_columns._STREAMS_OF_FEW[-1][1], (0, 128)), (stream_columns._BESIDE, (128, WIDTH)))
     for stream, span in (*((tile, None) for tile in whole), *divided):
-        x = torch.empty(max(64 * stream.STAGES * stream.CLUSTER, 600) + 5, width, dtype=BF16, device=device)
+        rows = max(64 * stream.STAGES * stream.CLUSTER, 600) + 5
+        operands, x, out = _whole(place, (rows, WIDTH), BF16, (-1, 1))
+        operands.expected = partial(_span_of_columns, x, span)
         name = f"{stream}" + (f" of columns {span[0]} to {span[1]}" if span else "")
-        yield name, stream_columns.plan_part(x, _like(x, (-1, 1)), "fp32", target, None, stream, 1, span)
+        launch = stream_columns.plan_part(x, out, "fp32", target, None, stream, 1, span)
+        yield Form(name, (launch,), operands)
     for stream in (STREAMS[0], stream_columns._STREAMS_OF_GROUPS[0][1], stream_columns._STREAMS_OF_GROUPS[-1][1]):
-        yield f"grouped {stream}", stream_columns.plan_part(tokens, spread, "fp32", target, offsets, stream, 1)
+        operands, x, out, offsets = _tokens(place)
+        launch = stream_columns.plan_part(x, out, "fp32", target, offsets, stream, 1)
+        yield Form(f"grouped {stream}", (launch,), operands)
+
+
+def _span_of_columns(x: Tensor, span: tuple[int, int] | None) -> dict[str, Expected]:
+    return _whole_parts(reference.quantize(x, (-1, 1), E4M3, "fp32"), span)
+
+
+def _walk_columns(place: Place, target: Target) -> Forms:
     for walk in (*(walk for _, walk in walk_columns._WALKS), WALKS[1]):
-        yield f"{walk}", walk_columns.plan(tokens, spread, "fp32", target, offsets, walk, 2)
+        operands, x, out, offsets = _tokens(place)
+        yield Form(f"{walk}", (walk_columns.plan(x, out, "fp32", target, offsets, walk, 2),), operands)
 
 
-def _norms(device: torch.device, target: Target) -> Launches:
+def _rms_norm(place: Place, target: Target) -> Forms:
     for shape, dtype in (((16, 2048), BF16), ((3, 5, 2056), FP16)):
-        x, weight = (torch.empty(size, dtype=dtype, device=device) for size in (shape, shape[-1:]))
-        out = _like(x, ROW)
-        yield f"{shape}", plan_rms_norm(x, weight, 1e-6, out, "fp32", target)
-    yield "rows", plan_row_rstd(torch.empty(7, 261, device=device), torch.empty(7, device=device), 1e-6, target)
+        operands = Operands(place)
+        x, weight = operands.input("x", shape, dtype), operands.input("weight", shape[-1:], dtype)
+        out = Quantized(*operands.written("row", x, ROW))
+        operands.expected = partial(_normalized, x, weight)
+        yield Form(f"{shape}", (plan_rms_norm(x, weight, 1e-6, out, "fp32", target),), operands)
 
 
-def _quantized(
-    shape: tuple[int, ...], block: Block, device: torch.device, *, column_major: bool, scale: str = "fp32"
-) -> tuple[Tensor, Tensor]:
-    """Data and scales of an operand as the quantizers lay them."""
-    data = empty_data(torch.empty(shape, device="meta"), block, E4M3, column_major)
-    data = torch.empty_strided(data.shape, data.stride(), dtype=E4M3, device=device)
-    return data, empty_scale(data, block, scale, column_major)
+def _normalized(x: Tensor, weight: Tensor) -> dict[str, Expected]:
+    data, scales = reference.quantize(reference.rms_norm(x, weight, 1e-6), ROW, E4M3, "fp32")
+    return {"row": Expected(data), "row_scale": Expected(scales)}
 
 
-def _like(x: Tensor, block: Block) -> Quantized:
-    return Quantized(empty_data(x, block, E4M3), empty_scale(x, block, "fp32"))
+def _row_rstd(place: Place, target: Target) -> Forms:
+    operands = Operands(place)
+    x, rstd = operands.input("x", (7, 261), FP32), operands.output("rstd", (7,), FP32)
+    operands.expected = lambda: {"rstd": Expected(1.0 / (x.double().square().mean(-1) + 1e-6).sqrt(), torch.ones(7))}
+    yield Form("rows", (plan_row_rstd(x, rstd, 1e-6, target),), operands)
 
 
-def _both(x: Tensor, offsets: Tensor | None = None) -> tuple[Quantized, Quantized]:
-    """Where rows and columns of `x` go, in blocks of 128 each; columns spread where there are groups."""
-    if offsets is None:
-        return _like(x, ROW), _like(x, COLUMN)
-    return _like(x, ROW), Quantized(*empty_grouped(x, offsets.shape[0], COLUMN, E4M3, "fp32"))
+_WEIGHT_NAN: Final = ("x", "w", "w_scale", "bias")
+_WEIGHT_FAR: Final = (("x", -2), ("w", -1), ("w_scale", -1), ("bias", -1))
+# A constant weight is read early, and its scales.
+_WEIGHT_EARLY: Final = frozenset({"w", "w_scale"})
+_MX_NAN: Final = ("a", "a_scale", "b", "b_scale")
 
-
-def fill(launch: CudaLaunch) -> None:
-    """Random finite values into all tensors of a launch, but for integers."""
-    for arg in launch.args.values():
-        x = arg.tensor if isinstance(arg, TensorMap) else arg
-        if not isinstance(x, Tensor) or x.dtype == torch.int32:
-            continue
-        if x.dtype == torch.float8_e8m0fnu:
-            x.view(torch.uint8).copy_(torch.randint(120, 135, x.shape, device=x.device))
-        else:
-            x.copy_(torch.randn(x.shape, device=x.device))
+CUDA: Final = (
+    KernelInfo(
+        "scaled_mm.cu", _scaled_mm, 1e-5, 2.0**-10,
+        emulated=(
+            f"{'x'.join(FORWARD)} {SMALLEST} ragged", f"{'x'.join(WGRAD)} {X} ragged float32", "JAGGED_M", "JAGGED_K",
+        ),
+        nan=("a", "a_scale", "b", "b_scale", "bias"),
+    ),
+    KernelInfo(
+        "gemv_a16w8.cu", _gemv_a16w8, 1e-5, 1e-4, overlaps=True,
+        emulated=("K contiguous", "K not contiguous"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-12, overlaps=True, early=_WEIGHT_EARLY,
+        emulated=("M1 8x64", "M8 constant", "M16 K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
+        emulated=("128x64/1 stages1", "constant K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "splitk_a16w8.cu", _splitk_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
+        emulated=("32x64", "constant 32x64"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "gemv_mx.cu", _gemv_mx, 1e-5, 2.0**-12, overlaps=True, emulated=("dense", "routed"), nan=_MX_NAN,
+    ),
+    KernelInfo(
+        "mx_tiles.cu", _mx_tiles, 1e-5, 2.0**-12, overlaps=True, early=frozenset({"b", "b_scale"}),
+        emulated=("8x64", "16x128"), nan=_MX_NAN,
+    ),
+    KernelInfo(
+        "quantize.cu", _quantize, nan=("x", "other", "rstd"), far=(("x", -2),),
+        emulated=("(1, 128)", "dual", "silu_mul", "rms_norm", "grouped PLAIN", "grouped SILU_MUL_GRAD"),
+    ),
+    KernelInfo("quantize_rows.cu", _whole_rows, nan=("x",), far=(("x", -2),)),
+    KernelInfo("quantize_columns.cu", _quantize_columns, emulated=("Tile", "grouped"), nan=("x",), far=(("x", -2),)),
+    KernelInfo(
+        "stream_columns.cu", _stream_columns, overlaps=True, early=frozenset({"x", "data", "scale", "offsets"}),
+        emulated=("Stream", "grouped"), nan=("x",),
+    ),
+    KernelInfo("walk_columns.cu", _walk_columns, nan=("x",)),
+    KernelInfo("rms_norm.cu", _rms_norm, nan=("x", "weight"), far=(("x", -2),)),
+    KernelInfo("row_rstd.cu", _row_rstd, 1e-6, 1e-6, nan=("x",), far=(("x", -2),)),
+)  # fmt: skip
 
 
 def main(substrings: list[str]) -> None:
@@ -337,7 +621,6 @@ def main(substrings: list[str]) -> None:
     for name, launch in launches(device, target):
         if substrings and not any(part in name for part in substrings):
             continue
-        fill(launch)
         try:
             for _ in range(RUNS):
                 launch.run()

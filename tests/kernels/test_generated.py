@@ -1,0 +1,205 @@
+"""Tests that follow from what each kernel declares in its `KernelInfo`: values, poison, NaN, far offsets, machine code.
+
+On the CPU a kernel in CUDA C++ runs in the emulator, which also sees a load that begins outside of all tensors. On a
+GPU every form of its kernels runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.targets import SM90, Target
+from support.compilers import SHARED_LIMIT, instructions, needs_nvrtc
+from support.cuda_emulator import emulate, needs_compiler
+from support.every_kernel import CUDA
+from support.kernel_info import Form, KernelInfo, Place, poison
+
+CPU, META, GPU = (Place(torch.device(name)) for name in ("cpu", "meta", "cuda"))
+each_kernel = pytest.mark.parametrize("info", CUDA, ids=lambda info: info.name)
+
+
+def run(form: Form) -> None:
+    for launch in form.launches:
+        emulate(launch)
+
+
+def each_form(infos: Sequence[KernelInfo]) -> pytest.MarkDecorator:
+    """Each kernel with the names of its forms that run on the CPU."""
+    found = [(info, form.name) for info in infos for form in info.few(META, SM90)]
+    return pytest.mark.parametrize(("info", "name"), found, ids=[f"{info.name}-{name}" for info, name in found])
+
+
+def each_nan(infos: Sequence[KernelInfo]) -> pytest.MarkDecorator:
+    """Each kernel with the inputs of its `nan`, and the first form on the CPU that has such an input."""
+    found = []
+    for info in infos:
+        forms = list(info.few(META, SM90))
+        for of in info.nan:
+            form = next(form for form in forms if of in form.operands.inputs)
+            found.append(pytest.param(info, form.name, of, id=f"{info.name}-{of}"))
+    return pytest.mark.parametrize(("info", "name", "of"), found)
+
+
+def each_far(infos: Sequence[KernelInfo]) -> pytest.MarkDecorator:
+    """Each kernel with its inputs of `far`, and its first form, without a batch, of three elements along the axis."""
+    found = []
+    for info in infos:
+        for of, axis in info.far:
+            forms = (*info.few(META, SM90), *info.forms(META, SM90))  # the smaller ones first
+            inputs = ((form, form.operands.inputs.get(of)) for form in forms)
+            form = next(form for form, x in inputs if x is not None and x.dim() <= 2 and x.shape[axis] > 2)
+            found.append(pytest.param(info, form.name, (of, axis), id=f"{info.name}-{of}"))
+    return pytest.mark.parametrize(("info", "name", "of"), found)
+
+
+def form_of(info: KernelInfo, name: str, place: Place) -> Form:
+    return next(form for form in info.forms(place, SM90) if form.name == name)
+
+
+def test_every_kernel_file_is_declared() -> None:
+    assert {info.file for info in CUDA} == {name for name in nvrtc.sources() if name.endswith(".cu")}
+
+
+@needs_compiler
+@each_form(CUDA)
+def test_values_and_nothing_outside(info: KernelInfo, name: str) -> None:
+    """Inputs lie among NaN; outputs among a pattern that stays, as do the inputs' bytes."""
+    form = form_of(info, name, CPU)
+    before = form.operands.bytes_of_inputs()
+    run(form)
+    form.operands.check(info.bound or 0.0)
+    after = form.operands.bytes_of_inputs()
+    assert [key for key, x in before.items() if not torch.equal(after[key], x)] == []
+
+
+@needs_compiler
+@each_nan(CUDA)
+def test_a_nan_stays_in_the_outputs_of_its_block(info: KernelInfo, name: str, of: str) -> None:
+    """It is at the end of an input; outputs that don't depend on it have the bits that they have without it."""
+    form = form_of(info, name, CPU)
+    run(form)
+    clean = form.operands.found()
+    form.operands.clear()
+    poison(form.operands.inputs[of])
+    run(form)
+    form.operands.check(info.bound or 0.0)
+    assert_same_where_finite(form, clean)
+
+
+def assert_same_where_finite(form: Form, clean: dict[str, torch.Tensor]) -> None:
+    expected = form.operands.expected()
+    assert any(bool(part.value.isnan().any()) for part in expected.values())
+    for name, part in expected.items():
+        if part.magnitude is not None:  # a quantizer's scale and bytes change where its block has a NaN
+            others = ~part.value.isnan()
+            if part.written is not None:
+                others &= part.written.to(others.device)
+            assert torch.equal(form.operands.outputs[name][others], clean[name][others])
+
+
+@needs_compiler
+@each_far(CUDA)
+def test_offsets_past_32_bits(info: KernelInfo, name: str, of: tuple[str, int]) -> None:
+    """An input whose lines lie 5 * 2**28 elements apart, in zeros where an offset that lost its upper bits leads."""
+    form = form_of(info, name, Place(torch.device("cpu"), of))
+    x = form.operands.inputs[of[0]]
+    assert x.stride(of[1]) * (x.shape[of[1]] - 1) >= 2**31
+    run(form)
+    form.operands.check(info.bound or 0.0)
+
+
+_WAITS_BY = ("PERSISTENT", "W_CONSTANT", "ROUTED", "K_CONTIGUOUS")
+
+
+def waiting(info: KernelInfo) -> dict[str, CudaLaunch]:
+    """Of a kernel that overlaps, a launch of each way to wait for the launches before it."""
+    ways: dict[Hashable, tuple[str, CudaLaunch]] = {}
+    for form in info.forms(META, SM90):
+        for launch in form.launches:
+            macros = dict(launch.kernel.macros)
+            way = (launch.constant, launch.late, macros.get("HELD", 0) == 0, *map(macros.get, _WAITS_BY))
+            if launch.overlaps:
+                ways.setdefault(way, (form.name, launch))
+    return dict(ways.values())
+
+
+@each_kernel
+def test_what_overlaps_and_is_read_early_is_declared(info: KernelInfo) -> None:
+    launches = [launch for form in info.forms(META, SM90) for launch in form.launches]
+    assert any(launch.overlaps for launch in launches) == info.overlaps
+    assert {name for launch in launches for name in launch.constant} == info.early
+
+
+def test_the_ways_in_which_kernels_wait() -> None:
+    overlapping = {info.name: waiting(info) for info in CUDA if info.overlaps}
+    assert {name: len(of) for name, of in overlapping.items()} == {
+        "a16w8_tiles": 7, "gemv_a16w8": 2, "gemv_mx": 2, "mm_a16w8": 3, "mx_tiles": 3, "splitk_a16w8": 8,
+        "stream_columns": 1,
+    }  # fmt: skip
+
+
+@needs_nvrtc
+@each_kernel
+def test_machine_code_spills_nothing_and_waits_as_the_launch_declares(info: KernelInfo, tmp_path: Path) -> None:
+    """Before the first wait: no store, no load but of constants, and a late launch does not start the next one."""
+    few = {form.name: launch for form in info.few(META, SM90) for launch in form.launches}
+    for name, launch in (few | waiting(info)).items():
+        assert launch.resources().spills == 0, name
+        assert launch.shared <= SHARED_LIMIT, name
+        sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
+
+        def places(pattern: str, sass: list[str] = sass) -> list[int]:
+            return [i for i, text in enumerate(sass) if re.search(pattern, text)]
+
+        waits = places("ACQBULK")
+        assert bool(waits) == launch.overlaps, name
+        if not launch.overlaps:
+            continue
+        if not {"out", "data"} & set(launch.constant):  # ST: the address was a bare number
+            assert waits[0] < min(places(r"\b(STG?\.E|UTMASTG|RED|ATOMG?\b)")), name
+        if not launch.constant:
+            assert waits[0] < min(places(r"\b(LDG?\.E|LDGSTS|UTMALDG)")), name
+        assert not launch.late or waits[0] < min(places("PREEXIT")), name
+
+
+@pytest.mark.gpu
+@each_kernel
+def test_every_form_on_a_gpu(info: KernelInfo, hopper: Target) -> None:
+    """Twice, with the same bits."""
+    for form in info.forms(GPU, hopper):
+        before, found = form.operands.bytes_of_inputs(), []
+        for _ in range(2):
+            form.operands.clear()
+            for launch in form.launches:
+                launch.run()
+            form.operands.check(info.gpu_bound or 0.0)
+            found.append(form.operands.found())
+        after = form.operands.bytes_of_inputs()
+        assert [key for key, x in before.items() if not torch.equal(after[key], x)] == [], form.name
+        for key, first in found[0].items():
+            assert torch.equal(first.view(torch.uint8), found[1][key].view(torch.uint8)), (form.name, key)
+
+
+@pytest.mark.gpu
+@each_nan(CUDA)
+def test_a_nan_on_a_gpu(info: KernelInfo, name: str, of: str, hopper: Target) -> None:
+    form: Any = form_of(info, name, GPU)
+    for launch in form.launches:
+        launch.run()
+    clean = form.operands.found()
+    form.operands.clear()
+    poison(form.operands.inputs[of])
+    for launch in form.launches:
+        launch.run()
+    form.operands.check(info.gpu_bound or 0.0)
+    assert_same_where_finite(form, clean)
