@@ -19,6 +19,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
 from support import build_cache, emulated
+from support.file_order import FileOrder
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -26,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
         build_cache.prune()
         _set_caches(config)
     _keep_machine_code(config)
+    config.pluginmanager.register(FileOrder(config), "fp8fn-file-order")
     # The tensors are small: on two busy cores, a second thread made 288 tests take 57 s in place of 2.
     torch.set_num_threads(1)
 
