@@ -223,6 +223,15 @@ def test_old_files_and_too_many_are_removed(folder: Path) -> None:
     assert [path.name for path in files(folder)] == ["b", "d"]
 
 
+def test_files_of_one_triton_kernel_are_removed_together(folder: Path) -> None:
+    for name, days in (("a.json", 20), ("a.cubin", 1), ("b.json", 20), ("b.cubin", 19)):
+        path = folder / "triton" / f"HASH{name[0]}" / name
+        build_cache._write(path, b"code")
+        os.utime(path, (time.time() - days * 86400,) * 2)
+    build_cache.prune()
+    assert [path.name for path in files(folder)] == ["a.cubin", "a.json"]
+
+
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FP8FN_TEST_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -127,20 +128,28 @@ def by_content(compile_source: Callable[..., Any], compiler: Callable[[], object
 
 
 def prune(longest_unused: float = LONGEST_UNUSED, largest: int = LARGEST) -> None:
-    """Removes files that were not used for long, then those used longest ago until the rest is small enough."""
-    files: list[tuple[float, int, str]] = []
+    """Removes files that were not used for long, then those used longest ago until the rest is small enough.
+
+    Triton's files of one kernel, which lie in a folder of their own, are removed together.
+    """
+    used: dict[str, float] = defaultdict(float)
+    sizes: dict[str, dict[str, int]] = defaultdict(dict)
     for parent, _, names in os.walk(folder()):
+        kernels = Path(parent).parent.name == "triton"
         for name in names:
             path = os.path.join(parent, name)
+            unit = parent if kernels else path
             with suppress(OSError):  # another run may have removed the file
                 found = os.stat(path, follow_symlinks=False)
-                files.append((max(found.st_mtime, found.st_atime), found.st_size, path))
+                used[unit] = max(used[unit], found.st_mtime, found.st_atime)
+                sizes[unit][path] = found.st_size
     total, oldest = 0, time.time() - longest_unused
-    for used, size, path in sorted(files, reverse=True):
-        total += size
-        if used < oldest or total > largest:
-            with suppress(OSError):
-                os.unlink(path)
+    for unit in sorted(used, key=used.__getitem__, reverse=True):
+        total += sum(sizes[unit].values())
+        if used[unit] < oldest or total > largest:
+            for path in sizes[unit]:
+                with suppress(OSError):
+                    os.unlink(path)
 
 
 def _read(path: Path) -> bytes | None:
