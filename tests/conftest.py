@@ -18,8 +18,12 @@ from torch import Tensor
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
-from support import build_cache, emulated
+from support import build_cache, emulated, shuffle
 from support.file_order import FileOrder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shuffle.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # what another plugin orders is shuffled, too
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     reasons = {"emulated": emulated.missing()}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA or HIP device, and torch.cuda.is_available() is False"
@@ -40,6 +45,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    yield
+    shuffle.shuffle(items)
 
 
 def _set_caches(config: pytest.Config) -> None:

@@ -18,16 +18,12 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.ops.code_cache import cache_dir, read_whole
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled, compile_kernel
-from fp8fn.ops.targets import SM90
 from support.compilers import needs_nvrtc
+from support.stub_driver import ROWS
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-
-# A small one.
-ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
 
 
 @pytest.fixture

@@ -14,17 +14,13 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
 from fp8fn.ops.cuda.runtime import driver, launch
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap, pointers
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM90
-from support.stub_driver import FORWARD, WGRAD, Operands, StubDriver, int32s
+from support.stub_driver import FORWARD, ROWS, WGRAD, Operands, StubDriver, int32s
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-
-# A small one.
-ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
 
 
 def test_descriptors_are_encoded_innermost_axis_first(stub: StubDriver) -> None:

@@ -17,19 +17,16 @@ pytest.importorskip("triton")
 
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.call_cache import Call
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import SM90, Target
+from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning import choose
-from support.stub_driver import FORWARD, WGRAD, planner
+from support.stub_driver import FORWARD, ROWS, WGRAD, planner
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
-# A small one.
-ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
 
 Forced = Callable[[Config], None]
 

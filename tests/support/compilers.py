@@ -10,12 +10,14 @@ from typing import Final
 import pytest
 
 from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.hip import build
 from fp8fn.ops.launch import Resources
 from fp8fn.ops.targets import Target
 from support import build_cache
 
 SHARED_LIMIT: Final = 227 << 10
 
+needs_hip_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 

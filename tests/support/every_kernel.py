@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck --racecheck-report all python tests/support/every_kernel.py [substring ...]
 
 On a Hopper GPU each launch, or each whose name has one of the substrings in it, runs three times on random operands;
-then a line for each kernel file says how many launches ran. What they compute is for other tests to compare.
+then a line for each kernel file says how many launches ran. What they compute `tests/kernels/test_generated.py`
+compares with what `CUDA` expects: the declaration of each kernel for its generated tests.
 
 PyTorch's cache rounds tensors up to 512 bytes. Where each is an allocation of its own
 (`PYTORCH_NO_CUDA_MEMORY_CACHING=1`) memcheck also reports loads of 16 aligned bytes, or of four scales, that begin in a
@@ -19,10 +20,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
+from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+
+if __name__ == "__main__":  # a script has its own folder on the path, and not the one above
+    sys.path[0] = str(Path(__file__).parent.parent)
 
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
@@ -54,8 +59,7 @@ from support.configs import (
     WALKS,
     WEIGHT_TILES,
 )
-from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized, random_values
-from support.operands.experts import by_hand
+from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized
 from support.operands.groups import GROUPS, ends
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -71,7 +75,7 @@ Launches: TypeAlias = Iterator[tuple[str, CudaLaunch]]
 def launches(device: torch.device | str, target: Target) -> Launches:
     """Names, and launches on operands of `device`; on `meta` they only compile."""
     for info in CUDA:
-        for form in info.forms(Place(torch.device(device)), target):
+        for form in info.forms(Place(torch.device(device), framed=False), target):
             for launch in form.launches:
                 yield f"{info.file} {form.name}", launch
 
@@ -152,7 +156,7 @@ def _grouped(place: Place, target: Target) -> Forms:
         added = operands.input("bias", (experts, n), BF16) if bias else None
         out = operands.output("out", (tokens, n), BF16)
         given = (*a, blocks[0], *b, blocks[1], offsets, added)
-        operands.expected = partial(_grouped_product, given)
+        operands.expected = partial(kernel_info.grouped_product, given)
         launch = grouped.plan(*given, out, target, config)
         yield Form(f"JAGGED_M {'x'.join(kinds)} {config}", (launch,), operands)
     m, n = 200, 136
@@ -160,42 +164,15 @@ def _grouped(place: Place, target: Target) -> Forms:
         operands = Operands(place)
         offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
         spread = [
-            _spread(operands, name, sum(sizes) + rest, width, ends(sizes)) for name, width in (("a", m), ("b", n))
+            kernel_info.spread(operands, name, sum(sizes) + rest, width, ends(sizes), COLUMN)
+            for name, width in (("a", m), ("b", n))
         ]
         out = operands.output("out", (len(sizes), m, n), BF16)
         given = (spread[0][0].mT, spread[0][1].mT, ROW, *spread[1], COLUMN, offsets, None)
-        operands.expected = partial(_grouped_product, given)
+        operands.expected = partial(kernel_info.grouped_product, given)
         launch = grouped.plan(*given, out, target, config)
         unit = dict(launch.kernel.macros)["SPREAD_UNIT"]
         yield Form(f"JAGGED_K unit{unit} {config}", (launch,), operands)
-
-
-def _spread(operands: Operands, name: str, tokens: int, width: int, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens spread by groups: random, with the zeros between groups that the format asks for."""
-    like = empty_grouped(torch.empty(tokens, width, device="meta"), len(offsets), COLUMN, E4M3, "fp32")
-    values: Any = (None, None)
-    if operands.place.device.type != "meta":
-        values = reference.quantize_grouped(random_values((tokens, width), FP32), offsets, COLUMN, E4M3, "fp32")
-    data, scale = (
-        operands.input(part, x.shape, x.dtype, strides=x.stride(), values=of)
-        for part, x, of in zip((name, f"{name}_scale"), like, values, strict=True)
-    )
-    return data, scale
-
-
-def _grouped_product(given: tuple[Any, ...]) -> dict[str, Expected]:
-    """In float32, whose rounding is a thousandth of a kernel's."""
-    a, a_scale, a_block, b, b_scale, b_block, offsets, bias = given
-
-    def magnitude(x: Tensor) -> Tensor:
-        return x.abs() if x.dtype == FP32 else (x.view(torch.uint8) & 0x7F).view(x.dtype)
-
-    value = reference.scaled_grouped_mm(*given, FP32)
-    added = None if bias is None else bias.abs()
-    terms = reference.scaled_grouped_mm(
-        magnitude(a), magnitude(a_scale), a_block, magnitude(b), magnitude(b_scale), b_block, offsets, added, FP32
-    )
-    return {"out": Expected(value.double(), terms.double().nan_to_num(0.0, 0.0, 0.0))}
 
 
 # ---- 16-bit rows by an FP8 weight -----------------------------------------------------------------------------------
@@ -320,22 +297,9 @@ def _gemv_mx(place: Place, target: Target) -> Forms:
         w = operands.quantized("b", (experts, k, n), (32, 1), column_major=True, scale="e8m0")
         weights = operands.input("token_weights", (tokens * choices,), FP32)
         out = operands.output("out", (tokens * choices, n), BF16)
-        operands.expected = partial(_routed_product, a, w, layout, choices, weights)
+        operands.expected = partial(kernel_info.routed_product, (*a, (1, 32)), (*w, (32, 1)), layout, choices, weights)
         launch = gemv_mx.plan_moe(*a, *w, layout[0], layout[1], layout[2], choices, weights, out, target, config)
         yield Form(f"routed {config}", (launch,), operands)
-
-
-def _routed_product(a: Any, w: Any, layout: Any, a_div: int, weights: Tensor) -> dict[str, Expected]:
-    from fp8fn import ScaledTensor
-
-    value, magnitude = by_hand(ScaledTensor(*a, (1, 32)), ScaledTensor(*w, (32, 1)), layout, a_div, weights)
-    ids, owners, number = (part.cpu() for part in layout)
-    tiles = ids.view(len(owners), -1)[(owners >= 0) & (owners < w[0].shape[0])]
-    named = tiles[tiles < len(value)].long()
-    assert int(number) <= len(ids)
-    written = torch.zeros(value.shape, dtype=torch.bool)
-    written[named] = True
-    return {"out": Expected(value, magnitude.nan_to_num(0.0, 0.0, 0.0), written)}
 
 
 def _mx_tiles(place: Place, target: Target) -> Forms:
@@ -588,6 +552,7 @@ CUDA: Final = (
     ),
     KernelInfo(
         "gemv_mx.cu", _gemv_mx, 1e-5, 2.0**-12, overlaps=True, emulated=("dense", "routed"), nan=_MX_NAN,
+        spilling=("dense 8x16 warps1x8 unroll4 cluster1 resident3",),
     ),
     KernelInfo(
         "mx_tiles.cu", _mx_tiles, 1e-5, 2.0**-12, overlaps=True, early=frozenset({"b", "b_scale"}),

@@ -15,12 +15,15 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8fn import ScaledTensor
 from fp8fn.ops import reference
+from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.targets import Target
 from support.accuracy import differing
 from support.cuda_emulator import extent
 from support.far import FAR, far
+from support.operands.experts import by_hand
 
 FRAME: Final = 4096
 """Bytes of poison before and after a tensor, a multiple of every alignment."""
@@ -50,6 +53,8 @@ class Place:
     device: torch.device
     far: tuple[str, int] | None = None
     """An input and its axis along which elements are further apart than 32 bits reach."""
+    framed: bool = True
+    """Whether operands lie among poison, or each is an allocation of its own, whose ends a sanitizer watches."""
 
 
 @dataclass
@@ -137,6 +142,8 @@ class Operands:
             assert (self._memory[name].cpu()[~marks] == UNWRITTEN).all(), f"written outside of {name}"
 
     def _framed(self, name: str, like: Tensor, poison: int) -> Tensor:
+        if not self.place.framed:
+            return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self.place.device)
         size = extent(like.shape, like.stride()) * like.element_size()
         size = -(-size // FRAME) * FRAME
         memory = torch.full((size + 2 * FRAME,), poison, dtype=torch.uint8, device=self.place.device)
@@ -174,8 +181,12 @@ class KernelInfo:
     """The inputs that a form may read before it waits for the launches before it."""
     emulated: tuple[str, ...] = ("",)
     """Beginnings of the names of forms; the first form of each runs on the CPU, all run on a GPU."""
+    spilling: tuple[str, ...] = ()
+    """Names of forms in a configuration that spills registers, so that no call takes it by default."""
     nan: tuple[str, ...] = ()
     """Inputs in which a NaN must stay inside its block's outputs."""
+    targets: tuple[str, ...] = ("sm90",)
+    """The processors that it may run on."""
     far: tuple[tuple[str, int], ...] = ()
     """Inputs and their axes whose elements may lie further apart than 32 bits reach."""
 
@@ -239,8 +250,9 @@ def random_values(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def poison(x: Tensor) -> None:
-    """A NaN into an element of an input: the last of a line in the middle."""
-    element = x[(*(size // 2 for size in x.shape[:-1]), -1)]
+    """A NaN into an element of an input: the last of a line in the middle, or the middle of one line."""
+    middle = tuple(size // 2 for size in x.shape)
+    element = x[middle if x.dim() == 1 else (*middle[:-1], -1)]
     if x.dtype in (*FP8, E8M0):
         element.view(torch.uint8).fill_(0x7F if x.dtype in FP8 else NAN)
     else:
@@ -258,6 +270,48 @@ def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Expected
 
 def dequantized(data: Tensor, scale: Tensor, block: Block) -> Tensor:
     return reference.dequantize(data, scale, block).double()
+
+
+def spread(
+    operands: Operands, name: str, tokens: int, width: int, offsets: Tensor, block: Block
+) -> tuple[Tensor, Tensor]:
+    """Random tokens in groups, quantized and, in blocks of 128, spread with the zeros that the format asks for."""
+    like = empty_grouped(torch.empty(tokens, width, device="meta"), len(offsets), block, FP8[0], "fp32")
+    values: Any = (None, None)
+    if operands.place.device.type != "meta":
+        values = reference.quantize_grouped(
+            random_values((tokens, width), torch.float32), offsets, block, FP8[0], "fp32"
+        )
+    data, scale = (
+        operands.input(part, of.shape, of.dtype, strides=of.stride(), values=given)
+        for part, of, given in zip((name, f"{name}_scale"), like, values, strict=True)
+    )
+    return data, scale
+
+
+def grouped_product(given: tuple[Any, ...]) -> dict[str, Expected]:
+    """`out` of a grouped product by the reference in float32, whose rounding is a thousandth of a kernel's bound."""
+    a, a_scale, a_block, b, b_scale, b_block, offsets, bias = given
+
+    def magnitude(x: Tensor) -> Tensor:
+        return x.abs() if x.dtype == torch.float32 else (x.view(torch.uint8) & 0x7F).view(x.dtype)
+
+    value = reference.scaled_grouped_mm(*given, torch.float32)
+    terms = reference.scaled_grouped_mm(
+        magnitude(a), magnitude(a_scale), a_block, magnitude(b), magnitude(b_scale), b_block, offsets,
+        None if bias is None else bias.abs(), torch.float32,
+    )  # fmt: skip
+    return {"out": Expected(value.double(), terms.double().nan_to_num(0.0, 0.0, 0.0))}
+
+
+def routed_product(a: Any, w: Any, layout: Any, a_div: int, weights: Tensor) -> dict[str, Expected]:
+    """`out` of a routed product; rows that no tile of an expert names keep what they had."""
+    value, magnitude = by_hand(ScaledTensor(*a), ScaledTensor(*w), layout, a_div, weights)
+    ids, owners = layout[0].cpu(), layout[1].cpu()
+    tiles = ids.view(len(owners), -1)[(owners >= 0) & (owners < w[0].shape[0])]
+    written = torch.zeros(value.shape, dtype=torch.bool)
+    written[tiles[tiles < len(value)].long()] = True
+    return {"out": Expected(value, magnitude.nan_to_num(0.0, 0.0, 0.0), written)}
 
 
 def _strided(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
@@ -156,3 +157,7 @@ class Operands:
 
 def int32s(address: int, count: int) -> list[int]:
     return list((ctypes.c_int32 * count).from_address(address))
+
+
+# The kernel of a small launch.
+ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel

@@ -29,10 +29,10 @@ from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, choose, plan, problem_of
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
+from support.compilers import needs_hip_compiler
 from support.operands.mx import DENSE, assert_near, on, operands
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
-needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 # Fewer blocks of 16 columns than 256 compute units, and so much of K that two blocks can share it.
 SPLIT: Final = {
@@ -252,7 +252,7 @@ def test_the_options_of_a_row_reach_the_launch() -> None:
         planned(32, 2304, 6144, "gfx950,6144,2304,32,hip_mfma,n_sub=3")
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_plans_compile_to_kernels_that_take_their_arguments() -> None:
     launches = [
         *planned(1, 2304, 6144), *planned(7, 100, 96), *planned(16, 100, 96), *planned(16, 2304, 6144),
@@ -268,7 +268,7 @@ def test_plans_compile_to_kernels_that_take_their_arguments() -> None:
         assert launch.resources().scratch == 0
 
 
-@needs_compiler
+@needs_hip_compiler
 @pytest.mark.parametrize("entry", ["mxfp8_gemv", "mxfp8_mfma", "mxfp8_sum_parts", "mxfp8_moe"])
 def test_no_configuration_spills(entry: str) -> None:
     launches = {launch.kernel: launch for launch in (*variants.dense(BF16), *variants.routed(BF16))}
