@@ -13,6 +13,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.hip import build
 from fp8fn.ops.launch import Resources
 from fp8fn.ops.targets import Target
+from support import build_cache
 
 SHARED_LIMIT: Final = 227 << 10
 
@@ -31,10 +32,14 @@ def instructions(cubin: bytes, folder: Path) -> list[tuple[int, str]]:
     """Address and text of each SASS instruction."""
     from triton import knobs
 
-    file = folder / "kernel.cubin"
-    file.write_bytes(cubin)
-    text = subprocess.run([knobs.nvidia.cuobjdump.path, "-sass", file], capture_output=True, text=True, check=True)
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text.stdout)
+    def disassemble() -> bytes:
+        file = folder / "kernel.cubin"
+        file.write_bytes(cubin)
+        return subprocess.run([tool.path, "-sass", file], capture_output=True, check=True).stdout
+
+    tool = knobs.nvidia.cuobjdump
+    text = build_cache.kept("sass", (cubin, tool.version), disassemble).decode()
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", text)
     return [(int(address, 16), instruction.strip()) for address, instruction in found]
 
 
