@@ -306,7 +306,7 @@ def _quantize(place: Place, target: Target) -> Forms:
 
 
 def _quantize_form(name: str, operands: Operands, q: Quantization) -> Form:
-    q = kernel_info.marked(operands, q)
+    q = kernel_info.with_outputs(operands, q)
     operands.expected = partial(_quantized, q)
     return Form(name, quantize.plan(q, quantize.configure(q)), operands)
 
@@ -378,7 +378,7 @@ def _quantized(q: Quantization) -> dict[str, Expected]:
 def _whole(place: Place, shape: tuple[int, ...], dtype: torch.dtype, block: Block, target: Target) -> Any:
     """The operands of a matrix quantized by whole rows or columns, and the quantization."""
     operands = Operands(place)
-    q = kernel_info.marked(operands, quantization(operands.input("x", shape, dtype), block, target=target))
+    q = kernel_info.with_outputs(operands, quantization(operands.input("x", shape, dtype), block, target=target))
     operands.expected = partial(_quantized, q)
     return operands, q
 
@@ -398,7 +398,7 @@ def _tokens(place: Place, target: Target) -> tuple[Operands, Quantization]:
     (sizes, rest), operands = SIZES, Operands(place)
     offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
     x = operands.input("x", (sum(sizes) + rest, WIDTH), BF16)
-    q = kernel_info.marked(operands, quantization(x, (-1, 1), offsets=offsets, target=target))
+    q = kernel_info.with_outputs(operands, quantization(x, (-1, 1), offsets=offsets, target=target))
     operands.expected = partial(_quantized, q)
     return operands, q
 
@@ -452,7 +452,7 @@ def _rms_norm(place: Place, target: Target) -> Forms:
         operands = Operands(place)
         x, weight = operands.input("x", shape, dtype), operands.input("weight", shape[-1:], dtype)
         q = quantization(x, ROW, source=RMS_NORM, other=weight, eps=1e-6, target=target)
-        q = kernel_info.marked(operands, q)
+        q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_quantized, q)
         yield Form(f"{shape}", rms_norm.plan(q, rms_norm.configure(q)), operands)
 

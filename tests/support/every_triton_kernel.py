@@ -147,7 +147,7 @@ def _quantize(place: Place, target: Target) -> Forms:
     for block, scale in product(BLOCKS, ("fp32", "e8m0")):
         operands = Operands(place)
         q = quantization(operands.input("x", (137, 261), BF16), block, scale=scale, target=target)
-        q = kernel_info.marked(operands, q)
+        q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_parts, q, partial(reference.quantize, q.x, block, E4M3, scale))
         yield Form(f"{block} {scale}", plan_quantize(q), operands)
 
@@ -156,7 +156,7 @@ def _quantize_dual(place: Place, target: Target) -> Forms:
     for block in DUAL_BLOCKS:
         operands, scale = Operands(place), "e8m0" if 32 in block else "fp32"
         q = quantization(operands.input("x", (137, 261), BF16), block, dual=True, scale=scale, target=target)
-        q = kernel_info.marked(operands, q)
+        q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_parts, q, partial(reference.quantize_dual, q.x, block, E4M3, scale))
         yield Form(f"{block}", plan_quantize_dual(q), operands)
 
@@ -177,7 +177,9 @@ def _tokens(place: Place, target: Target, block: Block, *, dual: bool = False) -
     operands = Operands(place)
     offsets = operands.input("offsets", (len(SIZES),), torch.int32, values=ends(SIZES))
     x = operands.input("x", (sum(SIZES) + REST, N), BF16)
-    return operands, kernel_info.marked(operands, quantization(x, block, dual=dual, offsets=offsets, target=target))
+    return operands, kernel_info.with_outputs(
+        operands, quantization(x, block, dual=dual, offsets=offsets, target=target)
+    )
 
 
 def _parts(q: Quantization, made: Callable[[], tuple[Tensor, ...]]) -> dict[str, Expected]:

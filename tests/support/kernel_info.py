@@ -270,7 +270,7 @@ def dequantized(q: Quantized) -> Tensor:
     return reference.dequantize(*q).double()
 
 
-def marked(operands: Operands, q: Quantization) -> Quantization:
+def with_outputs(operands: Operands, q: Quantization) -> Quantization:
     """With outputs among the operands, laid out as the op's own."""
     like = replace(q, x=torch.empty_like(q.x, device="meta"))
     names = iter(like.outputs.tensors)

@@ -37,6 +37,7 @@ from support.mx_decode import (
     operands,
     routed,
 )
+from support.products import mx_product
 
 ROWS: Final = tuple(HipConfig(rows=rows) for rows in (1, 2, 4, 8, 16))
 CASES: Final = [
@@ -216,9 +217,9 @@ def far_apart(x: Tensor, stride: int) -> Tensor:
 def test_what_plans_refuse() -> None:
     def plan(kernel: str, m: int = 1, k: int = 64, n: int = 8, **config: Any) -> Any:
         a, b = torch.empty(m, k, dtype=E4M3, device="meta"), torch.empty(n, k, dtype=E4M3, device="meta").mT
-        scales = (torch.empty(*shape, dtype=E8M0, device="meta") for shape in ((m, k // 32), (k // 32, n)))
+        scales = tuple(torch.empty(*shape, dtype=E8M0, device="meta") for shape in ((m, k // 32), (k // 32, n)))
         out = torch.empty(m, n, device="meta")
-        return PLANS[kernel](a, next(scales), b, next(scales), None, out, GFX950, HipConfig(**config))
+        return PLANS[kernel](mx_product((a, b), (scales[0], scales[1]), out, GFX950), HipConfig(**config))
 
     for message, call in (
         ("rows=4 and M=5", partial(plan, "gemv", 5, rows=4)),

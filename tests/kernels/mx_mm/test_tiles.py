@@ -347,7 +347,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
                 out = torch.full((m, n), torch.nan, device="cuda")
                 torch.cuda.synchronize()
                 on_device = target_of(out.device)
-                plan(x.data, x.scale, y.data, y.scale, None, out, on_device, config, constant=constant)[0].run()
+                plan(scaled_product(x, y, out, on_device, constant=constant), config)[0].run()
                 assert_near_on_a_gpu(out, a, b)
 
 

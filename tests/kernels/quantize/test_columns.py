@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, Final
 
@@ -30,7 +30,6 @@ from fp8fn.ops.cuda.quantize.stream_columns import (
 from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.quantize import quantize_kernel
 from fp8fn.ops.quantize_grouped import quantize_grouped_kernel
@@ -40,7 +39,7 @@ from support.compilers import needs_nvrtc
 from support.configs import COLUMN_TILES, STREAMS, WALKS
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
 from support.operands.columns import Config, planned, run
-from support.quantizers import marked, quantization
+from support.quantizers import marked, quantization, tensors
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -61,16 +60,16 @@ def referred(q: Quantization) -> Any:
     return reference.quantize_grouped(q.x, q.offsets, *form)
 
 
-def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
+def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Sequence[Tensor]:
     q = marked(quantization(x, (-1, 1), dtype=dtype, scale=scale))
     run(planned(q, config))
-    return q.out
+    return tensors(q)
 
 
-def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
+def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Sequence[Tensor]:
     q = marked(quantization(x, (-1, 1), dtype=dtype, scale=scale, offsets=offsets))
     run(planned(q, config))
-    return q.out
+    return tensors(q)
 
 
 @needs_compiler
@@ -169,7 +168,7 @@ def test_two_launches_divide_the_columns(tiles: tuple[StreamConfig, StreamConfig
             assert (first.overlaps, second.overlaps) == (False, True)
             with hopper_on_cpu():
                 run((first, second)[::order])
-            assert same_bits(q.out, referred(q)), (shape, sizes, order)
+            assert same_bits(tensors(q), referred(q)), (shape, sizes, order)
 
 
 @needs_compiler
@@ -215,7 +214,7 @@ def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
         q.out.scale.fill_(-1)
         with hopper_on_cpu():
             run(walk_columns.plan(q, WalkConfig(4), blocks))
-        assert same_bits(q.out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
+        assert same_bits(tensors(q), reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
 
 
 @needs_compiler
@@ -241,12 +240,12 @@ def test_hard_values_stay_in_their_columns() -> None:
         for config in (*COLUMN_TILES, *STREAMS):
             found = quantized(x, E4M3, "fp32", config)
             assert same_bits(found, reference.quantize(x, (-1, 1), E4M3, "fp32"))
-            assert found.scale.isfinite().sum() == 45
+            assert found[1].isfinite().sum() == 45
         for values in ([3, 41, 90], [89, 90]):  # of rows of a group beside those of another in the same 16 bytes
             offsets = torch.tensor(values, dtype=torch.int32)
             found = grouped(x, offsets, E4M3, "fp32", WALKS[0])
             assert same_bits(found, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
-            assert found.scale.isfinite().sum() == 48 * len(values) - 3
+            assert found[1].isfinite().sum() == 48 * len(values) - 3
 
 
 @needs_compiler

@@ -22,7 +22,7 @@ from support.accuracy import same_bits
 from support.compilers import needs_nvrtc
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
 from support.operands.columns import planned, run
-from support.quantizers import marked, quantization
+from support.quantizers import marked, quantization, tensors
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -109,13 +109,13 @@ def check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             assert launches[0].options["LOAD"] == "Load::LAST_OUT"
         run(launches)
-        assert same_bits(q.out, reference.quantize(x, block, E4M3, "fp32")), block
+        assert same_bits(tensors(q), reference.quantize(x, block, E4M3, "fp32")), block
     offsets = torch.tensor([0, 130, 131, 750], device=device, dtype=torch.int32)
     q = marked(quantization(x, (-1, 1), offsets=offsets))
     launches = planned(q, WalkConfig(4, BOX=128))
     assert launches[0].options["X_LEAVES"] == "Leaves::LAST"
     run(launches)
-    assert same_bits(q.out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+    assert same_bits(tensors(q), reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
 
 
 @needs_compiler
