@@ -24,14 +24,14 @@ from fp8fn.lowering.find import Gemm
 from fp8fn.lowering.graph.substitute import Substitution, origin_of
 from fp8fn.lowering.missed_weights import Outside, Seen
 from fp8fn.lowering.recipe_pass import Decision, decide
-from fp8fn.ops import mx_mm, targets
+from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.estimate import Times
-from fp8fn.ops.tuning.problem import Chip
 from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
 
 _LOG = logging.getLogger("fp8fn")
@@ -305,17 +305,14 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
         return "reference (plain PyTorch)"
     if gemm.groups is not None and site.groups:
         return find_grouped.kernel_name(site, gemm.groups.over, recipe, on)
-    from fp8fn.ops.tuning.choose import plan_scaled_mm
-
     m, n, k = (size_of(size) or 1 for size in (site.m, site.n, site.k))
     native = targets.native_e4m3(on)
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    if mx_mm.is_mx(a[1], a[2], b[1], b[2]):
-        launches = mx_mm.MX_MM.plan(ScaledProduct(a=a, b=b, out=out, target=on))
-        return launches[0].describe() if launches else "reference (plain PyTorch)"
-    return plan_scaled_mm(*a, *b, None, out, on, chip).describe()
+    op = mx_mm.MX_MM if mx_mm.is_mx(a.scale, a.block, b.scale, b.block) else scaled_mm.SCALED_MM
+    launches = op.plan(ScaledProduct(a=a, b=b, out=out, target=on, chip=chip))
+    return launches[0].describe() if launches else "reference (plain PyTorch)"
 
 
 def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool) -> Quantized:

@@ -99,7 +99,7 @@ def scaled_mm(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+    check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     return empty_output(a, b, out_dtype)
 
 
@@ -126,7 +126,7 @@ def scaled_grouped_mm(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
     return empty_grouped_output(a, b, offsets, out_dtype)
 
 

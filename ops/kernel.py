@@ -39,8 +39,20 @@ class Operands(Protocol):
     def outputs(self) -> Outputs: ...
 
 
-def _none(_: Any) -> None:
+def takes_all(_: Any) -> None:
+    """A kernel's `accepts` where there is nothing that it refuses."""
+
+
+def no_config(_: Any) -> None:
+    """A kernel's `configure` where its plan decides, or there is nothing to decide."""
+
+
+def _nothing(_: Any) -> None:
     return None
+
+
+def _itself(operands: Any) -> Any:
+    return operands
 
 
 @dataclass(frozen=True)
@@ -53,14 +65,16 @@ class Kernel:
         plan: the launches, in order, that fill the outputs.
         untuned: why the kernel should not serve a problem that no table names it for, or None.
         source: who decides where `configure` does: the word for the log.
+        named_only: whether the kernel serves only where a table names it.
     """
 
     name: str
     accepts: Callable[[Any], Refusal]
     configure: Callable[[Any], Any]
     plan: Callable[[Any, Any], tuple[Launch, ...]]
-    untuned: Callable[[Any], Refusal] = _none
+    untuned: Callable[[Any], Refusal] = takes_all
     source: str = "default"
+    named_only: bool = False
 
     @property
     def backend(self) -> str:
@@ -105,7 +119,11 @@ class Choice:
         if self.kernel is None:
             return ()
         launches = self.kernel.plan(operands, self.config)
-        return tuple(replace(launch, reason=self.describe()) for launch in launches)
+        return tuple(replace(launch, reason=self._reason(launch)) for launch in launches)
+
+    def _reason(self, launch: Launch) -> str:
+        """The plan's own reason first, where it has one."""
+        return f"{launch.reason}; {self.describe()}" if launch.reason else self.describe()
 
 
 def choose(
@@ -126,6 +144,8 @@ def choose(
             return Choice(kernel, named.configure(kernel.configure(problem)), named.source)
         refused.append((named.kernel, f"{named.source} names it, but {reason}"))
     for kernel in kernels:
+        if kernel.named_only:
+            continue
         reason = refusals.get(kernel.name) or kernel.accepts(problem) or kernel.untuned(problem)
         if reason is None:
             return Choice(kernel, kernel.configure(problem), kernel.source, tuple(refused))
@@ -145,9 +165,9 @@ class Dispatch:
         op: the name of the op.
         inputs: the names of the op's tensors, in the order of `tensors`.
         operands: checks the arguments, `tensors` and `values`, and allocates the outputs.
-        problem: what the kernels decide by.
         kernels: the op's kernels, the preferred ones first.
         reference: the results by plain PyTorch, for what no kernel takes.
+        problem: what the kernels decide by; the operands themselves by default.
         unserved: why no kernel takes some operands at all, or None.
         settled: tensors that take the place of the op's, where kernels don't take these as they lie, or None.
         named: what a table says of a problem, or None.
@@ -157,12 +177,12 @@ class Dispatch:
     op: str
     inputs: tuple[str, ...]
     operands: Callable[[Tensors, Values], Any]
-    problem: Callable[[Any], Any]
     kernels: tuple[Kernel, ...]
     reference: Callable[[Any], Sequence[Tensor]]
-    unserved: Callable[[Any], Refusal] = _none
-    settled: Callable[[Any], Tensors | None] = _none
-    named: Callable[[Any], Named | None] = _none
+    problem: Callable[[Any], Any] = _itself
+    unserved: Callable[[Any], Refusal] = _nothing
+    settled: Callable[[Any], Tensors | None] = _nothing
+    named: Callable[[Any], Named | None] = _nothing
     by_value: bool = False
     faults: dict[str, str] = field(default_factory=dict)
     """Kernels that could not be compiled or loaded in this process, by name, each with the reason."""
@@ -194,7 +214,7 @@ class Dispatch:
         if all(x.numel() == 0 for x in outputs.results):
             return outputs.results
         if (reason := self.unserved(operands)) is not None:
-            _log.debug("%s %s: plain PyTorch serves: %s", self.op, _shapes(tensors), reason)
+            _log.debug("%s %s: plain PyTorch serves: %s", self.op, operands, reason)
             return self.reference(operands)
         if (settled := self.settled(operands)) is not None:
             return self(settled, values)
@@ -224,7 +244,7 @@ class Dispatch:
         choice = self.choose(operands)
         launches = choice.plan(operands)
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s: %s", self.op, launches[0].describe() if launches else choice.describe())
+            _log.debug("%s %s: %s", self.op, operands, launches[0].describe() if launches else choice.describe())
         return choice, launches
 
     def _missing(self) -> tuple[tuple[str, str], ...]:
@@ -236,7 +256,3 @@ class Dispatch:
 @lru_cache(maxsize=4096)
 def _choice_by_value(dispatch: Dispatch, problem: Hashable, faults: tuple[tuple[str, str], ...]) -> Choice:
     return choose(problem, dispatch.kernels, dispatch.named(problem), dict(faults))
-
-
-def _shapes(tensors: Tensors) -> str:
-    return " x ".join(str(tuple(x.shape)) for x in tensors if x is not None)

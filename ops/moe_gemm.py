@@ -20,8 +20,8 @@ from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.scaled_mm import check_operand
+from fp8fn.ops.targets import chip_of
 from fp8fn.ops.tuning.mx import Config, MoeProblem
-from fp8fn.ops.tuning.problem import chip_of
 
 MOE_GEMM_SCHEMA: Final = (
     "moe_gemm(Tensor a, Tensor a_scale, int[2] a_block, Tensor w, Tensor w_scale, int[2] w_block,"

@@ -21,10 +21,9 @@ from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset
 from fp8fn.ops.tuning.mx import Config, Problem, Table, lookup, shipped
-from fp8fn.ops.tuning.problem import chip_of
 
 MX_MM_SCHEMA: Final = (
     "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -127,7 +126,8 @@ def mx_mm_reference(
     out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
-    return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out_dtype or torch.bfloat16)
+    left, right = Quantized(a, a_scale, A_BLOCK), Quantized(b, b_scale, B_BLOCK)
+    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
 def mx_mm_kernel(
@@ -155,7 +155,7 @@ def _settled(product: ScaledProduct) -> Tensors | None:
 
 
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
-    return (reference.scaled_mm(*product.a, *product.b, product.bias, product.out.dtype),)
+    return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
 
 def _foreign(problem: Problem) -> str | None:

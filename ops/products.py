@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -27,6 +27,11 @@ class ScaledProduct:
     bias: Tensor | None = None
     offsets: Tensor | None = None
     constant: bool = False
+    chip: Chip | None = None
+    """Whose tables are read; by default the chip of the tensors' device."""
+
+    def __str__(self) -> str:
+        return f"{tuple(self.a.data.shape)} x {tuple(self.b.data.shape)}"
 
     @property
     def m(self) -> int:
@@ -43,6 +48,12 @@ class ScaledProduct:
     @property
     def batch(self) -> int:
         return self.out.shape[0] if self.out.ndim == 3 else 1
+
+    @property
+    def group_ends(self) -> Tensor:
+        """The offsets of a product of groups."""
+        assert self.offsets is not None
+        return self.offsets
 
     @property
     def outputs(self) -> Outputs:

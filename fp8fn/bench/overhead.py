@@ -18,6 +18,7 @@ import fp8fn
 from fp8fn.bench.record import write
 from fp8fn.cli import options
 from fp8fn.ops import reference
+from fp8fn.ops.operand import Quantized
 
 # Microseconds above the work itself.
 BARS: Final = {"quantize": 10.0, "gemm": 60.0}
@@ -42,7 +43,7 @@ def measure(rounds: int = 2000, repeats: int = 10) -> dict[str, Overhead]:
     def gemm_work() -> None:
         a, a_scale = reference.quantize(x, (1, 128), e4m3, "fp32")
         b, b_scale = reference.quantize(w, (128, 128), e4m3, "fp32")
-        reference.scaled_mm(a, a_scale, (1, 128), b, b_scale, (128, 128), None, torch.bfloat16)
+        reference.scaled_mm(Quantized(a, a_scale, (1, 128)), Quantized(b, b_scale, (128, 128)), None, torch.bfloat16)
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # threads would add their wake-up to both sides

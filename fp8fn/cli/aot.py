@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -33,9 +34,9 @@ from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
 from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
 from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.choose import plan_scaled_mm
-from fp8fn.ops.tuning.problem import Chip, chip_of, empty_operands, linear_problems
+from fp8fn.ops.scaled_mm import SCALED_MM
+from fp8fn.ops.targets import Chip, Target, chip_of
+from fp8fn.ops.tuning.problem import empty_product, linear_problems
 from fp8fn.ops.tuning.table import SHIPPED
 
 ARCHITECTURES: Final = ("sm90", "gfx950")
@@ -105,7 +106,8 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     what = f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
-    return _compile(what, kernels, nvrtc.compile_kernel, nvrtc.cache_path)
+    compile_ = partial(nvrtc.compile_kernel, arch=target.cubin)
+    return _compile(what, kernels, compile_, partial(nvrtc.cache_path, arch=target.cubin))
 
 
 def chip_and_target() -> tuple[Chip, Target]:
@@ -188,10 +190,10 @@ def _products(
     m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> Iterator[CudaLaunch]:
     for problem in linear_problems(m, n, k, recipe).values():
-        operands = empty_operands(replace(problem, out_type=short_name(dtype)), "meta")
-        launch = plan_scaled_mm(*operands, target, chip)
-        if isinstance(launch, CudaLaunch):
-            yield launch
+        product = empty_product(replace(problem, out_type=short_name(dtype)), "meta", target, chip)
+        for launch in SCALED_MM.plan(product):
+            if isinstance(launch, CudaLaunch):
+                yield launch
 
 
 def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:

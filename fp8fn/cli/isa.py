@@ -176,9 +176,10 @@ def product_launch(product: str, m: int, n: int, k: int, target: Target, config:
 
     a_block, b_block, a_axis, b_axis = PRODUCTS[product]
     a, b = _matrix(m, k, target, a_axis == "M"), _matrix(k, n, target, b_axis == "K")
-    scales = empty_scale(a, a_block, "fp32"), empty_scale(b, b_block, "fp32")
+    left = Quantized(a, empty_scale(a, a_block, "fp32"), a_block)
+    right = Quantized(b, empty_scale(b, b_block, "fp32"), b_block)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return plan_scaled_mm(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
+    return plan_scaled_mm(ScaledProduct(a=left, b=right, out=out, target=target), config)[0]
 
 
 def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tensor:
@@ -196,16 +197,17 @@ def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     a = torch.empty(m, k, dtype=dtype, device="meta")
     b = torch.empty(_EXPERTS, n, k, dtype=dtype, device="meta").mT
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    a_scale, b_scale = empty_scale(a, (1, 128), "fp32"), empty_scale(b, (128, 128), "fp32")
-    rows = plan_scaled_grouped_mm(a, a_scale, (1, 128), b, b_scale, (128, 128), offsets, None, out, target)
-    (left, left_scale), right = (
-        empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32") for size in (n, k)
-    )
-    wgrad = plan_scaled_grouped_mm(
-        left.mT, left_scale.mT, (1, 128), *right, (128, 1), offsets, None,
-        torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta"), target,
+    rows = ScaledProduct(
+        a=Quantized(a, empty_scale(a, (1, 128), "fp32"), (1, 128)),
+        b=Quantized(b, empty_scale(b, (128, 128), "fp32"), (128, 128)), offsets=offsets, out=out, target=target,
     )  # fmt: skip
-    return [rows, wgrad]
+    left, right = (
+        Quantized(*empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32"), (128, 1))
+        for size in (n, k)
+    )
+    out = torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta")
+    wgrad = ScaledProduct(a=left.mT, b=right, offsets=offsets, out=out, target=target)
+    return [*plan_scaled_grouped_mm(rows), *plan_scaled_grouped_mm(wgrad)]
 
 
 def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:

@@ -29,13 +29,13 @@ from fp8fn.ops import targets
 from fp8fn.ops.code_cache import VARIABLE
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.candidates import config_name
 from fp8fn.ops.tuning.device import DeviceBench
 from fp8fn.ops.tuning.model import ranked
 from fp8fn.ops.tuning.op_sweep import OpBench
-from fp8fn.ops.tuning.problem import PRODUCTS, Chip, Problem, chip_of, linear_problems
+from fp8fn.ops.tuning.problem import PRODUCTS, Problem, linear_problems
 from fp8fn.ops.tuning.sweep import Bench, Clock, tune
 from fp8fn.ops.tuning.table import Entry
 

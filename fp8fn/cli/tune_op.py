@@ -18,11 +18,10 @@ import torch
 from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROWS, TOP_K
 from fp8fn.bench.shapes import BATCH_DECODE, DECODE, MX_DECODE, MX_MOE
 from fp8fn.ops.cuda.limits import ceil_power_of_two
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target
 from fp8fn.ops.tuning import chain_device, measured, mx_table, op_sweep, weight_table
 from fp8fn.ops.tuning.measured import Form, Key, Row, Table, candidate_name
 from fp8fn.ops.tuning.op_sweep import OpBench
-from fp8fn.ops.tuning.problem import Chip
 from fp8fn.ops.tuning.sweep import Clock
 from fp8fn.ops.tuning.weight import WeightProblem
 

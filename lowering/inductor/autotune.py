@@ -20,7 +20,8 @@ from torch.fx import Node
 from fp8fn.lowering.graph.substitute import arguments_of
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
-from fp8fn.ops.tuning.problem import Operands
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.version import __version__
 
 # In the log, and in the key under which Inductor keeps times: those of another version are not these kernels'.
@@ -78,14 +79,14 @@ def peer(node: Node) -> str | None:
     tensors = [value for value in (*given.values(), out) if isinstance(value, Tensor)]
     if not all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride())):
         return None  # its scales have to lie by the very number of rows
-    operands = Operands(
-        given["a"], given["a_scale"], tuple(given["a_block"]),
-        given["b"], given["b_scale"], tuple(given["b_block"]), given["bias"], out,
+    product = ScaledProduct(
+        a=Quantized(given["a"], given["a_scale"], tuple(given["a_block"])),
+        b=Quantized(given["b"], given["b_scale"], tuple(given["b_block"])),
+        bias=given["bias"], out=out, target=targets.target_of(out.device),
     )  # fmt: skip
-    target = targets.target_of(out.device)
-    if out.numel() == 0 or cublaslt.accepts(*operands, target) is not None:
+    if out.numel() == 0 or cublaslt.accepts(product) is not None:
         return None
-    return cublaslt.plan(*operands, target).recipe
+    return cublaslt.recipe_of(product)
 
 
 def _value(argument: Any) -> Any:

@@ -15,10 +15,9 @@ from fp8fn.ops.kernel import Dispatch
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.sort_tokens import sort_tokens
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target
 from fp8fn.ops.tuning import mx
 from fp8fn.ops.tuning.op_sweep import Named
-from fp8fn.ops.tuning.problem import Chip
 from fp8fn.ops.tuning.sweep import Call, Clock
 from fp8fn.ops.tuning.weight import WeightProblem
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from filelock import FileLock
 
 from fp8fn.ops.code_cache import replace_whole, warn_once
-from fp8fn.ops.tuning.problem import Chip
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.table import user_path as dense_path
 
 FORMAT: Final = 1

@@ -12,8 +12,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.problem import Chip
+from fp8fn.ops.targets import Chip, Target
 
 COLUMNS: Final = ("arch", "K", "N", "M", "kernel", "options")
 FORMAT: Final = 1

@@ -10,10 +10,9 @@ from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.kernel import Named, choose
 from fp8fn.ops.sort_tokens import most_tiles
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.targets import SM90, Chip
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
-from fp8fn.ops.tuning.problem import Chip
 
 
 def _mx_problem(key: Key, chip: Chip) -> Problem:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, Protocol, TypeAlias
 
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.measured import Form, Key, Row, candidate_name
-from fp8fn.ops.tuning.problem import Chip
 from fp8fn.ops.tuning.sweep import Call, Clock, decide, measure, turns_for
 
 _WARM_S: Final = 0.2

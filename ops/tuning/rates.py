@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fp8fn.ops.tuning.problem import Chip
+from fp8fn.ops.targets import Chip
 
 # The chip that the name of a target stands for, where there is none to ask: one with a table.
 NAMED: Final[Mapping[str, Chip]] = {

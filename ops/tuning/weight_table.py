@@ -16,9 +16,8 @@ from fp8fn.ops.kernel import Named, choose
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.targets import SM90, Chip, chip_of
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
-from fp8fn.ops.tuning.problem import Chip, chip_of
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in INPUTS}

@@ -24,8 +24,9 @@ from fp8fn.bench import plot, readme
 from fp8fn.cli import options, tune
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import sweep, table
-from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.tuning.problem import Problem
 
 RESULTS = readme.RESULTS
 # How each command that has the option is called, but for it.

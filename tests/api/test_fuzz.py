@@ -14,8 +14,7 @@ from fp8fn.ops.layout import Block, empty_data, empty_scale, swap
 from fp8fn.ops.mx_mm import KERNELS, problem_of
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
-from fp8fn.ops.tuning.choose import plan_scaled_mm
-from support.products import mx_product
+from support.products import Parts, dispatched, mx_product
 
 EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
 EXAMPLES = {"interpreted": 100, "device": 300}
@@ -132,7 +131,7 @@ def test_scaled_mm(execution: str) -> None:
             operands += [*reference.quantize(x, block, torch.float8_e4m3fn, scale), block]
         if execution == "interpreted" and m * n:
             out = torch.full((m, n), torch.nan)
-            plan_scaled_mm(*operands, bias, out, target_for(execution)).interpret()
+            dispatched(Parts(*operands, bias, out).product(target_for(execution))).interpret()
         else:
             out = torch.ops.fp8fn.scaled_mm(*operands, bias, torch.float32)
         left, right = (

@@ -103,7 +103,7 @@ def cluster_of_products() -> Tensor:
     b = fp8fn.quantize(torch.randn(256, 64), (128, 128))
     out = torch.full((256, 64), 7.0)
     config = products.Config(MATH=1, BN=64, CLUSTER=2)
-    emulate(products.plan(a.data, a.scale, a.block, b.data, b.scale, b.block, None, out, SM90, config))
+    emulate(products.plan(scaled_product(a, b, out, SM90), config)[0])
     return out
 
 

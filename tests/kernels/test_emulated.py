@@ -29,13 +29,14 @@ from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import GFX942, GFX950, Target, fp8_dtypes, native_e4m3
 from fp8fn.ops.triton import mm_a16w8, moe_gemm, scaled_grouped_mm, scaled_mm
+from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.quantize import Tile, plan_quantize
 from fp8fn.ops.triton.quantize_dual import DualTile, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import GroupedTile, plan_quantize_grouped, plan_quantize_grouped_dual
 from fp8fn.ops.tuning import amd, mx
 from support.emulated import run, untouched, with_nan_between
-from support.products import mx_product
+from support.products import Parts, mx_product
 
 pytestmark = pytest.mark.emulated
 
@@ -262,7 +263,7 @@ PRODUCTS: Final[dict[str, tuple[Block, Block, str, str, str]]] = {
 
 
 def check_scaled_mm(
-    kind: str, m: int, target: Target, config: scaled_mm.Config | None = None, *, n: int = 72, k: int = 208,
+    kind: str, m: int, target: Target, config: GemmConfig | None = None, *, n: int = 72, k: int = 208,
     out_dtype: torch.dtype = BF16, batch: bool = False, column_major_out: bool = False,
 ) -> None:  # fmt: skip
     a_block, b_block, a_along, b_along, scale = PRODUCTS[kind]
@@ -274,7 +275,7 @@ def check_scaled_mm(
     out = (
         torch.empty(*lead, n, m, dtype=out_dtype).mT if column_major_out else torch.empty(*lead, m, n, dtype=out_dtype)
     )
-    launch = scaled_mm.plan_scaled_mm(*a, *b, bias, out, target, config)
+    (launch,) = scaled_mm.plan_scaled_mm(Parts(*a, *b, bias, out).product(target), config)
     run([launch], [*a[:2], *b[:2], bias])
     assert_product(out, a.values(), b.values(), bias)
 
@@ -290,7 +291,7 @@ def test_scaled_mm(kind: str, m: int, target: Target) -> None:
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_scaled_mm_of_another_configuration(kind: str, target: Target) -> None:
     """32x32 products, 8 warps; tiles in the order of chiplets; a batch."""
-    config = scaled_mm.Config(64, 64, 8, 1, GROUP=2, XCDS=8, options=(("matrix_instr_nonkdim", 32),))
+    config = GemmConfig(64, 64, 8, 1, GROUP=2, XCDS=8, options=(("matrix_instr_nonkdim", 32),))
     check_scaled_mm(kind, 131, target, config, out_dtype=FP32, batch=True)
 
 
@@ -298,7 +299,7 @@ def test_scaled_mm_of_another_configuration(kind: str, target: Target) -> None:
 @pytest.mark.parametrize("kind", ["wgrad", "TN"])
 def test_scaled_mm_into_columns(kind: str, target: Target) -> None:
     """Of a gradient that is stored as its weight is, turned in LDS."""
-    config = scaled_mm.Config(64, 64, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True, options=(("matrix_instr_nonkdim", 16),))
+    config = GemmConfig(64, 64, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True, options=(("matrix_instr_nonkdim", 16),))
     check_scaled_mm(kind, 131, target, config, column_major_out=True)
 
 
@@ -327,9 +328,9 @@ BY_SHAPE: Final = pytest.mark.parametrize(("n", "k"), [(72, 208), (128, 256)])
 
 @BY_TARGET
 @BY_SHAPE
-@pytest.mark.parametrize("config", [None, scaled_mm.Config(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
+@pytest.mark.parametrize("config", [None, GemmConfig(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
 @pytest.mark.parametrize("kind", ROW_PRODUCTS)
-def test_scaled_grouped_mm_of_rows(kind: str, config: scaled_mm.Config | None, n: int, k: int, target: Target) -> None:
+def test_scaled_grouped_mm_of_rows(kind: str, config: GemmConfig | None, n: int, k: int, target: Target) -> None:
     a_block, b_block, _, b_along, scale = PRODUCTS[kind]
     dtype = native_e4m3(target)
     offsets = torch.tensor(ENDS, dtype=torch.int32)
@@ -337,7 +338,8 @@ def test_scaled_grouped_mm_of_rows(kind: str, config: scaled_mm.Config | None, n
     b = operand(torch.randn(len(ENDS), k, n), b_block, dtype, scale, column_major=b_along == "K")
     bias = None if kind == "dgrad" else torch.randn(len(ENDS), n).to(BF16)
     out = empty_grouped_output(a.data, b.data, offsets, FP32 if config is None else BF16)
-    launch = scaled_grouped_mm.plan_scaled_grouped_mm(*a, *b, offsets, bias, out, target, config)
+    product = Parts(*a, *b, bias, out).product(target, offsets=offsets)
+    (launch,) = scaled_grouped_mm.plan_scaled_grouped_mm(product, config)
     run([launch], [*a[:2], *b[:2], offsets, bias])
     rows, weights, start = a.values(), b.values(), 0
     for group, end in enumerate(ENDS):
@@ -348,11 +350,9 @@ def test_scaled_grouped_mm_of_rows(kind: str, config: scaled_mm.Config | None, n
 
 @BY_TARGET
 @pytest.mark.parametrize(("m", "n"), [(37, 72), (128, 128)])
-@pytest.mark.parametrize("config", [None, scaled_mm.Config(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
+@pytest.mark.parametrize("config", [None, GemmConfig(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
 @pytest.mark.parametrize("block", [ROWS, -1])
-def test_scaled_grouped_mm_over_tokens(
-    block: int, config: scaled_mm.Config | None, m: int, n: int, target: Target
-) -> None:
+def test_scaled_grouped_mm_over_tokens(block: int, config: GemmConfig | None, m: int, n: int, target: Target) -> None:
     dtype = native_e4m3(target)
     offsets = torch.tensor(ENDS, dtype=torch.int32)
     x, grad = torch.randn(TOKENS, m), torch.randn(TOKENS, n)
@@ -362,7 +362,8 @@ def test_scaled_grouped_mm_over_tokens(
     )
     a, b = (left[0].mT, left[1].mT, (1, block)), (*right, (block, 1))
     out = empty_grouped_output(a[0], b[0], offsets, FP32 if config is None else BF16)
-    launch = scaled_grouped_mm.plan_scaled_grouped_mm(*a, *b, offsets, None, out, target, config)
+    product = Parts(*a, *b, None, out).product(target, offsets=offsets)
+    (launch,) = scaled_grouped_mm.plan_scaled_grouped_mm(product, config)
     run([launch], [*left, *right, offsets])
     rows, columns = (
         reference.dequantize_grouped(*side, offsets, (block, 1), TOKENS).double() for side in (left, right)

@@ -22,6 +22,7 @@ from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
+from support.products import Parts
 
 NEW = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
 TARGETS = (SM89, SM90, SM100, SM120, GFX942, GFX950)
@@ -56,7 +57,9 @@ def product(
         b = torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, a_block, scale), empty_scale(b, b_block, scale)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    launch: TritonLaunch = planner(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
+    operands = Parts(a, scales[0], a_block, b, scales[1], b_block, None, out)
+    launch: TritonLaunch
+    (launch,) = planner(operands.product(target), config)
     return launch
 
 

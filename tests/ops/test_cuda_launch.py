@@ -30,10 +30,13 @@ from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
 from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
 from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture, launch, nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import Call, geometry, kind
+from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap, pointers
-from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled, compile_kernel
+from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled
+from fp8fn.ops.kernel import Choice, Named
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning import choose
 
@@ -41,7 +44,6 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 FORWARD: tuple[Block, Block] = ((1, 128), (128, 128))
 WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 
-planner: Callable[..., CudaLaunch] = cuda.plan
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # A small one.
@@ -67,6 +69,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(nvrtc, "_compile", compile_)
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     return calls
+
+
+def compile_kernel(kernel: nvrtc.CudaKernel, arch: str = SM90.cubin, *, verbose: bool = False) -> Compiled:
+    return nvrtc.compile_kernel(kernel, arch, verbose=verbose)
 
 
 def test_the_second_time_a_kernel_comes_from_the_cache(cache: Path, compiled: list[Any]) -> None:
@@ -411,7 +417,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     """Launches of tensors on the CPU go to a stub of the driver."""
     found = StubDriver()
     monkeypatch.setattr(driver, "library", lambda: found)
-    monkeypatch.setattr(launch, "compile_kernel", lambda kernel: Compiled(b"cubin", ""))
+    monkeypatch.setattr(launch, "compile_kernel", lambda kernel, arch: Compiled(b"cubin", ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(graph_capture, "capturing", lambda: False)
@@ -439,15 +445,19 @@ class Operands:
         self.out = torch.empty(*lead, m, n, dtype=out)
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        four = (self.a, self.a_scale, self.b, self.b_scale)
-        return four if self.bias is None else (*four, self.bias)
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        return self.a, self.a_scale, self.b, self.b_scale, self.bias
 
     def plan(self, config: Config | None = None) -> CudaLaunch:
-        operands: Any = (
-            self.a, self.a_scale, self.blocks[0], self.b, self.b_scale, self.blocks[1], self.bias, self.out, SM90,
-        )  # fmt: skip
-        return planner(*operands, config or Config())
+        return cuda.plan(self.product, config or Config())[0]
+
+    @property
+    def product(self) -> ScaledProduct:
+        a, b = Quantized(self.a, self.a_scale, self.blocks[0]), Quantized(self.b, self.b_scale, self.blocks[1])
+        return ScaledProduct(a=a, b=b, bias=self.bias, out=self.out, target=SM90)
+
+    def call(self, plan: CudaLaunch) -> Call:
+        return call_of([plan], ("a", "a_scale", "b", "b_scale", "bias"), self.product.outputs)
 
 
 def int32s(address: int, count: int) -> list[int]:
@@ -740,14 +750,14 @@ def test_a_call_puts_each_tensor_in_its_place(
 ) -> None:
     planned, other = (Operands(blocks=blocks, bias=bias, batch=batch) for _ in range(2))
     plan = planned.plan(Config())
-    call = cuda.call(plan, planned.out, bias is not None)
+    call = planned.call(plan)
     assert call.made[0] == geometry(planned.out)
     assert len(call.made) == 1
     outs = call(*other.inputs)
     assert len(outs) == 1
     assert geometry(outs[0]) == geometry(planned.out)
     tensors = dict(zip(("a", "a_scale", "b", "b_scale", "bias"), other.inputs, strict=False))
-    seen = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    seen = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
     seen["out"] = outs[0].data_ptr()
     assert len(stub.launched) == len(call.steps) == 1
     words = dict(zip(plan.args, stub.launched[0].words, strict=True))
@@ -757,7 +767,7 @@ def test_a_call_puts_each_tensor_in_its_place(
 
 def test_a_call_allocates_anew_each_time(stub: StubDriver) -> None:
     operands = Operands()
-    call = cuda.call(operands.plan(Config()), operands.out, False)
+    call = operands.call(operands.plan(Config()))
     first, second = call(*operands.inputs)[0], call(*operands.inputs)[0]
     assert first.data_ptr() != second.data_ptr()
     assert first.data_ptr() != operands.out.data_ptr()
@@ -773,7 +783,7 @@ def test_a_call_on_another_device_than_the_current_one_changes_to_it(
         return nullcontext()
 
     operands = Operands()
-    call = cuda.call(operands.plan(), operands.out, False)
+    call = operands.call(operands.plan())
     monkeypatch.setattr(torch.cuda, "device", enter)
     call(*operands.inputs)
     assert entered == []
@@ -810,7 +820,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, kept: OrderedDict[Any, Any], hopper:
 
     def force(config: Config) -> None:
         kept.clear()
-        monkeypatch.setattr(choose, "plan_scaled_mm", lambda *operands: planner(*operands, config))
+        monkeypatch.setattr(choose, "named", lambda product: Named("cuda", "a test", lambda _: config))
 
     return force
 
@@ -862,13 +872,13 @@ def test_the_op_takes_the_kernel_in_cuda(
 ) -> None:  # fmt: skip
     """At ragged sizes, which the library does not take; the line of the log says so too."""
     planned = []
-    plan_scaled_mm = choose.plan_scaled_mm
+    plan = Choice.plan
 
-    def plan(*operands: Any) -> Any:
-        planned.append(plan_scaled_mm(*operands))
-        return planned[-1]
+    def recorded(choice: Choice, operands: Any) -> Any:
+        planned.extend(launches := plan(choice, operands))
+        return launches
 
-    monkeypatch.setattr(choose, "plan_scaled_mm", plan)
+    monkeypatch.setattr(Choice, "plan", recorded)
     caplog.set_level(logging.DEBUG, "fp8fn")
     for shape in ((200, 264, 521), (1, 7, 130), (2000, 999, 385)):
         product = Product(*shape, blocks)

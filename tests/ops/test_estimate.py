@@ -14,9 +14,10 @@ from fp8fn.bench import readme, record
 from fp8fn.bench.llm84 import Pair, pairs
 from fp8fn.bench.tables import rows_of
 from fp8fn.ops.recipe import BLOCKWISE, HYBRID, MXFP8, ROWWISE, TENSORWISE, Recipe
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times, product_us
-from fp8fn.ops.tuning.problem import Chip, linear_problems
+from fp8fn.ops.tuning.problem import linear_problems
 from fp8fn.ops.tuning.rates import NAMED, rates_of
 from fp8fn.ops.tuning.table import PEER, Entry, Table
 

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, fp8_max
 from fp8fn.ops.layout import empty_data, empty_scale
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import (
     CPU,
@@ -28,6 +29,7 @@ from fp8fn.ops.targets import (
     SM89,
     SM90,
     SM100,
+    SM120,
     Target,
     check_supported,
     fp8_dtypes,
@@ -38,7 +40,7 @@ from fp8fn.ops.triton.interpreter import interpreting
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
-from fp8fn.ops.tuning.choose import plan_scaled_mm
+from support.products import Parts, dispatched
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -71,6 +73,9 @@ def cast_launch(source: torch.Tensor, target: torch.Tensor) -> TritonLaunch:
 def test_targets_have_names_types_and_triton_targets() -> None:
     assert [t.name for t in (CPU, SM89, SM90, GFX942, GFX950)] == ["cpu", "sm89", "sm90", "gfx942", "gfx950"]
     assert native_e4m3(GFX942) is torch.float8_e4m3fnuz
+    assert [t.cubin for t in (SM89, SM90, SM100, SM120)] == ["sm_89", "sm_90a", "sm_100a", "sm_120a"]
+    with pytest.raises(ValueError, match="gfx942 runs no cubin"):
+        GFX942.cubin  # noqa: B018
     assert {native_e4m3(t) for t in (CPU, SM89, SM90, SM100, GFX950)} == {E4M3}
     assert fp8_dtypes(SM90) == fp8_dtypes(GFX950) == (E4M3, E5M2)
     assert fp8_dtypes(GFX942) == (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -162,15 +167,12 @@ def test_arguments_are_typed_as_the_jit_types_them() -> None:
     assert (0,) not in again.attrs or again.attrs[(0,)] == []
 
 
-def meta_operands(m: int, n: int, k: int, padded: int | None = None) -> dict[str, Any]:
+def meta_product(m: int, n: int, k: int, padded: int | None = None, target: Target = SM90) -> ScaledProduct:
     a = torch.empty_strided((m, k), (padded or k, 1), dtype=E4M3, device="meta")
     b = torch.empty(n, k, dtype=E4M3, device="meta").mT
     a_scale, b_scale = empty_scale(a, (1, 128), "fp32"), empty_scale(b, (128, 128), "fp32")
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return {
-        "a": a, "a_scale": a_scale, "a_block": (1, 128), "b": b, "b_scale": b_scale, "b_block": (128, 128),
-        "bias": None, "out": out,
-    }  # fmt: skip
+    return Parts(a, a_scale, (1, 128), b, b_scale, (128, 128), None, out).product(target)
 
 
 def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
@@ -178,11 +180,11 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
 ) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
     with caplog.at_level(logging.DEBUG, logger="fp8fn"):
-        assert plan_scaled_mm(**meta_operands(4096, 4096, 4096), target=SM90).name == "scaled_mm_tma"
-        assert plan_scaled_mm(**meta_operands(4096, 4096, 4096), target=SM100).name == "scaled_mm"
-        assert plan_scaled_mm(**meta_operands(16, 4096, 4096), target=SM90).name == "scaled_mm"
-        unaligned = plan_scaled_mm(**meta_operands(256, 256, 256, padded=257), target=SM90)
-    assert unaligned.reason.endswith("no TMA: a has a row stride of 257 bytes, no multiple of 16")
+        assert dispatched(meta_product(4096, 4096, 4096)).name == "scaled_mm_tma"
+        assert dispatched(meta_product(4096, 4096, 4096, target=SM100)).name == "scaled_mm"
+        assert dispatched(meta_product(16, 4096, 4096)).name == "scaled_mm"
+        unaligned = dispatched(meta_product(256, 256, 256, padded=257))
+    assert unaligned.reason.endswith("not triton_tma: a has a row stride of 257 bytes, no multiple of 16")
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 4
     assert "scaled_mm_tma[BM=128,BN=128,BK=128]" in messages[0]
@@ -191,7 +193,7 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
 
 
 def test_a_launch_describes_itself() -> None:
-    launch = plan_scaled_mm_tma(**meta_operands(4096, 8192, 4096), target=SM90)
+    (launch,) = plan_scaled_mm_tma(meta_product(4096, 8192, 4096))
     assert launch.describe() == "scaled_mm_tma[BM=128,BN=128,BK=128] grid=132x1x1 num_warps=8 num_stages=4 sm90"
 
 

@@ -24,14 +24,13 @@ from fp8fn.ops.kernel import choose
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mm_a16w8 import KERNELS
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import SM90, Target
+from fp8fn.ops.targets import SM90, Chip, Target, chip_of
 from fp8fn.ops.tuning import measured, op_sweep, weight_table
 from fp8fn.ops.tuning.chain_device import weight_bench
 from fp8fn.ops.tuning.measured import Key, candidate_name
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from fp8fn.ops.tuning.mx_table import moe_key, moe_named, mx_key, mx_named
 from fp8fn.ops.tuning.op_sweep import Named
-from fp8fn.ops.tuning.problem import Chip, chip_of
 from fp8fn.ops.tuning.sweep import Call
 from fp8fn.ops.tuning.weight_table import FORM
 from support.products import weight_product

@@ -32,7 +32,6 @@ from test_cuda_splitk_a16w8 import CONFIGS as SPLITS
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
-from fp8fn.ops.cuda.gemm import scaled_grouped_mm as grouped
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
@@ -49,8 +48,8 @@ from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProd
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
-from fp8fn.ops.tuning.problem import Problem, empty_operands
-from support.products import mx_product
+from fp8fn.ops.tuning.problem import Problem, empty_product
+from support.products import Parts, mx_product
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 RUNS: Final = 3
@@ -85,13 +84,14 @@ def _scaled_mm(device: torch.device, target: Target) -> Launches:
             "low": (config.BM, 2 * config.BN),
         }[shape]  # fmt: skip
         problem = Problem(m, n, BK, *kinds, batch=batch, out_type=out)
-        stages = int(dense.plan(*empty_operands(problem, "meta"), target, config).options["STAGES"])
+        (launch,) = dense.plan(empty_product(problem, "meta", target), config)
+        stages = int(launch.options["STAGES"])
         k = 2 * stages * config.SPLIT * BK + (24 if shape == "ragged" else 0)
-        operands = empty_operands(replace(problem, k=k), device)
+        operands = empty_product(replace(problem, k=k), device, target)
         if bias:
-            operands = operands._replace(bias=torch.empty(n, device=device))
+            operands = replace(operands, bias=torch.empty(n, device=device))
         name = f"{'x'.join(kinds)} {config} {shape} {out}{' bias' * bias}{f' batch{batch}' * (batch > 1)}"
-        return name, dense.plan(*operands, target, config)
+        return name, dense.plan(operands, config)[0]
 
     for kinds in KINDS:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
@@ -114,8 +114,9 @@ def _scaled_grouped_mm(device: torch.device, target: Target) -> Launches:
         a = _quantized((tokens, k), a_block, device, column_major=False)
         b = _quantized((experts, k, n), b_block, device, column_major=True)
         added, out = (torch.empty(rows, n, dtype=BF16, device=device) for rows in (experts, tokens))
-        operands = (*a, a_block, *b, b_block, ends(sizes, str(device)), added if bias else None, out)
-        yield f"JAGGED_M {'x'.join(kinds)} {config}", grouped.plan(*operands, target, config)
+        parts = Parts(*a, a_block, *b, b_block, added if bias else None, out)
+        of_groups = parts.product(target, offsets=ends(sizes, str(device)))
+        yield f"JAGGED_M {'x'.join(kinds)} {config}", dense.plan(of_groups, config)[0]
     m, n = 200, 136
     for (sizes, rest), config in product((GROUPS["units"], GROUPS["large gaps"]), (X, SMALLEST)):
         a, b = (
@@ -123,8 +124,8 @@ def _scaled_grouped_mm(device: torch.device, target: Target) -> Launches:
             for width in (m, n)
         )
         out = torch.empty(len(sizes), m, n, dtype=BF16, device=device)
-        operands = (a[0].mT, a[1].mT, ROW, *b, COLUMN, ends(sizes, str(device)), None, out)
-        launch = grouped.plan(*operands, target, config)
+        parts = Parts(a[0].mT, a[1].mT, ROW, *b, COLUMN, None, out)
+        (launch,) = dense.plan(parts.product(target, offsets=ends(sizes, str(device))), config)
         yield f"JAGGED_K unit{dict(launch.kernel.macros)['SPREAD_UNIT']} {config}", launch
 
 

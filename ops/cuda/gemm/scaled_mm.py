@@ -12,11 +12,11 @@ from torch import Tensor
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT, round_up
-from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
@@ -67,19 +67,11 @@ def scale_kind(line: int, along_k: int) -> str:
     return "VECTOR" if line == 1 else "BLOCK"
 
 
-def accepts(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target,
-) -> str | None:  # fmt: skip
+def accepts(product: ScaledProduct) -> str | None:
     """None where `plan` takes these operands, else the reason why not."""
-    return operands_fault(a, a_scale, a_block, b, b_scale, b_block, target)
-
-
-def operands_fault(
-    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, target: Target
-) -> str | None:
-    """Why the kernel cannot multiply these on a target, or None."""
+    if product.offsets is not None and (reason := _refuses_groups(product, product.offsets)) is not None:
+        return reason
+    (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if a.dtype not in OCP or b.dtype not in OCP:
@@ -104,15 +96,28 @@ def operands_fault(
     return None
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config, offsets: Tensor | None = None,
-) -> CudaLaunch:  # fmt: skip
+def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
+    a_block, b_block, bias = product.a.block, product.b.block, product.bias
+    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
+    if kinds not in KINDS:
+        return f"blocks {a_block} and {b_block} are no pair of this kernel"
+    if product.b.data.dim() == 2 and kinds != ("VECTOR", "VECTOR"):
+        return f"blocks {a_block} and {b_block}: tokens that are summed over have to be spread"
+    if not offsets.is_contiguous():
+        return f"offsets has stride {offsets.stride(0)}, not 1"
+    if bias is not None and not bias.is_contiguous():
+        return f"bias has strides {bias.stride()}"
+    return None
+
+
+def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
 
-    With `offsets (E,)` it walks over the tiles of all groups.
+    With `offsets (E,)` the launch walks over the tiles of all groups: `out (M, N) = a (M, K) @ b (E, K, N)[group of the
+    row] + bias (E, N)`, or `out (E, M, N)[g] = a (M, P) @ b (P, N)` over the spread tokens of each group.
     """
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, offsets, target = product.bias, product.offsets, product.target
     (m, k), n = a.shape[-2:], b.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     grouped = "DENSE"
@@ -163,7 +168,7 @@ def plan(
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
         options["GROUPED"] = grouped
-    return CudaLaunch(
+    launch = CudaLaunch(
         kernel=CudaKernel(
             "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
         ),
@@ -173,20 +178,9 @@ def plan(
         args=args,
         target=target,
         options=options,
+        binds={"out_rows": "out"},
     )
-
-
-def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
-    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, then `offsets` and `bias`.
-
-    Each of the last two where the launch has it.
-    """
-    more = [*(["offsets"] if "offsets" in launch.args else []), *(["bias"] if has_bias else [])]
-    places = {name: i for i, name in enumerate(["a", "a_scale", "b", "b_scale", *more, "out"])}
-    places["out_rows"] = places["out"]
-    names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
-    pointers = tuple(None if launch.args[name] is None else places[name] for name in names)
-    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+    return (launch,)
 
 
 def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:

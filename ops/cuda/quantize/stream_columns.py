@@ -163,12 +163,12 @@ def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Ta
     """Clusters that run at once; on a device it depends on how many multiprocessors each GPC has."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return _resident_on(kernel, tile, torch.cuda.current_device())
+            return _resident_on(kernel, tile, target.cubin, torch.cuda.current_device())
     return max(1, target.cores // tile.CLUSTER) * tile.RESIDENT
 
 
 @cache
-def _resident_on(kernel: CudaKernel, tile: Stream, device: int) -> int:
+def _resident_on(kernel: CudaKernel, tile: Stream, arch: str, device: int) -> int:
     driver.make_context_current(device)  # this thread may not have called CUDA before
-    function = function_of(kernel, tile.shared, device)
+    function = function_of(kernel, arch, tile.shared, device)
     return driver.resident_clusters(function, tile.CLUSTER, 32 * (tile.WARPS + 1), tile.shared)

@@ -83,7 +83,7 @@ class CudaLaunch(Launch):
 
     def compile(self, *, verbose: bool = False) -> Compiled:
         """The machine code; needs no device. `verbose` compiles anew and brings ptxas's report."""
-        return compile_kernel(self.kernel, verbose=verbose)
+        return compile_kernel(self.kernel, self.target.cubin, verbose=verbose)
 
     def resources(self) -> Resources:
         """Registers, spills and shared memory of the compiled kernel."""
@@ -104,9 +104,9 @@ def pointers(args: Mapping[str, Argument]) -> list[int]:
 
 
 @cache
-def function_of(kernel: CudaKernel, shared: int, device: int) -> int:
+def function_of(kernel: CudaKernel, arch: str, shared: int, device: int) -> int:
     """The loaded kernel; modules live as long as the process, as Triton's and PyTorch's do."""
-    return driver.load_function(compile_kernel(kernel).cubin, kernel.entry, shared, device)
+    return driver.load_function(compile_kernel(kernel, arch).cubin, kernel.entry, shared, device)
 
 
 def _size(arg: Argument) -> int:
@@ -126,7 +126,8 @@ class Prepared:
         self.device = next(t.device for t in tensors if isinstance(t, Tensor))
         with torch.cuda.device(self.device):
             index = torch.cuda.current_device()
-            self._function = ctypes.c_void_p(function_of(launch.kernel, launch.shared, index))
+            function = function_of(launch.kernel, launch.target.cubin, launch.shared, index)
+            self._function = ctypes.c_void_p(function)
             driver.make_context_current(index)  # for descriptors; this thread may not have called CUDA before
         self._index = index
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan

@@ -17,18 +17,21 @@ from test_cuda_scaled_mm_values import FEW
 
 import fp8fn
 from fp8fn.ops import groups, reference
-from fp8fn.ops.cuda.gemm import scaled_grouped_mm as products
+from fp8fn.ops.cuda.gemm import scaled_mm as products
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.quantize import quantize_grouped as quantizers
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM90, Target
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
-from fp8fn.ops.tuning.grouped import choose_config, problem_of
-from fp8fn.ops.tuning.problem import Problem
+from fp8fn.ops.tuning.grouped import choose_config
+from fp8fn.ops.tuning.problem import Problem, problem_of
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import Parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -202,11 +205,19 @@ def beside_nan(x: Tensor, sizes: list[int]) -> Tensor:
     return bad
 
 
+def grouped_product(
+    operands: tuple[Any, ...], bias: Tensor | None, out: Tensor, target: Target = SM90
+) -> ScaledProduct:
+    *parts, offsets = operands
+    return Parts(*parts, bias, out).product(target, offsets=offsets)
+
+
 def emulated(operands: tuple[Any, ...], config: Config, *, backwards: bool = False) -> Tensor:
     a, _, _, b, _, _, offsets = operands
-    assert products.accepts(*operands, None, SM90) is None
     out = torch.full((offsets.shape[0], a.shape[0], b.shape[1]), 7.0)
-    emulate(products.plan(*operands, None, out, SM90, config), backwards=backwards)
+    product = grouped_product(operands, None, out)
+    assert products.accepts(product) is None
+    emulate(products.plan(product, config)[0], backwards=backwards)
     return out
 
 
@@ -239,7 +250,7 @@ def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, c
     for given in ((x, y), (beside_nan(x, sizes), beside_nan(y, sizes))):
         operands = summed(*given, offsets)
         outs.append(emulated(operands, config, backwards=bool(outs)))
-        want = reference.scaled_grouped_mm(*operands, None, FP32)
+        want = reference.scaled_grouped_mm(Quantized(*operands[:3]), Quantized(*operands[3:6]), operands[6], None, FP32)
         torch.testing.assert_close(outs[-1], want, rtol=1e-4, atol=1e-4, equal_nan=True)
         left, right = (operands[0].mT, operands[1].mT), operands[3:5]
         rows, columns = (
@@ -296,13 +307,14 @@ def planned(kind: str, config: Config, out_dtype: torch.dtype = BF16, bias: bool
     ops = operands(kind, m, n, k, experts)
     out = torch.empty((experts, m, n) if kind.startswith("summed") else (m, n), device="meta", dtype=out_dtype)
     biases = torch.empty(experts, n, device="meta", dtype=BF16) if bias else None
-    assert products.accepts(*ops, biases, SM90) is None
-    return products.plan(*ops, biases, out, SM90, config)
+    product = grouped_product(ops, biases, out)
+    assert products.accepts(product) is None
+    return products.plan(product, config)[0]
 
 
 def problem(kind: str) -> Problem:
-    a, _, a_block, b, _, b_block, _ = operands(kind, 1000, 512, 1024, 4)
-    return problem_of(a, a_block, b, b_block, 4, torch.empty(1000, 512, device="meta", dtype=BF16))
+    out = torch.empty(1000, 512, device="meta", dtype=BF16)
+    return problem_of(grouped_product(operands(kind, 1000, 512, 1024, 4), None, out))
 
 
 @needs_nvrtc
@@ -332,9 +344,8 @@ def test_the_grid_is_no_larger_than_the_tiles() -> None:
     config = Config(MATH=3, DEPTH=1)
     assert planned("rows", config).grid == (4 * (1000 // 192 + 4 + 1), 1, 1)
     assert planned("summed", config).grid == (4 * 6 * 4, 1, 1)
-    many = products.plan(
-        *operands("rows", 32768, 7168, 2048, 8), None, torch.empty(32768, 7168, device="meta", dtype=BF16), SM90, config
-    )
+    out = torch.empty(32768, 7168, device="meta", dtype=BF16)
+    (many,) = products.plan(grouped_product(operands("rows", 32768, 7168, 2048, 8), None, out), config)
     assert many.grid == (132, 1, 1)
 
 
@@ -342,7 +353,9 @@ def test_refusals_of_the_products() -> None:
     def refusal(kind: str = "rows", target: Target = SM90, **changed: Any) -> str:
         names = ("a", "a_scale", "a_block", "b", "b_scale", "b_block", "offsets")
         ops = {**dict(zip(names, operands(kind, 64, 64, 256, 4), strict=True)), "bias": None, **changed}
-        return str(products.accepts(*ops.values(), target))
+        *parts, offsets, bias = ops.values()
+        out = torch.empty(64, 64, device="meta", dtype=BF16)
+        return str(products.accepts(grouped_product((*parts, offsets), bias, out, target)))
 
     assert refusal() == "None"
     assert "not sm90" in refusal(target=GFX942)
@@ -402,7 +415,7 @@ class Rows:
     ) -> Tensor:
         """Into memory that was NaN before; rows of no group must be zeros. On the CPU it is emulated."""
         out = torch.full(self.shape, torch.nan, device=self.bias.device, dtype=dtype)
-        launch = products.plan(*self.operands, bias, out, target, config)
+        (launch,) = products.plan(grouped_product(self.operands, bias, out, target), config)
         if out.device.type == "cpu":
             emulate(launch, backwards=backwards)
         else:
@@ -447,10 +460,10 @@ def test_products_over_tokens(sizes: list[int], rest: int, hopper: Target) -> No
         a = torch.ops.fp8fn.quantize_grouped(x, offsets)
         b = torch.ops.fp8fn.quantize_grouped(g, offsets)
         ops = (a[0].mT, a[1].mT, (1, 128), *b, (128, 1), offsets)
-        want = reference.scaled_grouped_mm(*ops, None, torch.float32).double()
+        want = reference.scaled_grouped_mm(Quantized(*ops[:3]), Quantized(*ops[3:6]), ops[6], None, FP32).double()
         for config in tiles(problem("summed")):
             out = torch.full((len(sizes), m, n), torch.nan, device="cuda", dtype=out_dtype)
-            products.plan(*ops, None, out, hopper, config).run()
+            products.plan(grouped_product(ops, None, out, hopper), config)[0].run()
             assert error(out, want) < 4e-3, config
             assert not any(out[expert].any() for expert, size in enumerate(sizes) if size == 0)
 
@@ -464,7 +477,7 @@ def test_no_token_of_the_next_group_is_multiplied_on_the_device(sizes: list[int]
     for config in tiles(problem("summed")):
         outs = torch.full((2, len(sizes), 300, 136), torch.nan, device="cuda", dtype=BF16)
         for operands, out in zip((clean, bad), outs, strict=True):
-            products.plan(*operands, None, out, hopper, config).run()
+            products.plan(grouped_product(operands, None, out, hopper), config)[0].run()
         assert torch.equal(outs[0, ::2], outs[1, ::2]), config
 
 
