@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name):
-        """`fp8fn.plot` on its first use, for nothing else needs it."""
+        """Imports `fp8fn.plot` when it is first used."""
         if name == "plot":
             from importlib import import_module
 

@@ -1,7 +1,7 @@
-"""Errors of public functions about an argument that does not fit: its name, its value, and what would work.
+"""Errors of public functions about arguments: each names the argument, its value, and a remedy.
 
-`checked` declares the check of each argument. A call pays for none of them: PyTorch's dispatcher and the ops refuse
-what they can't take, and only then are the arguments looked at, to say in the caller's words which of them is wrong.
+`checked` declares a check for each argument. A successful call runs none of them. The checks run only after PyTorch's
+dispatcher or an op has raised an error, to state the error in terms of the caller's arguments.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fp8fn.scaled_tensor import ScaledTensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Raises where the argument `name` of the function `op` has a value that does not fit.
+# Raises an error if the value of argument `name` of function `op` does not fit.
 Check: TypeAlias = Callable[[str, str, Any], None]
-# Raises where arguments, by their names, do not fit each other.
+# Raises an error if the arguments, given by name, do not fit each other.
 Together: TypeAlias = Callable[[str, Mapping[str, Any]], None]
 
 _FLOATS: Final = "bfloat16, float16 or float32"
 
 
 def checked(together: Together | None = None, /, **checks: Check) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function: where a call of it raises, the error is that of the first argument that does not fit."""
+    """Decorates a function: if a call raises, the error becomes that of the first argument whose check fails."""
 
     def decorate(fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
@@ -55,10 +55,10 @@ def checked(together: Together | None = None, /, **checks: Check) -> Callable[[C
 def _first_wrong(
     fn: Callable[..., Any], checks: Mapping[str, Check], together: Together | None, args: Any, kwargs: Any
 ) -> TypeError | ValueError | None:
-    """The error of the first argument that does not fit; None where the call failed by something else."""
+    """The error of the first argument whose check fails; None if the call failed for another reason."""
     try:
         bound = inspect.signature(fn).bind(*args, **kwargs)
-    except TypeError:  # an argument is missing, or unknown: Python has named it
+    except TypeError:  # an argument is missing or unknown, and Python's error names it
         return None
     bound.apply_defaults()
     try:
@@ -72,7 +72,7 @@ def _first_wrong(
 
 
 def operand(op: str, name: str, value: object) -> None:
-    """A tensor of a product, or what `quantize` makes of one."""
+    """A tensor or a `ScaledTensor`."""
     if isinstance(value, GroupedScaledTensor):
         raise TypeError(f"{op}: {name} is a GroupedScaledTensor; use fp8fn.grouped_gemm, which multiplies by groups")
     if isinstance(value, ScaledTensor):
@@ -90,11 +90,10 @@ def activation(op: str, name: str, value: object) -> None:
 
 
 def weight(op: str, name: str, value: object) -> None:
-    """An `operand` that is a matrix, or a batch of them."""
+    """An `operand` with at least two dimensions, if it is a tensor."""
     operand(op, name, value)
-    if isinstance(value, Tensor) and value.ndim < 2:
-        given = tuple(value.shape)
-        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+    if isinstance(value, Tensor):
+        _two_dimensions(op, name, value)
 
 
 def grouped_operand(op: str, name: str, value: object) -> None:
@@ -107,7 +106,7 @@ def grouped_operand(op: str, name: str, value: object) -> None:
 
 
 def tensor(op: str, name: str, value: object) -> None:
-    """A tensor of any type, with strides."""
+    """A strided tensor of any type."""
     _strided(op, name, value, "a tensor")
 
 
@@ -117,7 +116,7 @@ def optional_tensor(op: str, name: str, value: object) -> None:
 
 
 def floats(op: str, name: str, value: object) -> None:
-    """A tensor of 16 or 32 bits, which is yet to be quantized."""
+    """A floating-point tensor of 16 or 32 bits."""
     if isinstance(value, (ScaledTensor, GroupedScaledTensor)):
         raise TypeError(f"{op}: {name} is a {type(value).__name__}, in FP8 already; use a tensor of {_FLOATS}")
     _strided(op, name, value, "a tensor")
@@ -126,16 +125,14 @@ def floats(op: str, name: str, value: object) -> None:
 
 
 def matrix(op: str, name: str, value: object) -> None:
-    """`floats` of two dimensions at least."""
+    """`floats` with at least two dimensions."""
     floats(op, name, value)
     assert isinstance(value, Tensor)
-    if value.ndim < 2:
-        given = tuple(value.shape)
-        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+    _two_dimensions(op, name, value)
 
 
 def bias(op: str, name: str, value: object) -> None:
-    """A tensor of floats, or None."""
+    """`floats` or None."""
     if value is None:
         return
     if isinstance(value, (int, float)):
@@ -145,14 +142,14 @@ def bias(op: str, name: str, value: object) -> None:
 
 
 def offsets(op: str, name: str, value: object) -> None:
-    """END offsets of groups."""
+    """The end offsets of groups."""
     if value is None:
         raise TypeError(f"{op}: {name} is None; use a tensor of torch.int32, the end of each group")
     optional_offsets(op, name, value)
 
 
 def optional_offsets(op: str, name: str, value: object) -> None:
-    """END offsets of groups, or None."""
+    """The end offsets of groups, or None."""
     if value is None:
         return
     if isinstance(value, (list, tuple)):
@@ -183,7 +180,7 @@ def block(op: str, name: str, value: object) -> None:
 
 
 def tokens_block(op: str, name: str, value: object) -> None:
-    """The block of tokens in groups, which is a number."""
+    """The block of tokens in groups: a number."""
     remedy = f"use {ROWS}, or {WHOLE} for all tokens of a group"
     if not isinstance(value, int):
         raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
@@ -222,7 +219,7 @@ def epsilon(op: str, name: str, value: object) -> None:
 
 
 def count(op: str, name: str, value: object) -> None:
-    """A number of things, of which there is one at least."""
+    """A positive number."""
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
         raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; use an int, 1 at least")
     if value < 1:
@@ -240,7 +237,7 @@ def function(op: str, name: str, value: object) -> None:
 
 
 def product_of(left: str, right: str, *, transposed: bool) -> Together:
-    """`left @ right + bias`, where K, the devices and the bias's length agree; `transposed`: `right` is `(N, K)`."""
+    """A check that K, the devices and the bias of `left @ right + bias` agree; `transposed`: `right` is `(N, K)`."""
 
     def together(op: str, given: Mapping[str, Any]) -> None:
         a, b, added = given[left], given[right], given["bias"]
@@ -261,7 +258,7 @@ def product_of(left: str, right: str, *, transposed: bool) -> Together:
 
 
 def _strided(op: str, name: str, value: object, wanted: str) -> None:
-    """Raises for what is no tensor, and for a tensor that has no strides."""
+    """Raises an error for other objects than tensors, and for tensors without strides."""
     if not isinstance(value, Tensor):
         kind = type(value).__name__
         if value is None:
@@ -279,6 +276,12 @@ def _strided(op: str, name: str, value: object, wanted: str) -> None:
 def _floats(op: str, name: str, value: Tensor) -> None:
     if value.dtype not in INPUT_DTYPES:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}; use {_FLOATS}, {name}.to(torch.float32) for one")
+
+
+def _two_dimensions(op: str, name: str, value: Tensor) -> None:
+    if value.ndim < 2:
+        given = tuple(value.shape)
+        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""`load_blockwise`: safetensors checkpoints with FP8 weights and block scales, memory-mapped, as `ScaledTensor`s."""
+"""`load_blockwise`: memory-mapped safetensors checkpoints with FP8 weights and block scales, as `ScaledTensor`s."""
 
 from __future__ import annotations
 
@@ -19,37 +19,52 @@ from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.layout import BLOCKS, Block, known_block, scale_shape, turned
 from fp8fn.scaled_tensor import ScaledTensor
 
-# `layer.weight` has its scales in `layer.weight_scale_inv`: DeepSeek-V3's name for what dequantizes.
+# The scales of `layer.weight` are `layer.weight_scale_inv`: DeepSeek-V3's name for the factors that dequantize.
 SCALE_SUFFIX: Final = "_scale_inv"
 _INDEX_SUFFIX: Final = ".safetensors.index.json"
 _USUAL: Final[Block] = (128, 128)
-# A model's name on the Hugging Face Hub, which is no folder's unless the model was downloaded to one.
+# A model's name on the Hugging Face Hub, which users may pass in place of a folder.
 _HUB_NAME: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# Characters of a name from a file that an error repeats: an index may hold names of any length.
+# The most characters of a file's name or tensor that an error repeats: an index may hold names of any length.
 _REPEATED: Final = 80
 
 
 def load_blockwise(
     path: str | os.PathLike[str], *, device: torch.device | str = "cpu"
 ) -> dict[str, ScaledTensor | Tensor]:
-    """The tensors of a checkpoint by name, FP8 weights as `ScaledTensor`s: DeepSeek-V3's and Qwen3-FP8's convention.
+    """Loads a safetensors checkpoint, with FP8 weights and their block scales as `ScaledTensor`s.
 
-    `X.weight (N, K)` or `(E, N, K)` in FP8 with `X.weight_scale_inv`, one scale for each block of 128 x 128, becomes
-    the `ScaledTensor` `X.weight`; then `fp8fn.gemm(x, tensors["X.weight"].mT)` is the layer. Other tensors come as they
-    are. Needs safetensors: `pip install safetensors`.
+    The convention is that of DeepSeek-V3 and Qwen3-FP8: `X.weight` in FP8 with `X.weight_scale_inv`, one scale for each
+    block, becomes the `ScaledTensor` `X.weight`. Scales in bfloat16 and float16 become float32. The block is
+    `quantization_config.weight_block_size` of a `config.json` beside the file, or follows from the shapes. Other
+    tensors are loaded unchanged. Needs `pip install safetensors`.
 
     Args:
-        path: a safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
-        device: where the tensors go. On the CPU their data are the mapped file's: pages are read as they are used, and
-            writing to them does not change the file.
+        path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
+        device: Where the tensors go. On the CPU they map the file: pages are read when they are used, and writing to a
+            tensor does not change the file.
 
-    The block is `quantization_config.weight_block_size` of a `config.json` beside the file, or follows from the shapes.
-    Scales may be float32, bfloat16 and float16, which become float32, or float8_e8m0fnu. The order is the files', the
-    shards' that in which the index names them.
+    Shape:
+        `X.weight (N, K)` or `(E, N, K)` → a `ScaledTensor` of that shape; `fp8fn.linear(x, tensors["X.weight"])` is the
+        layer.
 
-    Raises `FileNotFoundError` for a file that is not there, `OSError` for one that cannot be read, and `ValueError`,
-    naming file and tensor, for one that is damaged or cut off, an index that disagrees with its shards, a weight and
-    scales that do not belong together, and scales that are not all finite and positive.
+    Returns:
+        The tensors by name, in the order of the files.
+
+    Raises:
+        FileNotFoundError: A file does not exist.
+        OSError: A file cannot be read.
+        ValueError: A file is damaged or cut off, an index disagrees with its shards, a weight and its scales do not
+            belong together, or a scale is not finite and positive.
+
+    Example:
+        >>> import safetensors.torch, tempfile
+        >>> file = tempfile.mkdtemp() + "/model.safetensors"
+        >>> q = fp8fn.quantize(torch.ones(256, 128), (128, 128))
+        >>> tensors = {"fc.weight": q.data, "fc.weight_scale_inv": q.scale.contiguous()}
+        >>> safetensors.torch.save_file(tensors, file)
+        >>> fp8fn.load_blockwise(file)["fc.weight"].block
+        (128, 128)
     """
     target = torch.device(device)
     checkpoint = find(path)
@@ -73,13 +88,13 @@ def load_blockwise(
             )
         else:
             tensors[name] = value
-    # Only now, for all are checked: a large checkpoint takes minutes to copy.
+    # Copy after all tensors are checked: a large checkpoint takes minutes to copy.
     return tensors if target.type == "cpu" else {name: _moved(value, target) for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The files of a checkpoint; `index` and its `weight_map`, a tensor's name to its file's, where there is one."""
+    """The files of a checkpoint, and its `index` with the `weight_map` from tensors to files, if there is one."""
 
     folder: Path
     files: tuple[Path, ...]
@@ -88,11 +103,11 @@ class Checkpoint:
 
 
 def find(path: str | os.PathLike[str]) -> Checkpoint:
-    """The checkpoint that a file, an index or a folder is."""
+    """The checkpoint of a file, an index or a folder."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"path must be a str or an os.PathLike, not {type(path).__name__}")
     path = Path(path)
-    # `os.path` answers False for a name that no file can have (too long, or with a zero byte), where `Path` raises.
+    # `os.path` returns False for an impossible name (too long, or with a zero byte), for which `Path` raises an error.
     if os.path.isdir(path):
         path = _of_folder(path)
     if not os.path.exists(path):
@@ -116,7 +131,7 @@ def find(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _download(path: Path) -> str:
-    """What to do where a path that does not exist may be a model's name."""
+    """The remedy for a missing path that may be a model's name."""
     name = path.as_posix()
     if not _HUB_NAME.fullmatch(name) or path.suffix in (".safetensors", ".json"):
         return ""
@@ -124,7 +139,7 @@ def _download(path: Path) -> str:
 
 
 def _short(value: object) -> object:
-    """A value for a message: a long text is cut in its middle."""
+    """A value for a message; a long text is shortened in its middle."""
     if not isinstance(value, str) or len(value) <= _REPEATED:
         return value
     return f"{value[: _REPEATED // 2]}...{value[-_REPEATED // 2 :]}"
@@ -132,7 +147,7 @@ def _short(value: object) -> object:
 
 def _of_folder(folder: Path) -> Path:
     try:
-        # `Path.glob` takes a folder that may not be read for an empty one.
+        # `Path.glob` treats an unreadable folder as an empty one.
         files = sorted(entry.name for entry in os.scandir(folder) if not entry.is_dir())
     except OSError as error:
         raise _unreadable(folder, error) from error
@@ -149,7 +164,7 @@ def _of_folder(folder: Path) -> Path:
 
 
 def _unreadable(path: Path, error: OSError) -> OSError:
-    """The same error as one sentence that begins with the path."""
+    """An error of the same type, with a sentence that begins with the path."""
     return type(error)(f"{path} cannot be read: {error.strerror or error}")
 
 
@@ -167,7 +182,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 class Shard:
-    """An open safetensors file, memory-mapped; opening it compares its length with its header."""
+    """An open, memory-mapped safetensors file; opening it checks its length against its header."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -176,14 +191,15 @@ class Shard:
         self.metadata: dict[str, str] = dict(self._file.metadata() or {})
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor on the CPU whose memory is the file's; writing to it does not change the file."""
+        """A CPU tensor that maps the file; writing to the tensor does not change the file."""
         try:
-            return self._file.get_tensor(name)  # type: ignore[no-any-return]
+            tensor: Tensor = self._file.get_tensor(name)
+            return tensor
         except Exception as error:
             raise ValueError(f"{self.path}: tensor {name!r} cannot be read: {error}") from error
 
     def header(self, name: str) -> tuple[str, list[int]]:
-        """The dtype and the shape of a tensor, as the file spells them."""
+        """The dtype and the shape of a tensor, as in the file's header."""
         entry = self._file.get_slice(name)
         return str(entry.get_dtype()), list(entry.get_shape())
 
@@ -207,7 +223,7 @@ def _opened(path: Path) -> Any:
 
 
 def _cut_off(path: Path) -> str | None:
-    """Where a file ends too early, and in which tensor; None where it does not, or its header cannot be read."""
+    """Where a truncated file ends, and in which tensor; None if it is complete or its header cannot be read."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -226,7 +242,7 @@ def _cut_off(path: Path) -> str | None:
 
 
 def open_all(checkpoint: Checkpoint) -> dict[str, Shard]:
-    """The shard of each tensor, in order; `ValueError` where the index disagrees with the shards, or two of them do."""
+    """The shard of each tensor, in order. Raises ValueError if the index and the shards, or two shards, disagree."""
     owners: dict[str, Shard] = {}
     for path in checkpoint.files:
         shard = Shard(path)
@@ -246,14 +262,14 @@ def open_all(checkpoint: Checkpoint) -> dict[str, Shard]:
 
 @dataclass(frozen=True)
 class _Declared:
-    """The block of a config, and the file that has it."""
+    """The block that a config declares, and the path of the config."""
 
     path: Path
     block: Block
 
 
 def _declared_block(config: Path) -> _Declared | None:
-    if not os.path.lexists(config):  # a link to nothing is an error, not a checkpoint without a config
+    if not os.path.lexists(config):  # a broken link is an error, not a checkpoint without a config
         return None
     quantization = read_json(config).get("quantization_config")
     if quantization is None:
@@ -263,7 +279,7 @@ def _declared_block(config: Path) -> _Declared | None:
     sizes = quantization.get("weight_block_size")
     if sizes is None:
         return None
-    # 128.0 == 128 and True == 1, but a kernel takes neither.
+    # 128.0 == 128 and True == 1, but kernels need ints.
     whole = isinstance(sizes, list) and all(type(size) is int for size in sizes)
     block = known_block(sizes) if whole else None
     if block is None:
@@ -288,7 +304,7 @@ def _scaled(name: str, data: Tensor, shard: Shard, scales: Shard, declared: _Dec
             "float16 or float8_e8m0fnu"
         )
     _check_scales(scales.path, scale_name, scale)
-    if not scale.ndim:  # one for the whole tensor
+    if not scale.ndim:  # one scale for the whole tensor
         scale = scale.expand(*data.shape[:-2], 1, 1)
     usual = _USUAL if declared is None else declared.block
     fitting = [block for block in (usual, *BLOCKS) if scale_shape(data.shape, block) == tuple(scale.shape)]
@@ -298,15 +314,15 @@ def _scaled(name: str, data: Tensor, shard: Shard, scales: Shard, declared: _Dec
             f"{scales.path}: tensor {scale_name!r} has shape {tuple(scale.shape)}; {name!r} of {tuple(data.shape)} in "
             f"blocks of {usual}{by}, needs {scale_shape(data.shape, usual)}"
         )
-    # A copy, 1/4096 of the weight, whose rows begin where TMA can address them.
+    # Copy the scales, 1/4096 of the weight's bytes, to aligned rows, which TMA can address.
     scale = turned(scale if scale.dtype in SCALE_DTYPES else scale.float(), column_major=False)
     return ScaledTensor(data, scale, fitting[0])
 
 
 def _check_scales(path: Path, name: str, scale: Tensor) -> None:
-    """Refuses scales with which no weight can be right; one pass over them, before they are copied anyway."""
+    """Raises an error for scales that cannot be right. This is one pass over the scales, which are copied anyway."""
     if scale.dtype == torch.float8_e8m0fnu:
-        wrong = scale.view(torch.uint8) == 0xFF  # NaN; this format has no sign, no zero and no Inf
+        wrong = scale.view(torch.uint8) == 0xFF  # the code of NaN; the format has no sign, no zero and no Inf
     else:
         wrong = ~((scale > 0) & (scale < math.inf))
     count = int(wrong.sum())
@@ -321,6 +337,6 @@ def _check_scales(path: Path, name: str, scale: Tensor) -> None:
 def _moved(value: ScaledTensor | Tensor, device: torch.device) -> ScaledTensor | Tensor:
     if isinstance(value, Tensor):
         return value.to(device)
-    # Rows that TMA can address, as `quantize` writes them.
+    # Align the rows for TMA, as `quantize` does.
     data = value.data if value.shape[-1] % 16 == 0 else turned(value.data, column_major=False)
     return ScaledTensor(data, value.scale, value.block).to(device)

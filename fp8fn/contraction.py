@@ -1,4 +1,4 @@
-"""A contraction of two tensors, an einsum's for one, as the product of two matrices that it is."""
+"""Contractions of two tensors, such as einsums, as products of two matrices."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 
 
 class Product(NamedTuple):
-    """How the axes of the operands and of the result are put in order; `contracted` of them are summed over.
+    """The orders of axes that make a contraction a matrix product; `contracted` axes are summed over.
 
-    `a` brings the contracted axes to the end, `b` to the front; `out` puts the free ones of both where they belong.
+    Order `a` moves the contracted axes of the left operand to its end, `b` those of the right operand to its front.
+    Order `out` moves the free axes of both operands to their places in the result.
     """
 
     a: tuple[int, ...]
@@ -19,9 +20,9 @@ class Product(NamedTuple):
     contracted: int
 
     def repeats(self, a: Sequence[Any], b: Sequence[Any]) -> bool:
-        """Whether tensors of these shapes are summed over an axis of which one has a size of 1, which is repeated.
+        """Whether tensors of these shapes are summed over an axis of size 1 in one of them, which einsum repeats.
 
-        Symbolic sizes are not compared, for that would be a guard.
+        Symbolic sizes are not compared, because a comparison adds a guard.
         """
         left = [a[axis] for axis in self.a[len(self.a) - self.contracted :]]
         right = [b[axis] for axis in self.b[: self.contracted]]
@@ -30,7 +31,7 @@ class Product(NamedTuple):
 
 
 def as_product(equation: str, a_ndim: int, b_ndim: int) -> Product | None:
-    """The product that an equation of two operands is, None where it is more, a batch of them or a sum besides."""
+    """The product that an einsum equation describes; None if it describes a batch, another sum, or no product."""
     inputs, arrow, out = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow or len(terms) != 2:

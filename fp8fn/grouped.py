@@ -1,4 +1,4 @@
-"""`grouped_gemm` and `expert_mlp`: what a mixture of experts computes on its groups of tokens, in FP8."""
+"""`grouped_gemm` and `expert_mlp`: the products of a mixture of experts on groups of tokens, in FP8."""
 
 from __future__ import annotations
 
@@ -32,29 +32,37 @@ def grouped_gemm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The products of groups in FP8, by the conventions of `torch._grouped_mm`, summed in float32 and rounded once.
+    """Multiplies each group of tokens by its matrix in FP8, by the conventions of `torch._grouped_mm`.
 
-    `offsets` is int32 `(E,)` and holds where each group ends; the first begins at 0, and a group may be empty. The
-    ends must not decrease. On the CPU that is checked; on a GPU it would have to be waited for, and where they do
-    decrease, rows may be left unwritten, but nothing outside of a tensor is read or written. No token is padded or
-    moved for it.
+    Two tensors are quantized by `recipe`, with scales that do not cross a group's border; their product is
+    differentiable. Quantized operands give the product of what they hold, without a derivative. Float32 sums are
+    rounded once.
 
-    - `a (M, K) @ b (E, K, N)` → `(M, N)`: group `g` of rows by `b[g]`. Rows past the last offset are zeros.
-    - `a (M, K) @ b (K, N)` → `(E, M, N)`: of each group of K its own product, zeros for an empty one.
-    - `a (E, M, K) @ b (E, K, N)` → `(E, M, N)`, without `offsets`: batched, as `gemm`.
+    Args:
+        a: Tensor, `ScaledTensor` in blocks `(1, 128)`, `(1, -1)` or `(1, 32)`, or `GroupedScaledTensor` of axis 1.
+        b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0; of the kind of `a`.
+        offsets: int32, ascending: the end of each group; groups may be empty. A GPU does not check them, and leaves
+            rows unwritten where they descend. None for a batch and for `GroupedScaledTensor`s.
+        recipe: `Recipe` or name of a preset, with blocks `(1, 128)` or `(1, -1)` of activations and gradients; read for
+            two tensors only.
+        bias: Tensor with one row for each group.
+        out_dtype: Type of the result; by default that of the tensor `a`, autocast's, or bfloat16.
 
-    `bias (E, N)` has a row for each group. Two tensors (bfloat16, float16 or float32, any strides) are quantized by
-    `recipe`: `BLOCKWISE` or one like it with blocks `(1, 128)` of activations and gradients, whose scales along the
-    tokens do not cross a group's border, or `ROWWISE`. The product is differentiable in `a`, `b` and `bias`, by FP8
-    products of the same recipe, and between forward and backward only FP8 forms of the operands are kept. The gradient
-    of `b` is stored as `b` is, and zero for a group without tokens; that of `a` is zero past the last offset.
-    `out_dtype` is by default that of `a`, or autocast's.
+    Shape:
+        `a (M, K)`, `b (E, K, N)`, `offsets (E)`, `bias (E, N)` → `(M, N)`, zeros past the last offset. `a (M, K)`, `b
+        (K, N)` → `(E, M, N)`: groups of K. `a (E, M, K)`, `b (E, K, N)` → `(E, M, N)`: a batch.
 
-    Quantized operands give the product of what they hold, whatever `recipe`, without a derivative and in bfloat16 by
-    default: two `ScaledTensor`s for groups of rows, `a` in blocks `(1, 128)`, `(1, -1)` or `(1, 32)`; two
-    `GroupedScaledTensor`s for groups of K, `a` with axis 1 and `b` with axis 0, which bring their offsets.
+    Returns:
+        The products, a tensor of `out_dtype`.
 
-    Raises `ValueError` for sizes, devices, blocks or recipes that do not fit, `TypeError` for a dtype.
+    Raises:
+        TypeError: An operand, its dtype or `out_dtype` does not fit.
+        ValueError: A size, a device, a block or a recipe does not fit.
+
+    Example:
+        >>> ends = torch.tensor([100, 256], dtype=torch.int32)
+        >>> fp8fn.grouped_gemm(torch.randn(256, 128), torch.randn(2, 128, 192), ends).shape
+        torch.Size([256, 192])
     """
     if isinstance(a, GroupedScaledTensor) and isinstance(b, GroupedScaledTensor):
         return _summed_product(a, b, offsets, bias, out_dtype)
@@ -62,9 +70,11 @@ def grouped_gemm(
         if offsets is None:
             raise ValueError("grouped_gemm: offsets is None; for a batch of two ScaledTensors use fp8fn.gemm(a, b)")
         args = (a.data, a.scale, a.block, b.data, b.scale, b.block, offsets, bias, out_dtype)
-        return torch.ops.fp8fn.scaled_grouped_mm(*args)  # type: ignore[no-any-return]
+        scaled: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*args)
+        return scaled
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype)  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype)
+        return out
     raise TypeError(
         f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; use two tensors, two ScaledTensors, or "
         "two GroupedScaledTensors"
@@ -75,24 +85,44 @@ def grouped_gemm(
 def expert_mlp(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: Recipe | str = BLOCKWISE
 ) -> Tensor:
-    """The gated MLP of each expert on its own tokens, `(silu(gate) * up) @ w_down` with `gate, up = x @ w_gate_up`.
+    """Computes each expert's gated MLP on its own tokens: `(silu(gate) * up) @ w_down` with `gate, up = x @ w_gate_up`.
 
-    `x (T, H)` holds the tokens of all experts one after the other, `offsets`, int32 `(E,)`, where each one's end;
-    `w_gate_up (E, H, 2I)` has the gate in its first half, `w_down` is `(E, I, H)`. Returns `(T, H)` in the type of `x`,
-    or autocast's; rows past the last offset are zeros, and so are their gradients.
+    The result is that of two `grouped_gemm`s, but `silu(gate) * up` is quantized without a rounding to 16 bits before,
+    and the backward keeps only `gate` and `up` between the two products. The function is differentiable in `x` and in
+    both weights, to a second order where `grouped_gemm` is.
 
-    The same as two `grouped_gemm`s, but `silu(gate) * up` enters the second product in FP8 without having been rounded
-    to 16 bits, and for the backward only `gate` and `up` are kept between the two. Differentiable in `x` and both
-    weights; to a second order where `grouped_gemm` is. Errors are those of `grouped_gemm`.
+    Args:
+        x: Tokens of all experts, one expert after the other: bfloat16, float16 or float32.
+        w_gate_up: Weights of the first product; the gate is in the first half of the columns.
+        w_down: Weights of the second product.
+        offsets: int32, ascending: the row where each expert's tokens end.
+        recipe: `Recipe` or name of a preset, as `grouped_gemm` takes it.
+
+    Shape:
+        `x (T, H)`, `w_gate_up (E, H, 2I)`, `w_down (E, I, H)`, `offsets (E)` → `(T, H)`; rows past the last offset are
+        zeros, and so are their gradients.
+
+    Returns:
+        A tensor of the type of `x`, or of autocast's.
+
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A size, a device or a recipe does not fit.
+
+    Example:
+        >>> x, ends = torch.randn(64, 128), torch.tensor([24, 64], dtype=torch.int32)
+        >>> fp8fn.expert_mlp(x, torch.randn(2, 128, 512), torch.randn(2, 256, 128), ends).shape
+        torch.Size([64, 128])
     """
-    return torch.ops.fp8fn.expert_mlp(x, w_gate_up, w_down, offsets, recipe_key(recipe))  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.expert_mlp(x, w_gate_up, w_down, offsets, recipe_key(recipe))
+    return out
 
 
 def _summed_product(
     a: GroupedScaledTensor, b: GroupedScaledTensor, offsets: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    """`a (M, K) @ b (K, N)` → `(E, M, N)`, of operands that were quantized by groups of K."""
+    """`a (M, K) @ b (K, N)` → `(E, M, N)` for operands that are quantized by groups of K."""
     if offsets is not None:
         raise ValueError("grouped_gemm: offsets is given, and a and b bring their own; leave it out")
     if (a.axis, b.axis) != (1, 0):
@@ -104,4 +134,5 @@ def _summed_product(
         kinds = [f"{q.size} tokens in {q.groups} groups and blocks of {q.block}" for q in (a, b)]
         raise ValueError(f"grouped_gemm: a has {kinds[0]}, b has {kinds[1]}; they must be equal")
     left, right = (a.data, a.scale, (1, a.block)), (b.data, b.scale, (b.block, 1))
-    return torch.ops.fp8fn.scaled_grouped_mm(*left, *right, a.offsets, bias, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*left, *right, a.offsets, bias, out_dtype)
+    return out

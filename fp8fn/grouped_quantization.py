@@ -1,4 +1,4 @@
-"""`quantize_grouped` and `quantize_grouped_dual`: tokens in groups to FP8, with no scale across a group's border."""
+"""`quantize_grouped` and `quantize_grouped_dual`: FP8 quantization in which no scale crosses a group's border."""
 
 from __future__ import annotations
 
@@ -28,27 +28,36 @@ def quantize_grouped(
     dtype: torch.dtype | None = None,
     scale: ScaleFormat = "fp32",
 ) -> GroupedScaledTensor:
-    """`x (M, N)` in FP8, one scale for each column and `block` tokens of a group; bits are those of each group alone.
+    """Quantizes groups of tokens to FP8, with one scale for each column and `block` tokens of one group.
+
+    The bits of a group are those of the group quantized alone. The function has no derivative.
 
     Args:
         x: bfloat16, float16 or float32, any strides, any sizes.
-        offsets: int32 `(E,)`, `E >= 1`, on the device of `x`: where each group ends along `axis`, ascending, as
-            `torch._grouped_mm` takes them. Groups may be empty. Tokens past the last offset belong to none and become
-            zeros; an offset past the tokens counts as their number. Nothing waits for the device: ends that descend
-            are an error on the CPU, and on a GPU leave elements unwritten.
-        axis: 0 where rows are tokens, 1 where columns are: the transpose of the same on `x.mT`.
-        block: 128, with tokens spread so that each group begins at a multiple of a `unit` of rows, 128 where
-            `M // 128 >= 4 * E` and else 32 (`fp8fn.ops.groups`), as an expert's gradient of its weight contracts them;
-            or -1, one scale for each group and column and tokens where they were, as `torch._scaled_grouped_mm`
-            contracts them.
-        dtype, scale: see `quantize`.
+        offsets: int32, ascending: the end of each group along `axis`. Groups may be empty; tokens past the last offset
+            become zeros. A GPU does not check the ends, and leaves elements unwritten where they descend.
+        axis: 0 where rows are tokens, 1 where columns are.
+        block: 128 spreads the tokens so that each group begins at a multiple of a unit of rows (see
+            `GroupedScaledTensor`), as a weight's gradient contracts them; -1 has one scale for each group and column
+            and leaves tokens in place, as `torch._scaled_grouped_mm` contracts them.
+        dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
+        scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
 
-    Returns a `GroupedScaledTensor`, in memory contiguous along the tokens: `(unit * (M // unit + E), N)` with
-    `(M // 128 + E, N)` scales, or `(M, N)` with `(E, N)`. Two tensors with the same offsets, the two operands of a
-    weight's gradient, take two calls.
+    Shape:
+        `x (M, N)`, `offsets (E)` → data `(unit * (M // unit + E), N)` with scale `(M // 128 + E, N)` for 128, data `(M,
+        N)` with scale `(E, N)` for -1; both transposed for `axis=1`.
 
-    Raises `ValueError` for another axis, block, scale format or shape, `TypeError` for another dtype of `x` or of
-    `offsets`. Has no derivative.
+    Returns:
+        A `GroupedScaledTensor`, contiguous along the tokens.
+
+    Raises:
+        TypeError: The dtype of `x` or of `offsets` does not fit.
+        ValueError: The axis, the block, the scale format or a shape does not fit.
+
+    Example:
+        >>> ends = torch.tensor([100, 256], dtype=torch.int32)
+        >>> fp8fn.quantize_grouped(torch.randn(256, 64), ends)
+        GroupedScaledTensor(e4m3fn[256, 64], groups=2, axis=0, block=128, scale=fp32)
     """
     if axis not in (0, 1):
         raise ValueError(f"quantize_grouped: axis={axis} is none of a matrix; use 0 for groups of rows, 1 for columns")
@@ -67,10 +76,33 @@ def quantize_grouped_dual(
     dtype: torch.dtype | None = None,
     scale: ScaleFormat = "fp32",
 ) -> tuple[ScaledTensor, GroupedScaledTensor]:
-    """`quantize(x, (1, block))` of all rows and `quantize_grouped(x, offsets)`; for 128 in one launch, one read of `x`.
+    """Quantizes tokens by rows and by groups, for a block of 128 in one launch with one read.
 
-    What a layer of experts needs of its tokens: rows for the forward and its input's gradient, blocks of one group for
-    its weights' gradient. Tokens past the last offset are quantized in the first and zeros in the second.
+    A layer of experts needs both forms: rows for the forward and for its input's gradient, blocks of one group for its
+    weights' gradient.
+
+    Args:
+        x: bfloat16, float16 or float32, any strides.
+        offsets: int32, ascending: the row where each group ends. Rows past the last offset are quantized in the first
+            result and zeros in the second.
+        block: 128, or -1 for whole rows and whole groups.
+        dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
+        scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
+
+    Shape:
+        `x (M, N)`, `offsets (E)` → a `ScaledTensor` and a `GroupedScaledTensor`, both `(M, N)`.
+
+    Returns:
+        `(quantize(x, (1, block)), quantize_grouped(x, offsets, block=block))`.
+
+    Raises:
+        TypeError: The dtype of `x` or of `offsets` does not fit.
+        ValueError: The block, the scale format or a shape does not fit.
+
+    Example:
+        >>> rows, groups = fp8fn.quantize_grouped_dual(torch.randn(256, 128), torch.tensor([256], dtype=torch.int32))
+        >>> rows.shape == groups.shape
+        True
     """
     row, row_scale, data, scales = torch.ops.fp8fn.quantize_grouped_dual(x, offsets, (1, block), dtype, scale)
     return ScaledTensor(row, row_scale, (1, block)), GroupedScaledTensor(data, scales, offsets, 0, block, x.shape[0])

@@ -1,4 +1,4 @@
-"""`GroupedScaledTensor`: FP8 data of tokens in groups, with scales that hold for tokens of one group only."""
+"""`GroupedScaledTensor`: FP8 data of tokens in groups, with scales for tokens of one group only."""
 
 from __future__ import annotations
 
@@ -18,24 +18,35 @@ from fp8fn.scaled_tensor import check_device, check_parts
 
 @dataclass(frozen=True, eq=False)
 class GroupedScaledTensor:
-    """FP8 `data` of `size` tokens in `E` groups along `axis`, the `scale` that DEquantizes it, the groups' END offsets.
+    """FP8 data of tokens in groups, with scales that hold for tokens of one group: a frozen pytree.
 
-    Invariants, for `axis` 0; for 1 both matrices are transposed:
+    `x ≈ data.float() * scale`, with each scale repeated over its tokens. Group `g` is tokens `offsets[g-1]` to
+    `offsets[g]`. With `block` 128 group `g` begins at row `unit * (start // unit + g)` of `data`, where `start` is its
+    first token and `unit` is 128 rows where `size // 128 >= 4 * E`, else 32; its scales, one for 128 tokens, begin at
+    row `start // 128 + g`. With `block` -1 tokens stay in place. Bytes of rows without a token are zero. No value is
+    read to check this; `==` and `hash` go by identity.
 
-    - group `g` is tokens `offsets[g-1]` to `offsets[g]` of `size`; `offsets` is int32 `(E,)`, ascends, and an offset
-      past `size` counts as `size`;
-    - `block` 128: the tokens are spread as `fp8fn.ops.groups` says, in a `unit` of 128 rows where
-      `size // 128 >= 4 * E`, else of 32; `data` is `(unit * (size // unit + E), N)`, group `g` from row
-      `unit * (start // unit + g)` on, and `scale` is `(size // 128 + E, N)`, one for 128 tokens of a group, from row
-      `start // 128 + g` on, where `start` is its first token; bytes of rows without a token are zero;
-    - `block` -1: `data` is `(size, N)`, tokens as they were, and `scale` is `(E, N)`, one for each group and column;
-      bytes of tokens past the last offset are zero, and an empty group has the scale of zeros;
-    - `x ≈ data.float() * scale`, with each scale repeated over the tokens it holds for;
-    - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu.
+    Args:
+        data: Tensor of one of the four FP8 types.
+        scale: Tensor of float32 or float8_e8m0fnu.
+        offsets: int32, ascending; an offset past `size` counts as `size`.
+        axis: 0 where rows are tokens; with 1 both matrices are transposed.
+        block: 128 tokens of a group share a scale, or -1 for all tokens of the group.
+        size: Number of tokens.
 
-    `==` and `hash` go by identity.
+    Shape:
+        `data (unit * (size // unit + E), N)`, `scale (size // 128 + E, N)` for `block` 128; `data (size, N)`, `scale
+        (E, N)` for -1; `offsets (E)`.
 
-    Raises `ValueError` or `TypeError` where one of the shapes or types does not hold; no value is read.
+    Raises:
+        TypeError: A part has another type.
+        ValueError: The shapes do not fit, or the axis or the block does not exist.
+
+    Example:
+        >>> ends = torch.tensor([100, 256], dtype=torch.int32)
+        >>> q = fp8fn.quantize_grouped(torch.randn(256, 64), ends, block=-1)
+        >>> q.groups, q.mT.shape
+        (2, torch.Size([64, 256]))
     """
 
     data: Tensor
@@ -52,7 +63,7 @@ class GroupedScaledTensor:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the tensor that was quantized, `(size, N)` or `(N, size)`."""
+        """The shape of the tensor that was quantized, `(size, N)` or `(N, size)`."""
         lead, columns = self.data.shape[:-2], self.data.shape[-1 - self.axis]
         return torch.Size((*lead, *((self.size, columns) if self.axis == 0 else (columns, self.size))))
 
@@ -74,9 +85,9 @@ class GroupedScaledTensor:
         return GroupedScaledTensor(self.data.mT, self.scale.mT, self.offsets, 1 - self.axis, self.block, self.size)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        """`data * scale` in float32, rounded once to `dtype`, of the shape and in the order that were quantized.
+        """Computes `data * scale` in float32, rounded once to `dtype`, with the tokens in their original order.
 
-        Tokens past the last offset are zeros. Of a batch, as `vmap` returns one, `vmap` this.
+        Tokens past the last offset are zeros. For a batch, such as a result of `vmap`, use `vmap` of this method.
         """
         if dtype not in INPUT_DTYPES:
             raise TypeError(f"dequantize: dtype={dtype} is not an output type; use bfloat16, float16 or float32")
@@ -86,13 +97,13 @@ class GroupedScaledTensor:
         return reference.dequantize_grouped(self.data, self.scale, self.offsets, block, self.size).to(dtype)
 
     def to(self, device: torch.device | str) -> GroupedScaledTensor:
-        """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
+        """Copies the tensor to another device with its strides; `Tensor.to` would drop the padding."""
         check_device("GroupedScaledTensor.to", device)
         data, scale = moved(self.data, device), moved(self.scale, device)
         return GroupedScaledTensor(data, scale, self.offsets.to(device), self.axis, self.block, self.size)
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle and copy know no storage of FP8: they get the bytes, and the types beside them.
+        # pickle and copy do not support FP8 storage, so the state has bytes, and the types separately.
         data, scale = self.data.view(torch.uint8), self.scale
         if scale.dtype != torch.float32:
             scale = scale.view(torch.uint8)
@@ -162,7 +173,7 @@ def _unflatten(leaves: Any, context: tuple[int, int, int]) -> GroupedScaledTenso
     data, scale, offsets = leaves
     if all(isinstance(leaf, Tensor) for leaf in leaves):
         return GroupedScaledTensor(data, scale, offsets, *context)
-    # Under pytree.tree_map a leaf may be anything.
+    # pytree.tree_map may make any object a leaf.
     made = object.__new__(GroupedScaledTensor)
     fields = ("data", "scale", "offsets", "axis", "block", "size")
     for name, value in zip(fields, (*leaves, *context), strict=True):

@@ -1,31 +1,25 @@
-"""`gemm` and `linear`: matrix products in FP8."""
+"""`gemm` and `linear`: matrix products in FP8, dispatched by the types of their operands."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
-from fp8fn.meta.levels import goes_unseen
+from fp8fn.meta.autograd_prequant import ACTIVATION_BLOCKS, leave_to_aotautograd, quantized_by_weight
+from fp8fn.meta.bypass import shortest
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.gemm import default_out_dtype, product
-from fp8fn.ops.layout import WHOLE, Block, known_block
+from fp8fn.ops.gemm import default_out_dtype
+from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
-from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor
-
-# The block in which activations are quantized, for each block of a weight (K, N) that FP8 products take.
-_ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
-    (128, 128): (1, 128), (128, 1): (1, 128), (32, 1): (1, 32), (WHOLE, 1): (1, WHOLE), (WHOLE, WHOLE): (WHOLE, WHOLE),
-}  # fmt: skip
 
 
 @checked(
@@ -47,55 +41,38 @@ def gemm(
     prequant: bool = False,
     constant: bool = False,
 ) -> Tensor:
-    """`a (..., M, K) @ b (K, N) + bias (N)` → `(..., M, N)` in FP8, summed in float32 and rounded once.
+    """Multiplies matrices in FP8: `a @ b + bias`, with float32 sums that are rounded once.
 
-    Two tensors (bfloat16, float16 or float32, any strides) are quantized by `recipe`. The product is differentiable in
-    `a`, `b` and `bias`; the backward is two FP8 products by the same recipe, and between the two only FP8 forms of the
-    operands are kept. `b` of three and more dimensions makes a batched product, leading dimensions broadcast.
-    `out_dtype` is by default that of `a`, or autocast's.
+    Two tensors are quantized by `recipe`; their product is differentiable, and the backward keeps only FP8 forms of the
+    operands. Two `ScaledTensor`s give the scaled product of what they hold, without a derivative. A tensor and a
+    `ScaledTensor` give the product of unquantized activations and an FP8 weight, differentiable in the tensor and in
+    `bias`. See `docs/numerics.md` for accuracy and the order of sums.
 
-    Two `ScaledTensor`s give the scaled product of what they hold, whatever `recipe`; `out_dtype` is then bfloat16 by
-    default. It has no derivative. Of blocks `(1, 32)` and `(32, 1)` with e8m0 scales, MX-FP8, it is `fp8fn::mx_mm`, as
-    are the products of `recipe="mxfp8"`.
+    Args:
+        a: Tensor (bfloat16, float16 or float32, any strides) or `ScaledTensor`.
+        b: Tensor or `ScaledTensor`.
+        recipe: `Recipe` or name of a preset; read for two tensors only.
+        bias: Tensor that is added to the float32 sums.
+        out_dtype: Type of the result; by default the type of the tensor `a` (or `b`), autocast's, or bfloat16 for two
+            `ScaledTensor`s.
+        prequant: Quantizes the tensor `a` to fit the `ScaledTensor` `b` and multiplies in FP8: faster for many rows.
+        constant: Promises that nothing writes the `ScaledTensor` while this product and earlier launches run, as in
+            inference; a kernel may then read it early.
 
-    A tensor and a `ScaledTensor` give `a.float() @ (b.data.float() * b.scale) + bias`, products and sums in float32,
-    whatever `recipe`: activations of 16 or 32 bits by an FP8 weight, which a GPU converts on its way to the matrix
-    unit. `a (..., M, K)` with `b (K, N)` or leading dimensions that broadcast, any block; `out_dtype` as for two
-    tensors. On a GPU the scales multiply the sums of `a * b.data`, which have to fit float32. Where they change with
-    every element along K (a block of 1 there), they multiply the weight, rounded to the type of `a`. Differentiable in
-    the tensor and in `bias`, to any order in reverse mode; the `ScaledTensor` is a constant. The other way around,
-    `a` quantized, is the transposed product, and column-major.
+    Shape:
+        `a (..., M, K)`, `b (..., K, N)`, `bias (N)` → `(..., M, N)`; leading dimensions broadcast. `a` may be `(K)`.
 
-    On Hopper up to 8 rows of 16 bits, and 9 to 16 by weights of some megabytes, where K is a multiple of 8, mostly go
-    to the FP8 matrix unit as sums of two e4m3 values, or of three, with a power of two for each row and 128 of K:
-    exactly, but for elements 2**14 times smaller than the largest of their 128. 128 products are summed in 14 bits, so
-    that the result is off by about 1e-4 of the terms' size before it is rounded; `out_dtype=torch.float32` takes
-    another kernel. Inf makes its row Inf, with the sign of the sum of its products where there are several in 128 of K.
+    Returns:
+        The product, a tensor of `out_dtype`.
 
-    Row `i` of a product with a `ScaledTensor` has the same bits whatever the other rows hold, and whatever `M` is as
-    long as one kernel and one configuration of it serve. Of MX-FP8 that is up to 16 rows (on gfx950 up to 7, and from 8
-    to 16), of a tensor by a `ScaledTensor`, and on Hopper of MX-FP8 too, 1, 2 to 8, 9 to 16, 17 to 32 and 33 to 64 (on
-    Hopper with K up to 3072). Elsewhere a sum over K may have another order.
+    Raises:
+        TypeError: An operand, its dtype or `out_dtype` does not fit.
+        ValueError: A size, a device, a block or a recipe's name does not fit.
 
-    `prequant=True`, for a tensor `a` and a `ScaledTensor` `b`, quantizes `a` too, to the device's own e4m3, and
-    multiplies two FP8 operands: for many rows, where products and not the weight's bytes decide. `a` takes the format
-    of the scales of `b`, and blocks that fit: `(1, 128)` for `(128, 128)` and `(128, 1)`, `(1, 32)` for `(32, 1)`, rows
-    for `(-1, 1)`, and for `(-1, -1)` one scale for all rows, which are those of all leading dimensions if `b` is a
-    matrix. Derivatives are as without it. That of `a` is such a product as well where the transpose of `b` has one of
-    these blocks, `(128, 128)` or `(-1, -1)`; of other blocks `a`'s gradient is the one without `prequant`. Of normal
-    values the result has 28.5 dB of signal to noise, where it has 31.5 without `prequant`; of blocks of 32 with e8m0
-    scales 27.6, where it has 30.7.
-
-    `constant=True`, where `b` is a `ScaledTensor` (or `a`, beside a tensor `b`), promises that nothing writes its bytes
-    or its scales while this product and the work enqueued just before it run: it was loaded and the device synchronized
-    since, or it was written before the CUDA graph began whose part this product is, as weights of inference are. A
-    kernel may then read it before earlier launches of the stream have ended, and with a weight that one of them still
-    writes the result would be wrong. Of few rows on Hopper, up to 64 in MX-FP8's product and up to 128 of 16 bits by
-    another FP8 weight, it mostly takes less time, and sums over K may have another order than without it; elsewhere,
-    and with `prequant`, it has no effect. While a CUDA graph is captured no promise is needed for its first launch,
-    nor behind launches of fp8fn: what those write is known, and a weight that they do not is read as early.
-
-    Raises `ValueError` for sizes, devices, blocks or a recipe's name that do not fit, `TypeError` for a dtype.
+    Example:
+        >>> w = fp8fn.quantize(torch.randn(512, 256), (128, 128))
+        >>> fp8fn.gemm(torch.randn(4, 512), w).shape
+        torch.Size([4, 256])
     """
     if constant is not False or prequant is not False:
         arguments.flag("gemm", "constant", constant)
@@ -114,12 +91,11 @@ def gemm(
     if isinstance(a, ScaledTensor):
         return _weight_first_product(a, b, bias, out_dtype, constant)
     key = recipe_key(recipe)
-    if a.ndim == 1:
-        return torch.ops.fp8fn.gemm(a[None], b, bias, key, out_dtype).squeeze(-2)  # type: ignore[no-any-return]
-    return torch.ops.fp8fn.gemm(a, b, bias, key, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.gemm(a[None] if a.ndim == 1 else a, b, bias, key, out_dtype)
+    return out.squeeze(-2) if a.ndim == 1 else out
 
 
-_gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # whose names of the arguments `linear` has not
+_gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # without checks, whose errors name the arguments of `gemm`
 
 
 @checked(
@@ -141,7 +117,35 @@ def linear(
     prequant: bool = False,
     constant: bool = False,
 ) -> Tensor:
-    """`torch.nn.functional.linear` in FP8: `x (..., K) @ weight (N, K)ᵀ + bias (N)` → `(..., N)`; see `gemm`."""
+    """Computes `torch.nn.functional.linear` in FP8: `x @ weight.mT + bias`.
+
+    The arguments mean what they mean to `gemm`.
+
+    Args:
+        x: Tensor (bfloat16, float16 or float32, any strides) or `ScaledTensor`.
+        weight: Tensor or `ScaledTensor`.
+        bias: Tensor that is added to the float32 sums.
+        recipe: `Recipe` or name of a preset; read for two tensors only.
+        out_dtype: Type of the result; by default the type of the tensor `x`, autocast's, or bfloat16.
+        prequant: Quantizes the tensor `x` to fit the `ScaledTensor` `weight` and multiplies in FP8.
+        constant: Promises that nothing writes the `ScaledTensor` while this product and earlier launches run.
+
+    Shape:
+        `x (..., K)`, `weight (N, K)`, `bias (N)` → `(..., N)`.
+
+    Returns:
+        The product, a tensor of `out_dtype`.
+
+    Raises:
+        TypeError: An operand, its dtype or `out_dtype` does not fit.
+        ValueError: A size, a device, a block or a recipe's name does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(8, 512), torch.randn(256, 512, requires_grad=True)
+        >>> fp8fn.linear(x, weight).sum().backward()
+        >>> weight.grad.shape
+        torch.Size([256, 512])
+    """
     return _gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant, constant=constant)
 
 
@@ -149,18 +153,16 @@ def _scaled_product(
     a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
 ) -> Tensor:
     mx = is_mx(a.scale, a.block, b.scale, b.block)
-    op = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
+    op: Callable[..., Tensor] = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
     kernel: Callable[..., Tensor] = mx_mm_kernel if mx else scaled_mm_kernel
     args = (a.data, a.scale, b.data, b.scale) if mx else (*_parts(a), *_parts(b))
     rest = (bias, out_dtype, True) if mx and constant else (bias, out_dtype)
     if a.ndim <= 3 and b.ndim <= 3:
-        # The dispatcher takes 6 µs of the host, a third of the call.
-        if not torch.compiler.is_compiling() and a.data.is_cuda and goes_unseen(a.data, a.scale, b.data, b.scale, bias):
-            return kernel(*args, *rest)
-        return op(*args, *rest)  # type: ignore[no-any-return]
+        return shortest(op, kernel, a.data, a.scale, b.data, b.scale, bias)(*args, *rest)
     lead = broadcast_batch("gemm", a.data, b.data)
     flat = [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) if isinstance(part, Tensor) else part for part in args]
-    return op(*flat, *rest).unflatten(0, lead)  # type: ignore[no-any-return]
+    out: Tensor = op(*flat, *rest).unflatten(0, lead)
+    return out
 
 
 def _weight_only_product(
@@ -177,19 +179,19 @@ def _weight_only_product(
     data, scale, block = _parts(w)
     rest = (bias, out_dtype) if prequant else (bias, out_dtype, constant)
     if w.ndim == 2 and x.ndim > 3:
-        flat = op(x.flatten(0, -3), data, scale, block, *rest)
-        return flat.unflatten(0, x.shape[:-2])  # type: ignore[no-any-return]
+        return torch.unflatten(op(x.flatten(0, -3), data, scale, block, *rest), 0, x.shape[:-2])
     if x.ndim <= 3 and w.ndim <= 3:
         return op(x, data, scale, block, *rest)
     lead = broadcast_batch("gemm", x, data)
     x, data, scale = (t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in (x, data, scale))
-    return op(x, data, scale, block, *rest).unflatten(0, lead)  # type: ignore[no-any-return]
+    out: Tensor = op(x, data, scale, block, *rest).unflatten(0, lead)
+    return out
 
 
 def _weight_first_product(
     w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
 ) -> Tensor:
-    """`w (..., M, K) @ x (..., K, N) + bias (N)`, which is `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
+    """`w (..., M, K) @ x (..., K, N) + bias (N)`, computed as `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
     if x.ndim < 2:
         raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
     x = _autocast(x)
@@ -201,7 +203,7 @@ def _weight_first_product(
 
 
 def _prequantized_operands(a: Tensor | ScaledTensor, b: Tensor | ScaledTensor) -> tuple[Tensor, ScaledTensor]:
-    """`a` and `b` where `prequant=True` fits them, else the error that says which does not and what would work."""
+    """`a` and `b` if `prequant=True` fits them; otherwise raises an error with a remedy."""
     if isinstance(a, ScaledTensor):
         raise ValueError(
             "gemm: prequant=True quantizes a, and a is a ScaledTensor, in FP8 already; pass it as bfloat16, float16 or "
@@ -212,10 +214,10 @@ def _prequantized_operands(a: Tensor | ScaledTensor, b: Tensor | ScaledTensor) -
             "gemm: prequant=True is for a weight in FP8, and b is a tensor; pass fp8fn.quantize(b, (128, 128)), or "
             "leave prequant out: two tensors are both quantized, by recipe"
         )
-    if known_block(b.block) not in _ACTIVATION_BLOCKS:
+    if known_block(b.block) not in ACTIVATION_BLOCKS:
         raise ValueError(
             f"gemm: prequant=True and b has block={tuple(b.block)}, a scale for each element of K, which no product in "
-            f"FP8 takes; quantize it in one of {tuple(_ACTIVATION_BLOCKS)}, or leave prequant out"
+            f"FP8 takes; quantize it in one of {tuple(ACTIVATION_BLOCKS)}, or leave prequant out"
         )
     return a, b
 
@@ -223,110 +225,24 @@ def _prequantized_operands(a: Tensor | ScaledTensor, b: Tensor | ScaledTensor) -
 def _prequantized_product(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    """What `mm_a16w8` of these arguments is, with `x` quantized."""
+    """`mm_a16w8` of these arguments, but with `x` quantized."""
     if torch.compiler.is_compiling():
-        _leave_to_aotautograd()
+        leave_to_aotautograd()
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     dtype = out_dtype or x.dtype
     shape = (*x.shape[:-1], w.shape[-1])
-    if w.ndim == 2:  # then leading dimensions are rows
+    if w.ndim == 2:  # leading dimensions are rows
         x = x.flatten(0, -2)
     if bias is None or bias.ndim == 1:
-        out = _quantized_by_weight(x, w, w_scale, *block, bias, dtype)
+        out = quantized_by_weight(x, w, w_scale, *block, bias, dtype)
         return out if w.ndim == 3 else out.reshape(shape)
-    sums = _quantized_by_weight(x, w, w_scale, *block, None, torch.float32)
+    sums = quantized_by_weight(x, w, w_scale, *block, None, torch.float32)
     sums = sums if w.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(dtype)
 
 
-def _quantized_by_weight(
-    x: Tensor, w: Tensor, w_scale: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
-    """`x (B?, M, K) @ w (B?, K, N) + bias (N)`, differentiable in `x` and `bias`; `w` in blocks of `rows x columns`."""
-    rows, columns = int(rows), int(columns)  # which Dynamo may have made symbolic
-    out: Tensor = _QuantizedByWeight.apply(x, w, w_scale, rows, columns, bias, out_dtype)  # type: ignore[no-untyped-call]
-    return out
-
-
-def _leave_to_aotautograd() -> None:
-    """Has Dynamo pass the function above by: it traces no Function that has a `jvp`, nor one under a transform.
-
-    AOTAutograd, which comes after it, does. Not when this module is imported, for that imports all of Dynamo.
-    """
-    torch.compiler.allow_in_graph(_quantized_by_weight)
-
-
-# As `torch.compiler.assume_constant_result` does, which imports Dynamo too: it then calls the function while it traces.
-_leave_to_aotautograd._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-class _QuantizedByWeight(torch.autograd.Function):
-    """`C = quantize(x) W + bias`; `dx = dC Wᵀ` by the same function, so differentiable again, and `dbias = Σ dC`.
-
-    Where the scales of `Wᵀ` change with every element that is summed, its product is `mm_a16w8`'s.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor, w: Tensor, w_scale: Tensor, rows: int, columns: int, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        block = _ACTIVATION_BLOCKS.get((rows, columns))
-        if block is None:
-            return torch.ops.fp8fn.mm_a16w8(x, w, w_scale, (rows, columns), bias, out_dtype)  # type: ignore[no-any-return]
-        scale = "fp32" if w_scale.dtype == torch.float32 else "e8m0"
-        data, scales = torch.ops.fp8fn.quantize(x, block, None, scale)
-        return product(Quantized(data, scales, block), Quantized(w, w_scale, (rows, columns)), bias, out_dtype)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, w, w_scale, rows, columns, bias, out_dtype = inputs
-        ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
-        ctx.save_for_backward(w, w_scale)
-        ctx.save_for_forward(w, w_scale)
-        ctx.rows, ctx.columns, ctx.x_ndim, ctx.x_dtype = rows, columns, x.ndim, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.out_shape, ctx.out_dtype = output.shape, out_dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if any(ctx.needs_input_grad[1:3]):
-            raise NotImplementedError(_CONSTANT_WEIGHT)
-        if grad is None:
-            return (None,) * 7
-        grad_x = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            w, w_scale = ctx.saved_tensors
-            summed = grad.ndim > ctx.x_ndim  # one x beside a batch of weights
-            dtype = torch.float32 if summed else ctx.x_dtype
-            grad_x = _quantized_by_weight(grad, w.mT, w_scale.mT, ctx.columns, ctx.rows, None, dtype)
-            grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
-        if ctx.needs_input_grad[5]:
-            grad_bias = grad.sum(tuple(range(grad.ndim - 1)), dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, None, None, None, None, grad_bias, None
-
-    @staticmethod
-    def jvp(
-        ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, rows: None,
-        columns: None, bias_tangent: Tensor | None, out_dtype: None,
-    ) -> Tensor | None:  # fmt: skip
-        if w_tangent is not None or scale_tangent is not None:
-            raise NotImplementedError(_CONSTANT_WEIGHT)
-        if x_tangent is not None:
-            w, w_scale = ctx.saved_tensors
-            return _quantized_by_weight(x_tangent, w, w_scale, ctx.rows, ctx.columns, bias_tangent, ctx.out_dtype)
-        return None if bias_tangent is None else bias_tangent.to(ctx.out_dtype).expand(ctx.out_shape)
-
-
-_CONSTANT_WEIGHT: Final = (
-    "fp8fn.gemm: prequant=True has no derivative in the weight's data and scale: detach them (a Parameter in FP8 has "
-    "requires_grad=False), or use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable"
-)
-
-
 def _autocast(x: Tensor) -> Tensor:
-    """`x` as `torch.matmul` takes it: under autocast in its type."""
+    """`x` in autocast's type if autocast is enabled, as in `torch.matmul`."""
     return x.to(default_out_dtype(x)) if x.dtype in INPUT_DTYPES else x
 
 

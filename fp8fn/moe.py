@@ -1,4 +1,4 @@
-"""`sort_tokens` and `moe_gemm`: a mixture of experts at decode time, in the layout of the serving engines."""
+"""`sort_tokens` and `moe_gemm`: a mixture of experts at decode time, in the layout of serving engines."""
 
 from __future__ import annotations
 
@@ -13,24 +13,33 @@ from fp8fn.scaled_tensor import ScaledTensor
 
 @checked(topk_ids=arguments.tensor, num_experts=arguments.count, block_m=arguments.count)
 def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The experts chosen for each token, `topk_ids (T, top_k)`, as the tiles of ids that `moe_gemm` takes.
+    """Sorts the experts chosen for each token into the tiles of ids that `moe_gemm` takes.
+
+    An id is `token * top_k + choice`. The number of tiles depends on shapes alone, nothing waits for the device, and
+    the same choices give the same layout.
 
     Args:
-        topk_ids: int32 or int64. What is none of `0 … num_experts - 1` (an expert of another process) is left out.
-        num_experts: `E`.
-        block_m: ids of a tile; 16 is the least that a matrix instruction takes at once.
+        topk_ids: int32 or int64. A value outside `0 … num_experts - 1` (an expert of another process) is left out.
+        num_experts: Number of experts `E`.
+        block_m: Ids of a tile; a matrix instruction takes at least 16.
 
-    Returns `(sorted_token_ids, expert_ids, num_tokens_post_padded)`, int32:
+    Shape:
+        `topk_ids (T, top_k)` → `(tiles * block_m)`, `(tiles)`, `(1)`, with `tiles = ⌊(T top_k + min(E, T top_k)
+        (block_m - 1)) / block_m⌋`.
 
-    - `sorted_token_ids (tiles * block_m,)`: ids `token * top_k + choice` by expert, ascending for each; an expert's
-      last tile is filled with `T * top_k`, and so are all tiles past the last expert's;
-    - `expert_ids (tiles,)`: the expert of each tile, -1 past the last;
-    - `num_tokens_post_padded (1,)`: `block_m` times the number of tiles in use.
+    Returns:
+        `(sorted_token_ids, expert_ids, num_tokens_post_padded)`, int32: the ids by expert, ascending for each, with
+        each expert's last tile and all tiles past the last expert's filled with `T * top_k`; the expert of each tile,
+        -1 past the last; and `block_m` times the number of tiles in use.
 
-    `tiles = ⌊(T top_k + min(E, T top_k) (block_m - 1)) / block_m⌋`, the most there can be, depends on shapes alone: no
-    part of it waits for the device, and the same choices give the same layout.
+    Raises:
+        TypeError: A dtype does not fit.
+        ValueError: A shape, `num_experts` or `block_m` does not fit.
 
-    Raises `TypeError` for a dtype, `ValueError` for a shape, `num_experts` or `block_m` that do not fit.
+    Example:
+        >>> ids, experts, padded = fp8fn.sort_tokens(torch.tensor([[0], [2], [0]]), num_experts=3, block_m=2)
+        >>> ids.tolist(), experts.tolist(), padded.tolist()
+        ([0, 2, 1, 3, 3, 3], [0, 2, -1], [4])
     """
     return sorting.sort_tokens(topk_ids, num_experts, block_m)
 
@@ -46,7 +55,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tenso
     token_weights=arguments.optional_tensor,
     out_dtype=arguments.out_dtype,
 )
-def moe_gemm(
+def moe_gemm(  # noqa: PLR0913  an op's signature
     a: ScaledTensor,
     w: ScaledTensor,
     sorted_token_ids: Tensor,
@@ -58,27 +67,41 @@ def moe_gemm(
     token_weights: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`out[id] = token_weights[id] * (a[id // a_div] @ w[expert of id])`, summed in float32 and rounded once.
+    """Multiplies routed tokens by their experts' FP8 weights: `token_weights[id] * (a[id // a_div] @ w[expert of id])`.
+
+    Float32 sums are rounded once. Nothing waits for the device. There is no derivative; `expert_mlp` has one.
 
     Args:
-        a: `(R, K)` in blocks `(1, 32)` with e8m0 scales, or `(1, 128)`: a row for each token, or for each id.
-        w: `(E, K, N)` in blocks `(32, 1)` with e8m0 scales, or `(128, 128)`; `fp8fn.quantize(weight, (1, 32), ...).mT`
-            of a weight `(E, N, K)` is read best.
-        sorted_token_ids: int32, its length `block_m` times that of `expert_ids`; of `sort_tokens`, or of an engine's
-            own kernel. Ids are distinct; one that is negative, or not below `R * a_div`, is padding.
-        expert_ids: int32, the expert of each `block_m` ids; a tile of an expert that is none of `0 … E - 1` is skipped.
-        num_tokens_post_padded: int32 `(1,)`; tiles from there on are skipped.
-        top_k: experts of a token.
-        a_div: ids that share a row of `a`: `top_k`, the default, where it has a row for each token (an MLP's first
-            product), 1 where it has one for each id (its second).
-        token_weights: float32 `(R * a_div,)`, multiplies the float32 sums.
+        a: `ScaledTensor` in blocks `(1, 32)` with e8m0 scales, or `(1, 128)`: a row for each token, or for each id.
+        w: `ScaledTensor` in blocks `(32, 1)` with e8m0 scales, or `(128, 128)`.
+        sorted_token_ids: int32, from `sort_tokens` or an engine's kernel. Ids are distinct; an id outside `0 … R *
+            a_div - 1` is padding.
+        expert_ids: int32, the expert of each tile of ids; a tile of an expert outside `0 … E - 1` is skipped.
+        num_tokens_post_padded: int32; tiles from this id on are skipped.
+        top_k: Experts of a token.
+        a_div: Ids that share a row of `a`: `top_k`, the default, for an MLP's first product, 1 for its second.
+        token_weights: float32, multiplies the sums of each id.
         out_dtype: bfloat16 by default, or float16, float32.
 
-    Returns `(R * a_div, N)`: row `id` is the product of that id, and zeros where no tile that counts holds it. Nothing
-    waits for the device. Has no derivative: `grouped_gemm` and `expert_mlp` of tensors have one.
+    Shape:
+        `a (R, K)`, `w (E, K, N)`, `sorted_token_ids (tiles * block_m)`, `expert_ids (tiles)`, `token_weights (R *
+        a_div)` → `(R * a_div, N)`.
 
-    Raises `ValueError` or `TypeError` for shapes, blocks, dtypes or devices that do not fit.
+    Returns:
+        A row for each id, with zeros where no tile in use holds the id.
+
+    Raises:
+        TypeError: An operand or a dtype does not fit.
+        ValueError: A shape, a block or a device does not fit.
+
+    Example:
+        >>> layout = fp8fn.sort_tokens(torch.tensor([[0, 1], [1, 2]]), num_experts=3, block_m=16)
+        >>> a = fp8fn.quantize(torch.randn(2, 128), (1, 128))
+        >>> w = fp8fn.quantize(torch.randn(3, 256, 128), (128, 128)).mT
+        >>> fp8fn.moe_gemm(a, w, *layout, top_k=2).shape
+        torch.Size([4, 256])
     """
     args = (a.data, a.scale, a.block, w.data, w.scale, w.block, sorted_token_ids, expert_ids, num_tokens_post_padded)
     a_div = top_k if a_div is None else a_div
-    return torch.ops.fp8fn.moe_gemm(*args, top_k, a_div, token_weights, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.moe_gemm(*args, top_k, a_div, token_weights, out_dtype)
+    return out

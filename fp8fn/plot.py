@@ -1,7 +1,7 @@
-"""Plots for notebooks, by matplotlib: formats, errors, scales, graphs and benchmarks.
+"""Matplotlib plots for notebooks: formats, errors, scales, graphs and benchmarks.
 
-Each function draws to `ax`, or to the axes of a new figure, and returns the axes; none calls `show`. Markers, hatches
-and line styles tell curves apart, so that a print without colour does too. Needs `pip install 'fp8fn[notebooks]'`.
+Each function draws on `ax`, or on the axes of a new figure, and returns the axes without calling `show`. Markers,
+hatches and line styles distinguish curves, also in print without colour. Needs `pip install 'fp8fn[notebooks]'`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _GRAYS: Final = ("0.25", "0.75", "0.95", "0.55", "0.85", "0.65")
 
 
 def number_line(dtypes: Sequence[torch.dtype] = FP8_DTYPES, ax: Axes | None = None) -> Axes:
-    """Every positive finite value of each type, on a line of its own over a logarithmic axis; subnormals are hollow."""
+    """Plots every positive finite value of each type on a logarithmic axis, one line a type; subnormals are hollow."""
     ax = _axes(ax, (8, 0.5 * len(dtypes) + 1.2))
     for height, dtype in enumerate(reversed(dtypes)):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).double()
@@ -49,7 +49,7 @@ def number_line(dtypes: Sequence[torch.dtype] = FP8_DTYPES, ax: Axes | None = No
 
 
 def magnitudes(x: Tensor | ScaledTensor, label: str | None = None, ax: Axes | None = None) -> Axes:
-    """The share of elements in each binade: of `|x|`, or of the codes `|data|` of a `ScaledTensor`."""
+    """Plots the share of elements in each binade of `|x|`, or of the codes `|data|` of a `ScaledTensor`."""
     ax = _axes(ax, (6, 3))
     if isinstance(x, ScaledTensor):
         found = summary(x)
@@ -73,9 +73,9 @@ def magnitudes(x: Tensor | ScaledTensor, label: str | None = None, ax: Axes | No
 
 
 def error_histogram(x: Tensor, found: Mapping[str, ScaledTensor | Tensor], ax: Axes | None = None) -> Axes:
-    """How often `|x - q|` has each size, relative to the root mean square of `x`, for each named `q` of `found`.
+    """Plots the distribution of `|x - q|` relative to the root mean square of `x`, for each named `q` of `found`.
 
-    Exact elements are left out, and so each curve's share of those with an error is in the legend.
+    Exact elements are not plotted; the legend has each curve's share of elements with an error.
     """
     ax = _axes(ax, (6, 3.2))
     exact = x.detach().double()
@@ -102,7 +102,7 @@ def snr(
     label: str = "SNR [dB]",
     least: float | None = None,
 ) -> Axes:
-    """Bars of `found[group][bar]`, such as SNR in dB by tensor and block; `least` draws a line to compare with."""
+    """Plots bars of `found[group][bar]`, such as SNR in dB by tensor and block; `least` draws a reference line."""
     ax = _axes(ax, (8, 3.2))
     bars = list(dict.fromkeys(bar for group in found.values() for bar in group))
     width = 0.85 / max(1, len(bars))
@@ -121,7 +121,7 @@ def snr(
 
 
 def scales(q: ScaledTensor, ax: Axes | None = None) -> Axes:
-    """The heat map of `log2(scale)`, a cell for each block; of more than one matrix the first."""
+    """Plots a heat map of `log2(scale)` with a cell for each block, for the first matrix of a batch."""
     return heat_map(q.scale.detach().float().log2().flatten(0, -3)[0] if q.ndim > 2 else q.scale.float().log2(),
                     f"log2(scale), blocks of {q.block[0]} x {q.block[1]}", ax)  # fmt: skip
 
@@ -129,12 +129,12 @@ def scales(q: ScaledTensor, ax: Axes | None = None) -> Axes:
 def block_errors(
     x: Tensor, q: ScaledTensor | Tensor, block: tuple[int, int] = (-1, -1), ax: Axes | None = None
 ) -> Axes:
-    """The heat map of the SNR in dB of each block, of a matrix."""
+    """Plots a heat map of the SNR in dB of each block of a matrix."""
     return heat_map(error(x, q, block).by_block, "SNR by block [dB]", ax)
 
 
 def heat_map(values: Tensor, label: str, ax: Axes | None = None) -> Axes:
-    """A matrix in grays, a cell for each element; `label` names what they are."""
+    """Plots a matrix in grays with a cell for each element; `label` names the quantity."""
     ax = _axes(ax, (6, 3))
     image = ax.imshow(values.detach().double().cpu().numpy(), aspect="auto", cmap="gray", interpolation="nearest")
     ax.figure.colorbar(image, ax=ax, label=label)
@@ -150,7 +150,7 @@ def curves(
     x: Sequence[float] | None = None,
     ax: Axes | None = None,
 ) -> Axes:
-    """One line for each name, over `x` or 1, 2, …."""
+    """Plots one line for each name, over `x` or 1, 2, …."""
     ax = _axes(ax, (7, 3.2))
     for (name, values), (color, style, marker) in zip(found.items(), cycle(_LINES)):
         places = range(1, len(values) + 1) if x is None else x
@@ -159,16 +159,17 @@ def curves(
     ax.set_xlabel(xlabel)
     ax.set_ylabel(ylabel)
     ax.grid(alpha=0.3)
-    # More than four names find no place that no curve crosses.
+    # A legend of more than four names always covers a curve.
     outside = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if len(found) > 4 else {}
     ax.legend(fontsize="small", **outside)
     return ax
 
 
 def graph(gm: GraphModule, ax: Axes | None = None, keep: Callable[[Node], bool] | None = None) -> Axes:
-    """A drawing of an FX graph from top to bottom: products in boxes, those of fp8fn black, `keep` says what is shown.
+    """Draws an FX graph from top to bottom, with products in boxes and fp8fn's products in black.
 
-    By default views, casts and elementwise functions are left out, and an arrow passes through what is left out.
+    `keep` selects the nodes to show. By default views, casts and elementwise functions are hidden, and arrows pass
+    through hidden nodes.
     """
     shown, edges = _condensed(gm, keep or _is_landmark)
     place = _layered(shown, edges)
@@ -179,7 +180,7 @@ def graph(gm: GraphModule, ax: Axes | None = None, keep: Callable[[Node], bool] 
     ax = _axes(ax, (max(3.0, 1.6 * width), 0.55 * depth))
     for start, end in edges:
         (x0, y0), (x1, y1) = place[start], place[end]
-        # Past others on the way: an arc.
+        # An arrow that passes other nodes is an arc.
         style = "arc3,rad=0.35" if y1 - y0 > 1 and x0 == x1 else "arc3"
         arrow = {"arrowstyle": "->", "color": "0.45", "connectionstyle": style, "shrinkA": 7, "shrinkB": 7}
         ax.annotate("", (x1, -y1), (x0, -y0), arrowprops=arrow)
@@ -196,18 +197,18 @@ def graph(gm: GraphModule, ax: Axes | None = None, keep: Callable[[Node], bool] 
 
 
 def rates(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
-    """Bars of a benchmark's rates by shape, with quartiles; `run` as `fp8fn.bench.record.read` returns it."""
+    """Plots bars of a benchmark's rates by shape, with quartiles; `run` comes from `fp8fn.bench.record.read`."""
     from fp8fn.bench import plot, tables
 
     ax = _axes(ax, (9, 3.6))
     plot._bars(ax, tables.rows_of(dict(run)))
-    # One size below the other: side by side, those of five products overlap.
+    # Sizes are stacked vertically: side by side, the labels of five products overlap.
     ax.set_xticks(ax.get_xticks(), [text.get_text().replace(",", ",\n") for text in ax.get_xticklabels()])
     return ax
 
 
 def roofline(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
-    """Rates over operations by byte, below the copy's bandwidth and the fastest products of the same run."""
+    """Plots rates over operations per byte, with the copy's bandwidth and the fastest product of the run as limits."""
     from fp8fn.bench import plot, tables
 
     ax = _axes(ax, (9, 4))
@@ -216,7 +217,7 @@ def roofline(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
 
 
 def speedups(run: Mapping[str, Any], ax: Axes | None = None) -> Axes:
-    """Of a run of the 84 layers: bf16's time over fp8fn's, layer by layer."""
+    """Plots bf16's time over fp8fn's for each of the 84 layers of a run."""
     from fp8fn.bench import plot, tables
 
     ax = _axes(ax, (9, 3.6))
@@ -255,13 +256,13 @@ def _is_product(node: Node) -> bool:
 
 
 def _is_landmark(node: Node) -> bool:
-    """Products, normalisations, embeddings, activations, sums of activations, and the output."""
+    """Whether a node is a product, a norm, an embedding, an activation, a sum of activations, or the output."""
     names = ("embedding", "softmax", "silu", "gelu", "relu", "rms_norm", "layer_norm", "output", "add", "iadd")
     return _is_fp8(node) or _is_product(node) or (node.op != "placeholder" and _name(node) in names and _is_wide(node))
 
 
 def _is_wide(node: Node) -> bool:
-    """Whether a sum is of activations, and not of an index or an epsilon."""
+    """Whether a sum adds activations, and not an index or an epsilon."""
     if not _name(node).endswith("add"):
         return True
     value = node.meta.get("example_value")
@@ -273,7 +274,7 @@ def _is_wide(node: Node) -> bool:
 
 
 def _title(node: Node) -> str:
-    """The function, with `fp8fn.` before its own, and of a product the last part of its weight's name."""
+    """The function's name, with the prefix `fp8fn.` for fp8fn's, and the last part of a product's weight name."""
     name = _name(node).removeprefix("fp8fn.").split(".")[0].replace("scaled_dot_product_attention", "attention")
     if _is_fp8(node):
         name = f"fp8fn.{name}"
@@ -290,7 +291,7 @@ def _title(node: Node) -> str:
 
 
 def _condensed(gm: GraphModule, keep: Callable[[Node], bool]) -> tuple[list[Node], list[tuple[Node, Node]]]:
-    """The nodes that are kept, and which of them reach which without passing another."""
+    """The kept nodes, and the pairs that are connected without passing another kept node."""
     shown = [node for node in gm.graph.nodes if keep(node)]
     reached: dict[Node, set[Node]] = {}
     edges: list[tuple[Node, Node]] = []
@@ -304,7 +305,7 @@ def _condensed(gm: GraphModule, keep: Callable[[Node], bool]) -> tuple[list[Node
 
 
 def _layered(nodes: Sequence[Node], edges: Sequence[tuple[Node, Node]]) -> dict[Node, tuple[float, int]]:
-    """Columns and rows: each node below all that it needs, those of a row side by side in the middle."""
+    """The column and row of each node: below all its inputs, with the nodes of a row centred."""
     row: dict[Node, int] = {}
     for node in nodes:
         row[node] = max((row[start] + 1 for start, end in edges if end is node), default=0)

@@ -1,4 +1,4 @@
-"""`error`: how far FP8 data, or any result, is from the numbers it stands for; in all, and block by block."""
+"""`error`: the error of FP8 data, or of any approximation, in total and for each block."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp8fn import arguments
 from fp8fn.ops.formats import fp8_max
 from fp8fn.ops.layout import Block, scale_shape
 from fp8fn.ops.reference.quantize import split, spread
@@ -16,15 +17,15 @@ from fp8fn.scaled_tensor import ScaledTensor
 
 @dataclass(frozen=True)
 class Error:
-    """What `error` found.
+    """The result of `error`.
 
     Attributes:
-        snr_db: `10 log10(Σ x² / Σ (x - q)²)`; inf where they are equal, NaN where one has a NaN.
-        max_abs: the largest `|x - q|`.
-        max_rel: the largest `|x - q| / |x|` where `x` is not 0.
-        saturated: share of elements with `|x| > fp8_max * scale`, which were cut off; 0 for a tensor without scales.
-        flushed: share of elements that are not 0 in `x` and 0 in `q`.
-        by_block: SNR in dB of each block, of the shape of the scales, float64.
+        snr_db: `10 log10(Σ x² / Σ (x - q)²)`; inf if `x` and `q` are equal, NaN if either has a NaN.
+        max_abs: The largest `|x - q|`.
+        max_rel: The largest `|x - q| / |x|` where `x` is not 0.
+        saturated: Share of elements with `|x| > fp8_max * scale`, which saturate; 0 for a tensor without scales.
+        flushed: Share of elements that are 0 in `q` and not in `x`.
+        by_block: SNR in dB of each block, float64, of the shape of the scales.
     """
 
     snr_db: float
@@ -46,15 +47,32 @@ class Error:
 
 
 def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error:
-    """Compares `q` with `x (..., M, N)`, which it stands for, in float64.
+    """Compares a tensor with its approximation in float64.
 
     Args:
-        x: what is right: a floating-point tensor.
-        q: what `quantize(x, …)` gave, or a tensor that approximates `x`, a product for one.
-        block: of a tensor, the blocks of `by_block`; a `ScaledTensor` has its own.
+        x: The exact values, a floating-point tensor.
+        q: Result of `quantize(x, …)`, or a tensor that approximates `x`, such as a product.
+        block: Blocks of `Error.by_block` for a tensor `q`; a `ScaledTensor` has its own.
 
-    Raises `ValueError` where the shapes differ or have fewer than two dimensions.
+    Shape:
+        `x (..., M, N)`, `q (..., M, N)` → `by_block (..., ceil(M / r), ceil(N / c))`.
+
+    Returns:
+        An `Error` with the signal-to-noise ratio, the largest differences and the shares of saturated and flushed
+        values.
+
+    Raises:
+        TypeError: `x` or `q` is not a tensor.
+        ValueError: The shapes differ or have fewer than two dimensions.
+
+    Example:
+        >>> x = torch.ones(128, 128)
+        >>> fp8fn.error(x, fp8fn.quantize(x, (1, 128))).snr_db
+        inf
     """
+    arguments.tensor("error", "x", x)
+    if not isinstance(q, ScaledTensor):
+        arguments.tensor("error", "q", q)
     if x.shape != q.shape or x.ndim < 2:
         raise ValueError(
             f"error: x has shape {tuple(x.shape)} and q {tuple(q.shape)}; pass two equal ones, of matrices"
@@ -65,7 +83,7 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
         block = q.block
         found = dequantize(q, torch.float32).double()
         limit = spread(q.scale.double(), x.shape, block) * fp8_max(q.dtype)
-        # Not by a rounding of the scale alone: the largest element of a block is its limit.
+        # The largest element of a block equals the limit; the tolerance covers the rounding of the scale.
         saturated = _share(exact.abs() > limit * (1 + 2**-20))
     else:
         found = q.detach().double()
@@ -85,7 +103,7 @@ def error(x: Tensor, q: ScaledTensor | Tensor, block: Block = (-1, -1)) -> Error
 
 
 def _decibel(signal: Tensor, noise: Tensor) -> Tensor:
-    """Also of blocks of zeros: without noise it is inf."""
+    """The ratio in dB; inf without noise, also for a block of zeros."""
     return torch.where(noise == 0, torch.inf, 10 * torch.log10(signal / noise))
 
 

@@ -1,4 +1,4 @@
-"""`ScaledTensor`, the one data type of the library: FP8 data with the scales that turn it back into numbers."""
+"""`ScaledTensor`: FP8 data with the scales that dequantize it."""
 
 from __future__ import annotations
 
@@ -15,25 +15,34 @@ from fp8fn.ops.layout import Block, known_block, moved, swap, unknown_block
 from fp8fn.ops.scaled_mm import check_operand
 from fp8fn.ops.values import can_be_read
 
-# Elements whose codes are counted at once: `bincount` makes eight bytes of each.
+# Codes are counted for this many elements at a time: `bincount` needs eight bytes for each.
 _SLICE: Final = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledTensor:
-    """FP8 `data`, the `scale` that DEquantizes it, and the `block` that shares one scale: a frozen pytree.
+    """FP8 data, the scale that dequantizes it, and the block of elements that shares one scale: a frozen pytree.
 
-    Invariants:
+    `x ≈ data.float() * scale`, with `scale` repeated over `block`. The shape is logical: `quantize` chooses the strides
+    that the kernels load, and `.mT` moves no data. `==` and `hash` go by identity; compare values with `torch.equal` of
+    the parts.
 
-    - `x ≈ data.float() * scale`, with `scale` repeated over `block`;
-    - `scale.shape[-2:] == ceil(data.shape[-2:] / block)` with equal leading dimensions, where `-1` in a block means the
-      whole axis;
-    - `data` is one of the four FP8 types, `scale` is float32 or float8_e8m0fnu;
-    - the shape is logical, the strides are the kernel's business: `quantize` stores both as the GEMM loads them.
+    Args:
+        data: Tensor of one of the four FP8 types.
+        scale: Tensor of float32 or float8_e8m0fnu.
+        block: `(r, c)`, where -1 means the whole axis.
 
-    `==` and `hash` go by identity, as those of a module do: `torch.equal` of the parts compares values.
+    Shape:
+        `data (..., M, N)`, `scale (..., ceil(M / r), ceil(N / c))`.
 
-    Raises `ValueError` or `TypeError` where one of them does not hold.
+    Raises:
+        TypeError: A part has another type.
+        ValueError: The shapes do not fit the block, or the block does not exist.
+
+    Example:
+        >>> data = torch.ones(128, 256).to(torch.float8_e4m3fn)
+        >>> fp8fn.ScaledTensor(data, torch.ones(1, 2), (128, 128)).mT.shape
+        torch.Size([256, 128])
     """
 
     data: Tensor
@@ -72,12 +81,12 @@ class ScaledTensor:
         return ScaledTensor(self.data.mT, self.scale.mT, swap(self.block))
 
     def to(self, device: torch.device | str) -> ScaledTensor:
-        """The same values on another device, with the same strides: `Tensor.to` would drop the padding."""
+        """Copies the tensor to another device with its strides; `Tensor.to` would drop the padding."""
         check_device("ScaledTensor.to", device)
         return ScaledTensor(moved(self.data, device), moved(self.scale, device), self.block)
 
     def __getstate__(self) -> dict[str, Any]:
-        # pickle and copy know no storage of FP8: they get the bytes, and the types beside them.
+        # pickle and copy do not support FP8 storage, so the state has bytes, and the types separately.
         data, scale = self.data.view(torch.uint8), self.scale
         if scale.dtype != torch.float32:
             scale = scale.view(torch.uint8)
@@ -90,7 +99,7 @@ class ScaledTensor:
         self.__post_init__()
 
     def __repr__(self) -> str:
-        """Shape, block and scales' format; of tensors that can be read also the values, in a line."""
+        """Shape, block and scale format, and a summary of the values if they can be read."""
         rows, columns = self.block
         where = f", device={str(self.device)!r}" if self.device.type != "cpu" else ""
         found = summary(self)
@@ -101,7 +110,7 @@ class ScaledTensor:
         )
 
     def _repr_html_(self) -> str:
-        """What `repr` says, as a table for notebooks, with a histogram of the data's binades."""
+        """The content of `repr` as a table for notebooks, with a histogram of the data's binades."""
         size = (self.data.nbytes + self.scale.nbytes) / 2**10
         lines = {
             "data": f"{short_name(self.dtype)} {list(self.shape)}, {self.device.type}, {size:,.1f} KiB with scales",
@@ -123,9 +132,9 @@ class ScaledTensor:
 
 @dataclass(frozen=True)
 class Summary:
-    """The values of a `ScaledTensor`: the range of its scales, shares of its elements, and how many in each binade.
+    """A summary of a `ScaledTensor`'s values: the range of its scales, shares of its elements, and a histogram.
 
-    `binades[i]` counts the elements of magnitude `2 ** (exponents[0] + i)` and more, up to the next.
+    `binades[i]` counts the elements of magnitude from `2 ** (exponents[0] + i)` up to the next power of two.
     """
 
     least_scale: float
@@ -138,7 +147,7 @@ class Summary:
 
     @property
     def bars(self) -> str:
-        """The histogram in a line: `▁` for none or few, `█` for the fullest binade."""
+        """The histogram as one line: `▁` for no or few elements, `█` for the fullest binade."""
         most = max(*self.binades, 1)
         return "".join("▁▂▃▄▅▆▇█"[min(7, 8 * count // most)] for count in self.binades)
 
@@ -150,9 +159,9 @@ class Summary:
 
 
 def summary(q: ScaledTensor) -> Summary | None:
-    """None where there are no values to read: an empty tensor, one on `meta`, or one that is being traced or mapped.
+    """The summary of `q`, or None if its values cannot be read: `q` is empty, on `meta`, or being traced or mapped.
 
-    Of the data the 256 codes are counted, and everything follows from those: it takes one read and no copy in float.
+    The summary is derived from the counts of the 256 codes, which takes one read of the data and no float copy.
     """
     if not (can_be_read(q.data) and can_be_read(q.scale)):
         return None
@@ -182,14 +191,14 @@ def summary(q: ScaledTensor) -> Summary | None:
 
 
 def check_device(name: str, device: object) -> None:
-    """TypeError for what is no device, a dtype for one."""
+    """Raises TypeError for an object that is no device, such as a dtype."""
     if not isinstance(device, (torch.device, str, int)):
         remedy = "use a torch.device or its name; fp8fn.dequantize(q, dtype) gives another type"
         raise TypeError(f"{name}: device={device!r} is a {type(device).__name__}; {remedy}")
 
 
 def check_parts(name: str, **parts: object) -> None:
-    """TypeError for parts that are neither all tensors nor, as `vmap` takes them for `in_dims`, ints and None."""
+    """Raises TypeError unless the parts are all tensors, or all ints and None, as in `in_dims` of `vmap`."""
     some = any(isinstance(part, Tensor) for part in parts.values())
     for part, value in parts.items():
         if not isinstance(value, Tensor) and (some or not isinstance(value, (int, type(None)))):
@@ -213,7 +222,7 @@ def _unflatten(leaves: Any, block: Block) -> ScaledTensor:
     data, scale = leaves
     if isinstance(data, Tensor) and isinstance(scale, Tensor):
         return ScaledTensor(data, scale, block)
-    # Under pytree.tree_map a leaf may be anything.
+    # pytree.tree_map may make any object a leaf.
     made = object.__new__(ScaledTensor)
     for name, value in (("data", data), ("scale", scale), ("block", block)):
         object.__setattr__(made, name, value)

@@ -1,4 +1,4 @@
-"""`Site`: one matrix product of a model, and the rules that say whether it is worth computing in FP8."""
+"""`Site`: one matrix product of a model, and the rules that decide whether to compute it in FP8."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import torch
 from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 
-# A product with less than one block of K, or less than one tile of N, spends more on its quantization than it saves.
+# With less than one block of K, or less than one tile of N, quantization takes longer than FP8 saves.
 LEAST_K: Final = 128
 LEAST_N: Final = 128
-# A decoding step takes as long as reading the weight, and quantizing both operands reads it once more.
+# A decoding step takes as long as reading the weight, and quantization would read the weight once more.
 LEAST_M: Final = 16
-# Under this, launches and quantization take about what the product does; measured on an H200 at 4096 rows.
+# Below this size launches and quantization take about as long as the product (measured on an H200 at 4096 rows).
 LEAST_WORTHWHILE: Final = 512
-# Logits, routers and what is looked up feel the rounding of FP8 most, and are a small part of the work: for the backend
-# and for `convert` the same list. Meta's Llama has its head in `output`, which is a layer's name elsewhere.
+# Heads, routers and embeddings are the most sensitive to FP8's rounding and a small part of the work. The backend and
+# `convert` share this list. The head of Meta's Llama is `output`, which is a layer's name in other models.
 _SENSITIVE: Final = re.compile(
     r"(?:^|\.)(lm_head|output_head|head|classifier|\w*embed\w*|wte|wpe|\w*norm\w*|router|gate)(?:\.|$)"
     r"|^(output)\.weight$"
@@ -31,11 +31,27 @@ _SENSITIVE: Final = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """A product `(m, k) @ (k, n)`, `batch` times, as a user's `where` sees it.
+    """One matrix product of a model, `(m, k) @ (k, n)`, as the function `where` of `fp8` and of the backend sees it.
 
-    `weight` is the weight's name as in `model.named_parameters()`, `""` where none is known. Sizes may be symbolic.
-    Of a product of groups (`op="grouped_mm"`) `groups` is their number, and `m` counts the rows of all, or `k` where
-    they are parts of K; else it is 0.
+    Sizes may be symbolic.
+
+    Args:
+        op: Name of the product: "linear", "matmul", "addmm", "grouped_mm", ….
+        m: Rows of the product; the rows of all groups for groups of rows.
+        n: Columns of the product.
+        k: Size of the contraction; the sum over all groups for groups of K.
+        batch: Number of products.
+        groups: Number of groups of a "grouped_mm"; 0 for another product.
+        dtype: Type of the operands.
+        device: Device of the operands.
+        weight: Name of the weight in `model.named_parameters()`; "" where none is known.
+
+    Example:
+        >>> def where(site):
+        ...     return site.n >= 4096 and "mlp" in site.weight
+        >>> site = fp8fn.Site(op="linear", m=8, n=4096, k=512, dtype=torch.bfloat16, device=torch.device("cpu"))
+        >>> where(site)
+        False
     """
 
     op: str
@@ -53,7 +69,7 @@ Where: TypeAlias = Callable[[Site], bool] | str | Sequence[str] | None
 
 
 def why_not(site: Site, where: Where = None) -> str | None:
-    """The reason why a product stays as it is, or None where it goes to FP8."""
+    """The reason to leave a product alone, or None to compute it in FP8."""
     if site.dtype not in INPUT_DTYPES:
         return f"{short_name(site.dtype)} operands; FP8 takes bfloat16, float16 and float32"
     if site.device.type not in ("cpu", "cuda", "meta"):
@@ -61,7 +77,7 @@ def why_not(site: Site, where: Where = None) -> str | None:
     if not targets.fp8_dtypes(targets.target_of(site.device)):
         return f"{targets.target_of(site.device).name} has no FP8 instructions"
     for name, size, least in (("K", site.k, LEAST_K), ("N", site.n, LEAST_N), ("M", site.m, LEAST_M)):
-        if isinstance(size, int) and size < least:  # a symbolic size is large
+        if isinstance(size, int) and size < least:  # a symbolic size counts as large
             return f"small: {name}={size} is under {least}"
     if not selected(site, where):
         return "where said no"
@@ -69,7 +85,7 @@ def why_not(site: Site, where: Where = None) -> str | None:
 
 
 def why_not_by_default(site: Site) -> str | None:
-    """The reason why a product of a model stays as it is where its user gave no `where`."""
+    """The reason to leave a product alone if the user gave no `where`, or None."""
     reason = why_sensitive(site.weight, site.n, site.k)
     if reason is not None:
         return reason
@@ -80,9 +96,9 @@ def why_not_by_default(site: Site) -> str | None:
 
 
 def why_sensitive(weight: str, n: int, k: int) -> str | None:
-    """The reason why a weight of this name stays as it is by default: it is one of a head, a router, an embedding.
+    """The reason to leave a weight alone because of its name, that of a head, a router or an embedding, or None.
 
-    A `gate` is a router where it narrows, to fewer experts than a token has numbers; a gated MLP's one widens.
+    A `gate` is a router if it has fewer outputs (experts) than inputs; the gate of a gated MLP has more.
     """
     found = _SENSITIVE.search(weight)
     if found is None or (found[1] == "gate" and isinstance(n, int) and n >= k):
@@ -91,7 +107,7 @@ def why_sensitive(weight: str, n: int, k: int) -> str | None:
 
 
 def selected(site: Site, where: Where) -> bool:
-    """Whether the user's `where` takes a product: a predicate, or globs of weights' names, see `matches`."""
+    """Whether the user's `where` selects a product: a function, or glob patterns as in `matches`."""
     if where is None:
         return True
     if callable(where):
@@ -100,21 +116,21 @@ def selected(site: Site, where: Where) -> bool:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern fits a name from its start or from any dot, as `layers.*` fits `model.layers.0.weight`."""
+    """Whether a pattern matches a name from its start or from any dot: `layers.*` matches `model.layers.0.weight`."""
     parts = name.split(".")
     names = [".".join(parts[first:]) for first in range(len(parts))]
     return any(fnmatchcase(each, pattern) for pattern in patterns for each in names)
 
 
 def patterns_of(where: Where) -> list[str]:
-    """The patterns of a `where`, none where it is a predicate or not given."""
+    """The patterns of a `where`; none if it is a function or None."""
     if where is None or callable(where):
         return []
     return [where] if isinstance(where, str) else list(where)
 
 
 def why_none_match(where: Where, names: Iterable[str]) -> str | None:
-    """What to say where the patterns match no weight, with the names nearest to them; None where one does."""
+    """A message with the nearest names if the patterns match no weight; None if one matches."""
     patterns, known = patterns_of(where), [name for name in names if name]
     if where is None or callable(where) or not known or any(matches(name, patterns) for name in known):
         return None
@@ -138,7 +154,7 @@ def takes_everything(where: Where) -> bool:
 
 
 def check_where(where: object) -> None:
-    """TypeError for a `where` that is neither a predicate nor patterns."""
+    """Raises TypeError for a `where` that is neither a function nor patterns."""
     patterns = [where] if isinstance(where, str) else where
     if where is None or callable(where):
         return

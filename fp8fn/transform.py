@@ -1,9 +1,10 @@
-"""`fp8(fn)`: the same function with its eligible matrix products in FP8."""
+"""`fp8(fn)`: a function transform that computes the eligible matrix products of `fn` in FP8."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import string
 from collections.abc import Callable, Mapping, Sequence
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -23,22 +24,35 @@ from fp8fn.site import Site, Where, check_where, why_not
 
 P = ParamSpec("P")
 R = TypeVar("R")
+_LOG: Final = logging.getLogger("fp8fn")
 
 
 def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = None) -> Callable[P, R]:
-    """`fn` with its products in FP8: `F.linear(x, w)`, `x @ w`, `torch.matmul`, `torch.mm`, where `w` is a matrix.
+    """Transforms a function into one that computes its matrix products in FP8.
 
-    So are `torch.linalg.matmul` and `torch.inner`, `torch.addmm` by `beta` and `alpha` of 1, and those of
-    `torch.einsum` and `torch.tensordot` that are one product of two matrices. `out=` is filled, where its shape and
-    type are the result's.
+    The transformed function takes and returns what `fn` does, and composes with `torch.func.grad`, `vmap`,
+    `functional_call` and `torch.compile`. It replaces products by a matrix: `F.linear`, `@`, `torch.matmul`,
+    `torch.mm`, `torch.inner`, `torch.linalg.matmul`, `torch.addmm` with `beta` and `alpha` of 1, and each
+    `torch.einsum` and `torch.tensordot` that is one product of two matrices. Products of two batches (attention), of
+    vectors and of small matrices stay as they are; the log `fp8fn` says why. An operand that PyTorch refuses is
+    PyTorch's error.
 
-    A pure transformation: `fp8(fn)` takes and returns what `fn` does, and composes with `torch.func.grad`, `vmap`,
-    `functional_call` and `torch.compile`. Products of two batches (attention), of vectors, and small ones stay as they
-    are, and what PyTorch refuses is PyTorch's error. `where` selects by a function of a `Site`; a function has no
-    names, so patterns of names do not apply.
+    Args:
+        fn: Function or module that returns its result when it is called: no generator and no coroutine.
+        recipe: `Recipe` or name of a preset.
+        where: Function of a `Site` that selects products; a function's weights have no names, so patterns do not apply.
 
-    Raises `ValueError` for a recipe that does not exist, `TypeError` for a `where` that is not a function, and for an
-    `fn` that is none, or whose body runs after it has returned: a generator function, a coroutine.
+    Returns:
+        A function with the signature of `fn`.
+
+    Raises:
+        TypeError: `fn` or `where` is not such a function.
+        ValueError: The recipe does not exist.
+
+    Example:
+        >>> mlp = fp8fn.fp8(lambda x, w: torch.relu(x @ w))
+        >>> mlp(torch.randn(16, 128), torch.randn(128, 256)).shape
+        torch.Size([16, 256])
     """
     arguments.function("fp8", "fn", fn)
     check_where(where)
@@ -46,14 +60,15 @@ def fp8(fn: Callable[P, R], *, recipe: Recipe | str = BLOCKWISE, where: Where = 
         raise TypeError(f"fp8: where={where!r}; a function's weights have no names, pass a function of a Site")
     key = recipe_key(recipe)
     _check_at_once(fn)
+    logged: set[tuple[str, str]] = set()
 
     @functools.wraps(fn)
     def transformed(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _Substitute(key, where):
+        with _Substitute(key, where, logged):
             out = fn(*args, **kwargs)
         if isinstance(out, (GeneratorType, CoroutineType, AsyncGeneratorType)):
             if not isinstance(out, AsyncGeneratorType):
-                out.close()  # else Python warns that nothing awaited it
+                out.close()  # otherwise Python warns that nothing awaited it
             raise TypeError(_LATER.format(name=_name(fn), kind=type(out).__name__))
         return out
 
@@ -67,7 +82,7 @@ _LATER: Final = (
 
 
 def _check_at_once(fn: Callable[..., Any]) -> None:
-    """TypeError for a function that a call does not run to its end."""
+    """Raises TypeError for a function whose call returns before its body has run."""
     called: Any = None if inspect.isclass(fn) else getattr(fn, "forward" if isinstance(fn, nn.Module) else "__call__")
     for kind, is_of in (
         ("generator", inspect.isgeneratorfunction),
@@ -83,7 +98,7 @@ def _name(fn: Callable[..., Any]) -> str:
 
 
 class _Call(NamedTuple):
-    """A call that is `a @ b + bias`, if its operands are matrices; `order` has the axes of an einsum's result."""
+    """A call that computes `a @ b + bias` if its operands are matrices; an einsum's result is permuted by `order`."""
 
     op: str
     a: Any
@@ -120,7 +135,7 @@ def _inner(input: Any, other: Any, *, out: Any = None) -> _Call | None:
 
 
 def _einsum(equation: Any, *operands: Any) -> _Call | None:
-    if len(operands) == 4 and isinstance(equation, Tensor):  # by lists of axes: a, [0, 1], b, [1, 2], [0, 2]
+    if len(operands) == 4 and isinstance(equation, Tensor):  # with lists of axes: a, [0, 1], b, [1, 2], [0, 2]
         a, (first, b, second, last) = equation, operands
         if any(axis < 0 for axis in (*first, *second, *last)):
             return None
@@ -131,7 +146,7 @@ def _einsum(equation: Any, *operands: Any) -> _Call | None:
         return None
     a, b = listed
     terms, arrow, out = equation.partition("->")
-    if "..." in terms.partition(",")[2]:  # the first operand is the one that may have further axes
+    if "..." in terms.partition(",")[2]:  # only the first operand may have further axes
         a, b, equation = b, a, ",".join(reversed(terms.split(","))) + arrow + out
     product = as_product(equation, a.ndim, b.ndim)
     return None if product is None else _contracted("einsum", a, b, product)
@@ -155,8 +170,12 @@ def _tensordot(a: Any, b: Any, dims: Any = 2, out: Any = None) -> _Call | None:
     return None if out is not None else _contracted("tensordot", a, b, product)
 
 
+def _unmatched(*_: Any, **__: Any) -> None:
+    """Stands for products that are never matched."""
+
+
 def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None:
-    """The operands of a contraction as two matrices, or None for what is one of vectors, or repeats an axis."""
+    """A contraction as a product of two matrices; None if an operand is a vector or an axis is repeated."""
     if product.repeats(a.shape, b.shape):
         return None
     many = product.contracted
@@ -170,7 +189,7 @@ def _contracted(op: str, a: Tensor, b: Tensor, product: Product) -> _Call | None
     return _Call(op, left, right, shape=(*rows, *columns), order=product.out)
 
 
-# Each function of PyTorch that is a product, and how its arguments are read; parameters have PyTorch's own names.
+# The reader of each PyTorch product's arguments. The readers' parameters have PyTorch's names.
 _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     F.linear: _linear,
     torch._C._nn.linear: _linear,
@@ -187,34 +206,69 @@ _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     torch.Tensor.inner: _inner,
     torch.functional.einsum: _einsum,
     torch.functional.tensordot: _tensordot,
+    **dict.fromkeys(
+        (
+            torch.bmm,
+            torch.Tensor.bmm,
+            torch.baddbmm,
+            torch.Tensor.baddbmm,
+            torch.Tensor.baddbmm_,
+            torch.addbmm,
+            torch.Tensor.addbmm,
+            torch.Tensor.addbmm_,
+            torch.Tensor.addmm_,
+            torch.linalg.multi_dot,
+            torch.bilinear,
+        ),
+        _unmatched,
+    ),
 }
+_NOT_MATCHED: Final = "it is not matched as a product by one matrix; F.linear and torch.matmul are"
+_NOT_PLAIN: Final = "an operand is a tensor subclass, or has no strides"
+_NOT_FITTING: Final = "its operands are no matrix and batch of rows of one type, or its `out` is of another"
 
 
 class _Substitute(TorchFunctionMode):
-    def __init__(self, recipe: str, where: Where) -> None:
+    """Replaces products by `fp8fn::gemm`, and logs each reason to leave a product alone once."""
+
+    def __init__(self, recipe: str, where: Where, logged: set[tuple[str, str]]) -> None:
         super().__init__()
-        self.recipe, self.where = recipe, where
+        self.recipe, self.where, self.logged = recipe, where, logged
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         read = _CALLS.get(func)
-        if read is None or not all(_is_plain(arg) for arg in (*args, *kwargs.values())):
+        if read is None:
             return func(*args, **kwargs)
-        call = _read(read, args, kwargs)
-        out = None if call is None else self.product(call)
-        return func(*args, **kwargs) if out is None else out
+        found = self.product(read, args, kwargs)
+        if not isinstance(found, str):
+            return found
+        if not torch.compiler.is_compiling():
+            self.log(getattr(func, "__name__", str(func)), found)
+        return func(*args, **kwargs)
 
-    def product(self, call: _Call) -> Tensor | None:
-        """The product in FP8; None for what stays as it is, and for what PyTorch refuses."""
+    def log(self, name: str, reason: str) -> None:
+        if (name, reason) not in self.logged:
+            self.logged.add((name, reason))
+            _LOG.info("fp8: a %s is left as it is: %s", name, reason)
+
+    def product(self, read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | str:
+        """The product in FP8, or the reason to leave it alone; a call that PyTorch refuses is also left alone."""
+        if not all(_is_plain(arg) for arg in (*args, *kwargs.values())):
+            return _NOT_PLAIN
+        call = _read(read, args, kwargs)
+        if call is None:
+            return _NOT_MATCHED
         if not _fits(call):
-            return None
+            return _NOT_FITTING
         a, b = call.a, call.b
         m = a.numel() // max(a.shape[-1], 1)
         site = Site(op=call.op, m=m, n=b.shape[1], k=b.shape[0], dtype=a.dtype, device=a.device)
-        if why_not(site, self.where) is not None:
-            return None
+        reason = why_not(site, self.where)
+        if reason is not None:
+            return reason
         out: Tensor = torch.ops.fp8fn.gemm(a, b, call.bias, self.recipe, None)
         if call.shape is not None and call.order is not None:
             out = out.reshape(call.shape).permute(call.order)
@@ -222,7 +276,7 @@ class _Substitute(TorchFunctionMode):
 
 
 def _read(read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call | None:
-    """The product that a call asks for; None where PyTorch refuses its arguments, or takes them in an older form."""
+    """The product that a call computes; None if PyTorch refuses the arguments, or takes them in an older form."""
     try:
         return read(*args, **kwargs)
     except (TypeError, AttributeError, RuntimeError, IndexError):
@@ -230,7 +284,7 @@ def _read(read: Callable[..., _Call | None], args: tuple[Any, ...], kwargs: Mapp
 
 
 def _is_plain(arg: Any) -> bool:
-    """Whether an argument is none, or a tensor, or a list of them, that an op of ours can read."""
+    """Whether fp8fn's ops can read an argument: a plain strided tensor, a list of such, or no tensor at all."""
     if isinstance(arg, (list, tuple)):
         return all(_is_plain(each) for each in arg)
     if not isinstance(arg, Tensor):
@@ -239,7 +293,7 @@ def _is_plain(arg: Any) -> bool:
 
 
 def _fits(call: _Call) -> bool:
-    """Whether `a @ b + bias` is a product with a matrix that PyTorch computes: what it refuses, it is to refuse."""
+    """Whether `a @ b + bias` is a product by a matrix that PyTorch accepts; PyTorch raises the errors of all others."""
     a, b, bias, out = call.a, call.b, call.bias, call.out
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or a.ndim < 2 or b.ndim != 2:
         return False

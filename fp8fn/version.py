@@ -1,3 +1,3 @@
-"""The version of the package, alone in its file so that a build reads it without importing torch."""
+"""The version of the package, in its own file so that a build can read it without importing torch."""
 
 __version__ = "0.1.0"

@@ -1,17 +1,24 @@
-"""torch.compile: the backend, the pass over joint graphs, the patterns it looks for, and `explain`."""
+"""torch.compile: the backend, the passes over its graphs with their patterns, and `explain`."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+__all__ = ["disable", "enable", "substitution"]
+
 
 def substitution() -> AbstractContextManager[None]:
-    """Plain `torch.compile` puts fp8fn's ops in the place of products on FP8 data, of what is compiled inside.
+    """Makes plain `torch.compile` replace products on FP8 data by fp8fn's ops, for what is compiled inside.
 
-    A compilation happens at the first call of a compiled function, so that is what has to be inside:
+    The replacement is exact: it reads the FP8 data of the graph and quantizes nothing. A compilation happens at the
+    first call of a compiled function, so the call must be inside.
 
-        with fp8fn.lowering.substitution():
-            torch.compile(model)(x)
+    Returns:
+        A context manager.
+
+    Example:
+        >>> with fp8fn.lowering.substitution():
+        ...     compiled = torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     """
     from fp8fn.lowering import joint_pass
 
@@ -19,14 +26,23 @@ def substitution() -> AbstractContextManager[None]:
 
 
 def enable() -> None:
-    """Plain `torch.compile` substitutes from now on, as inside `substitution()`; again is no error."""
+    """Makes plain `torch.compile` replace products as inside `substitution()` from now on; a second call does nothing.
+
+    Example:
+        >>> fp8fn.lowering.enable()
+        >>> fp8fn.lowering.disable()
+    """
     from fp8fn.lowering import joint_pass
 
     joint_pass.enable()
 
 
 def disable() -> None:
-    """Undoes `enable()`; without it, nothing happens."""
+    """Undoes `enable()`; has no effect without it.
+
+    Example:
+        >>> fp8fn.lowering.disable()
+    """
     from fp8fn.lowering import joint_pass
 
     joint_pass.disable()

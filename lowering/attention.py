@@ -1,4 +1,4 @@
-"""PyTorch's attention module as the products that it is: Dynamo keeps all of `nn.MultiheadAttention` as one node."""
+"""Replaces PyTorch's attention by its products: Dynamo traces `nn.MultiheadAttention` as a single node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 _log = logging.getLogger("fp8fn")
 
-# The function as it is written: under a mode that records calls it would report itself, as the one call that it is.
+# A copy without the check for overrides: the original would report itself to the recorder as a single call.
 _ATTENTION: Final = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), "has_torch_function": lambda _: False},
@@ -28,22 +28,22 @@ _ATTENTION: Final = FunctionType(
 )
 
 
-def _native_attention(
+def _native_attention(  # noqa: PLR0913  an op's signature
     query: Tensor, key: Tensor, value: Tensor, embed_dim: int, num_heads: int, in_weight: Tensor, in_bias: Tensor,
     out_weight: Tensor, out_bias: Tensor, mask: Tensor | None = None, need_weights: bool = True,
     average: bool = True, mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """What `torch._native_multi_head_attention` computes; whatever a mask holds, it reads as a boolean."""
+    """The computation of `torch._native_multi_head_attention`, which reads every mask as a boolean one."""
     if query.is_nested:
         raise NotImplementedError("its sequences are nested")
     masks: dict[str, Tensor] = {}
     if mask is not None:
-        # A mask of both kinds in one, (B, heads, L, S), has a matrix for each head of each sequence.
+        # A mask that merges both kinds, (B, heads, L, S), has a matrix for each head of each sequence.
         both = mask_type not in (0, 1)
         masks["key_padding_mask" if mask_type == 1 else "attn_mask"] = (
             mask.to(torch.bool).expand(query.size(0), num_heads, -1, -1).flatten(0, 1) if both else mask.to(torch.bool)
         )
-    # Attention to itself is one product with all of `in_weight`, and is known by its three inputs being one.
+    # Self-attention multiplies by all of `in_weight` at once; the function recognizes it by its identical inputs.
     turned = query.transpose(0, 1)
     key, value = (turned if x is query else x.transpose(0, 1) for x in (key, value))
     out, weights = _ATTENTION(
@@ -53,13 +53,13 @@ def _native_attention(
     return out.transpose(0, 1), weights
 
 
-def _encoder_layer(
+def _encoder_layer(  # noqa: PLR0913  an op's signature
     x: Tensor, embed_dim: int, num_heads: int, in_weight: Tensor, in_bias: Tensor, out_weight: Tensor, out_bias: Tensor,
     gelu: bool, norm_first: bool, eps: float, norm1_weight: Tensor, norm1_bias: Tensor, norm2_weight: Tensor,
     norm2_bias: Tensor, up_weight: Tensor, up_bias: Tensor, down_weight: Tensor, down_bias: Tensor,
     mask: Tensor | None = None, mask_type: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `torch._transformer_encoder_layer_fwd` computes."""
+    """The computation of `torch._transformer_encoder_layer_fwd`."""
     weights = (in_weight, in_bias, out_weight, out_bias)
 
     def attention(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ REASON: Final = "attention_reason"
 
 
 def spell_attention(gm: GraphModule) -> None:
-    """Puts what PyTorch's attention calls in its place; a node that stays has the reason in `meta[REASON]`."""
+    """Replaces each attention node by the calls inside it; `meta[REASON]` of a remaining node says why it remains."""
     for module in gm.modules():
         if isinstance(module, GraphModule):
             for target, function in _SPELLED.items():
@@ -120,10 +120,10 @@ def _spell(node: Node, function: Callable[..., Any]) -> None:
 
 
 def _recorded(node: Node, function: Callable[..., Any]) -> Any:
-    """The nodes that the function's results are, added before `node`."""
+    """Adds the function's calls before `node` and returns the nodes of its results."""
     args, kwargs = pytree.tree_map_only(Node, lambda each: each.meta["example_value"], (node.args, node.kwargs))
     recorder = Recorder(node)
-    # The mode of Dynamo's own trace: the backend runs under another one.
+    # Use the mode of Dynamo's trace: the backend runs under another mode.
     mode = next((x.fake_mode for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)), None)
     if mode is None:
         raise NotImplementedError("its operands were not traced")
@@ -136,7 +136,7 @@ def _recorded(node: Node, function: Callable[..., Any]) -> Any:
 
 
 def _autocast_of(node: Node) -> AbstractContextManager[Any]:
-    """The autocast of the region that the node is in, by the type of its result."""
+    """The autocast that was active at the node, derived from the type of its result."""
     out = next(x for x in pytree.tree_leaves(node.meta["example_value"]) if isinstance(x, Tensor))
     given = [each.meta["example_value"] for each in node.all_input_nodes]
     if any(isinstance(x, Tensor) and x.dtype == out.dtype for x in given) or out.device.type == "meta":
@@ -145,12 +145,12 @@ def _autocast_of(node: Node) -> AbstractContextManager[Any]:
 
 
 class Recorder(TorchFunctionMode):
-    """Every call of PyTorch that returns a tensor becomes a node beside `node`, whose metadata it has."""
+    """Adds a node for every PyTorch call that returns a tensor, before `node` and with its metadata."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
         self.node, self.graph = node, node.graph
-        self.alive: list[Tensor] = []  # so that no other tensor has the id of one of these
+        self.alive: list[Tensor] = []  # keeps the ids of these tensors from being reused
         self.nodes: dict[int, Node] = {}
         self.symbols: dict[Any, Node] = {}
         for each in node.graph.find_nodes(op="placeholder"):
@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
         if name == "__get__":
             raise NotImplementedError("it reads a tensor's attribute")
         if id(result) in given and not name.endswith("_"):
-            return result  # the tensor itself, as `contiguous` of a contiguous one
+            return result  # the tensor itself, such as `contiguous` of a contiguous tensor
         inputs = self._written((args, kwargs))
         if getattr(torch.Tensor, name, None) is func:
             made = self.graph.call_method(name, *inputs)
@@ -203,7 +203,7 @@ class Recorder(TorchFunctionMode):
             self._keep(self.graph.call_function(operator.getitem, (made, place)), part)
 
     def _written(self, given: Any) -> Any:
-        """Arguments with nodes in the place of tensors and of sizes."""
+        """The arguments, with tensors and symbolic sizes replaced by their nodes."""
         if isinstance(given, Tensor):
             return self.nodes[id(given)]
         if isinstance(given, SymInt):
@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
         return {key: self._written(each) for key, each in given.items()} if isinstance(given, dict) else given
 
     def _size(self, size: SymInt) -> Any:
-        from torch.utils._sympy.interp import sympy_interp  # loads SymPy, which takes half a second
+        from torch.utils._sympy.interp import sympy_interp  # imports SymPy, which takes half a second
         from torch.utils._sympy.reference import PythonReferenceAnalysis
 
         expr = size.node.expr

@@ -1,9 +1,9 @@
-"""The torch.compile backend `"fp8fn"`: eligible products go to FP8, the rest to Inductor."""
+"""The torch.compile backend `"fp8fn"`: computes eligible products in FP8 and gives the graph to Inductor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,16 +28,20 @@ def fp8fn(
 ) -> Callable[..., Any]:
     """`torch.compile(model, backend="fp8fn", options={"recipe": …, "where": …})`.
 
-    `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function of a
-    `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`.
-    `mode` and all other options are Inductor's; with its `max_autotune` each product on a GPU is timed against
-    cuBLASLt's, and the faster one kept.
+    Args:
+        gm: Graph that Dynamo traced.
+        example_inputs: Its inputs.
+        mode: Inductor's mode.
+        options: `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function
+            of a `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`. All
+            other options but `fuse_quantize` are Inductor's. With Inductor's `max_autotune` each product on a GPU is
+            timed against cuBLASLt, and the faster kernel is used.
 
-    `fuse_quantize` is about activations that are computed where they are quantized, also those of FP8 checkpoints: they
-    are then not rounded to 16 bits first. By default `silu(gate) * up` and `rms_norm(x) * weight` are quantized by the
-    op that computes them, on a device that has its kernel (Hopper), and any other elementwise result in `(1, 128)`
-    blocks by Inductor's own kernel for it. With True Inductor quantizes in `(1, 32)` and in whole rows as well; with
-    False neither is done. Columns, and both orientations at once, as training needs them, are never Inductor's.
+    The option `fuse_quantize` fuses quantization into the computation of an activation, which is then not rounded to 16
+    bits first. By default one op computes and quantizes `silu(gate) * up` and `rms_norm(x) * weight`, on devices that
+    have its kernel (Hopper), and Inductor's generated kernels quantize any other elementwise result in `(1, 128)`
+    blocks. True lets Inductor quantize in `(1, 32)` and in whole rows as well. False disables both. Inductor never
+    quantizes columns, or both orientations at once, as training needs them.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -50,12 +54,12 @@ def fp8fn(
     patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
-        # Inductor asks whether a graph's results are dense, and FP8 data for the backward is among them.
+        # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
         with without_guards():
             return compile_fx_inner(*args, **kwargs)
 
-    compiled: Any = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
-    return compiled  # type: ignore[no-any-return]
+    compiled = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    return cast(Callable[..., Any], compiled)
 
 
 def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a product of a graph takes in FP8 and in bf16: the estimate, whether FP8 loses by it, and the time on a GPU."""
+"""Times of a graph's products in FP8 and in bf16: estimates, measurements, and whether FP8 is slower."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
@@ -17,18 +17,16 @@ from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
+from fp8fn.timing import Clock, Schedule, Timing, clock_of, interleaved
 
-if TYPE_CHECKING:
-    from fp8fn.bench.timing import Clock
-
-# What is measured takes at least so many calls of each product, of 12MNK operations at about so many in a µs.
+# A measurement calls each product at least this often, with 12MNK operations at about this many per µs.
 _CALLS: Final = 14
 _OPERATIONS_PER_US: Final = 7e8
 _LOG: Final = logging.getLogger("fp8fn")
 
 
 def check_target(target: str | None) -> str | None:
-    """The short name of a target; ValueError for one that is not known."""
+    """The short name of a target; raises ValueError for an unknown one."""
     if target is None:
         return None
     found = targets.named_target(target) if isinstance(target, str) else None
@@ -42,13 +40,13 @@ def check_target(target: str | None) -> str | None:
 
 
 def check_measure(measure: bool) -> None:
-    """ValueError where something is to be measured, and there is no GPU."""
+    """Raises ValueError if `measure` is requested without a GPU."""
     if measure and not torch.cuda.is_available():
         raise ValueError("explain: measure=True needs a GPU, and there is none; target='sm90' estimates without one")
 
 
 def chip_for(device: torch.device, target: str | None = None) -> Chip | None:
-    """Whose times are estimated: the chip that a target's name stands for, or else the device; None if not of sm90."""
+    """The chip to estimate times for: the chip that `target` names, else the device; None if it is not sm90."""
     if target is not None:
         return NAMED.get(target)
     here = targets.target_of(device)
@@ -56,15 +54,15 @@ def chip_for(device: torch.device, target: str | None = None) -> Chip | None:
 
 
 def size_of(size: Any) -> int | None:
-    """A size; of a symbolic one that it was traced with, for reading it adds no guard, or None where there is none."""
+    """A size as a number: for a symbolic size its hint, which adds no guard, or None if it has no hint."""
     found = size if isinstance(size, int) else size.node.hint
     return found if isinstance(found, int) else None
 
 
 def sized(site: Site) -> Site | None:
-    """What a site's times depend on: the same with sizes that are numbers, and no name; None of groups.
+    """The part of a site that its times depend on: numeric sizes and no names.
 
-    Those depend on how many rows each group has, which no graph says.
+    Returns None for products of groups, whose times depend on each group's rows, which a graph does not contain.
     """
     if site.groups:
         return None
@@ -75,7 +73,7 @@ def sized(site: Site) -> Site | None:
 
 
 def estimated(site: Site, recipe: Recipe, chip: Chip | None) -> Times | None:
-    """Microseconds on a chip; None without one, or where nothing is known of the recipe or of a size."""
+    """Microseconds on a chip; None without a chip, or if the recipe or a size is unknown."""
     found = sized(site)
     if chip is None or found is None:
         return None
@@ -83,7 +81,7 @@ def estimated(site: Site, recipe: Recipe, chip: Chip | None) -> Times | None:
 
 
 def why_slower(times: Times | None) -> str | None:
-    """The reason why a product stays as it is where FP8 is estimated to take longer than bf16."""
+    """The reason to leave a product in bf16 if FP8 is estimated to be slower, else None."""
     if times is None or times.speedup >= 1:
         return None
     fp8, bf16 = times.fp8.combined, times.bf16.combined
@@ -94,9 +92,7 @@ def why_slower(times: Times | None) -> str | None:
 
 
 def measured(sites: Iterable[Site], recipe: Recipe, seconds: float = 2.0) -> dict[Site, Times]:
-    """The times of `sized` sites on their devices, each once; those that `seconds` are too short for are left out."""
-    from fp8fn.bench.timing import clock_of
-
+    """Measures each distinct `sized` site on its device, and omits the sites that do not fit into `seconds`."""
     end = time.perf_counter() + seconds
     clocks: dict[torch.device, Clock] = {}
     found: dict[Site, Times] = {}
@@ -109,18 +105,18 @@ def measured(sites: Iterable[Site], recipe: Recipe, seconds: float = 2.0) -> dic
             try:
                 clock = clocks.setdefault(site.device, clocks.get(site.device) or clock_of(site.device))
                 found[site] = _measured(site, recipe, clock)
-            except RuntimeError as error:  # no memory beside the model, most likely
+            except RuntimeError as error:  # most likely out of memory beside the model
                 _LOG.info("explain: (M,N,K)=(%s,%s,%s) is not measured: %s", site.m, site.n, site.k, error)
     return found
 
 
 def _measured(site: Site, recipe: Recipe, clock: Clock) -> Times:
-    """Of one site, forward and backward apart, by the functions below autograd: its thread would be in the times."""
-    from fp8fn.bench.layer import normal
-    from fp8fn.bench.timing import Schedule, Timing, interleaved
+    """Measures forward and backward separately, below autograd, whose thread would add to the times."""
 
     def tensor(rows: int, columns: int, seed: int) -> torch.Tensor:
-        made = normal(site.batch * rows, columns, site.device, seed)
+        generator = torch.Generator(site.device).manual_seed(seed)
+        shape = (site.batch * rows, columns)
+        made = torch.randn(shape, device=site.device, dtype=torch.bfloat16, generator=generator)
         return made.unflatten(0, (site.batch, rows)) if site.batch > 1 else made
 
     x, w, g = tensor(site.m, site.k, 0), tensor(site.n, site.k, 1), tensor(site.m, site.n, 2)

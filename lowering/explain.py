@@ -1,4 +1,4 @@
-"""`explain`: which matrix products of a model go to FP8, by which kernel, and why the others do not."""
+"""`explain`: which matrix products of a model are computed in FP8, by which kernel, and why others are not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from fp8fn import arguments
 from fp8fn.lowering import find_grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
 from fp8fn.lowering.find import Gemm
-from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.graph.nodes import origin_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Outside, Seen
 from fp8fn.lowering.recipe_pass import Decision, decide
 from fp8fn.ops import mx_mm, scaled_mm, targets
@@ -39,11 +40,11 @@ _LOG = logging.getLogger("fp8fn")
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One product: the node, where the user wrote it, its sizes, and its kernel or the reason why it stays.
+    """One product: its node, source line and sizes, and its kernel or the reason to leave it alone.
 
-    `shape` is `(M, N, K)`, and of a product of E groups `(E, M, N, K)`, where rows, or K, of all groups are counted.
-    `estimated` and `measured` are µs of forward and backward, in FP8 with all quantization and in bf16, of a product
-    that the recipe can take; None where nothing is known, or nothing was asked for.
+    `shape` is `(M, N, K)`, or `(E, M, N, K)` for a product of E groups, where M or K sums over the groups. `estimated`
+    and `measured` are the µs of forward and backward, in FP8 with all quantization and in bf16; None if the recipe
+    cannot take the product, or if the time is unknown or was not requested.
     """
 
     node: str
@@ -59,10 +60,10 @@ class Row:
 
 @dataclass(frozen=True, repr=False)
 class Explanation:
-    """The rows of `explain`, one for each product, over all graphs; `str()` is the table, `repr()` its last line.
+    """The rows of `explain`, one for each product of all graphs; `str()` is the table, `repr()` its summary.
 
-    In the table, layers that differ in their number alone share a line: `layers.*.mlp.up.weight`, `12x`. `chip` is the
-    one that times are estimated for. `outside` has the weights of a module that no graph has, below the table.
+    In the table, layers that differ only in their number share a line: `layers.*.mlp.up.weight`, `12x`. `chip` is the
+    chip that times are estimated for. `outside` lists the weights that no graph contains, below the table.
     """
 
     rows: tuple[Row, ...]
@@ -95,7 +96,7 @@ class Explanation:
         return f"<table>{table}</table>" + "".join(f"<p>{escape(line)}</p>" for line in self._foot())
 
     def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """The head, and a line for each group of products that are alike."""
+        """The header, and a line for each group of equal products."""
         times = self._times()
         alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
@@ -136,15 +137,33 @@ def explain(
     show: bool = True,
     **kwargs: Any,
 ) -> Explanation:
-    """Runs `model(*args, **kwargs)` once, uncompiled, and says what `backend="fp8fn"` would do with each product.
+    """Runs a model once, uncompiled, and reports what `backend="fp8fn"` would do with each of its products.
 
-    `recipe` and `where` are the backend's options. `target` names an architecture ("sm90") or a product ("H100",
-    "mi300x", "RTX 4090"), whose decisions and kernels are then shown on any machine. On Hopper, or for its name, there
-    are estimates of each product's time; "sm90" stands for an H200. With `measure=True` a GPU times what it can of them
-    in about two seconds. Prints the table, unless `show=False`, and returns it. The model's buffers and the random
-    state are as before afterwards.
+    The model's buffers and the random state are restored afterwards.
 
-    Raises `ValueError` for a target that is not known, or where there is no GPU to measure on.
+    Args:
+        model: Module or function.
+        args: Positional arguments of the call.
+        recipe: The backend's option `recipe`.
+        where: The backend's option `where`.
+        target: Architecture ("sm90") or product ("H100", "mi300x", "RTX 4090") whose decisions and kernels are shown on
+            any machine; by default the device's. "sm90" stands for an H200. Times are estimated for Hopper only.
+        measure: Times the products on a GPU, within about two seconds.
+        show: Prints the table.
+        kwargs: Keyword arguments of the call.
+
+    Returns:
+        An `Explanation`, with one `Row` for each product.
+
+    Raises:
+        TypeError: `model` is not callable, or `where` is neither a function nor patterns.
+        ValueError: The recipe or the target does not exist, or `measure=True` and there is no GPU.
+
+    Example:
+        >>> model = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16, device="meta")
+        >>> x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+        >>> fp8fn.explain(model, x, target="H100", show=False)
+        Explanation(1 of 1 products in FP8, recipe blockwise, 1 graph(s))
     """
     arguments.function("explain", "model", model)
     check_where(where)
@@ -166,13 +185,13 @@ def explain(
         substitutions: list[Substitution] = []
         if _holds_fp8(gm):
             forward = _traced(gm, example_inputs, substitutions, takes_everything(where))
-        # A pattern knows a product by the name that Dynamo gave it first: it may have another in the graph.
+        # A pattern reports a product by the first name that Dynamo gave it; the name in the graph may differ.
         origins = [
             origin_of(decision.gemm.node)[0] or row.node for decision, row in zip(decisions, decided, strict=True)
         ]
         merged = _with_substitutions(decided, origins, substitutions)
         rows.extend(merged)
-        # What a pattern made is not the recipe's product, whose times are estimated and measured.
+        # Estimates and measurements are for the recipe's products, not for those that a pattern made.
         ours = [row is before for row, before in zip(merged, decided, strict=False)]
         pairs = zip(decisions, ours, strict=True)
         sites.extend(sized(decision.gemm.site) if decision.possible and own else None for decision, own in pairs)
@@ -207,7 +226,7 @@ def _cell(times: Times | None) -> str:
 
 
 def _timed(rows: Sequence[Row], sites: Sequence[Site | None], recipe: Recipe) -> list[Row]:
-    """With the times of those on a GPU, substituted ones first."""
+    """The rows with measured times of the products on a GPU; substituted products are measured first."""
     order = sorted(zip(rows, sites, strict=True), key=lambda pair: pair[0].reason is not None)
     times = measured((site for _, site in order if site is not None and _on_gpu(site)), recipe)
     pairs = zip(rows, sites, strict=True)
@@ -233,7 +252,7 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
 
 
 def _holds_fp8(gm: GraphModule) -> bool:
-    """Whether a graph has tensors of FP8, perhaps in a subclass, without which no exact pattern is in it."""
+    """Whether a graph has FP8 tensors, perhaps inside a subclass; an exact pattern needs one."""
     values = (node.meta.get("example_value") for node in gm.graph.nodes)
     tensors = [value for value in values if isinstance(value, Tensor)]
     return any(value.dtype in FP8_DTYPES or is_traceable_wrapper_subclass(value) for value in tensors)
@@ -242,7 +261,7 @@ def _holds_fp8(gm: GraphModule) -> bool:
 def _traced(
     gm: GraphModule, example_inputs: Sequence[Tensor], found: list[Substitution], everything: bool = False
 ) -> Callable[..., Any]:
-    """Down to the joint graph, or that of an inference, where exact patterns are found and substituted."""
+    """Traces down to the joint graph, or to the inference graph, and applies the exact patterns there."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import default_partition
@@ -275,7 +294,7 @@ def _traced(
 def _with_substitutions(
     rows: Sequence[Row], origins: Sequence[str], substitutions: Sequence[Substitution]
 ) -> list[Row]:
-    """A product that is in both lists once, as the pattern has it; those of the backward after all."""
+    """Merges both lists: a pattern's report replaces the row of its product; products of the backward come last."""
     by_origin = {found.origin: found for found in substitutions if not found.backward}
     merged = []
     for row, origin in zip(rows, origins, strict=True):
@@ -294,7 +313,7 @@ def _made(found: Substitution) -> str | None:
 
 
 def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
-    """The kernel that multiplies at this site, as its launch describes it; the plan runs nothing."""
+    """The name of the product's kernel, from the description of its launch; nothing is run."""
     site = gemm.site
     chip = chip_for(site.device, target)
     on = targets.target_of(site.device)

@@ -1,4 +1,4 @@
-"""Finding the matrix products of a Dynamo graph: which operands, which of them is a weight, which source line."""
+"""Finds the matrix products of a Dynamo graph: their operands, their weights, and their source lines."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from fp8fn.lowering import attention, find_grouped
 from fp8fn.lowering.find_grouped import Groups
-from fp8fn.lowering.graph.substitute import source_of
+from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
 from fp8fn.lowering.quantized_weights import quantized_source, why_not_operands
 from fp8fn.site import Site
 
@@ -24,13 +24,13 @@ _LINEAR: Final = (F.linear, torch._C._nn.linear)
 _MATMUL: Final = (torch.matmul, operator.matmul, torch.mm, torch.bmm, torch.Tensor.matmul, torch.Tensor.mm)
 _MATMUL_METHODS: Final = ("matmul", "mm", "bmm", "__matmul__")
 _ADDMM: Final = (torch.addmm, torch.Tensor.addmm)
-# By name, and where the operands stand among the tensors.
+# The name of each function, and the place of its first operand among its tensors.
 _LEFT_ALONE: Final = {
     torch.functional.einsum: ("einsum", -2),
     torch.baddbmm: ("baddbmm", -2),
 }
 
-# Products that are listed and left alone, and what would have them in FP8.
+# Products that are listed but not substituted, with a remedy.
 _OTHERS: Final[Mapping[Any, str]] = {
     torch.bilinear: "bilinear has a matrix for each output: spell it with torch.einsum or torch.matmul",
     **dict.fromkeys(
@@ -41,20 +41,20 @@ _OTHERS: Final[Mapping[Any, str]] = {
     torch.gru: "the weights of a GRU are multiplied inside PyTorch's kernel",
 }
 
-# A row's own copy of a weight: more to read than the product is worth, in any format.
+# Each row reads its own copy of a weight, which takes longer than the product in any format.
 GATHERED: Final = (
     "its weights are gathered, one matrix for each row: sort the rows by expert and call torch._grouped_mm; of "
     "transformers, model.set_experts_implementation('grouped_mm')"
 )
 
-# Calls of a graph inside the graph, `(graph, ..., *inputs)`: checkpointed regions, and those that are compiled once.
+# Calls of a nested graph, `(graph, ..., *inputs)`: checkpointed regions and regions that are compiled once.
 REGIONS: Final = (
     torch.ops.higher_order.tag_activation_checkpoint,
     torch.ops.higher_order.wrap,
     torch.ops.higher_order.invoke_subgraph,
 )
 
-# What a weight may pass through between the parameter and the product: views and casts.
+# Views and casts that may stand between a parameter and its product.
 _VIEWS: Final = {
     "t", "T", "mT", "H", "mH", "adjoint", "numpy_T", "matrix_H", "transpose", "permute", "swapaxes", "view", "reshape",
     "flatten", "unsqueeze", "squeeze", "expand", "contiguous", "clone", "detach", "alias", "to", "type", "float",
@@ -64,9 +64,9 @@ _VIEWS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Gemm:
-    """One product of a graph: `a` and the weight `b`; `flipped` where the weight stood on the left, `c = (aᵀ bᵀ)ᵀ`.
+    """One product of a graph, `a` by the weight `b`; `flipped` if the weight is the left operand, `c = (aᵀ bᵀ)ᵀ`.
 
-    `groups` where it is one of groups, as `torch._grouped_mm` has them; `parameter` the graph's input, where known.
+    `groups` describes the groups of a `torch._grouped_mm`; `parameter` is the graph input of the weight, if known.
     """
 
     node: Node
@@ -82,14 +82,14 @@ class Gemm:
 
     @property
     def source(self) -> str:
-        """`file:line` of the user's code, `""` where PyTorch did not keep it."""
+        """`file:line` of the user's code, or `""` if PyTorch did not record it."""
         return source_of(self.node)
 
 
 def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Iterator[Gemm]:
-    """Every product of the graph, those too that are none of our business, with the reason.
+    """Yields every product of the graph and of its nested regions, with a reason for each that FP8 cannot take.
 
-    Also those of the regions inside, such as checkpointed ones; `outer` has the nodes that a region's inputs are.
+    `outer` maps the inputs of a region to the nodes of the graph around it.
     """
     outer = {} if outer is None else outer
     for node in gm.graph.nodes:
@@ -100,7 +100,7 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
         elif node.op == "call_function" and (node.target in _OTHERS or attention.REASON in node.meta):
             yield from _classify_other(node, outer)
         elif operands is not None:
-            gemm = _classify(node, outer, *operands)
+            gemm = _classify(node, outer, operands)
             if gemm is not None:
                 yield gemm
         elif node.op == "call_function" and node.target in REGIONS:
@@ -110,33 +110,42 @@ def find_gemms(gm: GraphModule, outer: Mapping[Node, Node] | None = None) -> Ite
             yield from find_gemms(region, {**outer, **dict(zip(inputs, given, strict=True))})
 
 
-def _operands(node: Node) -> tuple[str, Any, Any, Any, bool, str | None] | None:
-    """`op, a, b, bias, whether b is (N, K), a reason to leave it alone` of a product."""
+class Operands(NamedTuple):
+    """A call that computes `a @ b + bias`; `transposed` if `b` is `(N, K)`; `reason` to leave it alone, if any."""
+
+    op: str
+    a: Any
+    b: Any
+    bias: Any = None
+    transposed: bool = False
+    reason: str | None = None
+
+
+def _operands(node: Node) -> Operands | None:
     args, kwargs = node.args, node.kwargs
     if node.op == "call_function":
         if node.target in _LINEAR:
             x = args[0] if args else kwargs["input"]
             weight = args[1] if len(args) > 1 else kwargs["weight"]
-            return "linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), True, None
+            return Operands("linear", x, weight, args[2] if len(args) > 2 else kwargs.get("bias"), transposed=True)
         if node.target in _MATMUL and len(args) == 2 and not kwargs:
-            return "matmul", *args, None, False, None
+            return Operands("matmul", *args)
         if node.target in _ADDMM and len(args) == 3:
             reason = None if all(scale == 1 for scale in kwargs.values()) else "addmm with alpha or beta"
-            return "addmm", args[1], args[2], args[0], False, reason
+            return Operands("addmm", args[1], args[2], args[0], reason=reason)
         if node.target in _LEFT_ALONE:
             name, first = _LEFT_ALONE[node.target]
-            tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and _value(arg) is not None]
+            tensors = [arg for arg in pytree.tree_leaves(args) if isinstance(arg, Node) and value(arg) is not None]
             if len(tensors) >= 2:
-                return name, tensors[first], tensors[first + 1], None, False, f"{name} is not matched"
+                return Operands(name, tensors[first], tensors[first + 1], reason=f"{name} is not matched")
     elif node.op == "call_method" and node.target in _MATMUL_METHODS and len(args) == 2 and not kwargs:
-        return "matmul", *args, None, False, None
+        return Operands("matmul", *args)
     return None
 
 
-def _classify(
-    node: Node, outer: Mapping[Node, Node], op: str, a: Any, b: Any, bias: Any, transposed: bool, reason: str | None
-) -> Gemm | None:
-    left, right, out = _value(a), _value(b), _value(node)
+def _classify(node: Node, outer: Mapping[Node, Node], given: Operands) -> Gemm | None:
+    op, a, b, bias, transposed, reason = given
+    left, right, out = value(a), value(b), value(node)
     if left is None or right is None or out is None or left.ndim < 1 or right.ndim < 1:
         return None
     parameter = parameter_of(b, outer) or differentiated(b, outer)
@@ -155,7 +164,7 @@ def _classify(
         k, n = n, k
     gathered = None if parameter is not None else _gathered(a, outer) or _gathered(b, outer)
     if reason is None:
-        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, _value(bias), parameter)
+        reason = GATHERED if gathered is not None else _why_not_shape(op, left, right, value(bias), parameter)
     if parameter is not None or gathered is not None:
         reason = reason or why_not_operands(a, b, outer)
     elif (computed := _computed(b, outer) or _computed(a, outer)) is not None:
@@ -172,9 +181,9 @@ def _classify(
 
 
 def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str, Any]) -> Gemm:
-    """A product of groups: of an expert's weight, known or not, unless it is a batch without offsets."""
+    """Classifies a product of groups. Without offsets it is a batch and needs a known parameter."""
     a, b = given["a"], given["b"]
-    left, right = a.meta["example_value"], b.meta["example_value"]
+    left, right = tensor_of(a), tensor_of(b)
     groups = find_grouped.groups_of(left, right, given.get("offsets"))
     reason = groups if isinstance(groups, str) else None
     parameter = parameter_of(b, outer) or _first_stacked(b, outer) or parameter_of(quantized_source(b, outer), outer)
@@ -197,11 +206,11 @@ def _classify_grouped(node: Node, outer: Mapping[Node, Node], given: Mapping[str
 
 
 def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
-    """A product for each weight of a node that is known, and not taken apart."""
+    """Yields one product for each weight of a node that is recognized but not substituted."""
     reason = node.meta.get(attention.REASON) or _OTHERS[node.target]
-    given = [each for each in node.all_input_nodes if _value(each) is not None]
+    given = [each for each in node.all_input_nodes if value(each) is not None]
     for b in given:
-        weight, left = _value(b), _value(given[0])
+        weight, left = value(b), value(given[0])
         if weight is None or left is None or weight.ndim < 2 or b is given[0] or parameter_of(b, outer) is None:
             continue
         n, k = weight.shape[0], _product(weight.shape[1:])
@@ -220,7 +229,7 @@ def _classify_other(node: Node, outer: Mapping[Node, Node]) -> Iterator[Gemm]:
 
 
 def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
-    """The reason to leave a weight alone that is computed of parameters and buffers alone; else None."""
+    """The reason to leave a weight alone that is computed from parameters and buffers only, else None."""
     seen: set[Node] = set()
     waiting, names, parameters = [outer.get(node, node)], [], []
     while waiting:
@@ -231,11 +240,11 @@ def _computed(node: Any, outer: Mapping[Node, Node]) -> str | None:
         seen.add(each)
         if each.op not in ("placeholder", "get_attr"):
             waiting += each.all_input_nodes
-        elif isinstance(_value(each), torch.nn.Parameter):
+        elif isinstance(value(each), torch.nn.Parameter):
             parameters.append(weight_name(each))
         elif _is_buffer(each):
             names.append(weight_name(each))
-        elif isinstance(_value(each), Tensor):
+        elif isinstance(value(each), Tensor):
             return None
     if parameters:
         found = ", ".join(sorted(parameters))
@@ -266,14 +275,13 @@ def _why_not_shape(op: str, left: Tensor, right: Tensor, bias: Tensor | None, pa
 
 
 def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
-    """The parameter behind a chain of views and casts, else None."""
+    """The parameter behind a chain of views and casts, or None."""
     while isinstance(node, Node):
         if node in outer:
             node = outer[node]
             continue
-        value = _value(node)
         if node.op in ("placeholder", "get_attr"):
-            return node if isinstance(value, torch.nn.Parameter) else None
+            return node if isinstance(value(node), torch.nn.Parameter) else None
         if node.op not in ("call_function", "call_method") or not (_name(node) in _VIEWS or _picks(node)):
             return None
         node = node.args[0] if node.args else None
@@ -281,9 +289,10 @@ def parameter_of(node: Any, outer: Mapping[Node, Node]) -> Node | None:
 
 
 def differentiated(node: Any, outer: Mapping[Node, Node]) -> Node | None:
-    """The input behind views and casts that `torch.func.grad` differentiates, be it a Parameter or not; else None.
+    """The input behind views and casts that `torch.func.grad` differentiates, Parameter or not, or None.
 
-    As a right operand, it is a weight: `torch.func.grad` of a `functional_call` has all of them as inputs.
+    Such an input is a weight if it is the right operand: `torch.func.grad` of a `functional_call` takes all weights as
+    inputs.
     """
     tracked = False
     while isinstance(node, Node):
@@ -303,21 +312,21 @@ def _name(node: Node) -> str:
 
 
 def _picks(node: Node) -> bool:
-    """Whether a node is `w[i]`, a part of `w` that one index or slice names, be it known only at run time."""
+    """Whether a node is `w[i]` with an index or a slice, which may be known only at run time."""
     if node.target not in (operator.getitem, "__getitem__") or len(node.args) < 2:
         return False
     index = node.args[1] if isinstance(node.args[1], tuple) else (node.args[1],)
-    return all(_value(i) is None or _value(i).ndim == 0 for i in index)  # type: ignore[union-attr]
+    return all(value(i) is None or tensor_of(i).ndim == 0 for i in index)
 
 
 def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
-    """The parameter of which matrices were gathered, `w[indices]`, behind views and casts; else None."""
+    """The parameter behind a gather of matrices, `w[indices]`, and behind views and casts, or None."""
     while isinstance(node, Node):
         node = outer.get(node, node)
         gathers = node.target in (operator.getitem, "__getitem__") and not _picks(node)
         if node.args and (gathers or _name(node) == "index_select"):
             found = parameter_of(node.args[0], outer)
-            return found if found is not None and _value(found).ndim > 2 else None  # type: ignore[union-attr]
+            return found if found is not None and tensor_of(found).ndim > 2 else None
         if node.op not in ("call_function", "call_method") or _name(node) not in _VIEWS:
             return None
         node = node.args[0] if node.args else None
@@ -325,7 +334,7 @@ def _gathered(node: Any, outer: Mapping[Node, Node]) -> Node | None:
 
 
 def _first_stacked(node: Any, outer: Mapping[Node, Node]) -> Node | None:
-    """The first of the parameters that one `torch.stack` or `torch.cat` makes a weight of; else None."""
+    """The first parameter of the `torch.stack` or `torch.cat` that makes the weight, or None."""
     while isinstance(node, Node) and node.op in ("call_function", "call_method"):
         first = node.args[0] if node.args else None
         if node.target in (torch.stack, torch.cat) and isinstance(first, Sequence):
@@ -337,7 +346,7 @@ def _first_stacked(node: Any, outer: Mapping[Node, Node]) -> Node | None:
 
 
 def weight_name(node: Node) -> str:
-    """`"layers.0.fc.weight"`: the name in `named_parameters()` of a lifted parameter."""
+    """The name of a lifted parameter in `named_parameters()`, such as `"layers.0.fc.weight"`."""
     source = getattr(node, "_dynamo_source", None)
     name = getattr(source, "name", "")
     text = str(name() if callable(name) else name)
@@ -346,11 +355,6 @@ def weight_name(node: Node) -> str:
     return ".".join(
         part for part in parts[1:] if part not in ("_modules", "_parameters", "_buffers", "__dict__")
     ) or str(node.target)
-
-
-def _value(node: Any) -> Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) else None
 
 
 def _product(sizes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The products of groups in a Dynamo graph: `torch._grouped_mm` by each of its names, and transformers' op for it."""
+"""Finds products of groups in a Dynamo graph: `torch._grouped_mm` under all its names, and transformers' op."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fp8fn.ops.targets import Target, native_e4m3
 from fp8fn.site import Site
 
 OP: Final = "grouped_mm"
-# By name: torch's function takes `input`, its op `self`. The last is transformers', under torch.compile for whatever is
-# not bfloat16, which Inductor has no grouped product for.
+# The function takes `input`, the op `self`. Under torch.compile, transformers calls its own op for types other than
+# bfloat16, for which Inductor has no grouped product.
 _TARGETS: Final = (
     torch._grouped_mm, getattr(F, "grouped_mm", None),
     torch.ops.aten._grouped_mm, torch.ops.aten._grouped_mm.default,
@@ -34,9 +34,9 @@ _NAMES: Final = {
 
 @dataclass(frozen=True)
 class Groups:
-    """Where the groups of a product end, `(E,)`, or None for a batch; `count` is E, and `over` what they are parts of.
+    """The groups of a product: their end `offsets (E,)` (None for a batch), their `count` E, and the axis they split.
 
-    `over` is `"M"` for rows of `a (M, K)` beside `b (E, K, N)`, `"K"` for `a (M, K)` and `b (K, N)`, `""` for a batch.
+    `over` is `"M"` for `a (M, K)` by `b (E, K, N)`, `"K"` for `a (M, K)` by `b (K, N)`, and `""` for a batch.
     """
 
     offsets: Node | None
@@ -45,7 +45,7 @@ class Groups:
 
 
 def operands(node: Node) -> dict[str, Any] | None:
-    """`a`, `b`, `offsets`, `bias` and `out_dtype` of a product of groups, as far as given; None for another node."""
+    """The arguments `a`, `b`, `offsets`, `bias` and `out_dtype` of a product of groups; None for another node."""
     ours = node.target in _TARGETS or str(node.target).removesuffix(".default") == _TRANSFORMERS
     if node.op != "call_function" or not ours:
         return None
@@ -54,7 +54,7 @@ def operands(node: Node) -> dict[str, Any] | None:
 
 
 def groups_of(left: Tensor, right: Tensor, offsets: Node | None) -> Groups | str:
-    """How two operands are grouped, or the reason why `fp8fn::grouped_gemm` does not take them."""
+    """The groups of two operands, or the reason why `fp8fn::grouped_gemm` does not take them."""
     ends = None if offsets is None else offsets.meta.get("example_value")
     if offsets is None:
         if left.ndim == 3 and right.ndim == 3:
@@ -71,7 +71,7 @@ def groups_of(left: Tensor, right: Tensor, offsets: Node | None) -> Groups | str
 
 
 def why_not_recipe(groups: Groups | None, recipe: Recipe) -> str | None:
-    """The reason why a recipe does not quantize by groups."""
+    """The reason why the recipe cannot quantize by groups, or None."""
     if groups is None or groups.offsets is None:
         return None
     try:
@@ -82,7 +82,7 @@ def why_not_recipe(groups: Groups | None, recipe: Recipe) -> str | None:
 
 
 def kernel_name(site: Site, over: str, recipe: Recipe, target: Target) -> str:
-    """The kernel that multiplies the groups of a site, as its launch describes it; nothing is run."""
+    """The name of the kernel that multiplies the groups, from the description of its launch; nothing is run."""
     native = native_e4m3(target)
     dtypes = [dtype or native for dtype in (recipe.activation_dtype, recipe.weight_dtype)]
 

@@ -1,4 +1,4 @@
-"""Heads by what a model does with them: logits feel the rounding of FP8 most, and not every head has a telling name."""
+"""Finds language-model heads by their use: logits are sensitive to FP8, and a head's name does not always tell."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
@@ -15,87 +15,90 @@ from fp8fn.lowering.find import REGIONS, Gemm, parameter_of
 from fp8fn.site import why_sensitive
 
 _TAKES: Final = "where='*' takes it too"
-_DEEPEST: Final = 32  # a module that holds itself has no end
+_DEEPEST: Final = 32  # ends the search at a module that holds itself
 
 
 class Heads:
-    """The embeddings of a graph and, where it has none, those of the model that a weight belongs to."""
+    """The embeddings of a graph, or, if it has none, those of the model around a weight."""
 
     def __init__(self, gm: GraphModule, gemms: Sequence[Gemm]) -> None:
         self._tables = set(_tables(gm, {}))
         self._rows = max((_rows(table) for table in self._tables), default=0)
         self._names = Counter(_in_layers(gemm) for gemm in gemms)
+        self._modules: Modules | None = None
 
     def why(self, gemm: Gemm) -> str | None:
-        """The reason why a product stays as it is by default, for it is a head; None for others."""
+        """The reason to leave a product in bf16 by default because it is a head, or None."""
         parameter = gemm.parameter
         if parameter is None:
             return None
         if parameter in self._tables:
             return f"sensitive: an embedding reads the weight too; {_TAKES}"
-        # A head is there once; of many layers, one may have as many columns as the model has tokens.
+        # A head occurs once. A repeated layer may have as many columns as the vocabulary has tokens.
         once = self._names[_in_layers(gemm)] == 1
         if once and gemm.site.n == self._rows:
             return _vocabulary(self._rows)
         if once and not self._tables:
-            return _why_outside(gemm, parameter)
+            return self._why_outside(gemm, parameter)
         return None
 
-
-def _why_outside(gemm: Gemm, parameter: Node) -> str | None:
-    """By the modules around the compiled one, which is a head alone, named `weight`, or behind a graph break."""
-    given = parameter.meta.get("grapharg")
-    weight = getattr(given, "example", None)
-    if not isinstance(weight, Tensor):
+    def _why_outside(self, gemm: Gemm, parameter: Node) -> str | None:
+        """`why` from the modules around the weight, for a head that is compiled alone or behind a graph break."""
+        given = parameter.meta.get("grapharg")
+        weight = getattr(given, "example", None)
+        if not isinstance(weight, Tensor):
+            return None
+        if self._modules is None:
+            self._modules = Modules()
+        owners = self._modules.owners(weight)
+        if any(isinstance(owner, nn.Embedding) for owner in owners):
+            return f"sensitive: an embedding reads the weight too; {_TAKES}"
+        for owner in owners:
+            for name, root in self._modules.paths(owner):
+                reason = why_sensitive(name, gemm.site.n, gemm.site.k)
+                if reason is not None:
+                    return reason
+                tables = [module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)]
+                if root is not owner and gemm.site.n == max(tables, default=0):
+                    return _vocabulary(gemm.site.n)
         return None
-    parents, owners = _modules_of(weight)
-    if any(isinstance(owner, nn.Embedding) for owner in owners):
-        return f"sensitive: an embedding reads the weight too; {_TAKES}"
-    for owner in owners:
-        for name, root in _paths(owner, parents):
-            reason = why_sensitive(name, gemm.site.n, gemm.site.k)
-            if reason is not None:
-                return reason
-            tables = [module.num_embeddings for module in root.modules() if isinstance(module, nn.Embedding)]
-            if root is not owner and gemm.site.n == max(tables, default=0):
-                return _vocabulary(gemm.site.n)
-    return None
 
 
 def _vocabulary(rows: Any) -> str:
     return f"sensitive: N={rows} is the vocabulary of the model's embedding; {_TAKES}"
 
 
-Parents: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
+class Modules:
+    """All modules in memory and their parents, at the time of construction.
 
-
-def _modules_of(weight: Tensor) -> tuple[Parents, list[nn.Module]]:
-    """The parents of each module in memory, with its names in them, and the modules that hold `weight`.
-
-    Only Python's garbage collector knows who holds a module: it takes tens of ms, and nothing else tells.
+    Only Python's garbage collector knows the parents of a module. Walking its objects takes tens of ms, so a
+    compilation does it at most once.
     """
-    parents: Parents = {}
-    owners = []
-    for found in gc.get_objects():
-        if issubclass(type(found), nn.Module) and "_parameters" in found.__dict__:
-            for name, child in found._modules.items():
-                parents.setdefault(id(child), []).append((found, name))
-            if any(parameter is weight for parameter in found._parameters.values()):
-                owners.append(found)
-    return parents, owners
 
+    def __init__(self) -> None:
+        self._all: list[nn.Module] = []
+        self._parents: dict[int, list[tuple[nn.Module, str]]] = {}
+        for found in gc.get_objects():
+            if issubclass(type(found), nn.Module) and "_parameters" in found.__dict__:
+                self._all.append(found)
+                for name, child in found._modules.items():
+                    self._parents.setdefault(id(child), []).append((found, name))
 
-def _paths(module: nn.Module, parents: Parents, below: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """A module's names in the outermost modules that hold it; what `torch.compile` wraps adds no name."""
-    if id(module) not in parents or len(below) > _DEEPEST:
-        yield ".".join(name for name in below if name != "_orig_mod"), module
-    else:
-        for parent, name in parents[id(module)]:
-            yield from _paths(parent, parents, (name, *below))
+    def owners(self, weight: Tensor) -> list[nn.Module]:
+        """The modules that have `weight` among their own parameters."""
+        return [module for module in self._all if any(parameter is weight for parameter in module._parameters.values())]
+
+    def paths(self, module: nn.Module, below: tuple[str, ...] = ()) -> Iterator[tuple[str, nn.Module]]:
+        """A module's names in its outermost parents; the wrapper of `torch.compile` adds no name."""
+        if id(module) not in self._parents or len(below) > _DEEPEST:
+            yield ".".join(name for name in below if name != "_orig_mod"), module
+        else:
+            for parent, name in self._parents[id(module)]:
+                yield from self.paths(parent, (name, *below))
 
 
 def _tables(gm: GraphModule, outer: Mapping[Node, Node]) -> Iterator[Node]:
-    """The parameters that embeddings of a graph read, and of the regions inside."""
+    """The parameters that the embeddings of a graph and of its nested regions read."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue

@@ -1,6 +1,6 @@
-"""The pass over joint graphs that puts fp8fn's ops in the place of products on FP8 data; always exact, never by recipe.
+"""The pass over joint graphs that replaces products on FP8 data by fp8fn's ops: always exact, never by recipe.
 
-It runs with `backend="fp8fn"`, and with plain `torch.compile` inside of `substitution()`, or after `enable()`.
+The pass runs with `backend="fp8fn"`, and with plain `torch.compile` inside `substitution()` or after `enable()`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any, Final
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
-from fp8fn import lowering, meta, ops
+from fp8fn import meta, ops
+from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.quantizers import merge_quantizers
-from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.inductor import autotune, extern_call
 from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
 from fp8fn.ops import tuning
@@ -33,9 +34,9 @@ _listeners: Final[list[list[Substitution]]] = []
 
 
 def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
-    """Substitutes in place, and returns what became of each product that a pattern knows; merges equal quantizers.
+    """Substitutes in place, merges equal quantizers, and reports each product that a pattern knows.
 
-    With `everything` also what no measurement says to be faster, of the patterns that ask.
+    With `everything`, patterns also substitute products that no measurement shows to be faster.
     """
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
@@ -63,7 +64,7 @@ def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
 
 @contextmanager
 def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[Substitution]]:
-    """All substitutions of the compilations inside; `listeners` are those of another pass."""
+    """Collects the substitutions of all compilations inside; another pass gives its own `listeners`."""
     found: list[Substitution] = []
     listeners.append(found)
     try:
@@ -73,7 +74,7 @@ def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[
 
 
 class SubstitutionPass(CustomGraphPass):
-    """Inductor's hook; graphs that were compiled with other patterns or fakes are no hits of its caches."""
+    """Inductor's hook; its uuid keeps graphs that were compiled with other patterns or fakes out of the caches."""
 
     def __init__(self, before: Any = None, everything: bool = False) -> None:
         self.before, self.everything = before, everything
@@ -93,16 +94,17 @@ class SubstitutionPass(CustomGraphPass):
 
 @cache
 def _fingerprint() -> str:
-    """Of the sources that decide about a graph, the sizes and strides in it among them, and of the tuning tables."""
+    """A hash of all sources that decide about a graph, including its sizes and strides, and of the tuning tables."""
     digest = hashlib.sha256()
-    sources = [(lowering, "**/*.py"), (meta, "*.py"), (ops, "*.py"), (tuning, "tables/*.json")]
-    for file in sorted(file for package, files in sources for file in Path(package.__path__[0]).glob(files)):
+    folders = [(Path(package.__path__[0]), files) for package, files in ((meta, "*.py"), (ops, "*.py"))]
+    folders += [(Path(__file__).parent, "**/*.py"), (Path(tuning.__path__[0]), "tables/*.json")]
+    for file in sorted(file for folder, files in folders for file in folder.glob(files)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 
 
 def with_pass(patches: dict[str, Any], everything: bool = False) -> dict[str, Any]:
-    """Inductor's options with the pass among them, after the user's own; `everything` as `apply` has it."""
+    """Inductor's options with this pass after the user's own; `everything` as in `apply`."""
     import torch._inductor.config as config
 
     transformers_fp8.serve()

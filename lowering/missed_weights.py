@@ -1,4 +1,4 @@
-"""Weights that no graph has: what Dynamo leaves to Python, no backend can put into FP8."""
+"""Weights that Dynamo never captured, and that a backend therefore cannot put into FP8."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _BREAKS: Final = "graph_break"
 
 
 class Outside(NamedTuple):
-    """A weight's name in `named_parameters()`, and why no graph has it, with what to do."""
+    """A weight's name in `named_parameters()`, and why no graph contains it, with a remedy."""
 
     weight: str
     reason: str
 
 
 class Seen:
-    """Which weights the graphs of a call read, and where Dynamo broke them; `watch` each graph that it compiles."""
+    """Records which weights the graphs of a call read and where Dynamo broke the graph; `watch` each graph."""
 
     def __init__(self) -> None:
         self._weights: set[int] = set()
         self._breaks = dict(torch._dynamo.utils.counters[_BREAKS])
 
     def watch(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """The same function, which notes its inputs: those are the parameters themselves."""
+        """The same function, which also records its inputs: they are the parameters themselves."""
 
         def watched(*args: Any) -> Any:
             self._weights.update(id(arg) for arg in args if isinstance(arg, Tensor))
@@ -37,10 +37,10 @@ class Seen:
         return watched
 
     def outside(self, model: Any) -> tuple[Outside, ...]:
-        """The weights of a module that are large enough for FP8, and that no watched graph has read."""
+        """The weights of a module that are large enough for FP8 and that no watched graph has read."""
         if not isinstance(model, nn.Module):
             return ()
-        # A row that is looked up is no product.
+        # Looking up a row is no product.
         tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
         read = self._weights | tables
         missed = [(name, w) for name, w in model.named_parameters() if id(w) not in read and _is_weight(w)]

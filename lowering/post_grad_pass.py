@@ -1,4 +1,4 @@
-"""The pass over the graphs that Inductor compiles, forward and backward: quantizers take in what they quantize."""
+"""The pass over the forward and backward graphs that Inductor compiles: fuses producers into quantizers."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from fp8fn.lowering import joint_pass
-from fp8fn.lowering.graph.substitute import Substitution, origin_of
+from fp8fn.lowering.graph.nodes import origin_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import inlined, producers
 from fp8fn.ops.layout import Block
 
-# Inlined without being asked for, by the bytes: 3 for an element in place of 7. Of 128 elements Inductor's kernel keeps
-# all in registers; of a row of more than 1024 it reads the producer's inputs twice. Not timed on a GPU.
+# Blocks that are inlined by default, to save memory traffic: 3 bytes an element instead of 7. Inductor's kernel keeps
+# 128 elements in registers; it reads the producer's inputs twice for a row of more than 1024. Not timed on a GPU.
 INLINED: Final[tuple[Block, ...]] = ((1, 128),)
 _LOG: Final = logging.getLogger("fp8fn")
 _listeners: Final[list[list[Substitution]]] = []
 
 
 def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution]:
-    """Fuses in place, and returns what became of each quantizer with a producer that a pattern knows."""
+    """Fuses in place, and reports each quantizer whose producer a pattern knows."""
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
     for substitution in (*producers.substitute(graph), *inlined.substitute(graph, blocks)):
@@ -45,12 +46,12 @@ def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution
 
 
 def recorded() -> AbstractContextManager[list[Substitution]]:
-    """What became of each such quantizer in the compilations inside; `shape` is `(M, 0, K)`, for it has no product."""
+    """Collects the reports of all compilations inside; `shape` is `(M, 0, K)`, since a quantizer has no N."""
     return joint_pass.recorded(_listeners)
 
 
 class FusionPass(CustomGraphPass):
-    """Inductor's hook, in its caches' keys like `joint.SubstitutionPass`."""
+    """Inductor's hook; its uuid is part of the caches' keys, as that of `joint_pass.SubstitutionPass` is."""
 
     def __init__(self, blocks: tuple[Block, ...] = INLINED, before: Any = None) -> None:
         self.blocks, self.before = blocks, before
@@ -66,7 +67,7 @@ class FusionPass(CustomGraphPass):
 
 
 def with_fusion(patches: dict[str, Any], wanted: bool | None) -> dict[str, Any]:
-    """Inductor's options with the pass among them, after the user's own; `wanted` is the option `fuse_quantize`."""
+    """Inductor's options with this pass after the user's own; `wanted` is the option `fuse_quantize`."""
     import torch._inductor.config as config
 
     if wanted not in (None, False, True):

@@ -1,8 +1,8 @@
-"""Weights that the recipe must leave alone: they are quantized or sharded already.
+"""Weights that the recipe leaves alone because they are already quantized or sharded.
 
-FP8 data is multiplied as it is, by the exact pass where that knows the spelling: quantizing what was dequantized from
-it rounds twice. A tensor subclass (torchao's quantized tensors, DTensor) has its own meaning of each op, and none of
-fp8fn's; AOTAutograd unwraps it below the recipe, where the exact pass sees its parts.
+Quantizing a dequantized weight again would round twice; the exact pass multiplies its FP8 data directly if it knows the
+spelling. A tensor subclass (torchao's quantized tensors, DTensor) defines its own meaning of each op and none for
+fp8fn's ops. AOTAutograd unwraps the subclass after the recipe pass, so that the exact pass sees its parts.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from torch import Tensor
 from torch.fx import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.ops.formats import short_name
 
-# What these give is no weight, whatever they read: substrings of the names of products and of look-ups.
+# Substrings of the names of products and look-ups. Their results are activations, whatever they read.
 _PRODUCTS: Final = ("mm", "matmul", "linear", "einsum", "attention", "embedding", "conv1d", "conv2d", "conv3d")
 
 
 def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | None:
-    """The reason why the recipe takes no product of these two, or None; `outer` as in `find_gemms`."""
+    """The reason why the recipe does not take a product of these operands, or None; `outer` as in `find_gemms`."""
     for name, node in (("weight", weight), ("input", x)):
-        value = _value(node)
-        if value is not None and is_traceable_wrapper_subclass(value):
-            kind = type(value)
+        operand = value(node)
+        if operand is not None and is_traceable_wrapper_subclass(operand):
+            kind = type(operand)
             if kind.__module__.startswith("torch.distributed"):  # importing DTensor takes a second and a half
                 return f"the {name} is sharded, a {kind.__name__}, which the recipe does not take"
             return f"the {name} is of the tensor subclass {kind.__name__}; the recipe takes plain tensors alone"
     source = quantized_source(weight, outer)
     if source is None:
         return None
-    dtype = short_name(source.meta["example_value"].dtype)
+    dtype = short_name(tensor_of(source).dtype)
     return f"the weight is {dtype} data with scales already, which the recipe never quantizes again"
 
 
 def quantized_source(node: Any, outer: Mapping[Node, Node]) -> Node | None:
-    """The quantized data that a weight is computed from, however that is spelled; None of plain weights."""
+    """The quantized data that a weight is computed from, in any spelling; None for a plain weight."""
     seen: set[Node] = set()
     pending = [node]
     while pending:
@@ -46,8 +47,8 @@ def quantized_source(node: Any, outer: Mapping[Node, Node]) -> Node | None:
         if not isinstance(current, Node) or current in seen:
             continue
         seen.add(current)
-        value = _value(current)
-        if value is not None and _is_quantized(value):
+        tensor = value(current)
+        if tensor is not None and _is_quantized(tensor):
             return current
         if current in outer:
             pending.append(outer[current])
@@ -56,18 +57,13 @@ def quantized_source(node: Any, outer: Mapping[Node, Node]) -> Node | None:
     return None
 
 
-def _is_quantized(value: Tensor) -> bool:
-    """FP8, and integers in the shape of a matrix; a mask is bool, and indices are a vector."""
-    if value.dtype.is_floating_point:
-        return value.dtype.itemsize == 1 and value.dtype != torch.float8_e8m0fnu  # which scales are of
-    return value.dtype != torch.bool and not value.dtype.is_complex and value.ndim >= 2
+def _is_quantized(tensor: Tensor) -> bool:
+    """Whether a tensor is FP8 data or a matrix of integers; masks are bool, and indices are vectors."""
+    if tensor.dtype.is_floating_point:
+        return tensor.dtype.itemsize == 1 and tensor.dtype != torch.float8_e8m0fnu  # the type of scales
+    return tensor.dtype != torch.bool and not tensor.dtype.is_complex and tensor.ndim >= 2
 
 
 def _is_product(node: Node) -> bool:
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     return node.op in ("call_function", "call_method") and any(product in name for product in _PRODUCTS)
-
-
-def _value(node: Any) -> Tensor | None:
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, Tensor) else None

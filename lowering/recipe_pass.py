@@ -1,4 +1,4 @@
-"""The recipe pass: in a Dynamo graph, products with a parameter become `fp8fn::gemm`, which brings its own backward."""
+"""The recipe pass: replaces products with a parameter in a Dynamo graph by `fp8fn::gemm`, which has a backward."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _MOST_REASONS: Final = 3
 
 @dataclass(frozen=True)
 class Decision:
-    """What became of one product: `reason` is None where it was substituted.
+    """The decision about one product: `reason` is None if it is substituted.
 
-    `possible` where another `where` would have it in FP8, and `times` the estimate of that, where there is one.
+    `possible` says whether another `where` could substitute it; `times` are its estimated times, if known.
     """
 
     gemm: Gemm
@@ -44,9 +44,9 @@ class Decision:
 def decide(
     gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None
 ) -> list[Decision]:
-    """For every product of the graph, whether it goes to FP8 and why not; einsums and attention become products.
+    """Decides about every product of the graph, after einsums and attention are replaced by their products.
 
-    Estimates are for the product's device, or for a `target` of `rates.NAMED`.
+    Times are estimated for the product's device, or for a `target` of `rates.NAMED`.
     """
     spell_attention(gm)
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
@@ -69,13 +69,13 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
 
 
 def _is_16_bit(node: Node) -> bool:
-    """Whether the product that FP8 replaces is one in 16 bits, also by autocast: in float32 it takes much longer."""
+    """Whether the product to replace is computed in 16 bits, also by autocast; in float32 it takes much longer."""
     out = node.meta.get("example_value")
     return isinstance(out, Tensor) and out.dtype in INPUT_DTYPES and out.dtype.itemsize == 2
 
 
 def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:
-    """Substitutes the eligible products of the graph in place, and returns what was decided for each."""
+    """Substitutes the eligible products of the graph in place, and returns the decision about each."""
     decisions = decide(gm, where, recipe)
     substitutes: dict[Node, Node] = {}
     for decision in decisions:
@@ -97,12 +97,12 @@ def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decisi
 
 
 def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> None:
-    """One line for each compilation: a warning where no weight's product is in FP8, unless the estimates say so."""
+    """Logs one line for each compilation: a warning if no product is in FP8, unless FP8 is estimated to be slower."""
     taken = sum(decision.reason is None for decision in decisions)
     reasons = Counter(decision.reason for decision in decisions if decision.reason is not None)
     left = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
     slower = any(decision.reason and decision.reason == why_slower(decision.times) for decision in decisions)
-    # The exact pass reports on FP8 data itself, and a recipe takes no product of two activations.
+    # The exact pass reports products on FP8 data itself; the recipe takes no product of two activations.
     gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
     weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
     level = logging.INFO if taken or slower or not weights else logging.WARNING
@@ -114,13 +114,13 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
 
 
 def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node]) -> Node:
-    """Puts `fp8fn::gemm` or `grouped_gemm` in the place of a product, whose operands may be substitutes themselves."""
+    """Replaces a product, whose operands may themselves be replaced, by `fp8fn::gemm` or `fp8fn::grouped_gemm`."""
     node = gemm.node
     a, b = (substitutes.get(operand, operand) for operand in (gemm.a, gemm.b))
     bias = gemm.bias if gemm.bias is None else substitutes.get(gemm.bias, gemm.bias)
 
     def transpose(operand: Node) -> Node:
-        # A function: a call_method node would bypass AOTAutograd's cache.
+        # Use a function: a call_method node would bypass AOTAutograd's cache.
         return graph.call_function(torch.transpose, (operand, -2, -1))
 
     with graph.inserting_before(node):
@@ -131,7 +131,7 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
         if gemm.groups is None:
             out = graph.call_function(torch.ops.fp8fn.gemm.default, (a, b, bias, recipe.key, None))
         else:
-            # PyTorch's product of groups does not follow autocast, and neither does its substitute.
+            # PyTorch's product of groups ignores autocast, and so does its substitute.
             args = (a, b, gemm.groups.offsets, None, recipe.key, node.meta["example_value"].dtype)
             out = graph.call_function(torch.ops.fp8fn.grouped_gemm.default, args)
         if gemm.flipped:

@@ -1,1 +1,1 @@
-"""What an op means without running it: fakes, autograd formulas, vmap rules, and the declaration of every op."""
+"""The meaning of each op apart from its kernels: fake implementations, autograd, vmap rules, and declarations."""

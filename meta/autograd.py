@@ -1,4 +1,4 @@
-"""Autograd of the ops: the formula of `gemm`, and an error where a quantized value would lose its gradient silently."""
+"""Autograd of `gemm` and `mm_a16w8`, and an error for ops on FP8 data, whose gradient would be lost silently."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp8fn.meta import levels
+from fp8fn.meta import bypass, levels
 from fp8fn.ops import gemm as gemm_op
 from fp8fn.ops.layout import Block, is_column_major, swap
 from fp8fn.ops.operand import Quantized
@@ -24,7 +24,7 @@ def gemm(
     recipe: str = "blockwise",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fp8fn::gemm` at one level: leading dimensions become M or one batch, `Gemm` does the rest."""
+    """`fp8fn::gemm` at one level: flattens the leading dimensions into M or into one batch, and applies `Gemm`."""
     gemm_op.check_gemm(a, b, bias, out_dtype)
     parsed = parse_recipe(recipe)
     if out_dtype is None:
@@ -33,7 +33,7 @@ def gemm(
     if b.ndim > 2:
         batch = broadcast_batch("gemm", a, b)
         lead = (*batch, a.shape[-2])
-        a = a.expand(*batch, *a.shape[-2:]).flatten(0, -3)  # not reshape(-1, …), which an empty matrix leaves open
+        a = a.expand(*batch, *a.shape[-2:]).flatten(0, -3)  # reshape(-1, …) is ambiguous for an empty matrix
         b = b.expand(*batch, *b.shape[-2:]).flatten(0, -3)
     elif a.ndim > 2:
         a = a.flatten(0, -2)
@@ -48,9 +48,9 @@ def gemm(
 
 
 class Gemm(levels.SingleLevelFunction):
-    """`C = A B + bias`; `dA = dC Bᵀ`, `dB = Aᵀ dC`, `dbias = Σ dC`, the products in FP8 by the recipe.
+    """`C = A B + bias`; `dA = dC Bᵀ`, `dB = Aᵀ dC`, `dbias = Σ dC`, with the products in FP8 by the recipe.
 
-    Saves the operands that the forward quantized, never the 16-bit ones, but where a second derivative may follow.
+    Saves the quantized operands. The 16-bit operands are saved only if a second derivative may follow.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class Gemm(levels.SingleLevelFunction):
         a_data, a_scale, b_data, b_scale = ctx.saved_tensors
         a_col = None if a_data is None else Quantized(a_data, a_scale, swap(ctx.recipe.activation_block))
         b_row = None if b_data is None else Quantized(b_data, b_scale, swap(ctx.recipe.weight_block))
-        backward = gemm_op.backward_at_once if _launches_alone(grad) else gemm_op.backward
+        backward = bypass.shortest(gemm_op.backward, gemm_op.backward_at_once, grad, below_autograd=True)
         grad_a, grad_b = backward(grad, a_col, b_row, ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
         return grad_a, grad_b, grad_bias, None, None
 
@@ -113,13 +113,7 @@ class Gemm(levels.SingleLevelFunction):
 
 
 def _forward(a: Tensor, b: Tensor, bias: Tensor | None) -> Callable[..., Any]:
-    return gemm_op.forward_at_once if _launches_alone(a, b, bias) else gemm_op.forward
-
-
-def _launches_alone(*tensors: Tensor | None) -> bool:
-    """Whether the ops of a product of these concern their launches alone, which may then leave the dispatcher out."""
-    first = tensors[0]
-    return first is not None and first.is_cuda and levels.nothing_watches(*tensors)
+    return bypass.shortest(gemm_op.forward, gemm_op.forward_at_once, a, b, bias, below_autograd=True)
 
 
 SECOND_ORDER = (
@@ -129,7 +123,7 @@ SECOND_ORDER = (
 
 
 def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The same two products, from the unquantized operands, each differentiable again."""
+    """The same two products, computed from the unquantized operands, so that each is differentiable again."""
     a, b = ctx.saved_tensors
     a_dtype, b_dtype, _ = ctx.dtypes
     grad_a = grad_b = None
@@ -141,7 +135,7 @@ def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor
 
 
 def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
-    """An Autograd kernel for an op on FP8: cheap where nothing is tracked, else an error in the backward."""
+    """An Autograd kernel for an op on FP8 data, whose backward raises an error."""
     message = f"fp8fn.{name} has no derivative: {remedy}"
 
     def track(*args: Any, **kwargs: Any) -> Any:
@@ -151,10 +145,10 @@ def not_differentiable(name: str, remedy: str, on_cpu: Callable[..., Any], on_cu
 
 
 def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
-    """An Autograd kernel: `track` where autograd has to know of the call, else the op below it.
+    """An Autograd kernel that calls `track` if autograd must record the call, else the op below autograd.
 
-    `on_cpu` and `on_cuda` are the op's implementations, called directly where the dispatcher would do so next: a second
-    pass of it would cost 2 µs of the 10 that a call may. `keys` are the dispatcher's, of the whole call.
+    The kernel calls the implementations `on_cpu` and `on_cuda` directly if the dispatcher would call them next. A
+    second pass through the dispatcher would cost 2 µs, of a budget of 10 µs for the call.
     """
 
     @cache
@@ -164,7 +158,7 @@ def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_c
     def kernel(keys: torch._C.DispatchKeySet, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         if levels.is_tracked(x, *[arg for arg in args if isinstance(arg, Tensor)]):
             return track(x, *args, **kwargs)
-        if levels.is_last(keys):
+        if bypass.is_last(keys):
             if x.is_cuda:
                 return on_cuda(x, *args, **kwargs)
             if x.is_cpu:
@@ -175,7 +169,7 @@ def _leaf(name: str, track: Callable[..., Any], on_cpu: Callable[..., Any], on_c
 
 
 class NotDifferentiable(levels.SingleLevelFunction):
-    """Runs an op, and raises where a derivative of it is asked for: zeros would be a wrong answer."""
+    """Runs an op, and raises an error when the user asks for its derivative: zeros would be a wrong answer."""
 
     @staticmethod
     def forward(ctx: Any, op: Any, message: str, kwargs: dict[str, Any], *args: Any) -> Any:
@@ -205,23 +199,21 @@ def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
 
 
 class MmA16W8(levels.SingleLevelFunction):
-    """`C = x W + bias` with `W` in FP8; `dx = dC Wᵀ` by the same op, so differentiable again, and `dbias = Σ dC`.
+    """`C = x W + bias` with `W` in FP8; `dx = dC Wᵀ` by the same op, which is differentiable again, and `dbias = Σ dC`.
 
-    `W` and its scales are constants: where their gradient is asked for, the backward raises.
+    `W` and its scales are constants: the backward raises an error when the user asks for their gradient.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None,
-        out_dtype: torch.dtype | None, constant: bool,
-    ) -> Tensor:  # fmt: skip
-        ctx.set_materialize_grads(False)  # an undefined tangent of the weight is not one of zeros
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        x, w, w_scale, w_block, bias, _, constant = args
+        ctx.set_materialize_grads(False)  # otherwise PyTorch fills in zeros for the weight's undefined tangent
         ctx.save_for_backward(w, w_scale)
         if levels.has_forward_mode():
             ctx.save_for_forward(w, w_scale)
         ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, x, w, w_scale, w_block, bias, out_dtype, constant)
+        out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, *args)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
         return out
 
@@ -234,7 +226,7 @@ class MmA16W8(levels.SingleLevelFunction):
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             w, w_scale = ctx.saved_tensors
-            summed = grad.ndim > ctx.x_ndim  # one x beside a batch of weights
+            summed = grad.ndim > ctx.x_ndim  # one x was multiplied by a batch of weights
             dtype = torch.float32 if summed else ctx.x_dtype
             grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype, ctx.constant)
             grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
@@ -245,10 +237,8 @@ class MmA16W8(levels.SingleLevelFunction):
         return grad_x, None, None, None, grad_bias, None, None
 
     @staticmethod
-    def jvp(
-        ctx: Any, x_tangent: Tensor | None, w_tangent: Tensor | None, scale_tangent: Tensor | None, block: None,
-        bias_tangent: Tensor | None, out_dtype: None, constant: None,
-    ) -> Tensor | None:  # fmt: skip
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
+        x_tangent, w_tangent, scale_tangent, _, bias_tangent, _, _ = tangents
         if levels.forward_mode_depth() > 1:
             raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
         if w_tangent is not None or scale_tangent is not None:

@@ -1,4 +1,4 @@
-"""Autograd of `fp8fn::expert_mlp`: one function, so that what lies between its two products is kept once."""
+"""Autograd of `fp8fn::expert_mlp`: one function, which saves the tensors between its two products once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8fn.ops.recipe import Recipe, parse_recipe
 
 
 def expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: str = "blockwise") -> Tensor:
-    """`fp8fn::expert_mlp` at one level; two grouped products where a tangent or a second derivative may follow."""
+    """`fp8fn::expert_mlp` at one level; two `grouped_gemm`s if a tangent or a second derivative may follow."""
     parsed = parse_recipe(recipe)
     mlp.check_expert_mlp(x, w_gate_up, w_down, offsets, parsed)
     tensors = (x, w_gate_up, w_down)
@@ -36,11 +36,12 @@ def expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, re
 
 def _composed(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: str) -> Tensor:
     gate, up = torch.ops.fp8fn.grouped_gemm(x, w_gate_up, offsets, None, recipe).chunk(2, -1)
-    return torch.ops.fp8fn.grouped_gemm(F.silu(gate) * up, w_down, offsets, None, recipe)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.grouped_gemm(F.silu(gate) * up, w_down, offsets, None, recipe)
+    return out
 
 
 class ExpertMlp(levels.SingleLevelFunction):
-    """Keeps FP8 forms of `x`, of the weights and of `silu(gate) * up`, and `gate` and `up` as they were."""
+    """Saves FP8 forms of `x`, of the weights and of `silu(gate) * up`, and the unquantized `gate` and `up`."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,8 @@
-"""Autograd of the products of groups: `fp8fn::grouped_gemm` at one level."""
+"""Autograd of `fp8fn::grouped_gemm` at one level."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -25,39 +26,34 @@ def grouped_gemm(
     recipe: str = "blockwise",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`fp8fn::grouped_gemm` at one level; without offsets it is a batched `fp8fn::gemm`."""
+    """`fp8fn::grouped_gemm` at one level; without offsets, a batched `fp8fn::gemm`."""
     parsed = parse_recipe(recipe)
     grouped.check_grouped_gemm(a, b, offsets, bias, parsed, out_dtype)
     if out_dtype is None:
         out_dtype = default_out_dtype(a)
     out: Tensor
     if offsets is None:
-        if bias is None:
-            return torch.ops.fp8fn.gemm(a, b, None, recipe, out_dtype)  # type: ignore[no-any-return]
-        out = torch.ops.fp8fn.gemm(a, b, None, recipe, torch.float32)
-        return (out + bias.float()[:, None]).to(out_dtype)
+        out = torch.ops.fp8fn.gemm(a, b, None, recipe, out_dtype if bias is None else torch.float32)
+        return out if bias is None else (out + bias.float()[:, None]).to(out_dtype)
     if levels.is_tracked(a, b, bias):
         out = levels.apply(GroupedGemm, a, b, offsets, bias, parsed, out_dtype)
     elif levels.inside_transform():
         out = levels.below(torch.ops.fp8fn.grouped_gemm, a, b, offsets, bias, recipe, out_dtype)
     else:
-        out = levels.below(_forward, a, b, offsets, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
+        out = levels.below(_forward(b), a, b, offsets, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
     return out
 
 
-def _forward(
-    a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
-    *, dgrad: bool, wgrad: bool,
-) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
-    forward = grouped.rows_forward if b.ndim == 3 else grouped.k_forward
-    return forward(a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+def _forward(b: Tensor) -> Callable[..., tuple[Tensor, Quantized | None, Quantized | None]]:
+    """The forward of groups of rows by a batch of matrices, or of groups of K by one matrix."""
+    return grouped.rows_forward if b.ndim == 3 else grouped.k_forward
 
 
 class GroupedGemm(levels.SingleLevelFunction):
-    """`C = A B + bias` of each group; gradients as `Gemm` has them, group by group.
+    """`C = A B + bias` of each group, with the gradients of `Gemm` for each group.
 
-    Where rows of A are grouped, `dA` is of the same kind and `dB` sums over each group's tokens; where K is, both
-    gradients have groups of rows. Saves the operands that the forward quantized, as `Gemm` does.
+    For groups of rows, `dA` has groups of rows and `dB` has groups of K (the tokens). For groups of K, both gradients
+    have groups of rows. Saves the quantized operands, as `Gemm` does.
     """
 
     @staticmethod
@@ -79,9 +75,11 @@ class GroupedGemm(levels.SingleLevelFunction):
                 args = (a, b, offsets, bias, recipe.key, out_dtype)
                 out = levels.below(torch.ops.fp8fn.grouped_gemm, *args)
             else:
-                out = levels.below(_forward, a, b, offsets, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
+                out = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
             return out
-        out, a_kept, b_kept = levels.below(_forward, a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+        out, a_kept, b_kept = levels.below(
+            _forward(b), a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad
+        )
         ctx.blocks = [None if q is None else q.block for q in (a_kept, b_kept)]
         ctx.save_for_backward(offsets, *(a_kept or (None, None))[:2], *(b_kept or (None, None))[:2])
         return out
@@ -135,7 +133,7 @@ SECOND_ORDER = (
 
 
 def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
-    """What `bias (E, N)` adds to the output: nothing past the last group's end."""
+    """The rows that `bias (E, N)` adds to the output; zero past the end of the last group."""
     if not ctx.rows:
         return bias[:, None].expand(ctx.out_shape)
     group, groups = group_of(offsets, ctx.out_shape[0]), offsets.shape[0]
@@ -143,7 +141,7 @@ def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The same two products, from the unquantized operands, each differentiable again."""
+    """The same two products, computed from the unquantized operands, so that each is differentiable again."""
     a, b, offsets = ctx.saved_tensors
     a_dtype, b_dtype, _ = ctx.dtypes
     op, recipe = torch.ops.fp8fn.grouped_gemm, ctx.recipe
@@ -154,7 +152,7 @@ def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor
         if ctx.needs_input_grad[1]:
             grad_b = op(a.mT, grad, offsets, None, recipe.wgrad.key, b_dtype)
         return grad_a, grad_b
-    by_gradient = recipe.wgrad  # whose right operand is the gradient
+    by_gradient = recipe.wgrad  # its right operand is the gradient
     if ctx.needs_input_grad[0]:
         dgrad = replace(by_gradient, activation_dtype=recipe.weight_dtype)
         grad_a = op(b, grad.mT, offsets, None, dgrad.key, a_dtype).mT

@@ -1,4 +1,4 @@
-"""Fake implementations: the shapes, types and strides of what an op returns, from those of its inputs."""
+"""Fake implementations: shapes, types and strides of an op's results, derived from those of its inputs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.moe_gemm import check_moe_gemm, output_shape
 from fp8fn.ops.mx_mm import check_mx_mm
 from fp8fn.ops.products import Routing
-from fp8fn.ops.quantize import check_quantize, empty_dual
-from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped, empty_grouped_dual
-from fp8fn.ops.quantize_grouped_produced import check_silu_mul_grad_grouped, check_silu_mul_grouped
-from fp8fn.ops.quantize_produced import check_rms_norm, check_silu_mul
+from fp8fn.ops.quantization import empty_dual, empty_grouped_dual
+from fp8fn.ops.quantize import check_quantize
+from fp8fn.ops.quantize_fused import check_rms_norm, check_silu_mul
+from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped
+from fp8fn.ops.quantize_grouped_fused import check_silu_mul_grad_grouped, check_silu_mul_grouped
 from fp8fn.ops.scaled_grouped_mm import check_scaled_grouped_mm, empty_grouped_output
 from fp8fn.ops.scaled_mm import check_scaled_mm, empty_output
 
@@ -95,7 +96,7 @@ def quantize_rms_norm_dual(
     return empty_dual(x, pair, fp8, scale)
 
 
-def scaled_mm(
+def scaled_mm(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -112,7 +113,7 @@ def mx_mm(
     return empty_output(a, b, out_dtype)
 
 
-def moe_gemm(
+def moe_gemm(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -122,7 +123,7 @@ def moe_gemm(
     return a.new_empty(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
 
 
-def scaled_grouped_mm(
+def scaled_grouped_mm(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,

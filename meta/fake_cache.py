@@ -1,7 +1,7 @@
-"""Fake results made again without asking the op: of inputs that it has had before, by their sizes, strides and types.
+"""A cache of fake results, keyed by the sizes, strides and types of an op's inputs.
 
-Tracing and Inductor run an op on the same fake tensors half a dozen times, and each layer of a model repeats the last.
-PyTorch remembers such results of its own ops alone, so that ours would be most of what their model takes to compile.
+Tracing and Inductor run an op on the same fake tensors about six times, and each layer of a model repeats the previous
+one. PyTorch caches fake results of its own ops only; without this cache, fp8fn's ops would dominate compile time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 
 class Geometry(NamedTuple):
-    """Of one result, which is new memory."""
+    """The layout of one result, which is new memory."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -25,12 +25,12 @@ class Geometry(NamedTuple):
 
 Known: TypeAlias = dict[Hashable, tuple[bool, tuple[Geometry, ...]]]
 
-# More than any model has layers of different sizes; one that compiles for ever new ones keeps no more.
+# More than the number of differently sized layers in any model. Beyond this limit nothing is cached.
 _MOST: Final = 4096
 
 
 def rule() -> Callable[..., Any]:
-    """What `FakeTensorMode` does with an op of fp8fn; each op has its own."""
+    """Returns the function that `FakeTensorMode` calls for one op; each op has its own cache."""
     known: Known = {}
 
     def dispatch(mode: FakeTensorMode, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ def rule() -> Callable[..., Any]:
 
 
 def _key(mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
-    """All that results depend on; None where a size is symbolic, or a tensor is none of the mode's."""
+    """Everything that the results depend on; None if a size is symbolic or a tensor belongs to another mode."""
     if mode.propagate_real_tensors:
         return None
     key: list[Hashable] = [*kwargs]
@@ -66,7 +66,7 @@ def _key(mode: FakeTensorMode, args: Sequence[Any], kwargs: Mapping[str, Any]) -
             key.append(arg)
     try:
         hash(found := tuple(key))
-    except TypeError:  # of a symbolic number
+    except TypeError:  # a symbolic number is not hashable
         return None
     return found
 

@@ -1,13 +1,8 @@
 """Autograd at one functorch level at a time: the only file that uses PyTorch's private single-level functions.
 
-An op registered as CompositeImplicitAutograd is called once for each level of `torch.func` transforms, the innermost
-first. `apply` records a function at that level; `below` runs its forward with that level peeled off and the outer ones
-still listening.
-
-It is also the only file that decides when a call may leave the dispatcher out (`is_last`, `goes_unseen`): where its
-keys below autograd are those of a dense tensor on a CPU or a GPU alone. Any other key is work to be done before a
-kernel reads memory: to negate (the bit of `z.conj().imag`), to fill in zeros (`torch._efficientzerotensor`), to call a
-mode or a subclass, to refuse a sparse tensor.
+PyTorch calls an op registered as CompositeImplicitAutograd once for each level of `torch.func` transforms, from the
+innermost level outwards. `apply` records a function at the current level. `below` runs the function's forward without
+the current level, while the outer levels still record it.
 """
 
 from __future__ import annotations
@@ -24,8 +19,6 @@ from torch.autograd.function import _SingleLevelFunction
 
 _functorch = torch._C._functorch
 _DIFFERENTIATING = (_functorch.TransformType.Grad, _functorch.TransformType.Jvp)
-_PLAIN = (Tensor, torch.nn.Parameter)
-_keys_of = torch._C._dispatch_keys
 T = TypeVar("T")
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
@@ -33,64 +26,20 @@ SingleLevelFunction = _SingleLevelFunction
 
 
 def inside_transform() -> bool:
-    """Whether a `torch.func` transform is running."""
+    """Whether the call is inside a `torch.func` transform."""
     return _functorch.maybe_current_level() is not None
 
 
 def has_forward_mode() -> bool:
-    """Whether forward-mode differentiation is on at this level."""
+    """Whether forward-mode differentiation is active at this level."""
     stack = _functorch.get_interpreter_stack()
-    if stack:  # a compiled jvp enters its level without the Python counter below
+    if stack:  # a compiled jvp enters its level without changing the Python counter below
         return bool(stack[-1].key() == _functorch.TransformType.Jvp)
     return forward_ad._current_level >= 0
 
 
-def _keys_with_work() -> int:
-    """The bits of the dispatch keys below autograd, but for those that every dense tensor of a CPU or a GPU has."""
-    key, key_set = torch._C.DispatchKey, torch._C.DispatchKeySet
-    work = int(torch._C._dispatch_keyset_full_after(key.AutogradOther).raw_repr())
-    for passed in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView):
-        work &= ~int(key_set(passed).raw_repr())
-    return work
-
-
-_WITH_WORK = _keys_with_work()
-
-
-def is_last(keys: torch._C.DispatchKeySet) -> bool:
-    """Whether the dispatcher, at autograd, would call the CPU's or the GPU's implementation next; `keys` of the call.
-
-    The keys are of all the tensors of a call, and of the modes and transforms that are on.
-    """
-    return keys.raw_repr() & _WITH_WORK == 0
-
-
-def goes_unseen(*tensors: Tensor | None) -> bool:
-    """Whether a call of an op on these tensors concerns its kernel alone, so that the dispatcher may be left out.
-
-    That is: no autograd, transform, mode, subclass, trace or profiler, and of each tensor the memory holds its values.
-    """
-    return nothing_watches(*tensors) and not is_tracked(*tensors)
-
-
-def nothing_watches(*tensors: Tensor | None) -> bool:
-    """Whether nothing but autograd, at this level, sees which ops are called on these tensors, or prepares them."""
-    if (
-        torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
-        or torch._C._get_tracing_state() is not None
-        or torch._C._autograd._profiler_enabled()
-        or inside_transform()
-    ):
-        return False
-    for tensor in tensors:  # a subclass without `__torch_dispatch__` has no key, but a `__torch_function__`
-        if tensor is not None and (type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _WITH_WORK):
-            return False
-    return True
-
-
 def is_tracked(*tensors: Tensor | None) -> bool:
-    """Whether autograd has to know of a function of these tensors at this level."""
+    """Whether autograd must record a function of these tensors at this level."""
     if torch.is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
@@ -104,9 +53,9 @@ def forward_mode_depth() -> int:
 
 
 def is_tracked_below(*tensors: Tensor | None) -> bool:
-    """Whether a level under the current one differentiates as well, so that a second derivative can be asked for.
+    """Whether an outer level differentiates as well, so that the user may ask for a second derivative.
 
-    Forward mode outside of torch.func has no level of its own: it differentiates whatever runs, a backward too.
+    Forward mode outside of `torch.func` has no level. It differentiates everything that runs, including a backward.
     """
     if forward_ad._current_level >= 0:
         return True
@@ -117,17 +66,17 @@ def is_tracked_below(*tensors: Tensor | None) -> bool:
 
 
 def below(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """`function(*args)` under autograd of this level, visible to the levels outside it."""
+    """Calls `function(*args)` below autograd of this level; the outer levels record the call."""
     if not inside_transform():
         with below_autograd():
             return function(*args, **kwargs)
-    # A Function's forward runs with gradients off; the outer levels would record nothing and give zeros.
+    # PyTorch runs a Function's forward with gradients off. The outer levels would record nothing and return zeros.
     with below_autograd(), torch.enable_grad(), _set_fwd_grad_enabled(True):
         return function(*args, **kwargs)
 
 
 def apply(function: type[Any], *args: Any) -> Any:
-    """`function.apply(*args)` at the current level alone."""
+    """Calls `function.apply(*args)` at the current level only."""
     if not inside_transform():
         return function.apply(*args)
     with enable_single_level_autograd_function():

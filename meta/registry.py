@@ -1,4 +1,4 @@
-"""`Op`: everything that PyTorch is told of one op, in one value, and the list of all ops."""
+"""`Op`: everything that PyTorch needs to know of one op, and the registry of all ops."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ OPS: Final[dict[str, Op]] = {}
 class Op:
     """One op of `torch.ops.fp8fn`.
 
-    A leaf op has a `reference` (CPU), a `kernel` (CUDA and HIP), a `fake` and an `autograd` kernel. A composite op is
-    written with other ops (`composite`), and gets the first three from them; its autograd is inside. `autograd`
-    takes the dispatcher's keys of the call before its arguments.
+    A leaf op has a `reference` (CPU), a `kernel` (CUDA and HIP), a `fake` and an `autograd` kernel, which
+    takes the dispatch keys of the call before the op's arguments. A composite op is written with other ops
+    (`composite`): these provide the first three, and the autograd is part of `composite`.
     """
 
     schema: str
@@ -40,7 +40,7 @@ class Op:
 
 
 def declare(op: Op) -> Op:
-    """Registers an op with PyTorch and in `OPS`."""
+    """Registers an op with PyTorch and adds it to `OPS`."""
     name = op.name
     LIBRARY.define(op.schema, tags=(torch.Tag.pt2_compliant_tag,))
     for key, implementation in (
@@ -61,6 +61,6 @@ def declare(op: Op) -> Op:
 
 
 def _traced(mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-    """What tracing does with an op of fp8fn."""
+    """Traces an op of fp8fn without guards on its sizes."""
     with without_guards():
         return mode.__torch_dispatch__(func, types, args, kwargs or {})

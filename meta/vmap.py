@@ -1,7 +1,8 @@
-"""vmap rules: a mapped dimension becomes a leading one, which every op takes as a batch of matrices."""
+"""vmap rules: the mapped dimension becomes a leading dimension, which every op treats as a batch of matrices."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +62,8 @@ def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
         dims = (a_dim, a_scale_dim, b_dim, b_scale_dim)
         parts, lead = _matrices((a, a_scale, b, b_scale), dims, info.batch_size)
         out = torch.ops.fp8fn.scaled_mm(*parts[:2], a_block, *parts[2:], b_block, bias, out_dtype)
-        return out.unflatten(0, lead)  # type: ignore[no-any-return]
+        result: Tensor = out.unflatten(0, lead)
+        return result
 
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
@@ -73,7 +75,8 @@ def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         parts, lead = _matrices(operands, dims, info.batch_size)
         out = torch.ops.fp8fn.mx_mm(*parts, bias, out_dtype, bool(constant))
-        return out.unflatten(0, lead)  # type: ignore[no-any-return]
+        result: Tensor = out.unflatten(0, lead)
+        return result
 
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
@@ -89,7 +92,7 @@ def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
     rank = 1 + max(x.ndim - (x_dim is not None), w.ndim - (w_dim is not None))
     x = _lift(x, x_dim, size, rank)
     lead = x.shape[:-2]
-    if w.ndim > 2 or scale_dim is not None:  # else one weight for all
+    if w.ndim > 2 or scale_dim is not None:  # otherwise all elements share one weight
         w, w_scale = _lift(w, w_dim, size, rank), _lift(w_scale, scale_dim, size, rank)
         lead = torch.broadcast_shapes(lead, w.shape[:-2])
         w, w_scale = (t.expand(*lead, *t.shape[-2:]).flatten(0, -3) for t in (w, w_scale))
@@ -108,12 +111,13 @@ def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
     recipe = recipe or "blockwise"
     if b_dim is None and b.ndim == 2 and parse_recipe(recipe).activation_block[0] == 1:
         a = a.movedim(a_dim, 0) if a_dim is not None else a.expand(info.batch_size, *a.shape)
-    else:  # each element has its own scales, as it has without vmap
+    else:  # each element keeps its own scales, as without vmap
         rank = max(a.ndim + (a_dim is None), b.ndim + (b_dim is None))
         a, b = _lift(a, a_dim, info.batch_size, rank), _lift(b, b_dim, info.batch_size, rank)
 
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
-        return torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)  # type: ignore[no-any-return]
+        result: Tensor = torch.ops.fp8fn.gemm(a, b, bias, recipe, out_dtype)
+        return result
 
     return _with_bias(product, bias, bias_dim, out_dtype or default_out_dtype(args[0])), 0
 
@@ -131,7 +135,7 @@ def expert_mlp(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def _matrices(operands: Any, dims: Any, size: int) -> tuple[list[Tensor], torch.Size]:
-    """Two matrices and their scales `(a, a_scale, b, b_scale)`, each as one batch, and the leading dimensions of it."""
+    """`(a, a_scale, b, b_scale)`, each flattened to one batch, and the leading dimensions of the batch."""
     (a, _, b, _), (a_dim, _, b_dim, _) = operands, dims
     rank = max(a.ndim + (a_dim is None), b.ndim + (b_dim is None))
     parts = [_lift(part, dim, size, rank) for part, dim in zip(operands, dims, strict=True)]
@@ -140,7 +144,7 @@ def _matrices(operands: Any, dims: Any, size: int) -> tuple[list[Tensor], torch.
 
 
 def _each(op: Any, info: Any, in_dims: Any, args: Any) -> Any:
-    """One call for each element of the batch: a loop, for the groups of each have other ends."""
+    """Calls the op once for each element of the batch, since the groups of each element have other ends."""
     size = info.batch_size
 
     def element(arg: Any, dim: Any, i: int) -> Any:
@@ -148,7 +152,7 @@ def _each(op: Any, info: Any, in_dims: Any, args: Any) -> Any:
             return arg
         return arg.select(dim, i) if size else arg.new_zeros(arg.movedim(dim, 0).shape[1:])
 
-    calls = range(max(size, 1))  # of an empty batch, of what it would hold
+    calls = range(max(size, 1))  # an empty batch needs one call for the shapes of its results
     results = [op(*(element(*pair, i) for pair in zip(args, in_dims, strict=True))) for i in calls]
     if isinstance(results[0], Tensor):
         return _stacked(results)[:size]
@@ -156,10 +160,10 @@ def _each(op: Any, info: Any, in_dims: Any, args: Any) -> Any:
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:
-    """`torch.stack` along a new first dimension, by bytes: PyTorch has none for FP8 on every device."""
+    """`torch.stack` along a new first dimension, through bytes: not every device can stack FP8."""
     if parts[0].element_size() > 1:
         return torch.stack(parts)
-    if torch._C._functorch.is_batchedtensor(parts[0]):  # within another vmap, which PyTorch 2.11 views as no other type
+    if torch._C._functorch.is_batchedtensor(parts[0]):  # PyTorch 2.11 cannot view it as another type inside a vmap
         out = parts[0].new_empty((len(parts), *parts[0].shape))
         for i, part in enumerate(parts):
             out[i].copy_(part)
@@ -174,7 +178,7 @@ def _gated(info: Any, in_dims: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 
 def _normalised(op: Any, quantizer: Any, info: Any, in_dims: Any, args: Any) -> Any:
-    """With a weight for each element of the batch, which the op does not take, quantized after it is computed."""
+    """A norm and a quantizer. The op takes one weight; for a weight of each element the norm is computed before."""
     x, weight, eps, block, dtype, scale, rstd = _padded(args, 7)
     x_dim, weight_dim, *_, rstd_dim = _padded(in_dims, 7)
     x = _lift(x, x_dim, info.batch_size, 0)
@@ -187,22 +191,24 @@ def _normalised(op: Any, quantizer: Any, info: Any, in_dims: Any, args: Any) -> 
     return quantizer(reference.rms_norm(x, weight, eps, rstd), *form)
 
 
-def _with_bias(product: Any, bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype) -> Tensor:
-    """A mapped bias is added in float32, before the only rounding; one for all goes into the op."""
+def _with_bias(
+    product: Callable[..., Tensor], bias: Tensor | None, bias_dim: int | None, out_dtype: torch.dtype
+) -> Tensor:
+    """Adds a mapped bias in float32, before the only rounding; a bias that all elements share goes into the op."""
     if bias is None or bias_dim is None:
-        return product(bias, out_dtype)  # type: ignore[no-any-return]
+        return product(bias, out_dtype)
     out = product(None, torch.float32)
     bias = bias.movedim(bias_dim, 0).float()
     bias = bias.reshape(bias.shape[0], *(1,) * (out.ndim - 2), bias.shape[-1])
-    return (out + bias).to(out_dtype)  # type: ignore[no-any-return]
+    return (out + bias).to(out_dtype)
 
 
 def _padded(values: Any, size: int) -> list[Any]:
-    """PyTorch leaves out trailing arguments that have their defaults."""
+    """Fills in the trailing arguments, which PyTorch omits where they have their defaults."""
     return [*values, *[None] * (size - len(values))]
 
 
 def _lift(x: Tensor, dim: int | None, size: int, rank: int) -> Tensor:
-    """The mapped dimension first, made for an unmapped tensor, and the batch behind it padded to `rank`."""
+    """`x` with the mapped dimension first (expanded if `x` is not mapped) and padded to `rank` dimensions after it."""
     x = x.movedim(dim, 0) if dim is not None else x.expand(size, *x.shape)
     return x.reshape(x.shape[0], *(1,) * (rank - x.ndim), *x.shape[1:])

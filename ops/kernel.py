@@ -166,9 +166,9 @@ class Dispatch:
         inputs: the names of the op's tensors, in the order of `tensors`.
         operands: checks the arguments, `tensors` and `values`, and allocates the outputs.
         kernels: the op's kernels, the preferred ones first.
-        reference: the results by plain PyTorch, for what no kernel takes.
+        reference: the results where no kernel serves: by plain PyTorch, or by other ops.
         problem: what the kernels decide by; the operands themselves by default.
-        unserved: why no kernel takes some operands at all, or None.
+        unserved: why no kernel takes some operands at all, or None. It is asked before the outputs are allocated.
         settled: tensors that take the place of the op's, where kernels don't take these as they lie, or None.
         named: what a table says of a problem, or None.
         by_value: whether problems are equal by value, so that a choice may be kept for equal ones.
@@ -210,12 +210,12 @@ class Dispatch:
     def _first(self, key: Hashable, tensors: Tensors, values: Values) -> Sequence[Tensor]:
         operands = self.operands(tensors, values)
         targets.check_supported(operands.target, next(x.device for x in tensors if x is not None))
+        if (reason := self.unserved(operands)) is not None:
+            _log.debug("%s %s: no kernel: %s", self.op, operands, reason)
+            return self.reference(operands)
         outputs: Outputs = operands.outputs
         if all(x.numel() == 0 for x in outputs.results):
             return outputs.results
-        if (reason := self.unserved(operands)) is not None:
-            _log.debug("%s %s: plain PyTorch serves: %s", self.op, operands, reason)
-            return self.reference(operands)
         if (settled := self.settled(operands)) is not None:
             return self(settled, values)
         launches = self.plan_loadable(operands)

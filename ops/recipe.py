@@ -44,19 +44,33 @@ def _read(name: str, text: str) -> object:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """How `C = A @ B` is computed in FP8, and its two gradients.
+    """Blocks, FP8 types and scale format of a product `C = A @ B` and of its two gradients.
 
-    Blocks are those of the matrix that enters the product: `activation_block` of `A (M, K)`, `weight_block` of
-    `B (K, N)` and `gradient_block` of `dC (M, N)` in `dA = dC @ Bᵀ`. The transposed operands of the backward take
-    the transposed block, so that scales stay constant along each contraction or along blocks of it.
+    A block describes the matrix that enters the product. The transposed operands of the backward take the transposed
+    block, so that scales stay constant along each contraction or along blocks of it. `key` is the recipe as the string
+    that ops take: the name of a preset, or the fields that differ from `BLOCKWISE`.
 
-    `*_dtype`: an FP8 type; None is the device's own e4m3. `scale`: "fp32", "pow2" (float32 scales rounded up to a
-    power of two), "e8m0" or "rceil" (powers of two of one byte, rounded down and up; see `quantize`).
-    `second_order=True` keeps the unquantized operands for the backward, which second derivatives need outside of nested
-    `torch.func` transforms. `key` is the recipe as the string that ops take: a preset's name, or the fields that differ
-    from `BLOCKWISE`'s.
+    Args:
+        activation_block: Block of `A (M, K)`.
+        weight_block: Block of `B (K, N)`.
+        gradient_block: Block of `dC (M, N)` in `dA = dC @ Bᵀ`.
+        activation_dtype: FP8 type of `A`; None is the device's own e4m3.
+        weight_dtype: FP8 type of `B`; None is the device's own e4m3.
+        gradient_dtype: FP8 type of `dC`; None is the device's own e4m3.
+        scale: "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
+        second_order: Keeps the unquantized operands for the backward, as second derivatives outside of nested
+            `torch.func` transforms need them.
 
-    Raises `ValueError` for a block, type or scale format that does not exist, or does not fit its place.
+    Raises:
+        TypeError: A field is given by its position, or `second_order` is not a bool.
+        ValueError: A block, a type or a scale format does not exist or does not fit its place.
+
+    Example:
+        >>> fp8fn.Recipe(scale="pow2").key
+        'blockwise_pow2'
+
+    Source:
+        `BLOCKWISE` has the blocks of DeepSeek-V3, arXiv:2412.19437, section 3.3.
     """
 
     activation_block: Block = (1, 128)

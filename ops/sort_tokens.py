@@ -38,7 +38,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tenso
     first = start[owner] + (tile - first_tile) * block_m
     place = first[:, None] + torch.arange(block_m, device=expert.device)
     inside = used[:, None] & (place < end[owner][:, None])
-    sorted_ids = torch.where(inside, order[place.clamp_max(torch.sym_max(ids - 1, 0))], ids)
+    sorted_ids = torch.where(inside, order[place.clamp_max(ids - 1)], ids)
     return (
         sorted_ids.flatten().to(torch.int32),
         torch.where(used, owner, -1).to(torch.int32),

@@ -1,4 +1,4 @@
-"""MX products as a plain Triton kernel has them, by `tl.dot_scaled`: the peer of products of few rows."""
+"""MX products by a plain Triton kernel with `tl.dot_scaled`: the peer of fp8fn's products of few rows."""
 
 # The bodies of kernels are Triton's language, not Python's.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -130,7 +130,7 @@ def _launch(
 
 
 def _lines(scale: Tensor) -> Tensor:
-    """Bytes of scales with K contiguous, in lines by row or column."""
+    """The bytes of e8m0 scales, contiguous along K."""
     return scale.view(torch.uint8).contiguous()
 
 

@@ -21,7 +21,6 @@ from typing import Final, cast
 import torch
 
 from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
-from fp8fn.bench.timing import clock_of
 from fp8fn.cli import tune_op
 from fp8fn.cli.environment import describe
 from fp8fn.cli.options import gpu, output_file
@@ -38,6 +37,7 @@ from fp8fn.ops.tuning.op_sweep import OpBench
 from fp8fn.ops.tuning.problem import PRODUCTS, Problem, linear_problems
 from fp8fn.ops.tuning.sweep import Bench, Clock, tune
 from fp8fn.ops.tuning.table import Entry
+from fp8fn.timing import clock_of
 
 SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
     "llm84": tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),

@@ -1,1 +1,1 @@
-"""What a graph says: views, dequantized tensors, quantizers, and the exchange of a node."""
+"""Reading a graph (nodes, views, dequantized tensors, quantizers, einsums) and changing it (emit)."""

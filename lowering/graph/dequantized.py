@@ -1,4 +1,4 @@
-"""Finding, in an ATen graph, tensors that are FP8 data times scales, however the product was spelled."""
+"""Finds tensors of an ATen graph that are FP8 data times scales, in any spelling."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from math import prod
 from typing import Any, Final
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor
 from torch.fx import Graph, Node
 
+from fp8fn.lowering.graph.emit import arranged, call
+from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.views import (
     Dim,
     Run,
@@ -36,9 +36,9 @@ _MUL, _DIV = aten.mul.Tensor, aten.div.Tensor
 
 @dataclass(frozen=True)
 class Dequantized:
-    """`data * scale`, seen as `view` of data; `steps` has for an axis of data the scale's, and the elements of a scale.
+    """`data * scale` as `view` of the data, or `data / scale` if `inverse`.
 
-    `inverse` where the data was divided by the scale.
+    `steps` maps an axis of the data to the axis of the scale and to the number of elements that share a scale.
     """
 
     data: Node
@@ -50,7 +50,7 @@ class Dequantized:
 
 @dataclass(frozen=True)
 class Operand:
-    """A dequantized matrix `(R, C)`, or a batch of them: for each of its dimensions the axes of data, and the block."""
+    """A dequantized matrix `(R, C)` or batch: the axes of the data in each of its dimensions, and the block."""
 
     found: Dequantized
     axes: tuple[tuple[int, ...], ...]
@@ -59,14 +59,14 @@ class Operand:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.found.data.meta["val"].dtype  # type: ignore[no-any-return]
+        return tensor_of(self.found.data).dtype
 
     @property
     def device(self) -> torch.device:
-        return self.found.data.meta["val"].device  # type: ignore[no-any-return]
+        return tensor_of(self.found.data).device
 
     def emit(self, graph: Graph) -> tuple[Node, Node]:
-        """Nodes of data `(B?, R, C)` and of float32 or e8m0 scales, put in at the graph's insertion point."""
+        """Adds nodes of the data `(B?, R, C)` and of its float32 or e8m0 scales at the graph's insertion point."""
         found = self.found
         lead = tuple(zip(self.axes[:-2], self.shape[:-2], strict=True))
         batch = [size if group else 1 for group, size in lead]
@@ -81,21 +81,15 @@ class Operand:
         return self._expanded(graph, data), self._expanded(graph, scale)
 
     def _expanded(self, graph: Graph, node: Node) -> Node:
-        """With the batch that it is broadcast to."""
+        """The node, expanded to the batch of the operand."""
         shape = node.meta["val"].shape
         if all(map(equal, shape[:-2], self.shape[:-2])):
             return node
         return call(graph, aten.expand.default, node, [*self.shape[:-2], *shape[-2:]])
 
 
-def value(node: Any) -> Tensor | None:
-    """What a node of a joint graph gives, as a fake tensor."""
-    found = node.meta.get("val") if isinstance(node, Node) else None
-    return found if isinstance(found, Tensor) else None
-
-
 def find_dequantized(node: Node) -> Dequantized | None:
-    """What `node` is a view and a cast of, if that is FP8 data times a scale for each block."""
+    """The FP8 data times block scales that `node` is a view and a cast of, or None."""
     product, path = _behind(node, (_MUL, _DIV))
     if product is None or len(product.args) != 2 or not all(isinstance(arg, Node) for arg in product.args):
         return None
@@ -117,7 +111,7 @@ def find_dequantized(node: Node) -> Dequantized | None:
 
 
 def _behind(node: Node, targets: Sequence[Any]) -> tuple[Node | None, list[Node]]:
-    """The node of `targets` that `node` is views and casts of, and the way from it."""
+    """The call of one of `targets` behind the views and casts of `node`, and the nodes between."""
     path: list[Node] = []
     current: Any = node
     while isinstance(current, Node) and current.op == "call_function" and value(current) is not None:
@@ -131,7 +125,7 @@ def _behind(node: Node, targets: Sequence[Any]) -> tuple[Node | None, list[Node]
 
 
 def _leaf(node: Any, shape: Sequence[Size]) -> tuple[Node | None, View]:
-    """What `node` is views, casts and copies of, and its view broadcast to `shape`."""
+    """The tensor behind the views, casts and copies of `node`, and its view broadcast to `shape`."""
     path: list[Node] = []
     while isinstance(node, Node) and node.op == "call_function" and value(node) is not None and node.args:
         before = _uncopied(node)
@@ -147,7 +141,7 @@ def _leaf(node: Any, shape: Sequence[Size]) -> tuple[Node | None, View]:
 
 
 def _along(view: View, path: Sequence[Node]) -> View | None:
-    """The view after all nodes of a path."""
+    """The view after all nodes of a path, or None if one is unknown."""
     current: View | None = view
     for node in path:
         if current is None:
@@ -169,7 +163,7 @@ def _is_view_or_cast(node: Node) -> bool:
 
 
 def _straight_through(node: Node) -> Node | None:
-    """`q` of `x + (q - x).detach()`, the straight-through estimator's spelling of `q`."""
+    """The `q` in `x + (q - x).detach()`, the straight-through estimator, or None."""
     if node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
         return None
     for x, rest in (node.args, node.args[::-1]):
@@ -181,7 +175,7 @@ def _straight_through(node: Node) -> Node | None:
 
 
 def _uncopied(node: Node) -> Node | None:
-    """The other operand of a product with ones, as `torch.kron` has it."""
+    """The other operand of a product with ones, which `torch.kron` contains, or None."""
     if node.target is _MUL and len(node.args) == 2:
         for i, arg in enumerate(node.args):
             full, _ = _behind(arg, (aten.full.default,)) if isinstance(arg, Node) else (None, [])
@@ -192,13 +186,13 @@ def _uncopied(node: Node) -> Node | None:
 
 
 def _steps(data: View, scale: View, sizes: Sequence[Size]) -> dict[int, tuple[int, Size]] | None:
-    """For each axis of data along which the scale varies, the scale's axis and for how many elements one holds."""
+    """For each axis of the data along which the scale varies: the scale's axis, and the elements that share a scale."""
     found: dict[int, tuple[int, Size]] = {}
     for along, dim in zip(data, scale, strict=True):
         runs: Sequence[Run | Dim] = along.runs
         if along.cut:
             return None
-        if all(run.axis is None for run in dim.runs):  # one scale for the whole dimension
+        if all(run.axis is None for run in dim.runs):  # one scale serves the whole dimension
             continue
         if dim.cut:
             if not _cut_steps(along.runs, dim, found):
@@ -221,7 +215,7 @@ def _steps(data: View, scale: View, sizes: Sequence[Size]) -> dict[int, tuple[in
 
 
 def _cut_steps(runs: tuple[Run, ...], dim: Dim, found: dict[int, tuple[int, Size]]) -> bool:
-    """A scale that was repeated for whole blocks, and cut where the data ends."""
+    """Adds the step of a scale that was repeated for whole blocks and then sliced to the data's size."""
     if len(runs) != 1 or runs[0].axis is None or not equal(runs[0].step, 1) or not 1 <= len(dim.runs) <= 2:
         return False
     outer, step = dim.runs[0], prod(run.size for run in dim.runs[1:])
@@ -234,7 +228,7 @@ def _cut_steps(runs: tuple[Run, ...], dim: Dim, found: dict[int, tuple[int, Size
 
 
 def find_operand(node: Any) -> Operand | None:
-    """`node`, a matrix or a batch of them, as FP8 data with scales; None where it is none, or in no block of ours."""
+    """`node`, a matrix or a batch, as FP8 data with scales; None if it is something else or in an unknown block."""
     found = find_dequantized(node) if isinstance(node, Node) else None
     if found is None:
         return None
@@ -258,12 +252,12 @@ def find_operand(node: Any) -> Operand | None:
 
 
 def _axes_of_dims(view: View, sizes: Sequence[Size]) -> tuple[tuple[int, ...], ...] | None:
-    """For each dimension the whole axes that it runs over; None where some axis is not there once and whole."""
+    """The axes of the data in each dimension; None unless each axis occurs once and whole."""
     groups: list[tuple[int, ...]] = []
     for place, dim in enumerate(view):
         runs = merged(dim.runs)
         if place < len(view) - 2 and all(run.axis is None for run in runs):
-            groups.append(())  # of a batch that shares one matrix
+            groups.append(())  # all elements of the batch share one matrix
             continue
         if dim.cut or any(run.axis is None or not equal(run.step, 1) for run in runs):
             return None
@@ -276,7 +270,7 @@ def _axes_of_dims(view: View, sizes: Sequence[Size]) -> tuple[tuple[int, ...], .
 
 
 def _block(sizes: Sequence[Size], steps: Sequence[Size | None]) -> Block | None:
-    """The block that shares a scale among `steps` elements of an axis, None for all of them."""
+    """The block in which `steps` elements of each axis share a scale; a step of None is the whole axis."""
 
     def fits(side: int, size: Size, step: Size | None) -> bool:
         if step is None:
@@ -287,21 +281,3 @@ def _block(sizes: Sequence[Size], steps: Sequence[Size | None]) -> Block | None:
         if all(map(fits, block, sizes, steps)):
             return block
     return None
-
-
-def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Size]) -> Node:
-    """`node` with its axes in `order`, those of one element left out, as `shape`."""
-    rest = [axis for axis in range(node.meta["val"].dim()) if axis not in order]
-    if [*order] != sorted(order):
-        node = call(graph, aten.permute.default, node, [*rest, *order])
-    if len(node.meta["val"].shape) != len(shape) or not all(map(equal, node.meta["val"].shape, shape)):
-        node = call(graph, aten.reshape.default, node, list(shape))
-    return node
-
-
-def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call at the graph's insertion point, with what it gives as a fake tensor."""
-    node = graph.call_function(target, args, kwargs)
-    values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
-    node.meta["val"] = target(*values, **kwargs)  # on fake tensors, which bring their mode
-    return node

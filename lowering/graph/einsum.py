@@ -1,4 +1,4 @@
-"""`torch.einsum` with a parameter as the product that it is: `bsd,dhe->bshe` is `(b, s, d) @ (d, h e)`."""
+"""Replaces `torch.einsum` with a parameter by its product: `bsd,dhe->bshe` is `(b, s, d) @ (d, h e)`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.contraction import Product, as_product
+from fp8fn.lowering.graph.nodes import tensor_of
 
 
 def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
-    """Spells the einsums of two operands, of which one is a weight, with `torch.matmul`, in place."""
+    """Replaces each einsum of two operands, one of which is a weight, by `torch.matmul`, in place."""
     for node in gm.graph.find_nodes(op="call_function", target=torch.functional.einsum):
         if node.kwargs or len(node.args) < 2 or not isinstance(node.args[0], str):
             continue
@@ -27,8 +27,8 @@ def reduce_einsums(gm: GraphModule, is_weight: Callable[[Any], bool]) -> None:
             a, b, equation = b, a, ",".join(reversed(terms.split(","))) + arrow + out
         if not is_weight(b):
             continue
-        product = as_product(equation, _value(a).dim(), _value(b).dim())
-        if product is not None and not product.repeats(_value(a).shape, _value(b).shape):
+        product = as_product(equation, tensor_of(a).dim(), tensor_of(b).dim())
+        if product is not None and not product.repeats(tensor_of(a).shape, tensor_of(b).shape):
             _spell(gm.graph, node, a, b, product)
 
 
@@ -36,13 +36,13 @@ def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None
     def call(target: Callable[..., Any], *args: Any) -> Node:
         made = graph.call_function(target, args)
         made.meta.update(node.meta)
-        made.meta["example_value"] = target(*(_value(arg) if isinstance(arg, Node) else arg for arg in args))
+        made.meta["example_value"] = target(*(tensor_of(arg) if isinstance(arg, Node) else arg for arg in args))
         return made
 
     def in_order(x: Node, order: tuple[int, ...]) -> Node:
         return x if list(order) == sorted(order) else call(torch.permute, x, order)
 
-    columns = tuple(_value(b).shape[axis] for axis in product.b[product.contracted :])
+    columns = tuple(tensor_of(b).shape[axis] for axis in product.b[product.contracted :])
     if not columns:
         return
     with graph.inserting_before(node):
@@ -58,8 +58,3 @@ def _spell(graph: Graph, node: Node, a: Node, b: Node, product: Product) -> None
         out = in_order(out, product.out)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-
-
-def _value(node: Node) -> Tensor:
-    found: Tensor = node.meta["example_value"]
-    return found

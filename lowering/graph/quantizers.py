@@ -1,4 +1,4 @@
-"""The quantizers of a graph, who else reads what they read, and one in the place of several of one tensor."""
+"""The quantizers of a graph, the readers of their inputs, and merging several quantizers of one tensor."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call
-from fp8fn.lowering.graph.substitute import arguments_of
+from fp8fn.lowering.graph.emit import call
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, tensor_of
 from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.layout import Block, swap
@@ -45,10 +45,10 @@ class Quantizer:
 
     @property
     def device(self) -> torch.device:
-        return self.x.meta["val"].device  # type: ignore[no-any-return]
+        return tensor_of(self.x).device
 
     def place_in(self, other: Quantizer) -> int | None:
-        """Where in the results of `other` these two are, which is a quantizer of the same tensor."""
+        """The place of this quantizer's results among those of `other`, a quantizer of the same tensor, or None."""
         if other.dual and not self.dual:
             places = [place for place, block in ((0, other.block), (2, swap(other.block))) if block == self.block]
         else:
@@ -60,7 +60,7 @@ class Quantizer:
 
 
 def find_quantizers(graph: Graph) -> list[Quantizer]:
-    """In the graph's order."""
+    """All quantizers, in the graph's order."""
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (_SINGLE, _DUAL):
@@ -72,14 +72,14 @@ def find_quantizers(graph: Graph) -> list[Quantizer]:
 
 
 def reshaped_of(node: Node) -> Node:
-    """The tensor that `node` is in another shape, in the same order."""
+    """The tensor that `node` is a reshape of."""
     while node.target in RESHAPES:
-        node = node.args[0]  # type: ignore[assignment]
+        node = input_of(node)
     return node
 
 
 def readers(node: Node) -> Iterator[Node]:
-    """The nodes that read a tensor, in whatever shape."""
+    """The nodes that read a tensor, directly or through reshapes."""
     for user in node.users:
         if user.target in RESHAPES:
             yield from readers(user)
@@ -88,12 +88,12 @@ def readers(node: Node) -> Iterator[Node]:
 
 
 def computed(node: Node) -> bool:
-    """Whether Inductor makes code for a node, so that it can be in one kernel with its neighbours."""
+    """Whether Inductor generates code for a node, so that it can fuse the node with its neighbours."""
     return elementwise(node) or torch.Tag.reduction in _tags(node)
 
 
 def elementwise(node: Node) -> bool:
-    """Whether each element comes of those at its place; not of a sum that is merely cast."""
+    """Whether a node is pointwise, and not merely the cast of a reduction."""
     source: Any = node
     while source.target is torch.ops.prims.convert_element_type.default:
         source = source.args[0]
@@ -105,7 +105,7 @@ def _tags(node: Node) -> Sequence[torch.Tag]:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Shape, type and strides, but for those of an axis of one element."""
+    """Whether shapes, types and strides are equal; the stride of an axis of size 1 does not matter."""
     if a.dtype != b.dtype or a.dim() != b.dim():
         return False
     sizes = zip(a.shape, b.shape, a.stride(), b.stride(), strict=True)
@@ -113,7 +113,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def replace_quantizer(graph: Graph, old: Node, new: Node, place: int = 0) -> None:
-    """The results of `new` from `place` on, in the place of those of `old`."""
+    """Replaces the results of `old` by those of `new` from `place` on."""
     for item in list(old.users):  # each is a getitem
         with graph.inserting_before(item):
             index: Any = item.args[1]
@@ -130,10 +130,10 @@ def replace_quantizer(graph: Graph, old: Node, new: Node, place: int = 0) -> Non
 
 
 def merge_quantizers(graph: Graph) -> int:
-    """One quantizer for the same tensor in the same format, as of the projections of one input; how many are gone.
+    """Merges quantizers of the same tensor to the same format, such as those of q, k and v; returns how many are gone.
 
-    The same bits, so that exact substitutions may do it too. AOTAutograd merges equal calls where a graph has a
-    backward, but neither those of an inference, nor a quantizer with one that has its results and others.
+    The bits stay the same, so the exact pass may merge them too. AOTAutograd merges equal calls only in graphs with a
+    backward, and never merges `quantize` with `quantize_dual`.
     """
     alike: dict[Any, list[Quantizer]] = {}
     for quantizer in find_quantizers(graph):
@@ -143,7 +143,7 @@ def merge_quantizers(graph: Graph) -> int:
 
 
 def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
-    """Of quantizers of one tensor, in the graph's order."""
+    """Merges quantizers of one tensor, given in the graph's order; returns how many are gone."""
     gone, left = 0, sorted(group, key=lambda quantizer: not quantizer.dual)  # stable
     while left:
         lead, *left = left
@@ -154,7 +154,7 @@ def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
         left = [other for other in left if places[id(other)] is None]
         first = min((lead, *merged), key=group.index)
         new = lead.node
-        if first is not lead:  # its results are needed before it
+        if first is not lead:  # its results are needed earlier
             with graph.inserting_before(first.node):
                 new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale)
             replace_quantizer(graph, lead.node, new)
@@ -167,7 +167,7 @@ def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
 
 
 def _erase_unread(graph: Graph, node: Node) -> None:
-    """The views that nothing reads any more: a pass over the whole graph would look at each node for these few."""
+    """Erases reshapes that nothing reads, without a pass over the whole graph."""
     while node.target in RESHAPES and not node.users:
         source: Any = node.args[0]
         graph.erase_node(node)

@@ -1,9 +1,9 @@
-"""Which element of a tensor stands where after a chain of views, without running it: also for symbolic sizes.
+"""Symbolic views: which element of a tensor is where after a chain of views, also for symbolic sizes.
 
-A dimension of a view is a product of runs. `w (N, K)` seen as `(N/128, 128, K/128, 128)` has in its first dimension
-the run of `N/128` rows that are 128 apart, and in its second the run of 128 rows that are neighbours; a scale
-`(N/128, K/128)` repeated to `(N, K)` has in its first dimension the run of its `N/128` rows, and in each of them a run
-of 128 copies. Two such views say together which scale multiplies which element.
+A dimension of a view is a product of runs. In `w (N, K)` viewed as `(N/128, 128, K/128, 128)`, the first dimension is
+the run of `N/128` rows with step 128, and the second is the run of 128 rows with step 1. In a scale `(N/128, K/128)`
+repeated to `(N, K)`, the first dimension is the run of its `N/128` rows, and inside it a run of 128 copies. Two such
+views together tell which scale multiplies which element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Run:
-    """`size` elements, `step` apart along `axis` of the tensor; copies of one where `axis` is None."""
+    """`size` elements along `axis` of the tensor with a step of `step`; copies of one element if `axis` is None."""
 
     size: Size
     axis: int | None
@@ -32,7 +32,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Dim:
-    """`size` positions, the product of the runs', the outermost first; `cut` where later ones were sliced away."""
+    """`size` positions, the product of the runs, outermost first; `cut` if a slice removed the last positions."""
 
     size: Size
     runs: tuple[Run, ...]
@@ -43,32 +43,32 @@ View: TypeAlias = tuple[Dim, ...]
 
 
 def equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are known to be equal, with no guard on either."""
+    """Whether two sizes are known to be equal; adds no guard."""
     return bool(statically_known_true(sym_eq(a, b)))
 
 
 def as_matrix(shape: Sequence[Size]) -> list[Size]:
-    """The shape of the matrix with all leading axes as one.
+    """The shape of the matrix that merges all leading axes.
 
-    That one is -1, since graphs hold no symbolic numbers, unless the last axis is empty and -1 could be any number.
+    The merged axis is -1, since graphs hold no symbolic numbers, except where an empty last axis makes -1 ambiguous.
     """
     return [prod(shape[:-1]) if equal(shape[-1], 0) else -1, shape[-1]]
 
 
 def divides(divisor: Size, size: Size) -> bool:
-    """Whether a size is known to be a multiple of another; zero divides nothing, for no axis can be dealt out by it."""
+    """Whether `size` is known to be a multiple of `divisor`; zero divides nothing, since no axis can be split by it."""
     if equal(divisor, 0):
         return False
     return bool(statically_known_true(sym_eq(size % divisor, 0)))
 
 
 def identity(shape: Sequence[Size]) -> View:
-    """The tensor itself."""
+    """The view of the whole tensor."""
     return tuple(Dim(size, () if equal(size, 1) else (Run(size, axis),)) for axis, size in enumerate(shape))
 
 
 def through(view: View, node: Node) -> View | None:
-    """The view after `node`, or None where it is no view or nothing is known of it."""
+    """The view after `node`, or None if `node` is not a known view."""
     target, args = node.target, node.args
     if target in (aten.clone.default, aten.alias.default, aten.detach.default, aten.contiguous.default):
         return view
@@ -98,7 +98,7 @@ def through(view: View, node: Node) -> View | None:
 
 
 def reshaped(view: View, shape: Sequence[Size]) -> View | None:
-    """Row-major positions dealt out again; what was cut keeps together."""
+    """The view with its row-major positions split into `shape`; a cut dimension must stay whole."""
     items: list[Run | Dim] = []
     for dim in view:
         items += [dim] if dim.cut else dim.runs
@@ -116,7 +116,7 @@ def reshaped(view: View, shape: Sequence[Size]) -> View | None:
 
 
 def take(items: Sequence[Run | Dim], size: Size) -> tuple[tuple[Run, ...] | None, list[Run | Dim]]:
-    """The outermost `size` positions of some runs, splitting one where needed, and what is left; None if unknown."""
+    """The outermost `size` positions of the runs, splitting one if needed (None if unknown), and the rest."""
     left, taken, needed = list(items), [], size
     while not equal(needed, 1):
         run = left.pop(0) if left else None
@@ -136,7 +136,7 @@ def take(items: Sequence[Run | Dim], size: Size) -> tuple[tuple[Run, ...] | None
 
 
 def expanded(view: View, shape: Sequence[Size]) -> View | None:
-    """As `Tensor.expand` and broadcasting do."""
+    """The view expanded to `shape`, as by `Tensor.expand` and broadcasting."""
     missing = len(shape) - len(view)
     dims = [Dim(1, ()) for _ in range(missing)] + list(view)
     found = []
@@ -151,7 +151,7 @@ def expanded(view: View, shape: Sequence[Size]) -> View | None:
 
 
 def merged(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs that continue each other as one."""
+    """The runs, with each that continues the previous one merged into it."""
     found: list[Run] = []
     for run in runs:
         last = found[-1] if found else None

@@ -1,1 +1,1 @@
-"""How ops of fp8fn appear to Inductor: one node for all results of an op, and a choice for its autotuning."""
+"""fp8fn's ops in Inductor: a lowering to one node for all results, and a choice for autotuning."""

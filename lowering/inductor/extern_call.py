@@ -1,9 +1,9 @@
-"""How Inductor calls an op of fp8fn: one node for all results, laid out as tracing found them.
+"""Inductor's lowering of fp8fn's ops: one node for all results, with the layouts found by tracing.
 
-Of an op that it does not know Inductor runs the fake implementation again, makes a node for the call and one for each
-result, and checks the op's schema for what it may write to. These ops write to nothing they are given, and where their
-inputs lie as in the graph so do their results: without all that, compiling them takes a fraction of the time. Where it
-is not so, or something else than a Python wrapper is generated, Inductor's own way is taken.
+For an unknown op Inductor runs the fake implementation again, makes a node for the call and for each result, and checks
+the schema for mutated arguments. fp8fn's ops mutate nothing, and their results have the traced layouts if their inputs
+have them. Skipping these steps compiles the ops in a fraction of the time. If an input has another layout, or if
+Inductor does not generate a Python wrapper, its default lowering is used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp8fn.meta.registry import OPS
 
 @cache
 def install() -> None:
-    """Tells Inductor, for all ops with kernels."""
+    """Registers the lowering for all ops with kernels."""
     from torch._inductor import lowering
 
     for name, op in OPS.items():
@@ -40,7 +40,7 @@ def _lowering(overload: Any) -> Callable[..., Any]:
 
 
 def _is_plain() -> bool:
-    """Whether Python is generated, and nothing is added to a call."""
+    """Whether Inductor generates a Python wrapper without additions to a call."""
     from torch._inductor import config
     from torch._inductor.virtualized import V
 
@@ -49,7 +49,7 @@ def _is_plain() -> bool:
 
 
 def _fallback(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Inductor's own way: the inputs are made to lie as they were traced, where that is kept."""
+    """Inductor's default lowering, with the traced layouts of the inputs where they are recorded."""
     from torch._inductor import lowering
     from torch._inductor.virtualized import V
     from torch.fx.operator_schemas import normalize_function
@@ -64,9 +64,9 @@ def _fallback(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The results of a call, None where they may lie otherwise than in the graph, or where it is not spelled here.
+    """The results of a call; None if their layouts may differ from the graph's, or if the call is not supported here.
 
-    That is: with a number that is known at run time alone, or with a tensor given by its name.
+    Calls with a number that is known only at run time, or with a tensor as keyword argument, are not supported.
     """
     from torch._inductor import ir
     from torch._inductor.utils import convert_shape_to_inductor
@@ -107,7 +107,7 @@ def _call(overload: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _lies(arg: Any, strides: list[Any]) -> bool:
-    """Whether a tensor is a buffer with these strides, or part of one, and will stay so."""
+    """Whether a tensor is a buffer, or part of one, whose strides are fixed to these."""
     from torch._inductor import ir
 
     while isinstance(arg, ir.MutableBox):
@@ -118,7 +118,7 @@ def _lies(arg: Any, strides: list[Any]) -> bool:
 
 
 def _spelled(arg: Any) -> str | None:
-    """A constant in Python, None of what is not known before the graph runs."""
+    """The Python literal of a constant, or None if it is not known before the graph runs."""
     if isinstance(arg, list | tuple):
         return repr([*arg]) if all(type(item) is int for item in arg) else None
     return repr(arg) if arg is None or type(arg) in (bool, int, float, str, torch.dtype) else None
@@ -126,13 +126,13 @@ def _spelled(arg: Any) -> str | None:
 
 @cache
 def _maker() -> Callable[..., Any]:
-    """Of a call's nodes; their classes derive from Inductor's, which importing this file does not import."""
+    """The function that makes a call's nodes; their classes are defined here, since importing Inductor is slow."""
     from torch._inductor import ir
     from torch._inductor.utils import convert_shape_to_inductor
     from torch._inductor.virtualized import V
 
     class Result(ir.MultiOutput):
-        """One of several results: a buffer, and no operation."""
+        """One of several results: a buffer without an operation of its own."""
 
         def __init__(self, layout: Any, call: Any, place: int) -> None:
             ir.ExternKernel.__init__(self, None, layout, [call], ())
@@ -143,7 +143,7 @@ def _maker() -> Callable[..., Any]:
             return self.call
 
     class Call(ir.ExternKernelAlloc):
-        """`out, … = op(…)`, the arguments `spelled` where they are constants."""
+        """`out, … = op(…)`; `spelled` has the literals of the constant arguments."""
 
         def __init__(self, overload: Any, layout: Any, inputs: Sequence[Any], spelled: Sequence[str | None]) -> None:
             super().__init__(layout, inputs, python_kernel_name=f"torch.ops.{overload}")
@@ -177,7 +177,7 @@ def _maker() -> Callable[..., Any]:
         call = Call(overload, whole, inputs, spelled)
         if not isinstance(value, Tensor):
             call.results = [Result(layout(each), call, place) for place, each in enumerate(value)]
-        if any(map(ir.is_unaligned, inputs)):  # as Inductor has it of every op
+        if any(map(ir.is_unaligned, inputs)):  # as Inductor does for every op
             V.graph.unaligned_buffers.update(result.get_name() for result in call.results)
         boxes = tuple(map(ir.TensorBox.create, call.results))
         return boxes[0] if isinstance(value, Tensor) else boxes

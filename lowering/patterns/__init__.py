@@ -1,1 +1,1 @@
-"""What the substitution looks for in a graph: each module finds one family of products, and says what it did."""
+"""The patterns of the passes: each module finds one family of products in a graph and reports what it did."""

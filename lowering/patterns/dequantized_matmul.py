@@ -1,11 +1,12 @@
-"""`x @ dequantize(w)` and `dequantize(x) @ dequantize(w)`, as models without FP8 kernels spell them.
+"""Replaces `x @ dequantize(w)` and `dequantize(x) @ dequantize(w)`, the spelling of models without FP8 kernels.
 
     w = weight.to(bf16) * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     w = (weight.float().view(N // 128, 128, K // 128, 128) * scale[:, None, :, None]).view(N, K).to(bf16)
     y = F.linear(x, w)
 
-With one side of FP8 it becomes `fp8fn::mm_a16w8`, with both `fp8fn::scaled_mm`; so does fake quantization, whose FP8
-data is made in the graph. Where the spelling rounds the dequantized numbers to 16 bits, the substitute does not.
+A product with one FP8 operand becomes `fp8fn::mm_a16w8`, a product with two becomes `fp8fn::scaled_mm`. Fake
+quantization, whose FP8 data is computed in the graph, is replaced as well. The substitute does not round dequantized
+values to 16 bits, even where the graph does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import Operand, call, find_operand, value
-from fp8fn.lowering.graph.substitute import Substitution, replace, source_of
+from fp8fn.lowering.graph.dequantized import Operand, find_operand
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
@@ -28,7 +31,7 @@ PRODUCTS: Final = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
-    """Replaces what it can, and says so of each product with a dequantized operand."""
+    """Replaces what it can, and reports each product with a dequantized operand."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in PRODUCTS:
             continue
@@ -67,14 +70,14 @@ def _why_not(node: Node, bias: Any, left: Operand | None, right: Operand | None)
 
 
 def _both(left: Operand | None, right: Operand | None) -> bool:
-    """Whether both sides can enter the product as FP8: one scale holds for several elements of K."""
+    """Whether both operands can enter the product as FP8: several elements of K share a scale."""
     return left is not None and right is not None and left.block[1] != 1 and right.block[0] != 1
 
 
 def _is_stored(data: Node) -> bool:
-    """Whether data comes into the graph, and is not made in it."""
+    """Whether the data is an input of the graph, rather than computed in it."""
     while data.op == "call_function" and data.args and isinstance(data.args[0], Node) and data.args[0].op != "output":
-        if value(data.args[0]) is None or value(data.args[0]).dtype != value(data).dtype:  # type: ignore[union-attr]
+        if value(data.args[0]) is None or tensor_of(data.args[0]).dtype != tensor_of(data).dtype:
             return False
         data = data.args[0]
     return data.op in ("placeholder", "get_attr")
@@ -83,7 +86,7 @@ def _is_stored(data: Node) -> bool:
 def _emit(
     graph: Graph, node: Node, a: Node, b: Node, bias: Node | None, left: Operand | None, right: Operand | None
 ) -> str:
-    """Puts the substitute in the place of the product, and names its op."""
+    """Replaces the product and returns the name of the substitute's op."""
     dtype = node.meta["val"].dtype
     with graph.inserting_before(node):
         if left is not None and right is not None and _both(left, right):

@@ -1,15 +1,15 @@
-"""Any other elementwise producer: the quantizer after it is spelled in PyTorch, and Inductor fuses the two.
+"""Inlines quantizers of elementwise results: spells them in ATen ops, which Inductor fuses with the producer.
 
     fc2(F.gelu(h)), fc2(torch.relu(h).square()), proj(x + attention)
 
-`fp8fn::quantize` of such a tensor becomes amax, scale and cast in the graph, of which Inductor makes one kernel with
-the producer: 16 bits are read and 8 written, where the op reads what another kernel wrote. That is for whole blocks of
-one row, `(1, 128)`, `(1, 32)` and `(1, -1)`: the amax of a column, and both orientations in one read, Inductor's
-reductions do not have. The formula is `ops/reference/quantize.py`'s, each division rounded to nearest, and gives the
-same bits of the same float32 numbers; it is given what the producer computed, and not that rounded to 16 bits.
+`fp8fn::quantize` of such a tensor becomes amax, scale and cast in the graph. Inductor generates one kernel for them and
+the producer, which saves writing and reading the 16-bit tensor. This works for blocks of one row, `(1, 128)`, `(1, 32)`
+and `(1, -1)`: Inductor's reductions cannot compute the amax of a column, or both orientations in one read. The formula
+is that of `ops/reference/quantize.py`, with each division rounded to nearest, and gives the same bits for the same
+float32 input. Its input is the producer's float32 result, not the result rounded to 16 bits.
 
-Inductor multiplies by the reciprocal of a constant, and lets Triton divide approximately, but for `addcdiv`, which
-eager CUDA rounds to nearest. Before PyTorch 2.13 it does so for nothing: there, only a CPU has this.
+Inductor multiplies by the reciprocal of a constant, and lets Triton divide approximately. Since PyTorch 2.13 it rounds
+`addcdiv` to nearest, as eager CUDA does. Before 2.13 no division on a GPU is exact, so this pattern is for CPUs only.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call, value
+from fp8fn.lowering.graph.emit import call
+from fp8fn.lowering.graph.nodes import place_of, source_of, tensor_of
 from fp8fn.lowering.graph.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
-from fp8fn.lowering.graph.substitute import Substitution, source_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
 from fp8fn.ops import targets
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max
@@ -36,7 +37,7 @@ _SCALES: Final = ("fp32", "pow2")
 
 
 def substitute(graph: Graph, blocks: Collection[Block] = BLOCKS) -> Iterator[Substitution]:
-    """Spells out the quantizers in `blocks` of what Inductor computes elementwise, and says so of each."""
+    """Inlines the quantizers in `blocks` of elementwise results, and reports each."""
     for quantizer in find_quantizers(graph):
         product = reshaped_of(quantizer.x)
         if quantizer.dual or quantizer.block not in blocks or not elementwise(product) or not _is_plain(quantizer):
@@ -50,7 +51,7 @@ def substitute(graph: Graph, blocks: Collection[Block] = BLOCKS) -> Iterator[Sub
 
 
 def _is_plain(quantizer: Quantizer) -> bool:
-    """Whether data and scales of whole blocks lie without padding."""
+    """Whether all blocks are whole, and data and scales need no padding."""
     shape = quantizer.shape
     if len(shape) != 2 or not all(isinstance(size, int) for size in shape) or 0 in shape or shape[1] % 16:
         return False
@@ -81,7 +82,7 @@ def _emit(graph: Graph, quantizer: Quantizer) -> None:
     columns = extent(n, quantizer.block[1])
     with graph.inserting_before(node):
         x = quantizer.x
-        if value(x).dtype != torch.float32:  # type: ignore[union-attr]
+        if tensor_of(x).dtype != torch.float32:
             x = call(graph, _CAST, x, torch.float32)
         tiles = call(graph, aten.reshape.default, x, [m, n // columns, columns])
         amax = call(graph, aten.amax.default, call(graph, aten.abs.default, tiles), [-1], True)
@@ -93,8 +94,8 @@ def _emit(graph: Graph, quantizer: Quantizer) -> None:
         data = call(graph, aten.mul.Tensor, tiles, inverse)
         data = call(graph, aten.clamp_min.default, data, -most)
         data = call(graph, aten.clamp_max.default, data, most)
-        # Not `reshape`: the op that reads it would have it made by a second kernel, over (M, N), that computes all of
-        # this again. What is strided anew is made first, as the blocks that the amax is of.
+        # Not `reshape`: Inductor would compute its result in a second kernel over (M, N), which repeats all of the
+        # above. `as_strided` makes Inductor store the blocks first, in the kernel that computes the amax.
         data = call(graph, aten.as_strided.default, call(graph, _CAST, data, quantizer.dtype), [m, n], [n, 1], 0)
         scale = call(graph, aten.reshape.default, scale, [m, n // columns])
         scale = call(graph, aten.permute.default, scale, [1, 0])
@@ -104,15 +105,15 @@ def _emit(graph: Graph, quantizer: Quantizer) -> None:
     assert all(same_layout(new.meta["val"], old) for new, old in zip(outs, quantizer.outs, strict=True)), node
     for item in list(node.users):
         assert item.target is operator.getitem
-        item.replace_all_uses_with(outs[item.args[1]])  # type: ignore[index]
+        item.replace_all_uses_with(outs[place_of(item)])
         graph.erase_node(item)
     graph.erase_node(node)
 
 
 def _divided(graph: Graph, a: Node, b: Node) -> Node:
-    """`a / b`, positive or NaN, rounded to nearest."""
+    """`a / b` rounded to nearest, for positive numbers and NaN."""
     if not _divides_exactly():
-        return call(graph, aten.div.Tensor, a, b)  # of a CPU, exact
+        return call(graph, aten.div.Tensor, a, b)  # exact on a CPU
     return call(graph, aten.addcdiv.default, _constant(graph, 0.0, a), a, b)
 
 
@@ -123,7 +124,7 @@ def _constant(graph: Graph, number: float, like: Node) -> Node:
 
 
 def _rounded_up(graph: Graph, exact: Node) -> Node:
-    """To a power of two."""
+    """`exact` rounded up to a power of two."""
     bits = call(graph, aten.view.dtype, exact, torch.int32)
     bits = call(graph, aten.add.Tensor, bits, 0x7FFFFF)
     bits = call(graph, aten.bitwise_and.Scalar, bits, 0x7F800000)

@@ -1,17 +1,17 @@
-"""`silu(gate) * up` and `rms_norm(x) * weight` before a quantizer: one op computes and quantizes, with no bf16 between.
+"""Fuses `silu(gate) * up` and `rms_norm(x) * weight` with the quantizer of their result into one op.
 
     mlp.down_proj(F.silu(gate) * up)                                  # fp8fn::quantize_silu_mul, …_dual
     x = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, True) + eps)
     linear(weight * x.to(bf16))                                       # fp8fn::quantize_rms_norm, …_dual
 
-It looks at the graphs that Inductor compiles, each forward and each backward by itself, for only there is seen what
-else reads a tensor: a norm's statistics, which its backward needs, are then given to the op. What decides is memory
-traffic: the 16-bit tensor is written and read no more, 4 bytes an element, but an op that Inductor cannot fuse reads
-its inputs anew, 2 bytes for each that another kernel reads or makes at the same place.
+The pattern runs on the forward and backward graphs that Inductor compiles, because only these show all readers of a
+tensor. If the backward needs a norm's statistics, the op receives them. Memory traffic decides: the fusion saves
+writing and reading the 16-bit tensor, 4 bytes an element. But Inductor cannot fuse the op with other kernels, so the op
+reads its inputs again, 2 bytes for each input that a neighbouring kernel reads or computes.
 
-The op rounds once, to FP8, where a model rounds to 16 bits before. That moves 2 to 3 % of the bytes by one step, and a
-product by 1.3 to 1.5 % in norm, which is half of what FP8 costs, and more than the 1 % of exact substitutions: only
-`backend="fp8fn"` does this, never `lowering.substitution()`.
+The op rounds once, to FP8, whereas the model also rounds to 16 bits before. This changes 2 to 3 % of the bytes by one
+step, and a product by 1.3 to 1.5 % in norm. That is half of FP8's own error and more than the 1 % that exact
+substitutions may differ, so only `backend="fp8fn"` fuses, never `lowering.substitution()`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import FLOATS, call, value
+from fp8fn.lowering.graph.dequantized import FLOATS
+from fp8fn.lowering.graph.emit import call
+from fp8fn.lowering.graph.nodes import input_of, source_of, tensor_of, value
 from fp8fn.lowering.graph.quantizers import (
     Quantizer,
     computed,
@@ -34,12 +36,13 @@ from fp8fn.lowering.graph.quantizers import (
     reshaped_of,
     same_layout,
 )
-from fp8fn.lowering.graph.substitute import Substitution, source_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, equal
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.quantize import fused_quantize
+from fp8fn.ops.cuda.quantize import quantize as fused
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
 
 NAME: Final = "producers"
 _CAST: Final = torch.ops.prims.convert_element_type.default
@@ -70,7 +73,7 @@ class SiluMul:
         gate, up = (_sized(node.meta["val"], quantizer.shape) for node in self.inputs)
         if gate is None or up is None:
             return "a size is not known"
-        return fused_quantize.accepts_silu_mul(gate, up, quantizer.block, quantizer.dtype, target)
+        return fused.accepts(_quantization(quantizer, target, x=gate, other=up, source=SILU_MUL))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         operands = [_like(graph, node, quantizer.x) for node in self.inputs]
@@ -102,7 +105,7 @@ class RmsNorm:
         x, weight = _sized(self.x.meta["val"], quantizer.shape), _sized(self.weight.meta["val"], None)
         if x is None or weight is None:
             return "a size is not known"
-        return fused_quantize.accepts_rms_norm(x, weight, quantizer.block, quantizer.dtype, target)
+        return fused.accepts(_quantization(quantizer, target, x=x, other=weight, source=RMS_NORM))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         x, rstd = _like(graph, self.x, quantizer.x), None
@@ -115,8 +118,15 @@ class RmsNorm:
 Producer = SiluMul | RmsNorm
 
 
+def _quantization(quantizer: Quantizer, target: targets.Target, **operands: Any) -> Quantization:
+    return Quantization(
+        block=quantizer.block, dtype=quantizer.dtype, scale=quantizer.scale, dual=quantizer.dual, target=target,
+        **operands,
+    )  # fmt: skip
+
+
 def substitute(graph: Graph) -> Iterator[Substitution]:
-    """Fuses where it saves memory traffic and the device has a kernel, and says so of each producer that it knows."""
+    """Fuses where this saves memory traffic and the device has a kernel, and reports each known producer."""
     for quantizer in find_quantizers(graph):
         product = reshaped_of(quantizer.x)
         found = _silu_mul(product) or _rms_norm(product)
@@ -141,7 +151,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
 
 
 def _is_matrix(quantizer: Quantizer, product: Node) -> bool:
-    """Whether `(M, N)` is quantized of a product `(..., N)`, with a known N."""
+    """Whether the quantizer reads a matrix `(M, N)`, with a known N, of a product `(..., N)`."""
     shape = quantizer.shape
     return len(shape) == 2 and isinstance(shape[1], int) and equal(product.meta["val"].shape[-1], shape[1])
 
@@ -155,7 +165,7 @@ def _silu_mul(product: Node) -> SiluMul | None:
 
 
 def _silu_of(node: Any) -> Node | None:
-    """What `node` is the SiLU of: `x / (1 + exp(-x))`, as PyTorch decomposes it, or `x * sigmoid(x)`."""
+    """The `x` of a SiLU: `x / (1 + exp(-x))`, PyTorch's decomposition, or `x * sigmoid(x)`; None for another node."""
     node = _narrowed(node)
     if node.target is aten.div.Tensor:
         x, below = node.args
@@ -179,7 +189,7 @@ def _rms_norm(product: Node) -> RmsNorm | None:
 
 
 def _eps_of(rstd: Node, x: Node) -> float | None:
-    """`eps`, where `rstd` is `1 / sqrt(mean(x²) + eps)` of rows."""
+    """The `eps` of `rstd = 1 / sqrt(mean(x²) + eps)`, or None if `rstd` is computed otherwise."""
     inside: Any = _argument(rstd, aten.rsqrt.default) or _argument(rstd, aten.pow.Tensor_Scalar, -0.5)
     if inside is None or inside.target not in (aten.add.Tensor, aten.add.Scalar) or inside.kwargs:
         return None
@@ -195,7 +205,7 @@ def _eps_of(rstd: Node, x: Node) -> float | None:
 
 
 def _known(quantizer: Quantizer, found: Producer) -> bool:
-    """Whether a norm's statistics are there anyway, so that no op has to compute them."""
+    """Whether the graph computes a norm's statistics anyway, so that the op need not."""
     if isinstance(found, SiluMul):
         return False
     gone = _chain(quantizer, (found.x,))
@@ -217,25 +227,25 @@ def _why_not(quantizer: Quantizer, product: Node, found: Producer, known: bool) 
 
 
 def _saved(quantizer: Quantizer, found: Producer, known: bool) -> int:
-    """Bytes of memory traffic that the op saves for each element."""
+    """The bytes of memory traffic that the op saves for each element."""
     stop = (*found.inputs, *([found.rstd] if isinstance(found, RmsNorm) and known else []))
     gone, later = _chain(quantizer, stop), _after(quantizer.node)
-    saved: int = 2 * quantizer.x.meta["val"].dtype.itemsize  # written by one kernel, read by the next
+    saved: int = 2 * quantizer.x.meta["val"].dtype.itemsize  # one kernel writes the tensor, the next one reads it
     for node in found.inputs:
         size = node.meta["val"].dtype.itemsize
         others = [reader for reader in readers(reshaped_of(node)) if reader not in gone]
         beside = any(computed(reader) and reader not in later for reader in others)
         if not computed(reshaped_of(node)):
-            saved -= size * beside  # the kernel that reads it would have written the product too
+            saved -= size * beside  # the kernel that reads it would also have written the product
         elif any(reader in later or not computed(reader) for reader in others):
-            saved -= size  # it is in registers where the product was computed
+            saved -= size  # it was in registers when the product was computed
         else:
-            saved -= 2 * size  # and would not have been written at all
+            saved -= 2 * size  # it would not have been written at all
     return saved
 
 
 def _chain(quantizer: Quantizer, stop: tuple[Node, ...]) -> set[Node]:
-    """What nothing needs any more once the quantizer reads `stop`."""
+    """The nodes that become unused when the quantizer reads `stop`."""
     gone, pending = {quantizer.node}, [quantizer.x]
     while pending:
         node = pending.pop()
@@ -247,7 +257,7 @@ def _chain(quantizer: Quantizer, stop: tuple[Node, ...]) -> set[Node]:
 
 
 def _after(node: Node) -> set[Node]:
-    """What depends on `node`, and so is in no kernel before it."""
+    """The nodes that depend on `node`, which no earlier kernel can contain."""
     found, pending = set(), [node]
     while pending:
         for user in pending.pop().users:
@@ -258,7 +268,7 @@ def _after(node: Node) -> set[Node]:
 
 
 def _factors(node: Any) -> list[tuple[Node, Node]]:
-    """Of a product both orders."""
+    """The operands of a product, in both orders; none for another node."""
     if node.target is not _MUL or any(value(arg) is None for arg in node.args):
         return []
     a, b = node.args
@@ -266,24 +276,24 @@ def _factors(node: Any) -> list[tuple[Node, Node]]:
 
 
 def _narrowed(node: Any) -> Any:
-    """Before it was rounded to, or seen in, another floating-point type of at least 16 bits."""
+    """`node` before its casts between floating-point types of at least 16 bits."""
     while node.target is _CAST and {node.args[1], node.args[0].meta["val"].dtype} <= {*FLOATS}:
         node = node.args[0]
     return node
 
 
-def _widened(node: Any) -> Node:
-    """Before it was made wider, which is exact."""
+def _widened(node: Node) -> Node:
+    """`node` before its casts to wider types, which are exact."""
     while node.target is _CAST and node.args[1] in FLOATS:
-        given = node.args[0].meta["val"].dtype
-        if given not in INPUT_DTYPES or given.itemsize > node.args[1].itemsize:
+        narrow, wide = tensor_of(node.args[0]).dtype, tensor_of(node).dtype
+        if narrow not in INPUT_DTYPES or narrow.itemsize > wide.itemsize:
             break
-        node = node.args[0]
-    return node  # type: ignore[no-any-return]
+        node = input_of(node)
+    return node
 
 
 def _argument(node: Any, target: Callable[..., Any], *rest: Any) -> Node | None:
-    """The first argument of `node`, if that is a call of `target` with these others."""
+    """The first argument of `node` if it is a call of `target` with the other arguments `rest`, else None."""
     if not isinstance(node, Node) or node.target is not target or node.kwargs or node.args[1:] != rest:
         return None
     return node.args[0] if isinstance(node.args[0], Node) else None
@@ -295,7 +305,7 @@ def _same_shape(a: Node, b: Node) -> bool:
 
 
 def _is_column(column: Tensor, rows: Tensor) -> bool:
-    """`(..., M, 1)` beside `(..., M, N)`."""
+    """Whether `column` is `(..., M, 1)` for rows `(..., M, N)`."""
     return (
         column.dim() == rows.dim()
         and equal(column.shape[-1], 1)
@@ -304,7 +314,7 @@ def _is_column(column: Tensor, rows: Tensor) -> bool:
 
 
 def _like(graph: Graph, node: Node, x: Node) -> Node:
-    """`node` in the shape of the matrix `x`, as which its elements lie in the same order."""
+    """`node` reshaped to the matrix `x`, which has its elements in the same order."""
     source = reshaped_of(node)
     for known in (node, source):
         if _same_shape(known, x):
@@ -313,7 +323,7 @@ def _like(graph: Graph, node: Node, x: Node) -> Node:
 
 
 def _sized(x: Tensor, shape: tuple[Any, ...] | None) -> Tensor | None:
-    """An empty tensor of the sizes that a dynamic graph was traced with, which decide and guard nothing."""
+    """An empty meta tensor with the sizes that a dynamic graph was traced with; reading them adds no guard."""
     sizes, strides = list(x.shape), list(x.stride())
     if shape is not None:
         sizes, strides = list(shape), [x.stride(-2) if x.dim() > 1 else shape[-1], x.stride(-1)]

@@ -1,12 +1,12 @@
-"""`torch._scaled_grouped_mm`, the products of groups in FP8, scaled by rows.
+"""Replaces `torch._scaled_grouped_mm`, the product of groups in FP8 with rowwise scales.
 
     y = torch._scaled_grouped_mm(a, b, scale_a, scale_b, offs=offs, out_dtype=torch.bfloat16)
 
-Rows of `a (M, K)` beside `b (E, K, N)`, with `scale_a (M,)` and `scale_b (E, N)`, and parts of K of `a (M, K)` and
-`b (K, N)`, with `scale_a (E * M,)` and `scale_b (E * N,)`, become `fp8fn::scaled_grouped_mm`: the same sums, in
-float32. On a CPU, which PyTorch has no such kernel for, always; on a GPU only with the backend's `where="*"`, for no
-measurement says that this library's kernel is the faster one. `torch.nn.functional.scaled_grouped_mm` is another op,
-which `torch.compile` can't trace.
+The substitute is `fp8fn::scaled_grouped_mm`, which computes the same float32 sums. Groups of rows are `a (M, K)` by
+`b (E, K, N)`, with `scale_a (M,)` and `scale_b (E, N)`; groups of K are `a (M, K)` by `b (K, N)`, with
+`scale_a (E * M,)` and `scale_b (E * N,)`. PyTorch has no CPU kernel, so on a CPU the call is always replaced. On a GPU
+it is replaced only with the backend's `where="*"`, because no measurement shows that fp8fn's kernel is faster.
+`torch.compile` cannot trace `torch.nn.functional.scaled_grouped_mm`, which is another op.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any, Final
 import torch
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call
-from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import arguments_of, source_of
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
@@ -30,7 +31,7 @@ _BLOCKS: Final[tuple[Block, Block]] = ((1, WHOLE), (WHOLE, 1))
 
 
 def substitute(graph: Graph, everything: bool = False) -> Iterator[Substitution]:
-    """Replaces what is exact, on a GPU only with `everything`, and says so of each call."""
+    """Replaces calls exactly, on a GPU only with `everything`, and reports each call."""
     for node in graph.find_nodes(op="call_function", target=PRODUCT):
         given = arguments_of(node)
         reason = _why_not(node, given) or _why_not_faster(node, given, everything)
@@ -41,7 +42,7 @@ def substitute(graph: Graph, everything: bool = False) -> Iterator[Substitution]
 
 
 def _why_not(node: Node, given: dict[str, Any]) -> str | None:
-    """The reason why the call is none of `fp8fn::scaled_grouped_mm`'s."""
+    """The reason why `fp8fn::scaled_grouped_mm` cannot compute the call, or None."""
     a, b, out = given["self"].meta["val"], given["mat2"].meta["val"], node.meta["val"]
     for name in ("bias", "scale_result"):
         if given[name] is not None:
@@ -71,13 +72,13 @@ def _why_not_faster(node: Node, given: dict[str, Any], everything: bool) -> str 
 
 
 def _scale_shapes(given: dict[str, Any]) -> tuple[tuple[Size, Size], tuple[Size, Size]]:
-    """As PyTorch stores them: of groups of rows `(1, M)` and `(E, N)`, of groups of K `(E, M)` and `(E, N)`."""
+    """PyTorch's shapes of the scales: `(1, M)`, `(E, N)` for groups of rows, `(E, M)`, `(E, N)` for groups of K."""
     a, b, groups = given["self"].meta["val"], given["mat2"].meta["val"], given["offs"].meta["val"].shape[0]
     return ((1 if b.dim() == 3 else groups), a.shape[0]), (groups, b.shape[-1])
 
 
 def _emit(graph: Graph, node: Node, given: dict[str, Any]) -> str:
-    """Puts the substitute in the place of the product, and names its op."""
+    """Replaces the product and returns the name of the substitute's op."""
     left, right = _scale_shapes(given)
     with graph.inserting_before(node):
         a_scale = call(graph, aten.reshape.default, given["scale_a"], list(left))

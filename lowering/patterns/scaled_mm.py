@@ -1,12 +1,12 @@
-"""`torch._scaled_mm` and `torch.nn.functional.scaled_mm`, where this library's kernel is the faster one.
+"""Replaces `torch._scaled_mm` and `torch.nn.functional.scaled_mm` where fp8fn's kernel is faster.
 
     y = torch._scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=torch.bfloat16)
     y = F.scaled_mm(a, b, scale_a, ScalingType.BlockWise1x128, scale_b, ScalingType.BlockWise128x128)
 
-Scales by tensor, by row, and of 1x128 and 128x128 blocks become `fp8fn::scaled_mm`. On a GPU the tuning table says
-which kernel is the faster one. Without an entry blocks are substituted, scales by tensor and by row are not. On a CPU
-all that is exact is substituted: speed is no question there, and PyTorch has no product with scales of blocks for it.
-Partial sums are float32, as with `use_fast_accum=False`.
+Products with tensorwise, rowwise, 1x128 and 128x128 scales become `fp8fn::scaled_mm`. On a GPU the tuning table says
+which kernel is faster; without an entry, products with block scales are replaced, and those with tensorwise and rowwise
+scales are not. On a CPU every exact substitution is made: speed does not matter there, and PyTorch has no CPU product
+with block scales. Partial sums are float32, as with `use_fast_accum=False`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call, value
-from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import arguments_of, source_of, value
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import Size, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, scale_kind
@@ -35,12 +36,12 @@ NAME: Final = "scaled_mm"
 PRODUCTS: Final = tuple(
     getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name)
 )  # fmt: skip
-# The pairs that ATen knows (get_joint_scaling in ScaledBlas.cpp), in its order: the first one that fits is meant.
+# The pairs of scalings in ATen's order (get_joint_scaling in ScaledBlas.cpp); ATen uses the first pair that fits.
 _PAIRS: Final[tuple[tuple[Block, Block], ...]] = (
     ((WHOLE, WHOLE), (WHOLE, WHOLE)), ((1, WHOLE), (WHOLE, 1)),
     ((128, 128), (128, 1)), ((1, 128), (128, 128)), ((1, 128), (128, 1)),
 )  # fmt: skip
-# By torch.nn.functional.ScalingType, the blocks of a; those of b are the transposed ones.
+# The block of a by torch.nn.functional.ScalingType; b has the transposed block.
 _RECIPES: Final[dict[int, Block]] = {0: (WHOLE, WHOLE), 1: (1, WHOLE), 4: (1, 128), 5: (128, 128)}
 _RECIPE_NAMES: Final = {
     ("WHOLE", "WHOLE"): "tensorwise", ("LINE", "LINE"): "rowwise", ("VECTOR", "BLOCK"): "blockwise",
@@ -50,7 +51,7 @@ _RECIPE_NAMES: Final = {
 
 @dataclass(frozen=True)
 class Side:
-    """An operand; `turned` where its scales are described the other way round than its data."""
+    """An operand; `turned` if its scales are stored as those of the transposed data."""
 
     data: Node
     scale: Node
@@ -62,7 +63,7 @@ class Side:
         return scale_shape(self.data.meta["val"].shape, self.block)
 
     def fits(self) -> bool:
-        """Whether the scales have the shape of the block; those of 128x128 may be padded to 4 along K."""
+        """Whether the shape of the scales fits the block; scales of 128x128 may be padded to 4 along K."""
         wanted, scale = self.scale_shape, self.scale.meta["val"]
         if WHOLE in self.block:
             return equal(scale.numel(), prod(wanted))
@@ -73,7 +74,7 @@ class Side:
         return all(equal(f, w) or equal(f, p) for f, w, p in zip(found, wanted, padded, strict=True))
 
     def emit(self, graph: Graph) -> tuple[Node, Node, Block]:
-        """The operand as `fp8fn::scaled_mm` takes it, put in at the graph's insertion point."""
+        """Adds the nodes that make the operand one of `fp8fn::scaled_mm`, at the graph's insertion point."""
         wanted, scale = self.scale_shape, self.scale
         if WHOLE in self.block:
             if not _same(scale.meta["val"].shape, wanted):
@@ -89,7 +90,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Product:
-    """What a call of either op says, apart from its output's type."""
+    """The arguments of a call of either op, without its output's type."""
 
     a: Side
     b: Side
@@ -102,7 +103,7 @@ class Product:
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
-    """Replaces what is exact and no slower, and says so of each call."""
+    """Replaces calls where this is exact and not slower, and reports each call."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in PRODUCTS:
             continue
@@ -114,7 +115,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
 
 
 def _read(node: Node) -> Product | str:
-    """The product, or the reason why it is none of this library's."""
+    """The product, or the reason why fp8fn cannot compute it."""
     given = arguments_of(node)
     a, b, fast = given["self"], given["mat2"], bool(given["use_fast_accum"])
     if given.get("scale_result") is not None:
@@ -170,10 +171,10 @@ def _why_not(node: Node, product: Product) -> str | None:
 def why_slower(
     a: Tensor, b: Tensor, out: Tensor, kinds: tuple[str, str], fast: bool, target: Target, known: tuple[Table, ...]
 ) -> str | None:
-    """Why PyTorch's own kernel is or may be faster for `out = a (M, K) @ b (K, N)`, None where fp8fn's is."""
+    """The reason to keep PyTorch's kernel for `out = a (M, K) @ b (K, N)`, or None if fp8fn's is faster."""
     blocks = "VECTOR" in kinds
     if blocks and target.name != "sm90":
-        return None  # PyTorch has them for Hopper alone
+        return None  # PyTorch has block scales for Hopper only
     if kinds not in KINDS:
         return "fp8fn multiplies 128x128 by 128x1 without its fastest kernel: pass b.mT and a.mT for out.mT"
     recipe = _RECIPE_NAMES[kinds]
@@ -194,7 +195,7 @@ def why_slower(
 
 
 def _emit(graph: Graph, node: Node, product: Product) -> str:
-    """Puts the substitute in the place of the product, and names its op."""
+    """Replaces the product and returns the name of the substitute's op."""
     with graph.inserting_before(node):
         bias, columns = product.bias, node.meta["val"].shape[1]
         if bias is not None and bias.meta["val"].dim() != 1:

@@ -1,15 +1,16 @@
-"""torchao's blockwise FP8 training: `Float8BlockwiseLinear`, and the quantizers and products that it is made of.
+"""Replaces torchao's blockwise FP8 training: the quantizers and products of `Float8BlockwiseLinear`.
 
     x_fp8, x_scale = triton_fp8_blockwise_act_quant_lhs(x)
     w_fp8, w_scale = triton_fp8_blockwise_weight_quant_transposed_rhs(w)
     y = triton_fp8_gemm_1x128_128x128(x_fp8, w_fp8, x_scale, w_scale)
 
-Its Triton ops are transparent to torch.compile: a joint graph has their kernels, as `triton_kernel_wrapper_functional`
-with the memory that they write. With other decompositions the ops themselves stand there. Both become fp8fn's ops; what
-is quantized along its rows and along its columns, in forward and backward, is so once, by `fp8fn::quantize_dual`.
+torch.compile traces through torchao's Triton ops: a joint graph contains their kernels, as
+`triton_kernel_wrapper_functional` with the memory that they write. With other decompositions it contains the ops. Both
+become fp8fn's ops. A tensor that forward and backward quantize along rows and along columns is quantized once, by
+`fp8fn::quantize_dual`.
 
-torchao's scale is `1 / s` with `s = float32(FP8_MAX / amax)`, this library's `amax / FP8_MAX`: the two may differ by an
-ulp of float32, and so a byte of the data where a quotient is next to the middle between two FP8 numbers.
+torchao's scale is `1 / s` with `s = float32(FP8_MAX / amax)`; fp8fn's is `amax / FP8_MAX`. The two may differ by one
+ulp of float32, and a byte of the data may then differ if its quotient is close to the midpoint of two FP8 numbers.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ import torch
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call, value
-from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of, triton_function
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, triton_function, value
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten, equal
 from fp8fn.lowering.patterns.scaled_mm import Side, why_slower
 from fp8fn.ops import targets
@@ -35,7 +37,7 @@ from fp8fn.ops.targets import chip_of
 from fp8fn.ops.tuning.table import tables
 
 NAME: Final = "torchao"
-# Of a quantizer: whether blocks are square, whether it is the side for the columns, and whether that is transposed.
+# For each quantizer: whether blocks are square, whether the result is for columns, and whether it is transposed.
 QUANTIZERS: Final = {
     f"triton_fp8_blockwise_{name}": kind
     for name, kind in {
@@ -55,7 +57,7 @@ _TURNS: Final = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 @dataclass(frozen=True)
 class Called:
-    """A call of one of torchao's ops: what it was given, and by name the nodes of what it gives."""
+    """A call of one of torchao's ops: its arguments, and the nodes of its results, by name."""
 
     node: Node
     name: str
@@ -71,11 +73,11 @@ class Called:
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
-    """Replaces quantizers and products, and says so of each product."""
+    """Replaces quantizers and products, and reports each product."""
     nodes = [node for node in graph.nodes if _read(node) is not None]
     if not nodes:
         return
-    for node in nodes:  # each is read again: what it was given may have been replaced
+    for node in nodes:  # each node is read again, since its arguments may have been replaced
         _settle(graph, _called(node))
     loose = _replace_quantizers(graph, [_called(node) for node in nodes])
     for node in nodes:
@@ -109,7 +111,7 @@ def _read(node: Node) -> Called | None:
 
 
 def _read_kernel(node: Node) -> Called | None:
-    """A launch of torchao's kernels; its pointers are the tensors of the op around it."""
+    """Reads a launch of one of torchao's kernels, whose pointers are the tensors of the op."""
     kernel = triton_function(node)
     name = kernel.__name__.removesuffix("_kernel")
     if not kernel.__module__.startswith("torchao.") or not _is_ours(name):
@@ -133,9 +135,9 @@ def _items(node: Node, names: dict[Any, str]) -> dict[str, list[Node]]:
 
 
 def _settle(graph: Graph, called: Called) -> None:
-    """Takes away what functionalization puts around a kernel: inputs given back, and memory that is written and read.
+    """Removes what functionalization adds around a kernel: returned inputs, and scatters of the written memory.
 
-    Where no GPU is there to ask what a kernel writes, PyTorch takes it to write all that it is given.
+    Without a GPU to analyse the kernel, PyTorch assumes that it writes all its tensors.
     """
     if called.node.target is not triton_kernel_wrapper_functional:
         return
@@ -159,7 +161,7 @@ def _settle(graph: Graph, called: Called) -> None:
 
 
 def _replace_quantizers(graph: Graph, found: list[Called]) -> dict[Node, Node]:
-    """Returns, of results that had to be laid out anew, what they were before: a product takes that as well."""
+    """Replaces the quantizers. Returns the original of each result that was laid out anew: products take both."""
     groups: dict[Any, list[Called]] = {}
     for called in found:
         if called.name in QUANTIZERS and _quantizes(called):
@@ -181,7 +183,7 @@ def _replace_quantizers(graph: Graph, found: list[Called]) -> dict[Node, Node]:
                         replace(graph, old, out)
                         if out is not node:
                             loose[out] = node
-        for called in members:  # not before: the first is the insertion point
+        for called in members:  # not earlier: the first one is the insertion point
             if not called.node.users:
                 graph.erase_node(called.node)
     return loose
@@ -200,26 +202,26 @@ def _dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def _root(x: Node) -> Node:
-    """What contiguous `x` is another shape of."""
+    """The tensor that the contiguous `x` is a reshape of."""
     while x.target in _RESHAPES and isinstance(x.args[0], Node):
         x = x.args[0]
     return x
 
 
 def _quantized(graph: Graph, x: Node, square: bool, sides: set[bool], dtype: torch.dtype) -> dict[bool, list[Node]]:
-    """Data and scales for the rows (False) and for the columns (True), as far as they are asked for."""
+    """Adds nodes of data and scales for the requested `sides`: rows (False) and columns (True)."""
     block: Block = (128, 128) if square else (1, 128)
     single: Callable[..., Any] = torch.ops.fp8fn.quantize.default
     if sides == {False} or (sides == {True} and not square):
         results = call(graph, single, x, swap(block) if True in sides else block, dtype)
         return {True in sides: [call(graph, operator.getitem, results, place) for place in (0, 1)]}
     results = call(graph, torch.ops.fp8fn.quantize_dual.default, x, block, dtype)
-    # A square block's columns come of it alone: by itself it is as its input lies.
+    # Only the dual op stores a square block by columns: the single op keeps the layout of its input.
     return {side: [call(graph, operator.getitem, results, 2 * side + place) for place in (0, 1)] for side in sides}
 
 
 def _laid(graph: Graph, node: Node, old: Node) -> Node:
-    """With the strides of `old`, where this library's leading dimension is padded."""
+    """`node` with the strides of `old`: fp8fn pads the leading dimension."""
     found, wanted = node.meta["val"], old.meta["val"]
     if all(map(equal, found.stride(), wanted.stride())):
         return node
@@ -230,7 +232,7 @@ def _laid(graph: Graph, node: Node, old: Node) -> Node:
 
 
 def _simplest(node: Node, loose: dict[Node, Node]) -> Node:
-    """The same numbers as `node`: not padded and cut again, as for cuBLASLt, nor laid out for torchao."""
+    """The node with the values of `node` before it was padded and sliced for cuBLASLt, or laid out for torchao."""
     scatter = node.args[0] if node.target is aten.slice.Tensor else None
     while isinstance(scatter, Node) and scatter.target in _TURNS and scatter.meta["val"].dim() == 2:
         turned = scatter.args[0]
@@ -242,7 +244,7 @@ def _simplest(node: Node, loose: dict[Node, Node]) -> Node:
         if isinstance(copy, Node) and copy.target is aten.copy.default and scatter.args[2:] == region:
             source, wanted = value(copy.args[1]), node.meta["val"]
             if source is not None and (source.shape, source.dtype) == (wanted.shape, wanted.dtype):
-                node = copy.args[1]  # type: ignore[assignment]
+                node = input_of(copy, 1)
     return loose.get(node, node)
 
 
@@ -271,7 +273,7 @@ def _sides(called: Called) -> tuple[Side, Side] | None:
     recipes = int(given["scale_recipe_a"]), int(given["scale_recipe_b"])
     if recipes not in ((4, 5), (4, 4)):  # BlockWise1x128 and BlockWise128x128 of torch.nn.functional.ScalingType
         return None
-    turned = recipes[1] == 4  # cuBLASLt has these scales as those of b transposed
+    turned = recipes[1] == 4  # cuBLASLt stores these scales as those of b transposed
     return Side(given["a"], given["a_s"], (1, 128)), Side(
         given["b"], given["b_s"], (128, 1) if turned else (128, 128), turned
     )

@@ -1,12 +1,13 @@
-"""Hugging Face transformers' fine-grained FP8: the `FP8Linear` of DeepSeek-V3-style checkpoints, in blocks of 128x128.
+"""Replaces transformers' fine-grained FP8: the `FP8Linear` of checkpoints like DeepSeek-V3's, in blocks of 128x128.
 
     model = AutoModelForCausalLM.from_pretrained(…)  # "quantization_config": {"quant_method": "fp8", …}
 
-It quantizes the activation in (1, 128) and multiplies, by a Triton kernel that transformers downloads from the Hub.
-Where that is there, a joint graph has the op or its kernel, which become `fp8fn::quantize` and `fp8fn::scaled_mm`.
-Where it cannot be had (no `kernels` package, no network, a CPU) transformers raises, in eager mode too, before there is
-a graph: then `serve` gives it these products spelled in PyTorch, and `dequantized_matmul` finds them. Experts' products
-stay as they are, and what DeepGEMM computes, which transformers prefers on Hopper where its package and nvcc are there.
+`FP8Linear` quantizes the activation in (1, 128) and multiplies with a Triton kernel from the Hugging Face Hub. If
+transformers can download the kernel, a joint graph contains the op or its kernel, which become `fp8fn::quantize` and
+`fp8fn::scaled_mm`. If it cannot (no `kernels` package, no network, a CPU), transformers raises an error before there is
+a graph, in eager mode too. `serve` then gives transformers these products spelled in PyTorch, and `dequantized_matmul`
+replaces them. Products of experts are left alone, and so are DeepGEMM's, which transformers prefers on Hopper if its
+package and nvcc are installed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from torch._dynamo.callback import callback_handler
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_functional
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.dequantized import call
-from fp8fn.lowering.graph.substitute import Substitution, arguments_of, replace, source_of, triton_function
+from fp8fn.lowering.graph.emit import call, replace
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, triton_function
+from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, equal
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
@@ -41,7 +43,7 @@ _LOG: Final = logging.getLogger("fp8fn")
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
-    """Replaces the products of the Hub's kernel, and says so of each, and of those with a weight per expert."""
+    """Replaces the products of the Hub's kernel, and reports each, including those with a weight per expert."""
     for node in list(graph.nodes):
         found = _read(node)
         if found is None:
@@ -55,7 +57,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
 
 
 def _read(node: Node) -> tuple[str, dict[str, Any], list[Node]] | None:
-    """The product's name, what it was given, and the nodes of its result."""
+    """The product's name, its arguments, and the nodes of its result; None for another node."""
     if node.op != "call_function":
         return None
     if node.target is triton_kernel_wrapper_functional:
@@ -88,13 +90,13 @@ def _why_not(given: dict[str, Any], outs: list[Node]) -> str | None:
 
 
 def _scale(given: dict[str, Any]) -> Node:
-    """The weight's scales, which the kernel takes as bytes where they are e8m0."""
+    """The weight's scales; the kernel takes e8m0 scales as bytes."""
     scale: Node = given["Bs"]
-    return scale.args[0] if scale.target is aten.view.dtype else scale  # type: ignore[return-value]
+    return input_of(scale) if scale.target is aten.view.dtype else scale
 
 
 def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> str:
-    """Puts quantizer and product in the place of the kernel, and names the op."""
+    """Replaces the kernel by a quantizer and a product, and returns the name of the product's op."""
     a, b = given["A"], given["B"]
     n = b.meta["val"].shape[0]
     target = torch.ops.fp8fn.scaled_mm.default
@@ -111,19 +113,19 @@ def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> 
                 made = call(graph, aten.reshape.default, made, [*wanted.shape[:-1], n])
         replace(graph, out, made)
     if node not in outs:
-        # Where no GPU is there to ask what a kernel writes, PyTorch takes it to write all that it is given.
+        # Without a GPU to analyse the kernel, PyTorch assumes that it writes all its tensors.
         for item in list(node.users):
-            item.replace_all_uses_with(given[item.args[1]])  # type: ignore[index]
+            item.replace_all_uses_with(given[str(item.args[1])])
             graph.erase_node(item)
         graph.erase_node(node)
     return str(target)
 
 
 def serve(*_: Any) -> None:
-    """Gives transformers the products of the kernel that it cannot load, so that its models can be traced at all.
+    """Gives transformers the products of the kernel that it cannot load, so that its models can be traced.
 
-    Does nothing before transformers' FP8 is imported, or where its kernel is there. It is called when a compilation
-    starts, until `torch._dynamo.reset()`, and when a substitution is asked for.
+    Has no effect before transformers' FP8 is imported, or if its kernel is loaded. Dynamo calls this function when a
+    compilation starts, until `torch._dynamo.reset()`; the passes call it when they are enabled.
     """
     if serve not in callback_handler.start_callbacks:
         callback_handler.register_start_callback(serve)
@@ -132,7 +134,7 @@ def serve(*_: Any) -> None:
         return
     try:
         module._load_finegrained_fp8_kernel()
-    except Exception as error:  # whatever a download may end with
+    except Exception as error:  # a download may fail with any error
         _LOG.info("transformers' FP8 kernel is not here, PyTorch serves: %s", error)
         setattr(
             module,
@@ -145,7 +147,7 @@ def matmul(
     a: Tensor, b: Tensor, b_scale: Tensor, block_size: Sequence[int] | None,
     output_dtype: torch.dtype | None = None, activation_scale: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`a @ b.T` of the Hub's `matmul_2d`: `a` is quantized in blocks along K, or by its static scale."""
+    """`a @ b.T`, as the Hub's `matmul_2d`: quantizes `a` in blocks along K, or by its static scale."""
     rows, right = a.reshape(prod(a.shape[:-1]), a.shape[-1]), _dequantized(b, b_scale, block_size)
     if activation_scale is None:
         left = _requantized(rows, b, block_size)
@@ -159,8 +161,8 @@ def matmul(
 def grouped_matmul(
     a: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, tokens_per_expert: Tensor, block_size: Sequence[int] | None
 ) -> Tensor:
-    """Rows of `a` up to an expert's offset times its weight: `matmul_grouped`."""
-    right = _dequantized(b, b_scale, block_size).bfloat16()  # what Inductor multiplies in groups
+    """Each expert's rows of `a` by its weight, as the Hub's `matmul_grouped`."""
+    right = _dequantized(b, b_scale, block_size).bfloat16()  # the type of Inductor's product of groups
     left = _requantized(a, b, block_size).bfloat16()
     return F.grouped_mm(left, right.mT, offs=offsets).to(a.dtype)
 
@@ -168,7 +170,7 @@ def grouped_matmul(
 def batched_matmul(
     a: Tensor, b: Tensor, b_scale: Tensor, block_size: Sequence[int] | None, expert_ids: Tensor
 ) -> Tensor:
-    """Each row of `a` times its expert's weight: `matmul_batched`."""
+    """Each row of `a` by its expert's weight, as the Hub's `matmul_batched`."""
     ids, order = torch.sort(expert_ids)
     experts = torch.arange(b.shape[0], device=ids.device, dtype=ids.dtype)
     offsets = torch.searchsorted(ids, experts, right=True).to(torch.int32)
@@ -177,7 +179,7 @@ def batched_matmul(
 
 
 def _requantized(a: Tensor, b: Tensor, block_size: Sequence[int] | None) -> Tensor:
-    """`a` as FP8 of the weight's type has it: one scale for each row, or for each 128 of it."""
+    """`a` quantized to the weight's FP8 type and dequantized: one scale for each row, or for 128 elements of it."""
     block = (1, -1) if block_size is None or tuple(block_size) == tuple(b.shape[-2:]) else (1, 128)
     parts: tuple[Tensor, Tensor] = torch.ops.fp8fn.quantize(a, block, b.dtype)
     data, scale = parts
@@ -185,7 +187,7 @@ def _requantized(a: Tensor, b: Tensor, block_size: Sequence[int] | None) -> Tens
 
 
 def _dequantized(b: Tensor, scale: Tensor, block_size: Sequence[int] | None) -> Tensor:
-    # The Hub's kernel has no gradient of the weight.
+    # The Hub's kernel has no gradient for the weight.
     b, scale = b.detach(), scale.detach().float()
     if b.dtype not in FP8_DTYPES:
         raise NotImplementedError(f"fp8fn: a weight in {b.dtype}; without the Hub's kernel there is FP8 alone")
@@ -197,7 +199,7 @@ def _dequantized(b: Tensor, scale: Tensor, block_size: Sequence[int] | None) -> 
 
 
 def _along(scale: Tensor, dim: int, size: int) -> Tensor:
-    """The scales of blocks of 128, for each of `size` elements."""
+    """The scales of blocks of 128, repeated for each of `size` elements."""
     return scale if scale.shape[dim] == 1 else scale.repeat_interleave(128, dim).narrow(dim, 0, size)
 
 

@@ -13,7 +13,7 @@ from fp8fn.ops.hip.launch import HipLaunch, Wide
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.views import batched, ceil_div, largest_offset
 
-TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+TYPES: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
 # Lanes and waves of every block, as the sources have them.
 WAVES: Final = 4
 THREADS: Final = 64 * WAVES

@@ -276,6 +276,8 @@ OTHERS: list[Case] = [
     ("a number", lambda: f.Recipe(second_order=1), TypeError, ("second_order=1 is a int", "True or False")),
     ("Recipe's floats", lambda: f.Recipe(weight_block=(128.0, 128.0)), ValueError, ("(128.0, 128.0)", "(128, 128)")),
     ("Recipe's number", lambda: f.Recipe(weight_block=128), TypeError, ("weight_block=128 is a int", "(128, 128)")),
+    ("error of None", lambda: f.error(A, None), TypeError, ("error: q is None", "use a tensor")),
+    ("error of a list", lambda: f.error([1.0], A), TypeError, ("error: x is a list", "torch.tensor(x)")),
     ("fp8 of None", lambda: f.fp8(None), TypeError, ("fp8: fn=None is a NoneType", "use a function")),
     ("fp8 of text", lambda: f.fp8("mm"), TypeError, ("fp8: fn='mm' is a str", "use a function")),
     ("explain of None", lambda: f.explain(None), TypeError, ("explain: model=None is a NoneType", "a function or")),

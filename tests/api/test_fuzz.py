@@ -12,9 +12,8 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.layout import Block, empty_data, empty_scale, swap
 from fp8fn.ops.mx_mm import KERNELS, problem_of
-from fp8fn.ops.triton.quantize import plan_quantize
-from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 from support.products import Parts, dispatched, mx_product
+from support.quantizers import plan_quantize, plan_quantize_dual
 
 EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
 EXAMPLES = {"interpreted": 100, "device": 300}
@@ -103,7 +102,7 @@ def test_quantize_dual(execution: str) -> None:
                 empty_data(x, block, fp8), empty_scale(x, block, scale),
                 empty_data(x, swap(block), fp8), empty_scale(x, swap(block), scale),
             )  # fmt: skip
-            plan_quantize_dual(x, *found, block, scale, target_for(execution)).interpret()
+            plan_quantize_dual(x, found, block, scale, target_for(execution)).interpret()
         for tensor, expected in zip(found, reference.quantize_dual(x.cpu(), block, fp8, scale), strict=True):
             assert_same_bits(tensor, expected)
 

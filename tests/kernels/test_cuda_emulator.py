@@ -18,12 +18,11 @@ import fp8fn
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, mx_tiles
 from fp8fn.ops.cuda.gemm import scaled_mm as products
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns
-from fp8fn.ops.cuda.quantize.quantize import Quantized
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 from support.products import planned, scaled_product, weight_product
+from support.quantizers import quantization
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = needs_compiler
@@ -110,20 +109,19 @@ def cluster_of_products() -> Tensor:
 def rows() -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(64, 512).bfloat16()
-    out = Quantized(empty_data(x, (1, -1), torch.float8_e4m3fn), empty_scale(x, (1, -1), "fp32"))
+    q = quantization(x, (1, -1))
     with hopper_on_cpu():
-        emulate(quantize_rows.plan(x, out, "fp32", SM90))
-    return out.data.float()
+        emulate(*quantize_rows.plan(q, quantize_rows.configure(q)))
+    return q.out.data.float()
 
 
 def second_of_two() -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(130, 128).bfloat16()
-    out = Quantized(empty_data(x, (-1, 1), torch.float8_e4m3fn), empty_scale(x, (-1, 1), "fp32"))
-    stream = stream_columns.Stream(1, 2)
+    q = quantization(x, (-1, 1))
     for span in ((0, 64), (64, 128)):
-        emulate(stream_columns.plan_part(x, out, "fp32", SM90, None, stream, 1, span))
-    return out.data.float()
+        emulate(stream_columns.plan_part(q, stream_columns.StreamConfig(1, 2), 1, span))
+    return q.out.data.float()
 
 
 # (file, what stands there, what stands there instead, a product, the fault, or none where the result is wrong).

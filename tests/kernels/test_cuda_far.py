@@ -14,12 +14,13 @@ from torch import Tensor
 
 from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
-from fp8fn.ops.cuda.quantize.quantize import Quantized, plan_quantize_both
+from fp8fn.ops.cuda.quantize.quantize import configure, plan
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.quantize import quantize
-from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, needs_compiler
 from support.far import FAR, far
 from support.products import planned, weight_product
+from support.quantizers import quantization
 
 pytestmark = needs_compiler
 E4M3: Final = torch.float8_e4m3fn
@@ -93,7 +94,9 @@ def test_quantize(square: bool, dtype: torch.dtype) -> None:
         row_scale, col_scale = (far(torch.zeros(B, 1, 1), strides) for strides in ((FAR, FAR, 1), (FAR, 1, FAR)))
     else:  # a line along the rows of each block of columns, and the other way around
         row_scale, col_scale = far(torch.zeros(B, m, 1), (FAR, 1, FAR)), far(torch.zeros(B, 1, n), (FAR, FAR, 1))
-    emulate(plan_quantize_both(x, Quantized(row, row_scale), Quantized(col, col_scale), square, "fp32", SM90))
+    into = Quantized(row, row_scale, block), Quantized(col, col_scale, block[::-1])
+    q = quantization(x, block, dual=True, into=into)
+    emulate(*plan(q, configure(q)))
     for data, scale, of in ((row, row_scale, block), (col, col_scale, block[::-1])):
         expected_data, expected_scale = quantize(x.contiguous(), of, E4M3, "fp32")
         assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))

@@ -31,12 +31,18 @@ from fp8fn.ops.targets import GFX942, GFX950, Target, fp8_dtypes, native_e4m3
 from fp8fn.ops.triton import mm_a16w8, moe_gemm, scaled_grouped_mm, scaled_mm
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.triton.quantize import Tile, plan_quantize
-from fp8fn.ops.triton.quantize_dual import DualTile, plan_quantize_dual
-from fp8fn.ops.triton.quantize_grouped import GroupedTile, plan_quantize_grouped, plan_quantize_grouped_dual
+from fp8fn.ops.triton.quantize import BlockTile
+from fp8fn.ops.triton.quantize_dual import DualTile
+from fp8fn.ops.triton.quantize_grouped import GroupedTile
 from fp8fn.ops.tuning import amd, mx
 from support.emulated import run, untouched, with_nan_between
 from support.products import Parts, mx_product
+from support.quantizers import (
+    plan_quantize,
+    plan_quantize_dual,
+    plan_quantize_grouped,
+    plan_quantize_grouped_dual,
+)
 
 pytestmark = pytest.mark.emulated
 
@@ -115,7 +121,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def check_quantize(
-    x: Tensor, block: Block, scale: str, target: Target, dtype: torch.dtype | None = None, tile: Tile | None = None
+    x: Tensor, block: Block, scale: str, target: Target, dtype: torch.dtype | None = None, tile: BlockTile | None = None
 ) -> None:
     dtype = dtype or native_e4m3(target)
     data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
@@ -140,16 +146,16 @@ def test_quantize_wider_types(block: Block, dtype: torch.dtype, target: Target) 
     check_quantize(x, block, "fp32", target, fp8_dtypes(target)[1])
 
 
-OTHER_TILES: Final[tuple[tuple[Block, Tile], ...]] = (
-    ((1, 128), Tile(8, 256, 8)), ((128, 1), Tile(16, 128, 2)), ((128, 128), Tile(128, 128, 4)),
-    ((1, -1), Tile(4, 64, 4)), ((-1, 1), Tile(16, 32, 4)), ((-1, -1), Tile(16, 64, 4)),
-    ((1, 32), Tile(16, 64, 4)), ((32, 1), Tile(64, 32, 4)),
+OTHER_TILES: Final[tuple[tuple[Block, BlockTile], ...]] = (
+    ((1, 128), BlockTile(8, 256, 8)), ((128, 1), BlockTile(16, 128, 2)), ((128, 128), BlockTile(128, 128, 4)),
+    ((1, -1), BlockTile(4, 64, 4)), ((-1, 1), BlockTile(16, 32, 4)), ((-1, -1), BlockTile(16, 64, 4)),
+    ((1, 32), BlockTile(16, 64, 4)), ((32, 1), BlockTile(64, 32, 4)),
 )  # fmt: skip
 
 
 @BY_TARGET
 @pytest.mark.parametrize(("block", "tile"), OTHER_TILES, ids=str)
-def test_quantize_in_another_tile(block: Block, tile: Tile, target: Target) -> None:
+def test_quantize_in_another_tile(block: Block, tile: BlockTile, target: Target) -> None:
     check_quantize(hard_values(37, 144, BF16), block, "fp32", target, tile=tile)
 
 
@@ -158,14 +164,14 @@ def test_quantize_in_another_tile(block: Block, tile: Tile, target: Target) -> N
 def test_quantize_without_masks(block: Block, target: Target) -> None:
     check_quantize(hard_values(128, 256, BF16)[[0, 2]], block, "pow2", target)
     if block == (1, -1):
-        check_quantize(hard_values(8, 256, BF16)[[0, 2]], block, "pow2", target, tile=Tile(4, 128, 4))
+        check_quantize(hard_values(8, 256, BF16)[[0, 2]], block, "pow2", target, tile=BlockTile(4, 128, 4))
 
 
 def check_quantize_dual(x: Tensor, block: Block, scale: str, target: Target, tile: DualTile | None = None) -> None:
     dtype = native_e4m3(target)
     row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
     col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
-    run([plan_quantize_dual(x, row, row_scales, col, col_scales, block, scale, target, tile)], [x])
+    run([plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, target, tile)], [x])
     expected = reference.quantize_dual(x, block, dtype, scale)
     for actual, wanted in zip((row, row_scales, col, col_scales), expected, strict=True):
         assert_same_bits(actual, wanted)
@@ -204,7 +210,7 @@ def tokens(columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 def test_quantize_grouped(block: Block, scale: str, columns: int, tile: GroupedTile | None, target: Target) -> None:
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     data, scales = empty_grouped(x, len(ENDS), block, dtype, scale)
-    run(plan_quantize_grouped(x, offsets, data, scales, block, scale, target, tile), [x, offsets])
+    run(plan_quantize_grouped(x, offsets, (data, scales), block, scale, target, tile), [x, offsets])
     expected = reference.quantize_grouped(x, offsets, block, dtype, scale)
     for actual, wanted in zip((data, scales), expected, strict=True):
         assert_same_bits(actual, wanted)
@@ -217,7 +223,7 @@ def test_quantize_grouped_dual(scale: str, columns: int, tile: GroupedTile | Non
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     row, row_scales = empty_data(x, (1, ROWS), dtype), empty_scale(x, (1, ROWS), scale)
     data, scales = empty_grouped(x, len(ENDS), (ROWS, 1), dtype, scale)
-    launch = plan_quantize_grouped_dual(x, offsets, row, row_scales, data, scales, scale, target, tile)
+    launch = plan_quantize_grouped_dual(x, offsets, (row, row_scales, data, scales), scale, target, tile)
     run([launch], [x, offsets])
     expected = reference.quantize_grouped_dual(x, offsets, (1, ROWS), dtype, scale)
     for actual, wanted in zip((row, row_scales, data, scales), expected, strict=True):

@@ -16,13 +16,12 @@ from fp8fn.ops.launch import Resources
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, resources
-from fp8fn.ops.triton.quantize import plan_quantize
-from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
 from support.products import Parts
+from support.quantizers import plan_quantize, plan_quantize_dual
 
 NEW = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
 TARGETS = (SM89, SM90, SM100, SM120, GFX942, GFX950)
@@ -189,7 +188,7 @@ def test_dual_reads_once_and_does_not_spill(target: Target, block: Block) -> Non
     dtype, scale = native_e4m3(target), "e8m0" if block == (1, 32) else "fp32"
     row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
     col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
-    compiled = plan_quantize_dual(x, row, row_scales, col, col_scales, block, scale, target).compile()
+    compiled = plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, target).compile()
     assert_no_spills(resources(compiled), target)
     assert_wide_accesses(compiled, target)
     threads = compiled.metadata.num_warps * target.warp_size

@@ -185,7 +185,7 @@ def test_a_choice_that_pytorch_refuses_is_left_out(
     def refuse(*_: Any) -> Any:
         raise ValueError("no such scales")
 
-    monkeypatch.setattr(autotune.library, "arguments", lambda *_: ("_scaled_mm_v2", ()))
+    monkeypatch.setattr(autotune.cublaslt, "arguments", lambda *_: ("_scaled_mm_v2", ()))
     monkeypatch.setattr(torch.ops.aten, "_scaled_mm_v2", refuse)
     model, x = Mlp(), torch.randn(512, 512, dtype=torch.bfloat16)
     with torch.no_grad():

@@ -14,7 +14,9 @@ from torch.fx import GraphModule
 
 import fp8fn
 from fp8fn.cli.convert import Options
+from fp8fn.lowering import heads
 from fp8fn.lowering import recipe_pass as module
+from fp8fn.lowering.heads import Modules
 from fp8fn.lowering.recipe_pass import Decision, rewrite
 from fp8fn.ops.recipe import BLOCKWISE
 from fp8fn.ops.tuning.estimate import Step, Times
@@ -263,6 +265,23 @@ def test_heads_by_facts(tied: bool, columns: int, reason: str | None) -> None:
     assert list(reasons(decided(lambda x: model.last(x), x)).values()) == [reason]
     explanation = fp8fn.explain(model.last, x, show=False)
     assert [row.reason for row in explanation.rows] == [reason]
+
+
+def test_the_modules_in_memory_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a compilation without an embedding, however many products it has; that takes tens of ms."""
+    walks: list[Modules] = []
+
+    def walk() -> Modules:
+        walks.append(Modules())
+        return walks[-1]
+
+    monkeypatch.setattr(heads, "Modules", walk)
+    layers = {name: nn.Linear(WIDTH, columns) for name, columns in (("up", 768), ("gate_up", 1024), ("query", 640))}
+    model = nn.ModuleDict(layers)
+    found = reasons(decided(lambda x: [layer(x) for layer in model.values()], torch.randn(64, WIDTH)))
+    assert len(found) == 3
+    assert set(found.values()) == {None}
+    assert len(walks) == 1
 
 
 def test_a_head_compiled_alone_has_its_name_in_the_model() -> None:

@@ -553,6 +553,34 @@ def test_fp8_leaves_what_is_no_product_of_matrices_alone(name: str) -> None:
     assert torch.equal(fp8fn.fp8(call)(a, b), call(a, b))
 
 
+@pytest.mark.parametrize(
+    ("name", "function", "reason"),
+    [
+        ("baddbmm", "baddbmm", "not matched"), ("addmm_", "addmm_", "not matched"), ("bmm", "bmm", "not matched"),
+        ("chain_matmul", "linalg_multi_dot", "not matched"), ("bilinear", "bilinear", "not matched"),
+        ("addmm by beta", "addmm", "not matched"), ("a batch of weights", "matmul", "no matrix"),
+    ],
+)  # fmt: skip
+def test_fp8_logs_what_it_leaves_alone(name: str, function: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Once for each reason, however many calls."""
+    call, *shapes = LEFT_ALONE[name]
+    a, b = (torch.randn(shape) for shape in shapes)
+    with caplog.at_level("INFO", logger="fp8fn"):
+        transformed = fp8fn.fp8(call)
+        for _ in range(2):
+            transformed(a, b)
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith(f"fp8: a {function} is left as it is: ")
+    assert reason in caplog.messages[0]
+
+
+def test_fp8_logs_small_products(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="fp8fn"):
+        fp8fn.fp8(torch.matmul)(torch.randn(32, 256), torch.randn(256, 128))
+        fp8fn.fp8(torch.matmul)(torch.randn(32, 64), torch.randn(64, 128))
+    assert caplog.messages == ["fp8: a matmul is left as it is: small: K=64 is under 128"]
+
+
 A32, B32 = torch.ones(32, 256), torch.ones(256, 128)
 
 

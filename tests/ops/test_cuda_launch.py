@@ -28,7 +28,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.code_cache import cache_dir, read_whole
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
+from fp8fn.ops.cuda.quantize.rms_norm import plan_row_rstd
 from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture, launch, nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap, pointers
@@ -37,8 +37,10 @@ from fp8fn.ops.kernel import Choice, Named
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.quantization import RMS_NORM
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning import choose
+from support.quantizers import quantization
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FORWARD: tuple[Block, Block] = ((1, 128), (128, 128))
@@ -47,7 +49,8 @@ WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # A small one.
-ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
+_X = quantization(torch.empty(4, 64, dtype=BF16, device="meta"), (1, 128), source=RMS_NORM, eps=1e-6)
+ROWS = plan_row_rstd(_X, torch.empty(4, device="meta")).kernel
 
 
 @pytest.fixture
@@ -97,7 +100,7 @@ def test_whatever_changes_the_code_changes_the_key(
 ) -> None:
     compile_kernel(ROWS)
     for other in (
-        replace(ROWS, macros=(*ROWS.macros, ("OUT", "FP16"))),
+        replace(ROWS, macros=(*ROWS.macros, ("OUT", "Element::FP16"))),
         replace(ROWS, macros=ROWS.macros[::-1]),
         replace(ROWS, generated="// before"),
         replace(ROWS, entry="sum"),
@@ -128,7 +131,7 @@ def test_macros_and_architecture_are_options(cache: Path, compiled: list[Any]) -
     assert source.startswith('struct Before {};\n#line 1 "row_rstd.cu"\n')
     assert name == "row_rstd.cu"
     assert {"row_sum.cuh", "values.cuh"} <= set(headers)
-    assert {"--gpu-architecture=sm_90a", "-DINPUT=Input::BF16", "-DROWS=1"} <= set(options)
+    assert {"--gpu-architecture=sm_90a", "-DINPUT=Element::BF16", "-DROWS=1"} <= set(options)
 
 
 @pytest.mark.parametrize("damage", [b"", b"cubin 1", b"\x7fELF" + b"\0" * 100])

@@ -16,6 +16,7 @@ from test_triton_scaled_mm import Operands, relative_error
 
 from fp8fn import cli
 from fp8fn.bench import isa as bench
+from fp8fn.bench import record
 from fp8fn.bench.shapes import LLM84
 from fp8fn.cli import isa
 from fp8fn.cli.isa import TARGETS, assembly, of_layer, product_launch
@@ -315,7 +316,7 @@ def test_the_command_prints_and_writes_figures(capsys: pytest.CaptureFixture[str
 
 def test_wrong_use_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--op", "gemm") == 2
-    assert "'gemm' is no op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
+    assert "'gemm' is not an op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
     assert run("--compare", "large") == 2
     assert "'large' names no configuration" in capsys.readouterr().err
     assert run("--op", "quantize", "--compare", "128x128w4s2n32") == 2
@@ -337,8 +338,8 @@ def test_what_primus_turbo_says_of_its_code_beside_ours(target: Target) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_readmes_table_of_the_committed_results(arch: str) -> None:
-    run = json.loads((bench.RESULTS / f"isa-{arch}.json").read_text())
+def test_the_table_of_the_committed_results(arch: str) -> None:
+    run = record.committed(f"isa-{arch}")
     text = bench.table(run)
     assert "modelled, not measured" in text
     assert text.startswith("| | Primus-Turbo | fp8fn |" if arch == "gfx950" else "| | fp8fn |")

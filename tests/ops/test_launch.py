@@ -38,9 +38,9 @@ from fp8fn.ops.targets import (
 )
 from fp8fn.ops.triton.interpreter import interpreting
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
 from support.products import Parts, dispatched
+from support.quantizers import plan_quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

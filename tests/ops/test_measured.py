@@ -17,7 +17,6 @@ pytest.importorskip("triton")
 pytest.importorskip("tqdm")
 
 from fp8fn import ScaledTensor
-from fp8fn.bench.timing import clock_of
 from fp8fn.cli import tune, tune_op
 from fp8fn.ops import moe_gemm, mx_mm
 from fp8fn.ops.kernel import choose
@@ -33,6 +32,7 @@ from fp8fn.ops.tuning.mx_table import moe_key, moe_named, mx_key, mx_named
 from fp8fn.ops.tuning.op_sweep import Named
 from fp8fn.ops.tuning.sweep import Call
 from fp8fn.ops.tuning.weight_table import FORM
+from fp8fn.timing import clock_of
 from support.products import weight_product
 
 CHIP = Chip("NVIDIA Test", 132)

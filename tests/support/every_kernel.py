@@ -35,21 +35,22 @@ from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_t
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
+from fp8fn.ops.cuda.quantize import quantize, quantize_rows, rms_norm, stream_columns, walk_columns
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
-from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_rms_norm, plan_row_rstd
-from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES, Quantized, plan, plan_quantize, plan_quantize_both
+from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized as Operand
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
+from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
 from fp8fn.ops.tuning.problem import Problem, empty_product
 from support.products import Parts, mx_product
+from support.quantizers import quantization
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 RUNS: Final = 3
@@ -147,7 +148,7 @@ def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
     for (config, lines), block in zip(configs, cycle(WEIGHT_BLOCKS), strict=False):
         m, n = config.ROWS + 3, 33
         endless = _rows_by_weight((m, n, 1 << 20), block, META, target, column_major=lines)
-        k = 2 * int(gemv_a16w8.plan(endless, config)[0].options["CHUNK"]) * config.CLUSTER + 24
+        k = 2 * int(gemv_a16w8.plan(endless, config)[0].options["K_CHUNK"]) * config.CLUSTER + 24
         given = _rows_by_weight((m, n, k), block, device, target, column_major=lines)
         yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(given, config)[0]
 
@@ -216,7 +217,7 @@ def _mx(shape: tuple[int, int, int], device: torch.device, target: Target, *, co
 def _gemv_mx(device: torch.device, target: Target) -> Launches:
     for config in MX_GEMVS[::3]:
         m, n = config.ROWS + 3, 33
-        chunk = int(gemv_mx.plan(_mx((m, n, 1 << 20), META, target), config)[0].options["CHUNK"])
+        chunk = int(gemv_mx.plan(_mx((m, n, 1 << 20), META, target), config)[0].options["K_CHUNK"])
         product = _mx((m, n, 2 * chunk * config.CLUSTER + 24), device, target)
         yield f"dense {config}", gemv_mx.plan(product, config)[0]
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056
@@ -243,15 +244,17 @@ def _mx_tiles(device: torch.device, target: Target) -> Launches:
 
 def _quantize(device: torch.device, target: Target) -> Launches:
     even, x, gate = (torch.empty(shape, dtype=BF16, device=device) for shape in ((256, 384), (131, 261), (131, 261)))
-    yield "dual even", plan_quantize_both(even, *_both(even), False, "fp32", target)
-    for block in BLOCK_SHAPES:
-        yield f"{block}", plan_quantize(x, _like(x, block), block, "fp32", target)
-    yield "dual", plan_quantize_both(x, *_both(x), False, "fp32", target)
-    row, col = (Quantized(empty_data(x, SQUARE, E4M3, c), empty_scale(x, SQUARE, "e8m0", c)) for c in (False, True))
-    yield "dual (128, 128)", plan_quantize_both(x, row, col, True, "e8m0", target)
-    yield "silu_mul", plan(gate, *_both(x), False, "fp32", target, source="SILU_MUL", other=x)
     weight, rstd = torch.empty(x.shape[1], dtype=BF16, device=device), torch.empty(x.shape[0], device=device)
-    yield "rms_norm", plan(x, *_both(x), False, "fp32", target, source="RMS_NORM", other=weight, rstd=rstd)
+    forms: dict[str, Quantization] = {
+        "dual even": quantization(even, ROW, dual=True, target=target),
+        **{f"{block}": quantization(x, block, target=target) for block in BLOCK_SHAPES},
+        "dual": quantization(x, ROW, dual=True, target=target),
+        "dual (128, 128)": quantization(x, SQUARE, dual=True, scale="e8m0", target=target),
+        "silu_mul": quantization(gate, ROW, dual=True, source=SILU_MUL, other=x, target=target),
+        "rms_norm": quantization(x, ROW, dual=True, source=RMS_NORM, other=weight, rstd=rstd, target=target),
+    }
+    for name, q in forms.items():
+        yield name, quantize.plan(q, quantize.configure(q))[0]
 
 
 def _quantize_grouped(device: torch.device, target: Target) -> Launches:
@@ -259,54 +262,53 @@ def _quantize_grouped(device: torch.device, target: Target) -> Launches:
         offsets, inner = ends(sizes, str(device)), 136
         hidden = torch.empty(sum(sizes) + rest, 2 * inner, dtype=BF16, device=device)
         gate, up, grad = hidden[:, :inner], hidden[:, inner:], torch.empty_like(hidden[:, :inner])
-        for source, x, other in (("PLAIN", hidden, None), ("SILU_MUL", gate, up), ("SILU_MUL_GRAD", hidden, grad)):
-            out = _both(x, offsets)
-            launch = plan(x, *out, False, "fp32", target, source=source, other=other, offsets=offsets)
-            yield f"grouped {source} {name}", launch
-        yield f"grouped (128, 1) {name}", plan(hidden, None, out[1], False, "fp32", target, offsets=offsets)
+        for source, x, other in ((PLAIN, hidden, None), (SILU_MUL, gate, up), (SILU_MUL_GRAD, hidden, grad)):
+            q = quantization(x, ROW, dual=True, source=source, other=other, offsets=offsets, target=target)
+            yield f"grouped {source.macro} {name}", quantize.plan(q, quantize.configure(q))[0]
+        q = quantization(hidden, COLUMN, offsets=offsets, target=target)
+        yield f"grouped (128, 1) {name}", quantize.plan(q, quantize.configure(q))[0]
 
 
 def _whole_rows(device: torch.device, target: Target) -> Launches:
     for shape, dtype in (((2, 33, 1030), FP32), ((9, 8192), BF16)):
-        x = torch.empty(shape, dtype=dtype, device=device)
-        yield f"{shape}", quantize_rows.plan(x, _like(x, (1, -1)), "fp32", target)
+        q = quantization(torch.empty(shape, dtype=dtype, device=device), (1, -1), target=target)
+        yield f"{shape}", quantize_rows.plan(q, quantize_rows.configure(q))[0]
 
 
 def _whole_columns(device: torch.device, target: Target) -> Launches:
     sizes, rest, width = [0, 1, 1000, 17, 500], 5, 200
     offsets, rows = ends(sizes, str(device)), sum(sizes) + rest
     tokens = torch.empty(rows, width, dtype=BF16, device=device)
-    spread = Quantized(*empty_grouped(tokens, len(sizes), (-1, 1), E4M3, "fp32"))
-    for tile, kept in SMALL[:2]:
-        x = torch.empty(rows, 99, dtype=FP16, device=device)
-        out = _like(x, (-1, 1))
-        yield f"{tile} kept {kept}", columns.plan_panels(x, out, "fp32", target, None, tile, kept)
-        name = f"grouped {tile} kept {kept}"
-        yield name, columns.plan_panels(tokens, spread, "fp32", target, offsets, tile, kept)
+    grouped = quantization(tokens, (-1, 1), offsets=offsets, target=target)
+    for config, kept in SMALL[:2]:
+        q = quantization(torch.empty(rows, 99, dtype=FP16, device=device), (-1, 1), target=target)
+        yield f"{config} kept {kept}", columns.plan(q, config, kept)[0]
+        yield f"grouped {config} kept {kept}", columns.plan(grouped, config, kept)[0]
     # One cluster has panel after panel; the first ring does not hold one.
     whole = (
         STREAMS[0],
         stream_columns._STREAMS[0][1],
         stream_columns._STREAMS[3][1],
-        *(tile for _, tile in stream_columns._STREAMS_OF_FEW[3:5]),
+        *(config for _, config in stream_columns._STREAMS_OF_FEW[3:5]),
     )
     divided = ((stream_columns._STREAMS_OF_FEW[-1][1], (0, 128)), (stream_columns._BESIDE, (128, width)))
-    for stream, span in (*((tile, None) for tile in whole), *divided):
+    for stream, span in (*((config, None) for config in whole), *divided):
         x = torch.empty(max(64 * stream.STAGES * stream.CLUSTER, 600) + 5, width, dtype=BF16, device=device)
         name = f"{stream}" + (f" of columns {span[0]} to {span[1]}" if span else "")
-        yield name, stream_columns.plan_part(x, _like(x, (-1, 1)), "fp32", target, None, stream, 1, span)
+        yield name, stream_columns.plan_part(quantization(x, (-1, 1), target=target), stream, 1, span)
     for stream in (STREAMS[0], stream_columns._STREAMS_OF_GROUPS[0][1], stream_columns._STREAMS_OF_GROUPS[-1][1]):
-        yield f"grouped {stream}", stream_columns.plan_part(tokens, spread, "fp32", target, offsets, stream, 1)
+        yield f"grouped {stream}", stream_columns.plan_part(grouped, stream, 1)
     for walk in (*(walk for _, walk in walk_columns._WALKS), WALKS[1]):
-        yield f"{walk}", walk_columns.plan(tokens, spread, "fp32", target, offsets, walk, 2)
+        yield f"{walk}", walk_columns.plan(grouped, walk, 2)[0]
 
 
 def _norms(device: torch.device, target: Target) -> Launches:
     for shape, dtype in (((16, 2048), BF16), ((3, 5, 2056), FP16)):
         x, weight = (torch.empty(size, dtype=dtype, device=device) for size in (shape, shape[-1:]))
-        out = _like(x, ROW)
-        yield f"{shape}", plan_rms_norm(x, weight, 1e-6, out, "fp32", target)
-    yield "rows", plan_row_rstd(torch.empty(7, 261, device=device), torch.empty(7, device=device), 1e-6, target)
+        q = quantization(x, ROW, source=RMS_NORM, other=weight, eps=1e-6, target=target)
+        yield f"{shape}", rms_norm.plan(q, rms_norm.configure(q))[0]
+    q = quantization(torch.empty(7, 261, device=device), ROW, source=RMS_NORM, eps=1e-6, target=target)
+    yield "rows", rms_norm.plan_row_rstd(q, torch.empty(7, device=device))
 
 
 def _quantized(
@@ -316,17 +318,6 @@ def _quantized(
     data = empty_data(torch.empty(shape, device="meta"), block, E4M3, column_major)
     data = torch.empty_strided(data.shape, data.stride(), dtype=E4M3, device=device)
     return data, empty_scale(data, block, scale, column_major)
-
-
-def _like(x: Tensor, block: Block) -> Quantized:
-    return Quantized(empty_data(x, block, E4M3), empty_scale(x, block, "fp32"))
-
-
-def _both(x: Tensor, offsets: Tensor | None = None) -> tuple[Quantized, Quantized]:
-    """Where rows and columns of `x` go, in blocks of 128 each; columns spread where there are groups."""
-    if offsets is None:
-        return _like(x, ROW), _like(x, COLUMN)
-    return _like(x, ROW), Quantized(*empty_grouped(x, offsets.shape[0], COLUMN, E4M3, "fp32"))
 
 
 def fill(launch: CudaLaunch) -> None:

@@ -203,7 +203,7 @@ def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
-        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "K_CHUNK": chunk,
     }  # fmt: skip
     return (
         CudaLaunch(

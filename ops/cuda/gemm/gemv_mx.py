@@ -202,7 +202,8 @@ def _launch(
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
-        "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+        "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,
+        "K_CHUNK": chunk,
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel(

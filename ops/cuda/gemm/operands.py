@@ -13,8 +13,8 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 
 TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+INPUTS: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16"}
+OUT: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
 SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
 
 

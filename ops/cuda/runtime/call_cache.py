@@ -107,15 +107,20 @@ class Call:
 def call_of(launches: Sequence[CudaLaunch], inputs: Sequence[str], outputs: Outputs) -> Call:
     """Planned launches as a call on tensors of the same kinds, given in the order of `inputs`.
 
-    A launch's pointer is the tensor of its own name, or of the name that the launch's `binds` has for it.
+    A launch's pointer is the tensor of its own name, or of the name that the launch's `binds` has for it. Each call
+    allocates the launches' `scratch` after the outputs.
     """
-    places = {name: place for place, name in enumerate((*inputs, *outputs.tensors))}
+    made = dict(outputs.tensors)
+    for launch in launches:
+        scratch = {launch.binds.get(name, name): launch.args[name] for name in launch.scratch}
+        made |= {name: x for name, x in scratch.items() if isinstance(x, Tensor)}
+    places = {name: place for place, name in enumerate((*inputs, *made))}
     steps = []
     for launch in launches:
         names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
         at = [None if launch.args[name] is None else places[launch.binds.get(name, name)] for name in names]
         steps.append(Step(launch.prepare(), tuple(at)))
-    return Call(tuple(steps), tuple(map(geometry, outputs.tensors.values())), outputs.returned, outputs.zeroed)
+    return Call(tuple(steps), tuple(map(geometry, made.values())), outputs.returned, outputs.zeroed)
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,8 @@ class CudaLaunch(Launch):
     """Of one that overlaps, whether the next may begin only when all before it has ended."""
     binds: Mapping[str, str] = field(default_factory=dict)
     """The op's tensor behind a pointer argument, by name, where the op has another name for it than the kernel."""
+    scratch: tuple[str, ...] = ()
+    """The pointer arguments that only the launches of one call read and write: none of the op's tensors."""
     constant: tuple[str, ...] = ()
     """The arguments that a launch which overlaps reads before it waits: no launch that may still run writes them."""
 

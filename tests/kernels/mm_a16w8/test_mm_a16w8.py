@@ -314,7 +314,7 @@ def test_rows_have_the_same_bits_in_any_company(block: Block, dtype: torch.dtype
 
 CLASSES = [range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65)]
 # What of a configuration of `gemv_a16w8` orders a sum over K.
-ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "CHUNK")
+ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "K_CHUNK")
 
 
 @pytest.mark.parametrize("rows", CLASSES, ids=str)

@@ -278,7 +278,7 @@ def test_plans_compile_to_kernels_that_take_their_arguments() -> None:
 def test_no_configuration_spills(entry: str) -> None:
     launches = {launch.kernel: launch for launch in (*variants.dense(BF16), *variants.routed(BF16))}
     for kernel, launch in launches.items():
-        if kernel.entry == entry and ("BIAS", "BF16") not in kernel.macros:
+        if kernel.entry == entry and ("BIAS", "Element::BF16") not in kernel.macros:
             check_parameters(launch.compile(), entry, launch.format)
             found = launch.resources()
             assert (found.spills, found.scratch) == (0, 0)

@@ -22,7 +22,6 @@ from test_machine_code import assert_no_spills
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
-from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
@@ -30,6 +29,7 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
 from support.mx_tables import mx_table
 from support.products import mx_product, scaled_product
+from support.quantizers import accepts_rms_norm, accepts_silu_mul
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

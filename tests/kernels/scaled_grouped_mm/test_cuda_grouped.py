@@ -20,18 +20,24 @@ from fp8fn.ops import groups, reference
 from fp8fn.ops.cuda.gemm import scaled_mm as products
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize import quantize_grouped as quantizers
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.quantization import PLAIN, SILU_MUL, SILU_MUL_GRAD, Source
+from fp8fn.ops.quantize_grouped import quantize_grouped_dual_kernel, quantize_grouped_kernel
+from fp8fn.ops.quantize_grouped_fused import (
+    quantize_silu_mul_grad_grouped_dual_kernel,
+    quantize_silu_mul_grouped_dual_kernel,
+)
 from fp8fn.ops.targets import GFX942, SM90, Target
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
 from fp8fn.ops.tuning.grouped import choose_config
 from fp8fn.ops.tuning.problem import Problem, problem_of
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
 from support.products import Parts
+from support.quantizers import quantization, silu_mul_grad_of_groups, silu_mul_of_groups
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -83,9 +89,9 @@ def test_quantizers_have_the_references_bits(sizes: list[int], rest: int, backwa
         for dtype, columns, scale, fp8 in cases:
             x = torch.randn(tokens, columns, dtype=dtype)
             x[sum(sizes) :] = torch.nan  # of no group's business
-            assert quantizers.accepts(x, offsets, fp8, SM90) is None
-            one = quantizers.call_quantize_grouped(x, offsets, fp8, scale, SM90)(x, offsets)
-            both = quantizers.call_quantize_grouped_dual(x, offsets, fp8, scale, SM90)(x, offsets)
+            assert quantize.accepts(quantization(x, (128, 1), dtype=fp8, scale=scale, offsets=offsets)) is None
+            one = quantize_grouped_kernel(x, offsets, (128, 1), fp8, scale)
+            both = quantize_grouped_dual_kernel(x, offsets, (1, 128), fp8, scale)
             assert same(one, reference.quantize_grouped(x, offsets, (128, 1), fp8, scale))
             assert same(both, reference.quantize_grouped_dual(x, offsets, (1, 128), fp8, scale))
     assert len(launches) == 2 * len(cases)  # one each
@@ -100,7 +106,7 @@ def test_hard_values_stay_in_their_blocks() -> None:
     x[:, 16:24] *= 1e-39
     x[:, 24:32] *= 1e38
     with hopper_on_cpu():
-        found = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, "fp32", SM90)(x, offsets)
+        found = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3)
     assert same(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"))
     scales = found[3]
     assert scales.isfinite().sum() == scales.numel() - 3
@@ -116,8 +122,8 @@ def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale:
     x = torch.randn(sum(sizes) + rest, 40, dtype=BF16)
     x[:, 3], x[:, 4] = torch.nan, torch.inf
     with hopper_on_cpu():
-        one = quantizers.call_quantize_grouped(x, offsets, E4M3, scale, SM90)(x, offsets)
-        both = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, scale, SM90)(x, offsets)
+        one = quantize_grouped_kernel(x, offsets, (128, 1), E4M3, scale)
+        both = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3, scale)
     filled = torch.zeros(one[0].shape[0], dtype=torch.bool)
     filled[groups.spread_place(offsets, x.shape[0])[: sum(sizes)]] = True
     for data in (one[0], both[2]):
@@ -132,7 +138,7 @@ def test_offsets_that_sink_or_pass_the_tokens_touch_nothing_outside(tokens: int)
     with hopper_on_cpu():
         for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
             offsets = torch.tensor(values, dtype=torch.int32)
-            quantizers.call_quantize_grouped_dual(x, offsets, E4M3, "fp32", SM90)(x, offsets)
+            quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3)
 
 
 @needs_compiler
@@ -145,11 +151,12 @@ def test_the_gated_activation_and_its_gradient(sizes: list[int], rest: int) -> N
         hidden = torch.randn(tokens, 2 * inner, dtype=dtype)
         gate, up = hidden.chunk(2, -1)
         grad = torch.randn(tokens, inner, dtype=dtype)
-        with hopper_on_cpu():
-            assert quantizers.accepts_silu_mul(gate, up, offsets, (1, 128), E4M3, SM90) is None
-            assert quantizers.accepts_silu_mul_grad(grad, hidden, offsets, (1, 128), E4M3, SM90) is None
-            forward = quantizers.call_silu_mul(gate, up, offsets, E4M3, "fp32", SM90)(gate, up, offsets)
-            backward = quantizers.call_silu_mul_grad(grad, hidden, offsets, E4M3, "fp32", SM90)(grad, hidden, offsets)
+        with hopper_on_cpu() as launches:
+            assert quantize.accepts(silu_mul_of_groups(gate, up, offsets)) is None
+            assert quantize.accepts(silu_mul_grad_of_groups(grad, hidden, offsets)) is None
+            forward = quantize_silu_mul_grouped_dual_kernel(gate, up, offsets, (1, 128), E4M3)
+            backward = quantize_silu_mul_grad_grouped_dual_kernel(grad, hidden, offsets, (1, 128), E4M3)
+        assert len(launches) == 2
         for found, produced in (
             (forward, reference.silu_mul(gate, up)),
             (backward, reference.silu_mul_grad(grad, hidden)),
@@ -175,16 +182,19 @@ def test_the_gradient_is_autograds() -> None:
 
 def test_refusals_of_the_quantizers() -> None:
     x, offsets = torch.empty(64, 64, device="meta", dtype=BF16), torch.empty(3, device="meta", dtype=torch.int32)
-    refuse = quantizers.accepts
-    assert "not sm90" in str(refuse(x, offsets, E4M3, GFX942))
-    assert "no type" in str(refuse(x, offsets, torch.float8_e4m3fnuz, SM90))
-    assert "strides" in str(refuse(x.mT, offsets, E4M3, SM90))
-    assert "stride 2" in str(refuse(x, torch.empty(6, device="meta", dtype=torch.int32)[::2], E4M3, SM90))
-    assert "one scale" in str(quantizers.accepts_silu_mul(x, x, offsets, (1, -1), E4M3, SM90))
+
+    def refuse(x: Tensor, offsets: Tensor = offsets, **form: Any) -> str | None:
+        return quantize.accepts(quantization(x, (128, 1), offsets=offsets, **form))
+
+    assert "not sm90" in str(refuse(x, target=GFX942))
+    assert "no type" in str(refuse(x, dtype=torch.float8_e4m3fnuz))
+    assert "strides" in str(refuse(x.mT))
+    assert "stride 2" in str(refuse(x, torch.empty(6, device="meta", dtype=torch.int32)[::2]))
+    assert "one scale" in str(quantize.accepts(silu_mul_of_groups(x, x, offsets, (1, -1))))
     many = torch.empty(128 * 65534, 8, device="meta", dtype=BF16)
-    assert "blocks of rows" in str(refuse(many, offsets, E4M3, SM90))
+    assert "blocks of rows" in str(refuse(many))
     odd = torch.empty(64, 12, device="meta", dtype=BF16), torch.empty(64, 24, device="meta", dtype=BF16)
-    assert "multiple of 8" in str(quantizers.accepts_silu_mul_grad(*odd, offsets, (1, 128), E4M3, SM90))
+    assert "multiple of 8" in str(quantize.accepts(silu_mul_grad_of_groups(*odd, offsets)))
 
 
 # ---- products over tokens, in the emulator ---------------------------------------------------------------------------
@@ -328,15 +338,15 @@ def test_no_tile_that_may_be_chosen_spills(kind: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("source", ["PLAIN", "SILU_MUL", "SILU_MUL_GRAD"])
+@pytest.mark.parametrize("source", [PLAIN, SILU_MUL, SILU_MUL_GRAD], ids=lambda source: source.macro)
 @pytest.mark.parametrize("tokens", [1000, 2048])
-def test_no_quantizer_spills(tokens: int, source: str) -> None:
+def test_no_quantizer_spills(tokens: int, source: Source) -> None:
     for dtype in (BF16, FP32):
         x = torch.empty(tokens, 512, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
-        row, col = quantizers._both(x, offsets, E4M3, "fp32")
-        other = {"PLAIN": None, "SILU_MUL": x, "SILU_MUL_GRAD": x[:, :256]}[source]
-        launch = quantize.plan(x, row, col, False, "fp32", SM90, source=source, other=other, offsets=offsets)
+        other = {PLAIN: None, SILU_MUL: x, SILU_MUL_GRAD: x[:, :256]}[source]
+        q = quantization(x, (1, 128), source=source, other=other, offsets=offsets, dual=True)
+        (launch,) = quantize.plan(q, quantize.configure(q))
         assert launch.resources().spills == 0, dtype
 
 

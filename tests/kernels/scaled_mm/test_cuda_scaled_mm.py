@@ -498,7 +498,7 @@ def test_macros_follow_blocks_types_and_bias() -> None:
         "forward": ("VECTOR", "BLOCK"), "wgrad": ("VECTOR", "VECTOR"), "rowwise": ("LINE", "LINE"),
         "tensorwise": ("WHOLE", "WHOLE"),
     }  # fmt: skip
-    for dtype, name in ((BF16, "BF16"), (FP16, "FP16"), (FP32, "FP32")):
+    for dtype, name in ((BF16, "Element::BF16"), (FP16, "Element::FP16"), (FP32, "Element::FP32")):
         macros = dict(Problem(out=dtype, bias=dtype).plan().kernel.macros)
         assert (macros["OUT"], macros["BIAS"]) == (name, name)
     assert dict(Problem().plan().kernel.macros)["BIAS"] == 0
@@ -701,7 +701,7 @@ def bad_kernel() -> CudaKernel:
 
 
 def test_scales_of_columns_cannot_be_folded_over_two_k_blocks() -> None:
-    """In the tensor core's sum all columns of a tile would have to keep their scales; README tells what was tried."""
+    """In the tensor core's sum all columns of a tile would have to keep their scales, see docs/tuning.md."""
     x = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0))
     scale = fp8fn.quantize(x, (BK, 1), scale="pow2").scale
     same = scale[0::2] == scale[1::2]

@@ -1,8 +1,8 @@
-"""Times of calls that take turns on one device: by events and with the L2 flushed on a GPU, by the clock on a CPU.
+"""Times calls that take turns on one device: with events and a flushed L2 on a GPU, with the clock on a CPU.
 
-On a GPU a whole burst is enqueued behind a spinning kernel that outlasts the launches, so that a sample is what the
-device took; what the host takes for a launch is measured apart. The calls take turns in random order for some rounds,
-for the clock of a GPU sinks as it warms: a kernel timed alone after a pause reads up to 15 % more than it sustains.
+On a GPU a burst of calls is enqueued behind a spinning kernel that outlasts their launches, so that a sample is device
+time only; the host time of a launch is measured separately. The calls take turns in random order for several rounds,
+because the GPU's clock drops as it warms: a kernel timed alone after a pause seems up to 15 % faster than it sustains.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Call: TypeAlias = Callable[[], Any]
 Flush: TypeAlias = Literal["writes", "reads"]
 Key = TypeVar("Key")
 
-# `torch.cuda._sleep` counts cycles; at 2 GHz, which no GPU here passes by much, a slower clock only waits longer.
+# `torch.cuda._sleep` counts cycles. No supported GPU runs much faster than 2 GHz; a slower clock only waits longer.
 _CYCLES_PER_US: Final = 2000
 _LONGEST_LEAD_US: Final = 1e5
 _MOST_REPEATS: Final = 50
@@ -28,10 +28,10 @@ _MOST_REPEATS: Final = 50
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long is measured: `rounds` turns of each call, each turn about `burst_ms`, on a chip warmed for `warm_s`.
+    """The length of a measurement: `rounds` turns of about `burst_ms` for each call, on a chip warmed for `warm_s`.
 
-    Before each call a `flush` leaves nothing of it in the L2. One that writes fills it with lines that go to memory
-    while the call runs, as behind a launch that wrote much; after one that reads they are dropped.
+    A `flush` before each call evicts its data from the L2. Flushing by writes leaves dirty lines, which are written
+    back while the call runs, as after a launch that wrote much. Flushing by reads leaves clean lines.
     """
 
     rounds: int = 5
@@ -45,7 +45,7 @@ DEFAULT: Final = Schedule()
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds: the `samples` of a call on its device, and the host's time for a launch (None on a CPU)."""
+    """The `samples` of a call on its device and the host time of a launch (None on a CPU), in microseconds."""
 
     samples: tuple[float, ...]
     host_us: float | None = None
@@ -56,7 +56,7 @@ class Timing:
 
     @property
     def quartiles(self) -> tuple[float, float]:
-        """The first and the third."""
+        """The first and the third quartile."""
         if len(self.samples) == 1:
             return self.samples[0], self.samples[0]
         first, _, third = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -70,16 +70,16 @@ class Clock(Protocol):
     flush_us: float
 
     def warm(self, seconds: float) -> None:
-        """Keeps the device busy with products."""
+        """Keeps the device busy with matrix products."""
 
     def synchronize(self) -> None:
-        """Waits for what was enqueued, and raises its errors."""
+        """Waits for the enqueued work, and raises its errors."""
 
     def host_us(self, call: Call) -> float | None:
-        """What the host takes for a launch, None where it does the work itself."""
+        """The host time of a launch; None if the host does the work itself."""
 
     def samples(self, call: Call, repeats: int, lead_us: float, flush: Flush = "writes") -> list[float]:
-        """`repeats` times of `call`, after one more that does not count; `lead_us` is the host's head start."""
+        """Times of `repeats` calls, after one that is not counted; `lead_us` is the host's head start."""
 
 
 def clock_of(device: torch.device) -> Clock:
@@ -87,12 +87,12 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def flush_bytes(l2_bytes: int) -> int:
-    """At least twice the L2; 256 MiB as `triton.testing.do_bench` has it, for figures that compare."""
+    """At least twice the L2, and at least 256 MiB, so that times are comparable with `triton.testing.do_bench`."""
     return max(2 * l2_bytes, 256 * 2**20)
 
 
 class GpuClock:
-    """Times by events, each call behind a write, or a read, of `flush_bytes` that empties the L2."""
+    """Times calls with events, each after a write or a read of `flush_bytes` that flushes the L2."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -136,7 +136,7 @@ class GpuClock:
 
 
 class CpuClock:
-    """Times by the processor's clock; nothing is flushed, and there is no launch to tell apart."""
+    """Times calls with the processor's clock, without a flush or a separate launch time."""
 
     flush_us = 0.0
 
@@ -162,13 +162,13 @@ class CpuClock:
 
 
 def lead_us(host_us: float, device_us: float, repeats: int) -> float:
-    """How far ahead the host must start for `repeats` calls never to wait for it, when a launch takes it `host_us`."""
-    behind = max(0.0, host_us - device_us)  # what the host loses on the device in each repeat
+    """The head start with which the device never waits for the host in `repeats` calls of `host_us` each."""
+    behind = max(0.0, host_us - device_us)  # the host falls behind the device by this much in each repeat
     return min(_LONGEST_LEAD_US, host_us + repeats * behind)
 
 
 def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> dict[Key, Timing | str]:
-    """The times of every call, or why it failed; the calls take turns in an order shuffled anew each round."""
+    """The times of every call, or why it failed; the calls take turns in a new random order in each round."""
     plans: dict[Key, tuple[int, float]] = {}
     hosts: dict[Key, float | None] = {}
     failures: dict[Key, str] = {}
@@ -177,7 +177,7 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
         try:
             call()
             hosts[key] = clock.host_us(call)
-            # The flush and two events; and in a burst, with autograd's thread beside, up to 1.6 times a launch alone.
+            # The flush, two events, and up to 1.6 times the launch: autograd's thread competes in a burst.
             host = 2.0 * (hosts[key] or 0.0) + 20.0
             once = statistics.median(clock.samples(call, 3, lead_us(host, 0.0, 4), schedule.flush))
             once += clock.flush_us
@@ -201,11 +201,11 @@ def interleaved(calls: Mapping[Key, Call], clock: Clock, schedule: Schedule) -> 
 
 
 def replayed(call: Call) -> Call:
-    """The same work as one replay of a CUDA graph, without gaps between launches."""
+    """The same work as a replay of a CUDA graph, without gaps between launches."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
-    # Captured inside `stream(side)`, for a capture that fails leaves its own stream the current one.
+    # Capture inside `stream(side)`: a failed capture leaves its own stream as the current one.
     with torch.cuda.stream(side):
         call()
         with torch.cuda.graph(graph, stream=side):
@@ -215,5 +215,5 @@ def replayed(call: Call) -> Call:
 
 
 def reason(error: Exception) -> str:
-    """The error in one short line. As text, for the error itself would keep its frames' tensors alive."""
+    """The error as one short line. The error object would keep the tensors of its frames alive."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]

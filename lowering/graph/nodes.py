@@ -1,0 +1,75 @@
+"""Reads a node of a graph: its tensor, its arguments by name, and its origin in the user's code."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+
+def value(node: Any) -> Tensor | None:
+    """The fake tensor of a node's result; None for other results, and if `node` is no node.
+
+    Dynamo stores it as `example_value`, AOTAutograd as `val`.
+    """
+    if not isinstance(node, Node):
+        return None
+    found = node.meta.get("example_value", node.meta.get("val"))
+    return found if isinstance(found, Tensor) else None
+
+
+def tensor_of(node: Any) -> Tensor:
+    """The `value` of a node that is known to compute a tensor."""
+    found = value(node)
+    assert found is not None, node
+    return found
+
+
+def origin_of(node: Node) -> tuple[str, bool]:
+    """The node of Dynamo's graph (`""` if PyTorch did not record it), and whether `node` is part of its backward."""
+    forward, backward = (node.meta.get(key) for key in ("source_fn_stack", "fwd_source_fn_stack"))
+    stack = forward or backward
+    return (str(stack[-1][0]) if stack else "", not forward and bool(backward))
+
+
+def source_of(node: Node) -> str:
+    """`file:line` of the innermost frame outside installed packages, else outside PyTorch; `""` if not recorded."""
+    lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    users = [line for line in lines if "/site-packages/" not in line[0]]
+    users = users or [line for line in lines if "/site-packages/torch/" not in line[0]] or lines
+    return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
+
+
+def input_of(node: Node, place: int = 0) -> Node:
+    """The argument at `place`, which is a node."""
+    found = node.args[place]
+    assert isinstance(found, Node), node
+    return found
+
+
+def place_of(item: Node) -> int:
+    """The place `i` of a node `results[i]`."""
+    found = item.args[1]
+    assert isinstance(found, int), item
+    return found
+
+
+def arguments_of(node: Node) -> dict[str, Any]:
+    """An op's arguments by name, with the defaults of its schema, which differs between PyTorch releases."""
+    given = {}
+    for place, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        default = node.args[place] if place < len(node.args) else argument.default_value
+        given[argument.name] = node.kwargs.get(argument.name, default)
+    return given
+
+
+def triton_function(node: Node) -> Any:
+    """The Python function of the Triton kernel that a `triton_kernel_wrapper_functional` node launches."""
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    kernel: Any = kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
+    while hasattr(kernel, "fn"):  # below an autotuner and heuristics
+        kernel = kernel.fn
+    return kernel
