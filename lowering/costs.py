@@ -13,8 +13,8 @@ import torch
 
 from fp8fn.ops import gemm, targets
 from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times
-from fp8fn.ops.tuning.problem import Chip, chip_of
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
 from fp8fn.timing import Clock, Schedule, Timing, clock_of, interleaved

@@ -25,12 +25,14 @@ from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Outside, Seen
 from fp8fn.lowering.recipe_pass import Decision, decide
-from fp8fn.ops import mx_mm, targets
+from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.estimate import Times
-from fp8fn.ops.tuning.problem import Chip
 from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
 
 _LOG = logging.getLogger("fp8fn")
@@ -322,26 +324,21 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
         return "reference (plain PyTorch)"
     if gemm.groups is not None and site.groups:
         return find_grouped.kernel_name(site, gemm.groups.over, recipe, on)
-    from fp8fn.ops.tuning.choose import plan_scaled_mm
-
     m, n, k = (size_of(size) or 1 for size in (site.m, site.n, site.k))
     native = targets.native_e4m3(on)
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    if mx_mm.is_mx(a[1], a[2], b[1], b[2]):
-        launches = mx_mm.plan(*a[:2], *b[:2], None, out, on)
-        return "reference (plain PyTorch)" if launches is None else launches[0].describe()
-    return plan_scaled_mm(*a, *b, None, out, on, chip).describe()
+    op = mx_mm.MX_MM if mx_mm.is_mx(a.scale, a.block, b.scale, b.block) else scaled_mm.SCALED_MM
+    launches = op.plan(ScaledProduct(a=a, b=b, out=out, target=on, chip=chip))
+    return launches[0].describe() if launches else "reference (plain PyTorch)"
 
 
-def _operand(
-    shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool
-) -> tuple[Tensor, Tensor, Block]:
+def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool) -> Quantized:
     data = torch.empty_strided(shape, matrix_strides(shape, column_major, 16), dtype=dtype, device="meta")
     scales, kind = scale_shape(shape, block), scale_dtype(recipe.scale)
     strides = matrix_strides(scales, scale_is_column_major(column_major, block), 16 // kind.itemsize)
-    return data, torch.empty_strided(scales, strides, dtype=kind, device="meta"), block
+    return Quantized(data, torch.empty_strided(scales, strides, dtype=kind, device="meta"), block)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch.fx import Node
 from fp8fn.lowering.costs import size_of
 from fp8fn.ops import gemm, grouped_gemm, scaled_grouped_mm
 from fp8fn.ops.formats import short_name
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Target, native_e4m3
 from fp8fn.site import Site
@@ -99,4 +100,5 @@ def kernel_name(site: Site, over: str, recipe: Recipe, target: Target) -> str:
         left = grouped_gemm.quantize_grouped(empty(k, m), offsets, *args).mT
         right = grouped_gemm.quantize_grouped(empty(k, n), offsets, args[0], dtypes[1], args[2])
         out = empty(site.groups, m, n)
-    return scaled_grouped_mm.plan(*left, *right, offsets, None, out, target).describe()
+    product = ScaledProduct(a=left, b=right, offsets=offsets, out=out, target=target)
+    return scaled_grouped_mm.SCALED_GROUPED_MM.plan(product)[0].describe()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fp8fn.meta import bypass, levels
 from fp8fn.ops import gemm as gemm_op
-from fp8fn.ops.gemm import Quantized
 from fp8fn.ops.layout import Block, is_column_major, swap
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import broadcast_batch
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from fp8fn.meta import levels
 from fp8fn.ops import grouped_gemm as grouped
-from fp8fn.ops.gemm import Quantized, default_out_dtype
+from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import is_column_major
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
 
 

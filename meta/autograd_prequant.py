@@ -7,8 +7,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.gemm import Quantized, product
+from fp8fn.ops.gemm import product
 from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.operand import Quantized
 
 # The activation's block for each block of a weight (K, N) that an FP8 product takes.
 ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {

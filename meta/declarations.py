@@ -14,9 +14,9 @@ from fp8fn.ops import (
     moe_gemm,
     mx_mm,
     quantize,
+    quantize_fused,
     quantize_grouped,
-    quantize_grouped_produced,
-    quantize_produced,
+    quantize_grouped_fused,
     scaled_grouped_mm,
     scaled_mm,
 )
@@ -44,14 +44,12 @@ QUANTIZE = _constant(quantize, quantize.QUANTIZE_SCHEMA)
 QUANTIZE_DUAL = _constant(quantize, quantize.QUANTIZE_DUAL_SCHEMA)
 QUANTIZE_GROUPED = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_SCHEMA)
 QUANTIZE_GROUPED_DUAL = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_DUAL_SCHEMA)
-QUANTIZE_SILU_MUL = _constant(quantize_produced, quantize_produced.SILU_MUL_SCHEMA)
-QUANTIZE_SILU_MUL_DUAL = _constant(quantize_produced, quantize_produced.SILU_MUL_DUAL_SCHEMA)
-QUANTIZE_RMS_NORM = _constant(quantize_produced, quantize_produced.RMS_NORM_SCHEMA)
-QUANTIZE_RMS_NORM_DUAL = _constant(quantize_produced, quantize_produced.RMS_NORM_DUAL_SCHEMA)
-QUANTIZE_SILU_MUL_GROUPED_DUAL = _constant(quantize_grouped_produced, quantize_grouped_produced.SILU_MUL_SCHEMA)
-QUANTIZE_SILU_MUL_GRAD_GROUPED_DUAL = _constant(
-    quantize_grouped_produced, quantize_grouped_produced.SILU_MUL_GRAD_SCHEMA
-)
+QUANTIZE_SILU_MUL = _constant(quantize_fused, quantize_fused.SILU_MUL_SCHEMA)
+QUANTIZE_SILU_MUL_DUAL = _constant(quantize_fused, quantize_fused.SILU_MUL_DUAL_SCHEMA)
+QUANTIZE_RMS_NORM = _constant(quantize_fused, quantize_fused.RMS_NORM_SCHEMA)
+QUANTIZE_RMS_NORM_DUAL = _constant(quantize_fused, quantize_fused.RMS_NORM_DUAL_SCHEMA)
+QUANTIZE_SILU_MUL_GROUPED_DUAL = _constant(quantize_grouped_fused, quantize_grouped_fused.SILU_MUL_SCHEMA)
+QUANTIZE_SILU_MUL_GRAD_GROUPED_DUAL = _constant(quantize_grouped_fused, quantize_grouped_fused.SILU_MUL_GRAD_SCHEMA)
 SCALED_MM = _constant(scaled_mm, scaled_mm.SCALED_MM_SCHEMA)
 MX_MM = _constant(mx_mm, mx_mm.MX_MM_SCHEMA)
 MOE_GEMM = _constant(moe_gemm, moe_gemm.MOE_GEMM_SCHEMA)

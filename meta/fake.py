@@ -12,10 +12,11 @@ from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.moe_gemm import check_moe_gemm, output_shape
 from fp8fn.ops.mx_mm import check_mx_mm
-from fp8fn.ops.quantize import check_quantize, empty_dual
-from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped, empty_grouped_dual
-from fp8fn.ops.quantize_grouped_produced import check_silu_mul_grad_grouped, check_silu_mul_grouped
-from fp8fn.ops.quantize_produced import check_rms_norm, check_silu_mul
+from fp8fn.ops.quantization import empty_dual, empty_grouped_dual
+from fp8fn.ops.quantize import check_quantize
+from fp8fn.ops.quantize_fused import check_rms_norm, check_silu_mul
+from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped
+from fp8fn.ops.quantize_grouped_fused import check_silu_mul_grad_grouped, check_silu_mul_grouped
 from fp8fn.ops.scaled_grouped_mm import check_scaled_grouped_mm, empty_grouped_output
 from fp8fn.ops.scaled_mm import check_scaled_mm, empty_output
 
@@ -99,7 +100,7 @@ def scaled_mm(  # noqa: PLR0913  an op's signature
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
+    check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     return empty_output(a, b, out_dtype)
 
 
@@ -126,7 +127,7 @@ def scaled_grouped_mm(  # noqa: PLR0913  an op's signature
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
     return empty_grouped_output(a, b, offsets, out_dtype)
 
 

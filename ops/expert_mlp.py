@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.gemm import Quantized
 from fp8fn.ops.grouped_gemm import (
     check_recipe,
     product,
@@ -18,6 +17,7 @@ from fp8fn.ops.grouped_gemm import (
     rows_products,
 )
 from fp8fn.ops.layout import swap, unguarded
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import check_grouping
 

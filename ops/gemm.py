@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -13,24 +13,13 @@ from fp8fn.ops.cuda.runtime.fused_calls import chained
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
 
 GEMM_SCHEMA: Final = (
     'gemm(Tensor a, Tensor b, Tensor? bias=None, str recipe="blockwise", ScalarType? out_dtype=None) -> Tensor'
 )
-
-
-class Quantized(NamedTuple):
-    """One operand in FP8: data, scales and their block."""
-
-    data: Tensor
-    scale: Tensor
-    block: Block
-
-    @property
-    def mT(self) -> Quantized:
-        return Quantized(self.data.mT, self.scale.mT, swap(self.block))
 
 
 def check_gemm(a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:

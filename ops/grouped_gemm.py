@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.gemm import Quantized, quantize, quantize_both
+from fp8fn.ops.gemm import quantize, quantize_both
 from fp8fn.ops.layout import Block, swap, unguarded
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, _holds, check_group_bias, check_grouping
 from fp8fn.ops.scaled_mm import check_product

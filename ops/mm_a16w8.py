@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, splitk_a16w8
-from fp8fn.ops.cuda.gemm import mm_a16w8 as cuda
-from fp8fn.ops.cuda.runtime import graph_capture, nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.kernel import Dispatch, Kernel, Named
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import check_operand, empty_output
+from fp8fn.ops.tuning.weight import weight_problem
 
 MM_A16W8_SCHEMA: Final = (
     "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
     "bool constant=False) -> Tensor"
 )
-
-_log = logging.getLogger("fp8fn")
 
 
 def check_mm_a16w8(
@@ -75,7 +71,7 @@ def mm_a16w8_reference(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Whether the weight is `constant` is nothing to PyTorch's own operations, which read it in their turn."""
+    """`constant` has no effect here."""
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
     return reference.mm_a16w8(x, w, w_scale, block, bias, out_dtype or x.dtype)
 
@@ -84,59 +80,84 @@ def mm_a16w8_kernel(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
-    operands = (x, w, w_scale) if bias is None else (x, w, w_scale, bias)
     constant = constant or graph_capture.readable(w, w_scale)
-    key = ("mm_a16w8", tuple(w_block), out_dtype, constant, *map(kind, operands))
-    call = recall(key)
-    if call is not None:  # the key holds all that the checks read
-        return call(*operands)[0]  # type: ignore[no-any-return]
+    return MM_A16W8((x, w, w_scale, bias), (tuple(w_block), out_dtype, constant))[0]
+
+
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
+    (x, w, w_scale, bias), (w_block, out_dtype, constant) = tensors, values
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
-    target = targets.target_of(x.device)
-    targets.check_supported(target, x.device)
-    out = empty_output(x, w, out_dtype or x.dtype)
-    if out.numel() == 0:
-        return out
-    if x.shape[-1] == 0:  # an empty sum is zero, and a kernel would multiply it by the scale, which may be NaN
-        return reference.mm_a16w8(x, w, w_scale, block, bias, out.dtype)
-    if w.dtype not in targets.fp8_dtypes(target):
-        _log.debug("mm_a16w8: %s has no kernel on %s; plain PyTorch serves", w.dtype, target.name)
-        return reference.mm_a16w8(x, w, w_scale, block, bias, out.dtype)
-    launch = _plan(x, w, w_scale, block, bias, out, target, constant)
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("mm_a16w8 %s x %s: %s", tuple(x.shape), tuple(w.shape), launch.describe())
-    if isinstance(launch, CudaLaunch):
-        return keep(key, cuda.call(launch, out))(*operands)[0]  # type: ignore[no-any-return]
-    launch.run()
-    return out
+    return WeightProduct(
+        x=x, w=Quantized(w, w_scale, block), bias=bias, out=empty_output(x, w, out_dtype or x.dtype),
+        target=targets.target_of(x.device), constant=constant,
+    )  # fmt: skip
 
 
-def _plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: targets.Target,
-    constant: bool = False,
-) -> Launch | CudaLaunch:  # fmt: skip
-    """In CUDA C++: of up to 128 rows by `splitk_a16w8` where that has few tiles, of others up to 16 by `a16w8_tiles` or
-    `gemv_a16w8`, of more by `mm_a16w8`; what none takes in Triton.
+def _unserved(product: WeightProduct) -> str | None:
+    if product.k == 0:
+        return "an empty sum is zero, and a kernel would multiply it by the scale, which may be NaN"
+    if product.w.data.dtype not in targets.fp8_dtypes(product.target):
+        return f"{product.w.data.dtype} has no kernel on {product.target.name}"
+    return None
 
-    A `constant` weight is nothing to `gemv_a16w8` and Triton: they wait for what came before them, then read it.
-    """
-    operands = (x, w, w_scale, w_block, bias, out, target)
-    missing = nvrtc.unavailable()
-    m = gemv_a16w8.as_matrix(x, w, bias, out)[0].shape[-2]
-    sizes = m, out.shape[-1], x.shape[-1], math.prod(out.shape[:-1]) // m
-    split = missing or splitk_a16w8.accepts(*operands)
-    if split is None and splitk_a16w8.untuned(*sizes, w_block, target.cores, constant=constant) is None:
-        return splitk_a16w8.plan(*operands, constant=constant)
-    if missing is None and (a16w8_tiles.accepts(*operands) or a16w8_tiles.untuned(x, w, constant)) is None:
-        return a16w8_tiles.plan(*operands, constant=constant)
-    few = missing or gemv_a16w8.accepts(*operands)
-    many = missing or cuda.accepts(*operands)
-    if split is None and many is not None and m > a16w8_tiles.MOST_ROWS:
-        return splitk_a16w8.plan(*operands, constant=constant)
-    if few is None and (many is not None or cuda.is_slow(*sizes, target.cores, constant=constant)):
-        return gemv_a16w8.plan(*operands)
-    if many is None:
-        return cuda.plan(*operands, constant=constant)
+
+def _reference(product: WeightProduct) -> tuple[Tensor]:
+    return (reference.mm_a16w8(product.x, *product.w, product.bias, product.out.dtype),)
+
+
+def _untuned_splitk(product: WeightProduct) -> str | None:
+    """Beyond its own, it serves more than 16 rows that `cuda_many` can't take."""
+    reason = splitk_a16w8.untuned(product)
+    return reason if product.m <= a16w8_tiles.MOST_ROWS or mm_a16w8.accepts(product) is None else None
+
+
+def _untuned_gemv(product: WeightProduct) -> str | None:
+    """None where it was the faster one on an H200, or where `cuda_many` can't take the product."""
+    if mm_a16w8.accepts(product) is None and not mm_a16w8.is_slow(weight_problem(product)):
+        return f"M={product.m} is enough for larger tiles"
+    return None
+
+
+def _named(product: WeightProduct) -> Named | None:
+    """What tables of the operands' GPU say; of other devices there are none."""
+    if product.x.device.type != "cuda":
+        return None
+    from fp8fn.ops.tuning.weight_table import named
+
+    return named(product)
+
+
+def _any(_: WeightProduct) -> None:
+    return None
+
+
+def _configure_triton(product: WeightProduct) -> Any:
+    from fp8fn.ops.triton.mm_a16w8 import configure
+
+    return configure(product)
+
+
+def _plan_triton(product: WeightProduct, config: Any) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
 
-    because = f"no CUDA C++: {few}" if few == many else f"no CUDA C++: {few}; {many}"
-    return replace(plan_mm_a16w8(*operands), reason=because)
+    return plan_mm_a16w8(product, config)
+
+
+KERNELS: Final = (
+    Kernel("cuda_splitk", splitk_a16w8.accepts, splitk_a16w8.configure, splitk_a16w8.plan, _untuned_splitk),
+    Kernel("cuda_tiles", a16w8_tiles.accepts, a16w8_tiles.configure, a16w8_tiles.plan, a16w8_tiles.untuned),
+    Kernel("cuda_gemv", gemv_a16w8.accepts, gemv_a16w8.configure, gemv_a16w8.plan, _untuned_gemv),
+    Kernel("cuda_many", mm_a16w8.accepts, mm_a16w8.configure, mm_a16w8.plan),
+    Kernel("triton_mm", _any, _configure_triton, _plan_triton),
+)
+
+MM_A16W8: Final = Dispatch(
+    op="mm_a16w8",
+    inputs=("x", "w", "w_scale", "bias"),
+    operands=_operands,
+    problem=WeightProduct.as_matrix,
+    kernels=KERNELS,
+    reference=_reference,
+    unserved=_unserved,
+    named=_named,
+)

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import gemv_mx
-from fp8fn.ops.cuda.runtime import call_cache, nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.hip import envelope
-from fp8fn.ops.hip.launch import HipLaunch
+from fp8fn.ops.hip.config import HipConfig
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.scaled_mm import check_operand
-from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.mx import MoeProblem
+from fp8fn.ops.targets import chip_of
+from fp8fn.ops.tuning.mx import Config, MoeProblem
 
 MOE_GEMM_SCHEMA: Final = (
     "moe_gemm(Tensor a, Tensor a_scale, int[2] a_block, Tensor w, Tensor w_scale, int[2] w_block,"
@@ -32,11 +31,6 @@ MOE_GEMM_SCHEMA: Final = (
 
 # Of the activations and of the weight: MX, and blockwise.
 BLOCKS: Final[tuple[tuple[Block, Block], ...]] = (((1, 32), (32, 1)), ((1, 128), (128, 128)))
-
-# The kernel in HIP, and why, where it could not be compiled or loaded in this process.
-_FAULTS: Final[dict[str, str]] = {}
-
-_log = logging.getLogger("fp8fn")
 
 
 def check_moe_gemm(
@@ -110,48 +104,16 @@ def output_shape(a: Tensor, w: Tensor, a_div: int) -> tuple[int, int]:
     return a.shape[0] * a_div, w.shape[2]
 
 
-def problem_of(
-    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, sorted_token_ids: Tensor,
-    expert_ids: Tensor, out: Tensor, target: Target,
-) -> MoeProblem:  # fmt: skip
-    tiles = expert_ids.shape[0]
+def problem_of(product: RoutedProduct) -> MoeProblem:
+    (a, a_scale, a_block), (w, w_scale, _), routing = product.a, product.w, product.routing
+    operands = a, w, a_scale, w_scale
     return MoeProblem(
-        ids=out.shape[0], n=out.shape[1], k=a.shape[1], experts=w.shape[0], tiles=tiles,
-        block_m=sorted_token_ids.shape[0] // tiles, target=target, a_block=a_block, a_dtype=a.dtype, w_dtype=w.dtype,
-        largest=max(*map(span, (a, w, a_scale, w_scale)), out.itemsize * out.numel()),
-        k_lines=has_lines(a) and has_lines(w.mT),
+        ids=product.ids, n=product.n, k=product.k, experts=product.experts, tiles=routing.tiles,
+        block_m=routing.block_m, target=product.target, a_block=a_block, a_dtype=a.dtype, w_dtype=w.dtype,
+        largest=max(*map(span, operands), product.out.itemsize * product.out.numel()),
+        k_lines=has_lines(a) and has_lines(w.mT), longest_step=max(max(x.stride()) for x in operands),
+        chip=chip_of(a.device, product.target) if a.is_cuda else None,
     )  # fmt: skip
-
-
-def plan(
-    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block, sorted_token_ids: Tensor,
-    expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor,
-    target: Target, fault: str | None = None,
-) -> Launch | HipLaunch | CudaLaunch:  # fmt: skip
-    """The launch that fills the rows of `out` that ids name: by a kernel in HIP or CUDA C++ where it takes the problem.
-
-    `fault` is why the one in HIP can't be loaded here.
-    """
-    layout = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    problem = problem_of(a, a_scale, a_block, w, w_scale, sorted_token_ids, expert_ids, out, target)
-    if target.backend == "cuda":
-        name, reason = "cuda_moe", nvrtc.unavailable() or gemv_mx.accepts_moe(problem, a, a_scale, w, w_scale)
-        if reason is None:
-            config = gemv_mx.configure_moe(problem)
-            cuda = gemv_mx.plan_moe(a, a_scale, w, w_scale, *layout, a_div, token_weights, out, target, config)
-            return replace(cuda, reason="cuda_moe by default")
-    else:
-        name, reason = "hip_moe", fault or envelope.accepts_moe(problem) or envelope.untuned_moe(problem)
-        if reason is None:
-            from fp8fn.ops.hip.moe_gemm import plan_moe
-
-            settings = envelope.configure_moe(problem)
-            hip = plan_moe(a, a_scale, w, w_scale, *layout, a_div, token_weights, out, target, settings)
-            return replace(hip, reason="hip_moe by default")
-    from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
-
-    launch = plan_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, a_div, token_weights, out, target)
-    return replace(launch, reason=f"not {name}: {reason}")
 
 
 def moe_gemm_reference(
@@ -172,47 +134,101 @@ def moe_gemm_kernel(
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    layout = sorted_token_ids.contiguous(), expert_ids.contiguous(), num_tokens_post_padded.contiguous()
-    weights = None if token_weights is None else token_weights.contiguous()
-    tensors = (a, a_scale, w, w_scale, *layout, weights)
-    key = (
-        "moe_gemm", tuple(a_block), tuple(w_block), top_k, a_div, out_dtype,
-        *(None if x is None else call_cache.kind(x) for x in tensors),
+    layout = sorted_token_ids, expert_ids, num_tokens_post_padded
+    values = tuple(a_block), tuple(w_block), top_k, a_div, out_dtype
+    return MOE_GEMM((a, a_scale, w, w_scale, *layout, token_weights), values)[0]
+
+
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> RoutedProduct:
+    (a, a_scale, w, w_scale, ids, owners, number, token_weights), (a_block, w_block, top_k, a_div, out_dtype) = (
+        tensors, values
     )  # fmt: skip
-    kept = call_cache.recall(key)
-    if kept is not None:  # the key holds all that the checks read
-        return _start(kept, tensors, _zeros(a, w, a_div, out_dtype))
-    left, right = check_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, weights, out_dtype)
-    target = targets.target_of(a.device)
-    targets.check_supported(target, a.device)
-    if not {a.dtype, w.dtype} <= set(targets.fp8_dtypes(target)):
-        _log.debug("moe_gemm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, w.dtype, target.name)
-        given = (a, a_scale, left, w, w_scale, right)
-        return reference.moe_gemm(*given, *layout, a_div, weights, out_dtype or torch.bfloat16)
-    out = _zeros(a, w, a_div, out_dtype)
-    if out.numel() == 0 or expert_ids.shape[0] == 0 or w.shape[0] == 0:
-        return out
-    operands = (a, a_scale, left, w, w_scale, right, *layout, a_div, weights, out, target)
-    launch = plan(*operands, _FAULTS.get("hip_moe"))
-    if isinstance(launch, HipLaunch) and (fault := launch.fault()) is not None:
-        _FAULTS["hip_moe"] = fault
-        launch = plan(*operands, fault)
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("moe_gemm %s x %s: %s", tuple(a.shape), tuple(w.shape), launch.describe())
-    if isinstance(launch, CudaLaunch):
-        return _start(call_cache.keep(key, launch.prepare()), tensors, out)
-    launch.run()
-    return out
+    routing = Routing(ids, owners, number)
+    left, right = check_moe_gemm(
+        a, a_scale, a_block, w, w_scale, w_block, *routing, top_k, a_div, token_weights, out_dtype
+    )  # fmt: skip
+    return RoutedProduct(
+        a=Quantized(a, a_scale, left), w=Quantized(w, w_scale, right), routing=routing, a_div=a_div,
+        out=a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16),
+        target=targets.target_of(a.device), token_weights=token_weights,
+    )  # fmt: skip
 
 
-def _zeros(a: Tensor, w: Tensor, a_div: int, out_dtype: torch.dtype | None) -> Tensor:
-    """The output; rows of no id stay zero."""
-    return a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
+def _unserved(product: RoutedProduct) -> str | None:
+    a, w = product.a.data.dtype, product.w.data.dtype
+    if not {a, w} <= set(targets.fp8_dtypes(product.target)):
+        return f"{a} @ {w} has no kernel on {product.target.name}"
+    return None if _has_work(product) else "there is no tile or no expert"
 
 
-def _start(launch: Prepared, tensors: Sequence[Tensor | None], out: Tensor) -> Tensor:
-    """A kept launch in CUDA C++ on other tensors of the same kinds."""
-    a, a_scale, w, w_scale, *routing = tensors
-    given = (a, a_scale, w, w_scale, None, out, *routing)  # there is no bias
-    call_cache.start(launch, [0 if x is None else x.data_ptr() for x in given])
-    return out
+def _has_work(product: RoutedProduct) -> bool:
+    return product.routing.tiles > 0 and product.experts > 0
+
+
+def _settled(product: RoutedProduct) -> Tensors | None:
+    """With a contiguous routing and contiguous factors, as every kernel reads them."""
+    read: list[Tensor] = [*product.routing, *([] if product.token_weights is None else [product.token_weights])]
+    if all(x.is_contiguous() for x in read):
+        return None
+    weights = None if product.token_weights is None else product.token_weights.contiguous()
+    return *product.a[:2], *product.w[:2], *(x.contiguous() for x in product.routing), weights
+
+
+def _reference(product: RoutedProduct) -> tuple[Tensor]:
+    if not _has_work(product):
+        return (product.out,)
+    operands = *product.a, *product.w, *product.routing, product.a_div, product.token_weights
+    return (reference.moe_gemm(*operands, product.out.dtype),)
+
+
+def _named(problem: MoeProblem) -> Named | None:
+    """What tables of the operands' GPU say; of other devices there are none."""
+    if problem.chip is None:
+        return None
+    from fp8fn.ops.tuning.mx_table import moe_named
+
+    return moe_named(problem)
+
+
+def _any(_: MoeProblem) -> None:
+    return None
+
+
+def _plan_hip(product: RoutedProduct, config: HipConfig) -> tuple[Launch, ...]:
+    from fp8fn.ops.hip.moe_gemm import plan_moe
+
+    return plan_moe(product, config)
+
+
+def _configure_triton(problem: MoeProblem) -> Config:
+    from fp8fn.ops.triton.moe_gemm import configure
+
+    return configure(problem)
+
+
+def _plan_triton(product: RoutedProduct, config: Config) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
+
+    return plan_moe_gemm(product, config)
+
+
+KERNELS: Final = (
+    Kernel("hip_moe", envelope.accepts_moe, envelope.configure_moe, _plan_hip, envelope.untuned_moe),
+    Kernel("cuda_moe", gemv_mx.accepts_moe, gemv_mx.configure_moe, gemv_mx.plan_moe),
+    Kernel("triton_moe", _any, _configure_triton, _plan_triton),
+)
+
+MOE_GEMM: Final = Dispatch(
+    op="moe_gemm",
+    inputs=(
+        "a", "a_scale", "w", "w_scale", "sorted_token_ids", "expert_ids", "num_tokens_post_padded", "token_weights",
+    ),
+    operands=_operands,
+    problem=problem_of,
+    kernels=KERNELS,
+    reference=_reference,
+    unserved=_unserved,
+    settled=_settled,
+    named=_named,
+    by_value=True,
+)  # fmt: skip

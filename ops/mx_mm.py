@@ -1,39 +1,29 @@
-"""The op `fp8fn::mx_mm`, the product of two MX-FP8 matrices: schema, checks, and which kernel takes it.
-
-Kernels stand in a list, each with the envelope of problems that it takes. The first that takes a problem computes it,
-unless a table names another one, and past the end of the list is plain PyTorch: so there is always a result, and
-`choose` says whose, and why not that of the others.
-"""
+"""The op `fp8fn::mx_mm`, the product of two MX-FP8 matrices: schema, checks, and the list of its kernels."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from fp8fn.ops import reference, targets
+from fp8fn.ops import kernel, reference, targets
 from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config as CudaConfig
-from fp8fn.ops.cuda.gemm.mx_tiles import Config as TilesConfig
-from fp8fn.ops.cuda.gemm.scaled_mm import call as cuda_call
-from fp8fn.ops.cuda.gemm.scaled_mm import map_fault
-from fp8fn.ops.cuda.runtime import graph_capture, nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.gemm.operands import map_fault
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
-from fp8fn.ops.hip.launch import HipLaunch
+from fp8fn.ops.kernel import Choice, Dispatch, Kernel, Named, Tensors
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset
-from fp8fn.ops.tuning.mx import SHIPPED, Config, Problem, Table, lookup, parse
+from fp8fn.ops.tuning.mx import Config, Problem, Table, lookup, shipped
 
 MX_MM_SCHEMA: Final = (
     "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -46,15 +36,6 @@ E8M0: Final = torch.float8_e8m0fnu
 # Rows of a tile of the kernel that shares a sum over K: the least that a matrix instruction has.
 _FEW: Final = 16
 _MOST_SPLITS: Final = 8
-
-# Kernels in HIP that could not be compiled or loaded in this process, and why.
-_FAULTS: Final[dict[str, str]] = {}
-
-# Of Triton, HIP and CUDA C++.
-AnyLaunch: TypeAlias = Launch | HipLaunch | CudaLaunch
-AnyConfig: TypeAlias = Config | HipConfig | CudaConfig | TilesConfig
-
-_log = logging.getLogger("fp8fn")
 
 
 def check_mx_mm(
@@ -84,53 +65,6 @@ def is_mx(a_scale: Tensor, a_block: Block, b_scale: Tensor, b_block: Block) -> b
     return blocks == (A_BLOCK, B_BLOCK) and a_scale.dtype == E8M0 and b_scale.dtype == E8M0
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel: the problems it takes, its configuration of one, and its launches.
-
-    `accepts` is None for a problem that the kernel can compute, else the reason why not. `untuned` is None where it
-    should do so without a table that names it. `configure` is its own choice, and `plan` the launches, in order, that
-    fill `out (B?, M, N)`; those of `cuda` are also told whether b is constant.
-    """
-
-    name: str
-    accepts: Callable[[Problem], str | None]
-    configure: Callable[[Problem], AnyConfig]
-    plan: Callable[..., tuple[AnyLaunch, ...]]
-    untuned: Callable[[Problem], str | None] = lambda problem: None
-
-    @property
-    def hip(self) -> bool:
-        return self.name.startswith("hip_")
-
-    @property
-    def triton(self) -> bool:
-        return self.name.startswith("triton_")
-
-    @property
-    def cuda(self) -> bool:
-        return self.name.startswith("cuda_")
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The kernel of a problem, None for plain PyTorch; who chose it; and why not those before it in the list."""
-
-    kernel: Kernel | None
-    config: AnyConfig | None
-    source: str
-    refused: tuple[tuple[str, str], ...]
-
-    @property
-    def name(self) -> str:
-        return "reference" if self.kernel is None else self.kernel.name
-
-    def describe(self) -> str:
-        """One line, for the log."""
-        others = "".join(f"; not {name}: {reason}" for name, reason in self.refused)
-        return f"{self.name} by {self.source}{others}"
-
-
 def choose(
     problem: Problem, table: Table | None = None, kernels: tuple[Kernel, ...] | None = None,
     faults: Mapping[str, str] | None = None,
@@ -139,24 +73,23 @@ def choose(
 
     `faults` are kernels that this machine can't load, by name, each with the reason.
     """
-    kernels = KERNELS if kernels is None else kernels
-    row = lookup(problem, _shipped() if table is None else table)
-    refusals = dict(faults or {})
-    if row is not None and not row.use_hip:
-        refusals |= {kernel.name: "the table has use_hip=0" for kernel in kernels if kernel.hip}
-    refused: list[tuple[str, str]] = []
-    if row is not None and (row.use_hip or not row.kernel.startswith("hip_")):
-        kernel = next((kernel for kernel in kernels if kernel.name == row.kernel), None)
-        reason = "no kernel has the name" if kernel is None else refusals.get(row.kernel) or kernel.accepts(problem)
-        if kernel is not None and reason is None:
-            return Choice(kernel, _changed(kernel.configure(problem), row.options), "the table", ())
-        refused.append((row.kernel, f"the table names it, but {reason}"))
-    for kernel in kernels:
-        reason = refusals.get(kernel.name) or kernel.accepts(problem) or kernel.untuned(problem)
-        if reason is None:
-            return Choice(kernel, kernel.configure(problem), "default", tuple(refused))
-        refused.append((kernel.name, reason))
-    return Choice(None, None, "default", tuple(refused))
+    return kernel.choose(problem, KERNELS if kernels is None else kernels, named(problem, table), faults)
+
+
+def named(problem: Problem, table: Table | None = None) -> Named | None:
+    """What a table says of a problem, by default those of its chip and then the shipped one."""
+    if table is None and problem.chip is not None:
+        from fp8fn.ops.tuning.mx_table import mx_named
+
+        if (measured := mx_named(problem)) is not None:
+            return measured
+    row = lookup(problem, shipped() if table is None else table)
+    if row is None:
+        return None
+    slower = {} if row.use_hip else dict.fromkeys(_HIP, "the table has use_hip=0")
+    fastest = None if row.kernel in slower else row.kernel
+    changes: dict[str, Any] = dict(row.options)
+    return Named(fastest, "the table", lambda config: replace(config, **changes), slower)
 
 
 def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: bool = False) -> Problem:
@@ -168,6 +101,12 @@ def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: 
     words = all(mx_tiles.has_words(lines) for lines in (scales[0], scales[1].mT)) if scales else True
     in_boxes = words and map_fault(a) is None and map_fault(b.mT) is None
     return Problem(m, n, k, target, batch, a.dtype, b.dtype, largest, k_lines, in_boxes, constant)
+
+
+def _problem(product: ScaledProduct) -> Problem:
+    (a, a_scale, _), (b, b_scale, _) = product.a, product.b
+    problem = problem_of(a, b, product.target, a_scale, b_scale, constant=product.constant)
+    return replace(problem, chip=chip_of(a.device, product.target)) if a.is_cuda else problem
 
 
 def span(x: Tensor) -> int:
@@ -182,99 +121,41 @@ def has_lines(x: Tensor) -> bool:
     return (step == 1 or x.shape[-1] == 1) and aligned and x.data_ptr() % 16 == 0
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    table: Table | None = None, *, constant: bool = False,
-) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
-    """The launches that fill `out`, in order; None where plain PyTorch has to serve."""
-    problem = problem_of(a, b, target, a_scale, b_scale, constant=constant)
-    choice = _default_choice(problem, _missing()) if table is None else choose(problem, table)
-    return _launches(choice, a, a_scale, b, b_scale, bias, out, target, constant)
-
-
-def _launches(
-    choice: Choice, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
-    target: Target, constant: bool,
-) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("mx_mm %s x %s: %s", tuple(a.shape), tuple(b.shape), choice.describe())
-    if choice.kernel is None:
-        return None
-    told = {"constant": constant} if choice.kernel.cuda else {}
-    launches = choice.kernel.plan(a, a_scale, b, b_scale, bias, out, target, choice.config, **told)
-    return tuple(replace(launch, reason=choice.describe()) for launch in launches)
-
-
 def mx_mm_reference(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
-    return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out_dtype or torch.bfloat16)
+    left, right = Quantized(a, a_scale, A_BLOCK), Quantized(b, b_scale, B_BLOCK)
+    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
 def mx_mm_kernel(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None, constant: bool = False,
 ) -> Tensor:  # fmt: skip
-    bias = None if bias is None else bias.contiguous()
-    operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
     constant = constant or graph_capture.readable(b, b_scale)
-    key = ("mx_mm", out_dtype, constant, *map(kind, operands))
-    call = recall(key)
-    if call is not None:  # the key holds all that the checks read
-        return call(*operands)[0]  # type: ignore[no-any-return]
+    return MX_MM((a, a_scale, b, b_scale, bias), (out_dtype, constant))[0]
+
+
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
+    (a, a_scale, b, b_scale, bias), (out_dtype, constant) = tensors, values
     check_mx_mm(a, a_scale, b, b_scale, bias, out_dtype)
-    target = targets.target_of(a.device)
-    targets.check_supported(target, a.device)
-    out = empty_output(a, b, out_dtype)
-    if out.numel() == 0:
-        return out
-    launches = loadable(a, a_scale, b, b_scale, bias, out, target, constant)
-    if launches is None:
-        return reference.scaled_mm(a, a_scale, A_BLOCK, b, b_scale, B_BLOCK, bias, out.dtype)
-    if isinstance(launches[0], CudaLaunch):
-        return keep(key, cuda_call(launches[0], out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
-    for launch in launches:
-        launch.run()
-    return out
+    return ScaledProduct(
+        a=Quantized(a, a_scale, A_BLOCK), b=Quantized(b, b_scale, B_BLOCK), bias=bias,
+        out=empty_output(a, b, out_dtype), target=targets.target_of(a.device), constant=constant,
+    )  # fmt: skip
 
 
-def loadable(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    constant: bool = False,
-) -> tuple[AnyLaunch, ...] | None:  # fmt: skip
-    """As of `plan`; where a kernel in HIP can be neither compiled nor loaded here, the next of the list takes over."""
-    problem = problem_of(a, b, target, a_scale, b_scale, constant=constant)
-    while True:
-        choice = _default_choice(problem, (*_FAULTS.items(), *_missing()))
-        launches = _launches(choice, a, a_scale, b, b_scale, bias, out, target, constant)
-        faults = (launch.fault() for launch in launches or () if isinstance(launch, HipLaunch))
-        fault = next((fault for fault in faults if fault is not None), None)
-        if fault is None:
-            return launches
-        _FAULTS[choice.name] = fault
+def _settled(product: ScaledProduct) -> Tensors | None:
+    """With a contiguous bias, as every kernel reads it."""
+    if product.bias is None or product.bias.is_contiguous():
+        return None
+    return *product.a[:2], *product.b[:2], product.bias.contiguous()
 
 
-def _missing() -> tuple[tuple[str, str], ...]:
-    """The kernels in CUDA C++ and why, where nothing compiles them."""
-    reason = nvrtc.unavailable()
-    return () if reason is None else tuple((kernel.name, reason) for kernel in KERNELS if kernel.cuda)
-
-
-@lru_cache(maxsize=4096)
-def _default_choice(problem: Problem, faults: tuple[tuple[str, str], ...] = ()) -> Choice:
-    return choose(problem, faults=dict(faults))
-
-
-@cache
-def _shipped() -> Table:
-    return parse(SHIPPED)
-
-
-def _changed(config: AnyConfig, options: Mapping[str, int]) -> AnyConfig:
-    changes: dict[str, Any] = dict(options)
-    return replace(config, **changes)
+def _reference(product: ScaledProduct) -> tuple[Tensor]:
+    return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
 
 def _foreign(problem: Problem) -> str | None:
@@ -336,28 +217,28 @@ def _configure_widened(problem: Problem) -> Config:
     return Config(128, 128, 64, 8, 3)
 
 
-def _plan_widened(*args: Any) -> tuple[Launch, ...]:
+def _plan_widened(product: ScaledProduct, config: Config) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mx_mm import plan_mx_mm
 
-    return plan_mx_mm(*args)
+    return plan_mx_mm(product, config)
 
 
-def _plan_scaled(*args: Any) -> tuple[Launch, ...]:
+def _plan_scaled(product: ScaledProduct, config: Config) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
 
-    return (plan_mx_mm_scaled(*args),)
+    return plan_mx_mm_scaled(product, config)
 
 
-def _plan_gemv(*args: Any) -> tuple[HipLaunch, ...]:
+def _plan_gemv(product: ScaledProduct, config: HipConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.hip.mx_mm import plan_gemv
 
-    return plan_gemv(*args)
+    return plan_gemv(product, config)
 
 
-def _plan_mfma(*args: Any) -> tuple[HipLaunch, ...]:
+def _plan_mfma(product: ScaledProduct, config: HipConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.hip.mx_mm import plan_mfma
 
-    return plan_mfma(*args)
+    return plan_mfma(product, config)
 
 
 KERNELS: Final = (
@@ -368,4 +249,17 @@ KERNELS: Final = (
     Kernel("triton_few", _accepts_few, _configure_few, _plan_widened),
     Kernel("triton_scaled", _accepts_scaled, _configure_scaled, _plan_scaled),
     Kernel("triton_widened", _foreign, _configure_widened, _plan_widened),
+)
+_HIP: Final = [kernel.name for kernel in KERNELS if kernel.backend == "hip"]
+
+MX_MM: Final = Dispatch(
+    op="mx_mm",
+    inputs=("a", "a_scale", "b", "b_scale", "bias"),
+    operands=_operands,
+    problem=_problem,
+    kernels=KERNELS,
+    reference=_reference,
+    settled=_settled,
+    named=named,
+    by_value=True,
 )

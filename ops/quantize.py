@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize as cuda
-from fp8fn.ops.cuda.quantize import quantize_columns as columns
-from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
+from fp8fn.ops.cuda.quantize import quantize_rows as cuda_rows
+from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
-from fp8fn.ops.layout import (
-    WHOLE,
-    Block,
-    as_batch,
-    contracts_rows,
-    empty_data,
-    empty_scale,
-    is_column_major,
-    is_square,
-    known_block,
-    swap,
-    turned,
-    unknown_block,
-)
+from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, known_block, swap, turned, unknown_block
+from fp8fn.ops.quantization import Quantization
 
 QUANTIZE_SCHEMA: Final = (
     'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32") -> (Tensor, Tensor)'
@@ -38,16 +27,12 @@ QUANTIZE_DUAL_SCHEMA: Final = (
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
-_log = logging.getLogger("fp8fn")
-
 
 def check_quantize(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, name: str = "quantize", arg: str = "x"
 ) -> tuple[Block, torch.dtype]:
     """The block as a tuple and the element type, or the error that says which argument is wrong and what would work."""
-    pair = known_block(block)
-    if pair is None:
-        raise unknown_block(f"{name}: block", block)
+    pair = checked_block(name, block)
     if x.dtype not in INPUT_DTYPES:
         remedy = "use bfloat16, float16 or float32, x.to(torch.float32) for one"
         raise TypeError(f"{name}: {arg} has dtype {x.dtype}; {remedy}")
@@ -62,15 +47,6 @@ def check_quantize(
     return pair, dtype
 
 
-def empty_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised outputs of `quantize_dual(x, block)`."""
-    column_major = contracts_rows(block)
-    return (
-        empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major),
-        empty_data(x, swap(block), dtype, not column_major), empty_scale(x, swap(block), scale, not column_major),
-    )  # fmt: skip
-
-
 def quantize_reference(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
@@ -81,29 +57,7 @@ def quantize_reference(
 def quantize_kernel(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    pair, fp8 = check_quantize(x, block, dtype, scale)
-    key = ("quantize", pair, fp8, scale, kind(x))
-    call = recall(key)
-    if call is None:
-        if not kernel_takes(x, fp8):
-            return reference.quantize(x, pair, fp8, scale)
-        target = targets.target_of(x.device)
-        kernels = columns if WHOLE in pair else cuda
-        if not _cuda_takes(x, pair, fp8, target):
-            return _quantize_by_triton(x, pair, fp8, scale, target)
-        call = keep(key, kernels.call_quantize(x, pair, fp8, scale, target))
-    data, scales = call(x)
-    return data, scales
-
-
-def _quantize_by_triton(
-    x: Tensor, block: Block, dtype: torch.dtype, scale: str, target: targets.Target
-) -> tuple[Tensor, Tensor]:
-    from fp8fn.ops.triton.quantize import plan_quantize
-
-    data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
-    for launch in plan_quantize(as_batch(x), as_batch(data), as_batch(scales), block, scale, target):
-        launch.run()
+    data, scales = QUANTIZE((x,), (False, checked_block("quantize", block), dtype, scale))
     return data, scales
 
 
@@ -117,39 +71,51 @@ def quantize_dual_reference(
 def quantize_dual_kernel(
     x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
-    if contracts_rows(pair):
-        col, col_scale, row, row_scale = quantize_dual_kernel(x, swap(pair), fp8, scale)
-        return row, row_scale, col, col_scale
+    pair = checked_block("quantize_dual", block)
     if WHOLE in pair and not is_square(pair):  # a whole row or column does not fit on chip: two launches, two reads
-        return *quantize_kernel(x, pair, fp8, scale), *quantize_kernel(x, swap(pair), fp8, scale)
-    key = ("quantize_dual", pair, fp8, scale, kind(x))
-    call = recall(key)
-    if call is None:
-        if not kernel_takes(x, fp8):
-            return reference.quantize_dual(x, pair, fp8, scale)
-        target = targets.target_of(x.device)
-        if not _cuda_takes(x, pair, fp8, target):
-            return _quantize_dual_by_triton(x, pair, fp8, scale, target)
-        call = keep(key, cuda.call_quantize_dual(x, pair, fp8, scale, target))
-    row, row_scale, col, col_scale = call(x)
-    return row, row_scale, col, col_scale
+        check_quantize(x, pair, dtype, scale, "quantize_dual")
+        return *quantize_kernel(x, pair, dtype, scale), *quantize_kernel(x, swap(pair), dtype, scale)
+    data, scales, dual_data, dual_scales = QUANTIZE((x,), (True, pair, dtype, scale))
+    return data, scales, dual_data, dual_scales
 
 
-def _quantize_dual_by_triton(
-    x: Tensor, block: Block, dtype: torch.dtype, scale: str, target: targets.Target
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if is_square(block):
-        return _both_sides(x, *_quantize_by_triton(x, block, dtype, scale, target))
-    from fp8fn.ops.triton.quantize_dual import DUAL_BLOCKS, plan_quantize_dual
+def checked_block(name: str, block: Sequence[int]) -> Block:
+    """The block as a tuple of constants, as the key of a kept call has it."""
+    pair = known_block(block)
+    if pair is None:
+        raise unknown_block(f"{name}: block", block)
+    return pair
 
-    if block not in DUAL_BLOCKS:  # a whole row or column does not fit on chip: two launches, two reads
-        row, row_scale = _quantize_by_triton(x, block, dtype, scale, target)
-        return row, row_scale, *_quantize_by_triton(x, swap(block), dtype, scale, target)
-    out = empty_dual(x, block, dtype, scale)
-    row, row_scale, col, col_scale = (as_batch(t) for t in out)
-    plan_quantize_dual(as_batch(x), row, row_scale, col, col_scale, block, scale, target).run()
-    return out
+
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
+    (x,), (dual, block, dtype, scale) = tensors, values
+    pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual" if dual else "quantize")
+    return Quantization(x=x, block=pair, dtype=fp8, scale=scale, target=targets.target_of(x.device), dual=dual)
+
+
+def unserved(q: Quantization) -> str | None:
+    """Why no kernel quantizes to a format on a device, or None."""
+    if any(x.numel() == 0 for x in q.operands.values()):
+        return "x is empty"
+    if q.dtype not in targets.fp8_dtypes(q.target):
+        return f"{q.dtype} has no kernel on {q.target.name}"
+    return None
+
+
+def _unserved(q: Quantization) -> str | None:
+    if q.dual and is_square(q.block) and (reason := cuda_blocks.accepts(q)) is not None:
+        return unserved(q) or f"the second output is a copy of the first: {reason}"
+    return unserved(q)
+
+
+def _reference(q: Quantization) -> Sequence[Tensor]:
+    """By plain PyTorch; the second output in square blocks is a copy of the first."""
+    form = q.x, q.block, q.dtype, q.scale
+    if not q.dual:
+        return reference.quantize(*form)
+    if unserved(q) is not None:
+        return reference.quantize_dual(*form)
+    return _both_sides(q.x, *quantize_kernel(*form))
 
 
 def _both_sides(x: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -159,21 +125,47 @@ def _both_sides(x: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor
     return data, scales, turned(data, True), turned(scales, True)
 
 
-def _cuda_takes(x: Tensor, block: Block, dtype: torch.dtype, target: targets.Target) -> bool:
-    """Whether the kernels in CUDA C++ serve; Triton's do where they don't."""
-    kernels = columns if WHOLE in block else cuda
-    reason = kernels.accepts(x, block, dtype, target) or nvrtc.unavailable()
-    if reason is not None and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("quantize %s in %s by Triton: %s", tuple(x.shape), block, reason)
-    return reason is None
+def _accepts_triton(q: Quantization) -> str | None:
+    return "one launch writes one orientation" if q.dual else None
 
 
-def kernel_takes(x: Tensor, dtype: torch.dtype) -> bool:
-    target = targets.target_of(x.device)
-    targets.check_supported(target, x.device)
-    if x.numel() == 0:
-        return False
-    if dtype not in targets.fp8_dtypes(target):
-        _log.debug("quantize: %s has no kernel on %s; plain PyTorch serves", dtype, target.name)
-        return False
-    return True
+def _accepts_triton_dual(q: Quantization) -> str | None:
+    if not q.dual or is_square(q.block) or WHOLE in q.block:
+        return f"block {q.block}{' and its transpose' * q.dual} is not two orientations of one read"
+    return None
+
+
+def _plan_triton(q: Quantization, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.quantize import plan_quantize
+
+    return plan_quantize(q)
+
+
+def _plan_triton_dual(q: Quantization, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
+
+    return plan_quantize_dual(q)
+
+
+def no_config(_: Quantization) -> None:
+    """For kernels in Triton, whose plans choose the tile."""
+
+
+KERNELS: Final = (
+    Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),
+    Kernel("cuda_rows", cuda_rows.accepts, cuda_rows.configure, cuda_rows.plan),
+    Kernel("cuda_stream", cuda_stream.accepts, cuda_stream.configure, cuda_stream.plan, cuda_stream.untuned),
+    Kernel("cuda_columns", cuda_columns.accepts, cuda_columns.configure, cuda_columns.plan),
+    Kernel("triton_dual", _accepts_triton_dual, no_config, _plan_triton_dual),
+    Kernel("triton_blocks", _accepts_triton, no_config, _plan_triton),
+)
+
+QUANTIZE: Final = Dispatch(
+    op="quantize",
+    inputs=("x",),
+    operands=_operands,
+    problem=lambda q: q,
+    kernels=KERNELS,
+    reference=_reference,
+    unserved=_unserved,
+)

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize_columns as columns
-from fp8fn.ops.cuda.quantize import quantize_grouped as cuda
-from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
-from fp8fn.ops.groups import ROWS, check_ends, check_offsets, empty_grouped
-from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, known_block, swap
-from fp8fn.ops.quantize import check_quantize, kernel_takes, quantize_kernel
+from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
+from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
+from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
+from fp8fn.ops.groups import ROWS, check_ends, check_offsets
+from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import WHOLE, Block, known_block, swap
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.quantize import check_quantize, no_config, quantize_kernel, unserved
 
 QUANTIZE_GROUPED_SCHEMA: Final = (
     "quantize_grouped(Tensor x, Tensor offsets, int[2] block=[128, 1], ScalarType? dtype=None,"
@@ -29,7 +31,13 @@ QUANTIZE_GROUPED_DUAL_SCHEMA: Final = (
 GROUPED_BLOCKS: Final[tuple[Block, ...]] = ((ROWS, 1), (WHOLE, 1))
 DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
 
-_log = logging.getLogger("fp8fn")
+
+def checked_block(name: str, block: Sequence[int], blocks: tuple[Block, ...]) -> Block:
+    """The block as a tuple of constants, or the error that says what would work."""
+    pair = known_block(block)
+    if pair is None or pair not in blocks:
+        raise ValueError(f"{name}: block={tuple(block)} is not a block of grouped tokens; use one of {blocks}")
+    return pair
 
 
 def check_quantize_grouped(
@@ -37,22 +45,12 @@ def check_quantize_grouped(
     name: str = "quantize_grouped", blocks: tuple[Block, ...] = GROUPED_BLOCKS,
 ) -> tuple[Block, torch.dtype]:  # fmt: skip
     """The block as a tuple and the element type, or the error that says which argument is wrong and what would work."""
-    pair = known_block(block)
-    if pair not in blocks:
-        raise ValueError(f"{name}: block={tuple(block)} is not a block of grouped tokens; use one of {blocks}")
+    pair = checked_block(name, block, blocks)
     checked = check_quantize(x, pair, dtype, scale, name)
     if x.ndim != 2:
         raise ValueError(f"{name}: x has shape {tuple(x.shape)}; it must be (M, N), the tokens of all groups")
     check_offsets(name, offsets, "x", x)
     return checked
-
-
-def empty_grouped_dual(
-    x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised outputs of `quantize_grouped_dual(x, offsets, block)`."""
-    row = empty_data(x, block, dtype), empty_scale(x, block, scale)
-    return *row, *empty_grouped(x, groups, swap(block), dtype, scale)
 
 
 def quantize_grouped_reference(
@@ -74,68 +72,71 @@ def quantize_grouped_dual_reference(
 def quantize_grouped_kernel(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale)
-    key = ("quantize_grouped", pair, fp8, scale, kind(x), kind(offsets))
-    call = recall(key)
-    if call is None:
-        if not kernel_takes(x, fp8):
-            return reference.quantize_grouped(x, offsets, pair, fp8, scale)
-        target = targets.target_of(x.device)
-        if not _cuda_takes(x, offsets, pair, fp8, target):
-            return _quantize_grouped_by_triton(x, offsets, pair, fp8, scale, target)
-        kernels = columns if WHOLE in pair else cuda
-        call = keep(key, kernels.call_quantize_grouped(x, offsets, fp8, scale, target))
-    data, scales = call(x, offsets)
+    pair = checked_block("quantize_grouped", block, GROUPED_BLOCKS)
+    data, scales = QUANTIZE_GROUPED((x, offsets), (False, pair, dtype, scale))
     return data, scales
 
 
 def quantize_grouped_dual_kernel(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
+    pair = checked_block("quantize_grouped_dual", block, DUAL_BLOCKS)
     if pair[1] == WHOLE:  # neither a whole row nor a whole group fits on chip
-        row, row_scale = quantize_kernel(x, pair, fp8, scale)
-        return row, row_scale, *quantize_grouped_kernel(x, offsets, swap(pair), fp8, scale)
-    key = ("quantize_grouped_dual", fp8, scale, kind(x), kind(offsets))
-    call = recall(key)
-    if call is None:
-        if not kernel_takes(x, fp8):
-            return reference.quantize_grouped_dual(x, offsets, pair, fp8, scale)
-        target = targets.target_of(x.device)
-        if not _cuda_takes(x, offsets, pair, fp8, target):
-            return _quantize_grouped_dual_by_triton(x, offsets, pair, fp8, scale, target)
-        call = keep(key, cuda.call_quantize_grouped_dual(x, offsets, fp8, scale, target))
-    row, row_scale, col, col_scale = call(x, offsets)
+        check_quantize_grouped(x, offsets, pair, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
+        return *quantize_kernel(x, pair, dtype, scale), *quantize_grouped_kernel(x, offsets, swap(pair), dtype, scale)
+    row, row_scale, col, col_scale = QUANTIZE_GROUPED((x, offsets), (True, pair, dtype, scale))
     return row, row_scale, col, col_scale
 
 
-def _cuda_takes(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, target: targets.Target) -> bool:
-    """Whether the kernels in CUDA C++ serve; Triton's do where they don't."""
-    if WHOLE in block:
-        reason = columns.accepts_grouped(x, offsets, dtype, target) or nvrtc.unavailable()
-    else:
-        reason = cuda.accepts(x, offsets, dtype, target) or nvrtc.unavailable()
-    if reason is not None and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("quantize_grouped %s in %s by Triton: %s", tuple(x.shape), block, reason)
-    return reason is None
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
+    (x, offsets), (dual, block, dtype, scale) = tensors, values
+    op, blocks = ("quantize_grouped_dual", DUAL_BLOCKS) if dual else ("quantize_grouped", GROUPED_BLOCKS)
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, op, blocks)
+    target = targets.target_of(x.device)
+    return Quantization(x=x, offsets=offsets, block=pair, dtype=fp8, scale=scale, target=target, dual=dual)
 
 
-def _quantize_grouped_by_triton(
-    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str, target: targets.Target
-) -> tuple[Tensor, Tensor]:
+def _reference(q: Quantization) -> Sequence[Tensor]:
+    assert q.offsets is not None
+    quantize = reference.quantize_grouped_dual if q.dual else reference.quantize_grouped
+    return quantize(q.x, q.offsets, q.block, q.dtype, q.scale)
+
+
+def _accepts_triton(q: Quantization) -> str | None:
+    return "one launch writes one orientation" if q.dual else None
+
+
+def _accepts_triton_dual(q: Quantization) -> str | None:
+    return None if q.dual else "two orientations are written"
+
+
+def _plan_triton(q: Quantization, _: None) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped
 
-    data, scales = empty_grouped(x, offsets.shape[0], block, dtype, scale)
-    for launch in plan_quantize_grouped(x, offsets, data, scales, block, scale, target):
-        launch.run()
-    return data, scales
+    return plan_quantize_grouped(q)
 
 
-def _quantize_grouped_dual_by_triton(
-    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str, target: targets.Target
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _plan_triton_dual(q: Quantization, _: None) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped_dual
 
-    out = empty_grouped_dual(x, offsets.shape[0], block, dtype, scale)
-    plan_quantize_grouped_dual(x, offsets, *out, scale, target).run()
-    return out
+    return plan_quantize_grouped_dual(q)
+
+
+KERNELS: Final = (
+    Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),
+    Kernel("cuda_walk", cuda_walk.accepts, cuda_walk.configure, cuda_walk.plan, cuda_walk.untuned),
+    Kernel("cuda_stream", cuda_stream.accepts, cuda_stream.configure, cuda_stream.plan, cuda_stream.untuned),
+    Kernel("cuda_columns", cuda_columns.accepts, cuda_columns.configure, cuda_columns.plan),
+    Kernel("triton_dual", _accepts_triton_dual, no_config, _plan_triton_dual),
+    Kernel("triton_blocks", _accepts_triton, no_config, _plan_triton),
+)
+
+QUANTIZE_GROUPED: Final = Dispatch(
+    op="quantize_grouped",
+    inputs=("x", "offsets"),
+    operands=_operands,
+    problem=lambda q: q,
+    kernels=KERNELS,
+    reference=_reference,
+    unserved=unserved,
+)

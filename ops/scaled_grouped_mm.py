@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.gemm import scaled_grouped_mm as cuda
-from fp8fn.ops.cuda.gemm.scaled_mm import call as cuda_call
-from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.groups import (
     LARGE,
@@ -29,10 +23,12 @@ from fp8fn.ops.groups import (
     spread_unit,
     unit_of,
 )
+from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block
-from fp8fn.ops.scaled_mm import check_operand, check_product, contiguous_along_k
-from fp8fn.ops.targets import Target
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
 
 SCALED_GROUPED_MM_SCHEMA: Final = (
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
@@ -46,15 +42,13 @@ EXPERT_BLOCKS: Final[tuple[Block, ...]] = ((128, 128), (128, 1), (WHOLE, 1), (32
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
 
 _NAME: Final = "scaled_grouped_mm"
-_log = logging.getLogger("fp8fn")
 
 
 def check_scaled_grouped_mm(
-    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
-    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None,
-) -> tuple[Block, Block]:  # fmt: skip
-    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    a_parts: Parts, b_parts: Parts, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Quantized, Quantized]:
+    """The operands with known blocks, or the error that says which argument is wrong and what would work."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = a_parts, b_parts
     check_grouping(_NAME, a, b, offsets)
     if b.ndim == 3:
         left = check_operand(f"{_NAME}: a", a, a_scale, a_block)
@@ -81,7 +75,7 @@ def check_scaled_grouped_mm(
     for name, tensor in (("a_scale", a_scale), ("b_scale", b_scale)):
         if tensor.device != a.device:
             raise ValueError(f"{_NAME}: a is on {a.device} and {name} on {tensor.device}; move them to one device")
-    return left, right
+    return Quantized(a, a_scale, left), Quantized(b, b_scale, right)
 
 
 def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
@@ -166,10 +160,9 @@ def scaled_grouped_mm_reference(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
+    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
     check_ends(_NAME, offsets)
-    out_dtype = out_dtype or torch.bfloat16
-    return reference.scaled_grouped_mm(a, a_scale, left, b, b_scale, right, offsets, bias, out_dtype)
+    return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype or torch.bfloat16)
 
 
 def scaled_grouped_mm_kernel(
@@ -177,53 +170,47 @@ def scaled_grouped_mm_kernel(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    operands = (a, a_scale, b, b_scale, offsets) if bias is None else (a, a_scale, b, b_scale, offsets, bias)
-    key = (_NAME, tuple(a_block), tuple(b_block), out_dtype, *map(kind, operands))
-    call = recall(key)
-    if call is not None:  # the key holds all that the checks read
-        return call(*operands)[0]  # type: ignore[no-any-return]
-    left, right = check_scaled_grouped_mm(a, a_scale, a_block, b, b_scale, b_block, offsets, bias, out_dtype)
-    target = targets.target_of(a.device)
-    targets.check_supported(target, a.device)
-    out = empty_grouped_output(a, b, offsets, out_dtype)
-    if out.numel() == 0:
-        return out
-    if not {a.dtype, b.dtype} <= set(targets.fp8_dtypes(target)):
-        _log.debug("%s: %s @ %s has no kernel on %s; plain PyTorch serves", _NAME, a.dtype, b.dtype, target.name)
-        return reference.scaled_grouped_mm(a, a_scale, left, b, b_scale, right, offsets, bias, out.dtype)
-    if bias is not None:
-        bias = bias.contiguous()
-    if target.name == "sm90":
-        a, b = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
-    launch = plan(a, a_scale, left, b, b_scale, right, offsets.contiguous(), bias, out, target)
-    copied = a.stride() != operands[0].stride() or b.stride() != operands[2].stride()
-    if isinstance(launch, Launch) or copied or not all(x.is_contiguous() for x in operands[4:]):
-        launch.run()
-        return out
-    return keep(key, cuda_call(launch, out, bias is not None))(*operands)[0]  # type: ignore[no-any-return]
+    tensors = (a, a_scale, b, b_scale, offsets, bias)
+    return SCALED_GROUPED_MM(tensors, (tuple(a_block), tuple(b_block), out_dtype))[0]
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-) -> Launch | CudaLaunch:  # fmt: skip
-    """Which kernel multiplies, the one place that chooses: in CUDA C++ where that takes the operands, else Triton."""
-    operands = (a, a_scale, a_block, b, b_scale, b_block, offsets, bias)
-    # Tensors on the CPU are for Triton's interpreter.
-    reason = "a is on the CPU" if a.device.type == "cpu" else cuda.accepts(*operands, target) or nvrtc.unavailable()
-    launch: Launch | CudaLaunch
-    if reason is None:
-        from fp8fn.ops.tuning.grouped import choose_config, problem_of
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
+    (a, a_scale, b, b_scale, offsets, bias), (a_block, b_block, out_dtype) = tensors, values
+    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    out, target = empty_grouped_output(a, b, offsets, out_dtype), targets.target_of(a.device)
+    return ScaledProduct(a=left, b=right, offsets=offsets, bias=bias, out=out, target=target)
 
-        jagged_m = b.ndim == 3
-        problem = problem_of(a, a_block, b, b_block, offsets.shape[0], out)
-        config = choose_config(problem, target.cores, jagged_m=jagged_m)
-        launch = replace(cuda.plan(*operands, out, target, config), reason="by the model")
-    else:
-        from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 
-        launch = replace(plan_scaled_grouped_mm(*operands, out, target), reason=f"no CUDA C++: {reason}")
-    if _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s %s x %s: %s", _NAME, tuple(a.shape), tuple(b.shape), launch.describe())
-    return launch
+def _settled(product: ScaledProduct) -> Tensors | None:
+    """Operands with K contiguous on Hopper, contiguous offsets and bias, as every kernel takes them."""
+    (a, a_scale, _), (b, b_scale, _), offsets, bias = product.a, product.b, product.group_ends, product.bias
+    copies = along_k(product)
+    if copies is None and offsets.is_contiguous() and (bias is None or bias.is_contiguous()):
+        return None
+    a, b = copies or (a, b)
+    return a, a_scale, b, b_scale, offsets.contiguous(), None if bias is None else bias.contiguous()
+
+
+def _reference(product: ScaledProduct) -> tuple[Tensor]:
+    a, b, out_dtype = product.a, product.b, product.out.dtype
+    return (reference.scaled_grouped_mm(a, b, product.group_ends, product.bias, out_dtype),)
+
+
+def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
+
+    return plan_scaled_grouped_mm(product)
+
+
+SCALED_GROUPED_MM: Final = Dispatch(
+    op=_NAME,
+    inputs=("a", "a_scale", "b", "b_scale", "offsets", "bias"),
+    operands=_operands,
+    kernels=(
+        Kernel("cuda", by_cuda, configure_cuda, cuda.plan, source="the model"),
+        Kernel("triton", takes_all, no_config, _plan_triton),
+    ),
+    reference=_reference,
+    unserved=foreign_types,
+    settled=_settled,
+)

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block, known_block, matrix_strides, scale_shape, unknown_block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
     " Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
 )
 
-_log = logging.getLogger("fp8fn")
+
+Parts: TypeAlias = tuple[Tensor, Tensor, Sequence[int]]
+"""Data, scales and block, as an op is given them."""
 
 
 def check_scaled_mm(
-    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
-    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    bias: Tensor | None, out_dtype: torch.dtype | None,
-) -> tuple[Block, Block]:  # fmt: skip
-    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    a_parts: Parts, b_parts: Parts, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> tuple[Quantized, Quantized]:
+    """The operands with known blocks, or the error that says which argument is wrong and what would work."""
+    (a, a_scale, a_block), (b, b_scale, b_block) = a_parts, b_parts
     left = check_operand("scaled_mm: a", a, a_scale, a_block)
     right = check_operand("scaled_mm: b", b, b_scale, b_block)
     check_product("scaled_mm", a, b, bias, out_dtype)
@@ -51,7 +53,7 @@ def check_scaled_mm(
     for name, scale in (("a_scale", a_scale), ("b", b), ("b_scale", b_scale)):
         if scale.device != a.device:
             raise ValueError(f"scaled_mm: a is on {a.device} and {name} on {scale.device}; move them to one device")
-    return left, right
+    return Quantized(a, a_scale, left), Quantized(b, b_scale, right)
 
 
 def broadcast_batch(name: str, a: Tensor, b: Tensor) -> torch.Size:
@@ -128,8 +130,8 @@ def scaled_mm_reference(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
-    return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out_dtype or torch.bfloat16)
+    left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
+    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
 def scaled_mm_kernel(
@@ -137,31 +139,100 @@ def scaled_mm_kernel(
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    operands = (a, a_scale, b, b_scale) if bias is None else (a, a_scale, b, b_scale, bias)
-    key = ("scaled_mm", tuple(a_block), tuple(b_block), out_dtype, *map(kind, operands))
-    call = recall(key)
-    if call is not None:  # the key holds all that the checks read
-        return call(*operands)[0]  # type: ignore[no-any-return]
-    left, right = check_scaled_mm(a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype)
-    target = targets.target_of(a.device)
-    targets.check_supported(target, a.device)
-    out = empty_output(a, b, out_dtype)
-    if out.numel() == 0:
-        return out
-    if not {a.dtype, b.dtype} <= set(targets.fp8_dtypes(target)):
-        _log.debug("scaled_mm: %s @ %s has no kernel on %s; plain PyTorch serves", a.dtype, b.dtype, target.name)
-        return reference.scaled_mm(a, a_scale, left, b, b_scale, right, bias, out.dtype)
-    if bias is not None and not bias.is_contiguous():  # kernels take its elements to be neighbours
-        return scaled_mm_kernel(a, a_scale, left, b, b_scale, right, bias.contiguous(), out_dtype)
-    if target.name == "sm90":
-        a_along_k, b_along_k = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
-        if a_along_k.stride() != a.stride() or b_along_k.stride() != b.stride():  # copied
-            return scaled_mm_kernel(a_along_k, a_scale, left, b_along_k, b_scale, right, bias, out_dtype)
-    from fp8fn.ops.tuning.choose import plan_scaled_mm
+    return SCALED_MM((a, a_scale, b, b_scale, bias), (tuple(a_block), tuple(b_block), out_dtype))[0]
 
-    launch = plan_scaled_mm(a, a_scale, left, b, b_scale, right, bias, out, target)
-    if isinstance(launch, Launch):
-        launch.run()
-        return out
-    call = cuda.call(launch, out, bias is not None) if isinstance(launch, CudaLaunch) else launch.call()
-    return keep(key, call)(*operands)[0]  # type: ignore[no-any-return]
+
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
+    (a, a_scale, b, b_scale, bias), (a_block, b_block, out_dtype) = tensors, values
+    left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
+    out, target = empty_output(a, b, out_dtype), targets.target_of(a.device)
+    return ScaledProduct(a=left, b=right, bias=bias, out=out, target=target)
+
+
+def foreign_types(product: ScaledProduct) -> str | None:
+    """Why no kernel of the target takes the element types, or None."""
+    a, b, target = product.a.data.dtype, product.b.data.dtype, product.target
+    if {a, b} <= set(targets.fp8_dtypes(target)):
+        return None
+    return f"{a} @ {b} has no kernel on {target.name}"
+
+
+def along_k(product: ScaledProduct) -> tuple[Tensor, Tensor] | None:
+    """The data of both operands as Hopper's kernels read them, where one has to be copied; see `contiguous_along_k`."""
+    if product.target.name != "sm90":
+        return None
+    a, b = product.a.data, product.b.data
+    left, right = contiguous_along_k(a.mT).mT, contiguous_along_k(b)
+    return None if left.stride() == a.stride() and right.stride() == b.stride() else (left, right)
+
+
+def _settled(product: ScaledProduct) -> Tensors | None:
+    """Operands with K contiguous on Hopper, and a bias whose elements are neighbours, as every kernel takes them."""
+    (a, a_scale, _), (b, b_scale, _), bias = product.a, product.b, product.bias
+    copies = along_k(product)
+    if copies is None and (bias is None or bias.is_contiguous()):
+        return None
+    a, b = copies or (a, b)
+    return a, a_scale, b, b_scale, None if bias is None else bias.contiguous()
+
+
+def _reference(product: ScaledProduct) -> tuple[Tensor]:
+    return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
+
+
+def by_cuda(product: ScaledProduct) -> str | None:
+    """Why the kernel in CUDA C++ does not multiply these operands, or None. The CPU's are for Triton's interpreter."""
+    return "a is on the CPU" if product.a.data.device.type == "cpu" else cuda.accepts(product)
+
+
+def configure_cuda(product: ScaledProduct) -> cuda.Config:
+    from fp8fn.ops.tuning.choose import modelled
+
+    return modelled(product)
+
+
+def _by_cublaslt(product: ScaledProduct) -> str | None:
+    return by_cuda(product) or cublaslt.accepts(product)
+
+
+def _by_tma(product: ScaledProduct) -> str | None:
+    from fp8fn.ops.triton import scaled_mm_tma
+
+    return scaled_mm_tma.accepts(product)
+
+
+def _plan_tma(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton import scaled_mm_tma
+
+    return scaled_mm_tma.plan_scaled_mm_tma(product)
+
+
+def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton import scaled_mm
+
+    return scaled_mm.plan_scaled_mm(product)
+
+
+def _named(product: ScaledProduct) -> Named | None:
+    if by_cuda(product) is not None:
+        return None
+    from fp8fn.ops.tuning.choose import named
+
+    return named(product)
+
+
+SCALED_MM: Final = Dispatch(
+    op="scaled_mm",
+    inputs=("a", "a_scale", "b", "b_scale", "bias"),
+    operands=_operands,
+    kernels=(
+        Kernel("cublaslt", _by_cublaslt, no_config, lambda product, _: cublaslt.plan(product), named_only=True),
+        Kernel("cuda", by_cuda, configure_cuda, cuda.plan, source="the model"),
+        Kernel("triton_tma", _by_tma, no_config, _plan_tma),
+        Kernel("triton", takes_all, no_config, _plan_triton),
+    ),
+    reference=_reference,
+    unserved=foreign_types,
+    settled=_settled,
+    named=_named,
+)

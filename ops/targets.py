@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -45,6 +45,13 @@ class Target:
     def cores(self) -> int:
         """Streaming multiprocessors or compute units."""
         return self.multiprocessors or _MULTIPROCESSORS.get(self.arch, 1)
+
+    @property
+    def cubin(self) -> str:
+        """The architecture that NVRTC compiles for, with the instructions that Hopper and later have for themselves."""
+        if self.backend != "cuda":
+            raise ValueError(f"{self.name} runs no cubin: compile kernels in CUDA C++ for a CUDA target")
+        return f"sm_{self.arch}a" if int(self.arch) >= 90 else f"sm_{self.arch}"
 
     def to_triton(self) -> GPUTarget:
         """The same processor, as Triton's compiler names it; ValueError for the CPU."""
@@ -132,3 +139,26 @@ def check_supported(target: Target, device: torch.device | None = None) -> None:
             f"{where} has compute capability {capability}; fp8fn's kernels need 8.9 (Ada) or later: {remedy}"
         )
     raise ValueError(f"{where} is {target.name}; fp8fn's kernels need gfx942 (MI300) or gfx950 (MI350): {remedy}")
+
+
+class Chip(NamedTuple):
+    """A processor as its driver names it. The same name with fewer multiprocessors (a MIG slice) is another chip."""
+
+    name: str
+    multiprocessors: int
+
+
+def chip_of(device: torch.device, target: Target) -> Chip | None:
+    """The chip that a plan is for: that of the tensors, and of `meta` tensors the current one if it is the target."""
+    if device.type == "cuda":
+        return _chip_of_index(torch.cuda.current_device() if device.index is None else device.index)
+    if device.type == "meta" and target.multiprocessors and torch.cuda.is_available():
+        chip = _chip_of_index(torch.cuda.current_device())
+        return chip if chip.multiprocessors == target.multiprocessors else None
+    return None
+
+
+@cache
+def _chip_of_index(index: int) -> Chip:
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(str(properties.name), int(properties.multi_processor_count))

@@ -1,1 +1,1 @@
-"""Benchmarks: what is measured, on which shapes, and the results that the README's tables are made from."""
+"""Benchmarks: what is measured, on which shapes, and the tables that `docs/` has of the results."""

@@ -1,4 +1,4 @@
-"""Signal-to-noise ratios of results: of whole tensors, and of a product by rows and columns of it in float64."""
+"""Signal-to-noise ratios: of whole tensors, and of sampled rows and columns of a product against float64."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-# Summed over slices of this many elements, so that no float32 copy of a huge tensor is made.
+# Sums run over slices of this many elements, so that a huge tensor is never copied to float32 whole.
 _SLICE = 2**26
 
 
@@ -29,15 +29,15 @@ def snr_db(reference: Tensor, found: Tensor) -> float:
 
 
 def worst(values: Iterable[float]) -> float | None:
-    """The least, NaN where there is one, None where there are none."""
+    """The lowest value: NaN if any value is NaN, None if there are no values."""
     return min(values, key=lambda value: -math.inf if math.isnan(value) else value, default=None)
 
 
 class SampledProduct:
-    """Up to 1024 x 1024 elements of `a (M, K) @ b (K, N)`, evenly spread from the first row and column to the last.
+    """Up to 1024 x 1024 elements of `a (M, K) @ b (K, N)`, spread evenly from the first row and column to the last.
 
-    In float64, on the device, and made when first compared with. Spread, so that a wrong tile anywhere is met: no two
-    sampled rows or columns of the benchmarks' shapes lie 128 apart.
+    The elements are computed in float64 on the device, at the first comparison. In the benchmarks' shapes, neighbouring
+    samples lie less than 128 rows or columns apart, so that a wrong tile is found wherever it is.
     """
 
     def __init__(self, a: Tensor, b: Tensor, most: int = 1024) -> None:
@@ -53,5 +53,5 @@ class SampledProduct:
         return rows @ self._b.index_select(1, self._columns).double()
 
     def snr_db(self, found: Tensor) -> float:
-        """Of a whole `(M, N)`."""
+        """SNR of a product `(M, N)` at the sampled elements."""
         return snr_db(self._expected, found.index_select(0, self._rows).index_select(1, self._columns))

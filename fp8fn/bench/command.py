@@ -1,4 +1,4 @@
-"""What `python -m fp8fn bench dense`, `wgrad`, `linear` and `quant` share: options, the run, JSON, table and plot."""
+"""What benchmarks of suites share (`dense`, `wgrad`, `linear`, `quant`, …): options, the run, JSON, table and plot."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXIT = "Exit status 1 where a case of fp8fn did not run, or a result is under 2
 
 @dataclass(frozen=True)
 class Suite:
-    """Shapes with the cases measured on each, the table that sums them up, and how long to measure."""
+    """Shapes, the cases that are measured on each shape, the table of the results, and the schedule."""
 
     shapes: tuple[tuple[int, ...], ...]
     cases: Callable[[tuple[int, ...], torch.device], list[Case]]
@@ -33,11 +33,11 @@ class Suite:
     schedule: Schedule = DEFAULT
     graphs: bool = False
     axes: str = ""
-    """The names of a shape's sizes, where they are not M,N,K or M,N."""
+    """The names of a shape's sizes, unless they are M,N,K or M,N."""
 
 
 def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Sequence[str] | None) -> int:
-    """Measures, prints each shape as it is done and the table in the end; writes what --json and --plot name."""
+    """Measure each shape and print its rows, then print the table; write the files that --json and --plot name."""
     parser = _parser(benchmark, doc, suites)
     args = parser.parse_args(argv)
     suite = suites[args.suite]
@@ -48,7 +48,7 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     absent = [name for name in needed if importlib.util.find_spec(name) is None]
     if absent:
         parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
-    if args.plot and (fault := plot.fault(args.plot)):
+    if args.plot and (fault := plot.format_fault(args.plot)):
         parser.error(f"--plot {fault}")
     device = args.device or torch.device("cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -68,13 +68,13 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     }
     rows: list[Row] = []
     for shape in args.shape or suite.shapes:
-        with cublaslt.left_out():  # where PyTorch's kernel is the faster one, it is measured as a peer
+        with cublaslt.left_out():  # fp8fn's own kernels: cuBLASLt is measured as a peer
             found = _measured(shape, suite, schedule, clock, args.peers)
         rows += found
         print(tables.terminal(found), end="\n\n", flush=True)
         results["rows"] = [dataclasses.asdict(row) for row in rows]
         if args.json:
-            record.write(args.json, benchmark, results)  # after each shape, so that a run cut short leaves its figures
+            record.write(args.json, benchmark, results)  # after each shape: an interrupted run leaves its figures
     run = record.make(benchmark, results)
     print(suite.table(run))
     if args.plot:
@@ -85,7 +85,7 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
 def _measured(
     shape: tuple[int, ...], suite: Suite, schedule: Schedule, clock: Clock, peers: Sequence[str]
 ) -> list[Row]:
-    """The rows of a shape, with nothing left of its tensors."""
+    """The rows of a shape. The shape's tensors are freed."""
     cases = [case for case in suite.cases(shape, clock.device) if case.peer in ("fp8fn", *peers)]
     rows = measure(shape, cases, clock, schedule, suite.graphs)
     del cases
@@ -102,7 +102,7 @@ def sizes(text: str) -> tuple[int, ...]:
     except ValueError:
         found = (0,)
     if min(found) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 8192,6144,4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 8192,6144,4096")
     return found
 
 
@@ -111,14 +111,8 @@ def peer_names(text: str) -> tuple[str, ...]:
     names = () if text == "none" else tuple(text.split(","))
     unknown = [name for name in names if name not in PEERS]
     if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is no peer; choose from {', '.join(PEERS)}, or none")
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not a peer; choose from {', '.join(PEERS)}, or none")
     return names
-
-
-def _rounds(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
 
 
 def _axes(suite: Suite) -> str:
@@ -134,21 +128,25 @@ def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> arg
         epilog=_EXIT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--suite", choices=suites, default=default, help=f"what is measured; by default {default}")
+    parser.add_argument("--suite", choices=suites, default=default, help=f"what to measure (default: {default})")
     parser.add_argument(
-        "--shape", type=sizes, metavar=axes, action="append", help="this shape and not the suite's; repeatable"
+        "--shape", type=sizes, metavar=axes, action="append", help="a shape in place of the suite's; repeatable"
     )
     parser.add_argument(
         "--peers",
         type=peer_names,
         default=PEERS,
         metavar="NAMES",
-        help=f"whom to measure beside fp8fn; by default {','.join(PEERS)}; none for nobody",
+        help=f"implementations to measure beside fp8fn (default: {','.join(PEERS)}), or none",
     )
-    parser.add_argument("--rounds", type=_rounds, metavar="R", help="turns of each call; by default the suite's")
-    parser.add_argument("--device", type=options.device, help="where to measure; by default cuda")
+    parser.add_argument(
+        "--rounds", type=options.positive, metavar="R", help="turns of each call (default: the suite's)"
+    )
+    parser.add_argument("--device", type=options.device, help="device to measure on (default: cuda)")
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
     )
-    parser.add_argument("--plot", type=options.output_file, metavar="FILE", help="draw them to FILE (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=options.output_file, metavar="FILE", help="draw the figures to FILE (needs matplotlib)"
+    )
     return parser

@@ -1,10 +1,11 @@
-"""What torch.compile takes for a model of 32 layers, with and without the passes: `python -m fp8fn bench compile`.
+"""Compile time of a model of 32 layers, with and without the passes: `python -m fp8fn bench compile`.
 
-The layers are the benchmark's decoder layer, made small, on the CPU. Each time is that of a first step, forward and
-backward, from empty caches, less that of a second one. Plain Inductor, Inductor inside `substitution()`, which looks at
-every node and finds nothing to put in its place, and the backend "fp8fn", whose graphs have other nodes, take turns in
-random order. Beside the seconds of the clock are those of the processor in this process, without the C++ compiler's,
-which others on the machine disturb less: exit status 1 where `substitution()` adds 10 % or more to their median.
+The layers are small decoder layers (`bench decoder`) on the CPU. A compile time is the time of the first step, forward
+and backward, from empty caches, minus that of the second step. Three ways take turns in random order: plain Inductor,
+Inductor inside `substitution()`, which visits every node and finds nothing to replace, and the backend "fp8fn".
+
+Wall time and the processor time of this process are measured. Processor time excludes the C++ compiler, and other
+processes disturb it less. Exit status 1 where `substitution()` adds 10 % or more to the median processor time.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from fp8fn.cli import options
 BAR: Final = 0.10
 PLAIN: Final = "inductor"
 CHECKED: Final = "substitution"
-# Attention's heads have 128 columns, and there are four to a key.
+# Heads have 128 columns, and four query heads share a key head.
 _HIDDEN, _INTERMEDIATE, _TOKENS = 512, 512, 16
 
 
 class Way(NamedTuple):
-    """How a model is compiled, and what that happens inside of."""
+    """The arguments of torch.compile, and the context manager around it."""
 
     options: Mapping[str, Any]
     inside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -47,7 +48,7 @@ WAYS: Final = {
 
 
 class Seconds(NamedTuple):
-    """By the clock, and of this process on its processors."""
+    """Wall time, and processor time of this process."""
 
     wall: float
     processor: float
@@ -61,7 +62,7 @@ def now() -> Seconds:
 
 
 def compile_seconds(way: Way, layers: int) -> Seconds:
-    """Of one compilation of forward and backward, with nothing in Inductor's caches or Dynamo's."""
+    """The time of one compilation of forward and backward, with empty caches of Inductor and Dynamo."""
     from torch._inductor.utils import fresh_cache
 
     torch._dynamo.reset()
@@ -82,7 +83,7 @@ def _step(compiled: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> 
 
 
 def measure(layers: int = 32, rounds: int = 5) -> dict[str, list[Seconds]]:
-    """Those of each way in each round; what a process does once is done before."""
+    """The times of each way in each round. What a process does once happens before the first round."""
     for way in WAYS.values():
         compile_seconds(way, 1)
     seconds: dict[str, list[Seconds]] = {name: [] for name in WAYS}
@@ -96,23 +97,27 @@ def measure(layers: int = 32, rounds: int = 5) -> dict[str, list[Seconds]]:
 
 
 def medians(samples: Sequence[Sequence[float]]) -> Seconds:
-    """Of the clock and of the processor, each by itself."""
+    """The median wall time and the median processor time, each by itself."""
     return Seconds(*map(statistics.median, zip(*samples, strict=True)))
 
 
 def growth(seconds: Mapping[str, Sequence[Sequence[float]]], name: str) -> Seconds:
-    """By how much the medians are over plain Inductor's: 0.1 is 10 %."""
+    """The growth of the medians over plain Inductor's: 0.1 is 10 %."""
     ours, plain = medians(seconds[name]), medians(seconds[PLAIN])
     return Seconds(ours.wall / plain.wall - 1, ours.processor / plain.processor - 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; exit status 1 where the bar is passed."""
+    """Print the table; return 1 where the bar is exceeded."""
     parser = argparse.ArgumentParser(
-        prog="fp8fn bench compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m fp8fn bench compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layers", type=_positive, default=32, metavar="L", help="of the model; by default 32")
-    parser.add_argument("--rounds", type=_positive, default=5, metavar="R", help="of each way; by default 5")
+    parser.add_argument(
+        "--layers", type=options.positive, default=32, metavar="L", help="layers of the model (default: 32)"
+    )
+    parser.add_argument(
+        "--rounds", type=options.positive, default=5, metavar="R", help="compilations of each way (default: 5)"
+    )
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
     )
@@ -121,16 +126,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, samples in seconds.items():
         middle, more = medians(samples), growth(seconds, name)
         print(
-            f"{name:13} {middle.wall:6.1f} s ({more.wall:+.1%})  {middle.processor:6.1f} s of the processor"
+            f"{name:13} wall {middle.wall:6.1f} s ({more.wall:+.1%})  processor {middle.processor:6.1f} s"
             f" ({more.processor:+.1%})",
             flush=True,
         )
     if args.json:
         write(args.json, "compile", {"layers": args.layers, "seconds": seconds})
     return int(growth(seconds, CHECKED).processor >= BAR)
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)

@@ -1,14 +1,20 @@
-"""Few rows by an FP8 weight, beside bf16: `python -m fp8fn bench decode`.
+"""Products of few rows by an FP8 weight, beside bf16: `python -m fp8fn bench decode`.
 
-Suites: "decode", the weights of an MLP and of attention's projections by 1, 4 and 16 rows; "rows", by the 32, 64 and
-128 of as many sequences; "batched", a weight for each matrix of a batch; "mx", both operands MX-FP8, beside Triton's
-`tl.dot_scaled` too; "mx_moe", tokens by MX-FP8 weights of their experts. A call goes round several weights, so that
-neither finds its weight in L2, and figures are those of one product, in "mx_moe" of one for all tokens: µs of a CUDA
-graph's replay, else of launches. The L2 is emptied by reads: what a write leaves there would go to memory during the
-first products, which write next to nothing themselves. In a graph a product knows that the one before it does not write
-its weight; "behind others" are those that take it for another library's launch. By one row the weights' bytes are
-copied beside it, a launch for each: what launches of that size can do. TB/s counts the weights' bytes, of a large batch
-the operations are counted. SNR is that of the way from bf16 operands to a bf16 output, against float64.
+Suites:
+- "decode": 1, 4 and 16 rows by the weights of an MLP and of attention's projections.
+- "rows": 32, 64 and 128 rows, one of each sequence, by larger weights too.
+- "batched": a batch of products, each with its own weight.
+- "mx": both operands in MX-FP8, also beside Triton's `tl.dot_scaled`.
+- "mx_moe": tokens by the MX-FP8 weights of their experts.
+
+A call multiplies by several weights in turn, so that no product finds its weight in the L2. Figures are µs of one
+product (of all tokens in "mx_moe"), from a CUDA graph where there is one. The L2 is flushed by reads: after a flush by
+writes, dirty lines would be written back during the first products, which write little themselves.
+
+In a CUDA graph, a product knows that the fp8fn kernel ahead of it does not write its weight. "behind others" are
+products that take the kernel ahead for one of another library. With one row, a copy of the weights' bytes is measured
+too, with a launch for each weight. TB/s count the weights' bytes; for a large batch, TFLOP/s are given. SNR compares
+the bf16 output with the float64 product of the bf16 operands.
 """
 
 from __future__ import annotations
@@ -40,14 +46,14 @@ MX_ROWS: Final = (1, 2, 4, 8, 16, 32, 64)
 EXPERTS: Final = 128
 TOP_K: Final = 4
 BLOCK_M: Final = 16
-COPIES: Final = 64  # of a weight of at least 1.2 MB: more than the L2
+COPIES: Final = 64  # of a weight of at least 1.2 MB: together larger than the L2
 BATCHES: Final = 8
-_LARGE: Final = 2**36  # of M * N * K over a batch: one copy is more than the L2
+_LARGE: Final = 2**36  # B * M * N * K from which one batch of weights is larger than the L2
 _SAMPLES: Final = 256
 BEHIND_OTHERS: Final = ", behind others"
 COPY: Final = "copy of as much"
 T = TypeVar("T")
-# A hundred shapes, of which a call takes some hundred microseconds: shorter turns than those of large products.
+# A call takes some hundred microseconds, and there are a hundred shapes: turns are shorter than for large products.
 SCHEDULE: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.2, flush="reads")
 
 
@@ -57,7 +63,7 @@ def behind_others(x: Any, w: Any) -> Tensor:
 
 
 class Weights:
-    """`x (B, M, K) @ w (B, K, N)` for each of several w, stored as `(B, N, K)`; without `batch` of one matrix."""
+    """`x (B, M, K) @ w (B, K, N)` for each of several w, stored as `(B, N, K)`. With `batch` 0 there is no B."""
 
     def __init__(self, batch: int, shape: tuple[int, ...], copies: int, device: torch.device) -> None:
         self.lead = (batch,) if batch else ()
@@ -86,7 +92,10 @@ class Weights:
         return [fp8fn.quantize(self.one(seed), BLOCK) for seed in range(self.copies)]
 
     def round(self, multiply: Callable[[Any, Any], Tensor], weights: Sequence[Any], x: Any = None) -> Call:
-        """`multiply` by each weight, of which the last product is returned; behind others the first is, too."""
+        """The call that multiplies x by each weight and returns the last product.
+
+        For `behind_others`, a kernel of PyTorch runs ahead of the first product as well.
+        """
         x = self.x if x is None else x
         before = torch.empty(1, device=self.device) if multiply is behind_others else None
 
@@ -101,15 +110,15 @@ class Weights:
 
     @property
     def elements(self) -> float:
-        """Of all weights."""
+        """Elements of all weights together."""
         return float(self.matrices) * self.N * self.K
 
     def case(self, peer: str, name: str, size: int, build: Callable[[], Call], operations: float = 0.0) -> Case:
-        """Of a way that reads `size` bytes of each element of the weights."""
+        """A case that reads `size` bytes for each element of the weights."""
         return Case(peer, name, build, lambda out: {"out": self.snr_db(out)}, operations, size * self.elements)
 
     def snr_db(self, found: Tensor) -> float:
-        """Of the last weight's product; of a large one, of some rows and matrices."""
+        """SNR of the product by the last weight, over at most `_SAMPLES` rows and three matrices of a batch."""
         rows = torch.linspace(0, self.M - 1, min(self.M, _SAMPLES)).long().to(self.device)
         picked = self.x.index_select(-2, rows)
         pairs = [(picked, self.one(self.copies - 1), found.index_select(-2, rows))]
@@ -142,7 +151,7 @@ def cases(weights: Weights) -> list[Case]:
 
 
 def decode_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N, K)`."""
+    """The cases of one shape `(M, N, K)`."""
     weights = Weights(0, shape, COPIES if device.type == "cuda" else 2, device)
     found = cases(weights)
     if weights.M == 1:
@@ -162,13 +171,13 @@ def _copy(weights: Weights) -> Call:
 
 
 def batched_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(B, M, N, K)`."""
+    """The cases of one shape `(B, M, N, K)`."""
     batch, m, n, k = shape
     return cases(Weights(batch, (m, n, k), 1 if batch * m * n * k >= _LARGE else BATCHES, device))
 
 
 def mx_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N, K)`; both operands are there in MX-FP8."""
+    """The cases of one shape `(M, N, K)`, on operands that are quantized beforehand."""
     weights = Weights(0, shape, COPIES if device.type == "cuda" else 2, device)
     a = cached(lambda: fp8fn.quantize(weights.x, (1, 32), scale="e8m0"))
     b = cached(lambda: [fp8fn.quantize(w, (32, 1), scale="e8m0") for w in weights.w])
@@ -191,18 +200,18 @@ def mx_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         weights.case("fp8fn", f"MX-FP8{BEHIND_OTHERS}", 1, lambda: weights.round(behind_others, b(), a())),
         weights.case("torch", "bf16", 2, lambda: weights.round(torch.mm, weights.w)),
     ]
-    if device.type == "cuda":  # Triton has no kernels for a CPU
+    if device.type == "cuda":  # Triton does not compile for a CPU
         found.append(weights.case("triton", "dot_scaled", 1, dot_scaled))
     return found
 
 
 def cached(make: Callable[[], T]) -> Callable[[], T]:
-    """`make`, of which the first result is kept."""
+    """`make`, called once: later calls return the first result."""
     return lru_cache(maxsize=1)(make)
 
 
 class Tokens:
-    """`T` tokens with `TOP_K` of `EXPERTS` experts each, which have weights `(K, N)`; the output has a row for each."""
+    """`T` tokens, each with `TOP_K` of `EXPERTS` experts of weights `(K, N)`; the output has `T * TOP_K` rows."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.T, self.N, self.K = shape
@@ -250,7 +259,7 @@ class Tokens:
         return call
 
     def bf16(self) -> Call:
-        """Rows by expert, one grouped product, and back."""
+        """Gather the rows by expert, multiply them in one grouped product, and scatter the results."""
         order = self.chosen.flatten().sort(stable=True).indices
         counts = torch.bincount(self.chosen.flatten(), minlength=EXPERTS)
         offsets, w = counts.cumsum(0).to(torch.int32), self.w
@@ -265,7 +274,7 @@ class Tokens:
         return call
 
     def snr_db(self, found: Tensor) -> float:
-        """Of the last token's rows and the first's."""
+        """SNR over the rows of the first and of the last token, the lower of both."""
         least = []
         for token in (0, self.T - 1):
             rows = slice(token * TOP_K, (token + 1) * TOP_K)
@@ -275,7 +284,7 @@ class Tokens:
 
 
 def mx_moe_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(T, N, K)`."""
+    """The cases of one shape `(T, N, K)`."""
     tokens = Tokens(shape, device)
     elements = float(tokens.used) * tokens.N * tokens.K
 
@@ -289,7 +298,7 @@ def mx_moe_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def microseconds(row: Row) -> float | None:
-    """Of one product."""
+    """Microseconds of one product of a call."""
     per_call = row.graph_us or row.us
     sizes = 1.0
     for size in (*row.shape[:-3], *row.shape[-2:]):
@@ -299,9 +308,9 @@ def microseconds(row: Row) -> float | None:
 
 
 def table(run: dict[str, Any]) -> str:
-    """A line for each shape: µs of a product, TB/s of the weight's bytes (or TFLOP/s), the others' time over ours."""
+    """A line for each shape: µs of a product, TB/s of the weight's bytes (or TFLOP/s), and speedups over the others."""
     rows = tables.rows_of(run)
-    copies = {row.shape[1:]: microseconds(row) for row in rows if row.case == COPY}  # by the first of M
+    copies = {row.shape[1:]: microseconds(row) for row in rows if row.case == COPY}  # measured at the lowest M only
     labels = list(dict.fromkeys(row.label for row in rows))
     mine = next(label for label in labels if label.startswith("fp8fn "))
     others = [label for label in labels if label in ("torch bf16", "triton dot_scaled")]
@@ -324,17 +333,18 @@ def table(run: dict[str, Any]) -> str:
             faster.append(f"{bf16 / time:.2f}x" if time and bf16 else "")
         least = worst(value for row in found.values() for value in row.snr_db.values())
         lines.append([",".join(map(str, shape)), *cells, rate, *faster, "" if least is None else f"{least:.1f}"])
-    over = [f"over {label.split(maxsplit=1)[1]}" for label in others]
+    over = [f"speedup over {label.split(maxsplit=1)[1]}" for label in others]
     if behind:
-        over.append("behind others over bf16")
+        over.append("behind others, speedup over bf16")
     headers = ("shape", *(f"{label}, µs" for label in labels), "fp8fn", *over, "worst SNR, dB")
     return "\n".join([tables.markdown(lines, headers), "", tables.provenance(run)])
 
 
 def summary(run: dict[str, Any]) -> str:
-    """By rows, of the whole weights and the divided ones: bf16's time over ours and shares of a copy's bandwidth.
+    """A line for each M and for whole and divided weights: speedup over bf16, and shares of two copies' bandwidths.
 
-    That of a large copy, and of one launch that copies the weight's bytes. Geometric means, and the least in brackets.
+    The copies are a large one, and one launch for each weight's bytes. Figures are geometric means, with the lowest in
+    brackets.
     """
     rows, copy = tables.rows_of(run), run["results"]["copy_tb_s"]
     lines = []
@@ -351,14 +361,13 @@ def summary(run: dict[str, Any]) -> str:
             cells.append(_shares([rate / copy for rate in rates.values()]))
             cells.append(_shares([rate / as_much[weight] for weight, rate in rates.items() if weight in as_much]))
         lines.append([str(m), f"{len(bf16)} {'divided' if divided else 'whole'}", *cells])
-    of_copies = "of a copy", "of a copy of as much"
-    behind = (f"behind others{header}" for header in (" over bf16", *(f", {header}" for header in of_copies)))
-    headers = ("M", "weights", "over bf16", *of_copies, *behind)
+    figures = "speedup over bf16", "of a copy", "of a copy of as much"
+    headers = ("M", "weights", *figures, *(f"behind others, {name}" for name in figures))
     return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
 
 
 def _shares(shares: Sequence[float]) -> str:
-    """Geometric mean and least, or nothing of none."""
+    """The geometric mean, with the lowest in brackets; empty without shares."""
     return f"{100 * geometric_mean(shares):.0f} % ({100 * min(shares):.0f} %)" if shares else ""
 
 

@@ -1,8 +1,8 @@
 """A decoder layer under torch.compile, forward and backward, in bf16 and in FP8: `python -m fp8fn bench decoder`.
 
-Of Llama-3.1-8B's shape, a plain module that knows nothing of fp8fn: grouped-query attention, SwiGLU, two RMSNorms.
-Shapes are tokens, hidden and intermediate size; sequences have 4096 tokens. Operations are those of the seven linears,
-6MNK each; attention's and all else is in the time. SNR of out and of x's gradient is that against eager bf16.
+The layer has Llama-3.1-8B's shape: grouped-query attention, SwiGLU, two RMSNorms, in plain modules. Shapes are tokens,
+hidden and intermediate size; sequences have 4096 tokens. Operations are those of the seven linear layers, 6MNK each,
+while the time includes attention and all else. SNR compares the output and the gradient of x with eager bf16.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _QUERIES_PER_KEY: Final = 4
 
 
 class Decoder(nn.Module):
-    """`x (B, S, hidden)` → the same shape; no rotary embedding, which is no product."""
+    """`x (B, S, hidden)` → the same shape, without rotary embeddings."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
 
 
 class Setting:
-    """The layer, its input and a gradient, each made when it is first asked for."""
+    """The layer, its input and a gradient, each made at its first use."""
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
         self.tokens, self.hidden, self.intermediate = shape
@@ -90,7 +90,7 @@ class Setting:
         return results
 
     def step(self, module: Callable[[Tensor], Tensor]) -> Call:
-        """Forward and backward: out and the gradients of x and of all weights."""
+        """The call that runs forward and backward, and returns out and the gradients of x and all weights."""
 
         def call() -> tuple[Tensor, ...]:
             out = module(self.x)
@@ -100,7 +100,7 @@ class Setting:
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(tokens, hidden, intermediate)`."""
+    """The cases of one shape `(tokens, hidden, intermediate)`."""
     setting = Setting(shape, device)
 
     def accuracy(found: Any) -> dict[str, float]:
@@ -115,7 +115,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         operations = 6.0 * setting.tokens * setting.module.weights
         return Case(peer, name, build, accuracy, operations, 0.0)
 
-    # Small shapes, for a look at what is measured, take the products that the default leaves out.
+    # With a small shape, for a try on a CPU, the default would leave every product in bf16.
     where = {} if min(shape) >= 2048 else {"where": "*"}
     return [
         case("fp8fn", "compiled, FP8", backend="fp8fn", options=where),

@@ -1,8 +1,8 @@
 """The forward product of a linear layer on quantized operands, beside its peers: `python -m fp8fn bench dense`.
 
-`out (M, N) = x (M, K) @ w (N, K)ᵀ`: x in (1, 128) and w in (128, 128), also rowwise and tensorwise; 2MNK operations.
-The ceiling is `torch._scaled_mm`, tensorwise with fast accumulation. SNR is that of the whole way from bf16 to bf16,
-quantization included, against float64.
+`out (M, N) = x (M, K) @ w (N, K)ᵀ` with x in blocks of (1, 128) and w in (128, 128), also rowwise and tensorwise; 2MNK
+operations. The ceiling is `torch._scaled_mm`, tensorwise with fast accumulation. SNR compares the bf16 output with the
+float64 product of the bf16 operands, so that it includes quantization.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fp8fn.timing import Call
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N, K)`."""
+    """The cases of one shape `(M, N, K)`."""
     layer = Layer(shape, device)
 
     def case(peer: str, name: str, build: Callable[[], Call], element: int = 1, ceiling: bool = False) -> Case:
@@ -46,7 +46,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def ceiling_case(layer: Layer) -> Case:
-    """The forward product that the machine does fastest: one scale for each operand, and sums in the tensor core."""
+    """The fastest forward product of the machine: one scale for each operand, and sums in the tensor core."""
     return Case(
         "torch",
         "tensorwise, fast accumulation",

@@ -1,4 +1,4 @@
-"""MX products as a plain Triton kernel has them, by `tl.dot_scaled`: the peer of products of few rows."""
+"""MX products by a plain Triton kernel with `tl.dot_scaled`: the peer of fp8fn's products of few rows."""
 
 # The bodies of kernels are Triton's language, not Python's.
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn import ScaledTensor
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 
 BM: Final = 64
 BN: Final = 128
@@ -79,7 +79,7 @@ def routed(
     tl.store(pointers, acc.to(out.dtype.element_ty), mask=inside_m & (offset_n[None, :] < N))
 
 
-def plan_dense(a: ScaledTensor, b: ScaledTensor, out: Tensor, target: Target) -> Launch:
+def plan_dense(a: ScaledTensor, b: ScaledTensor, out: Tensor, target: Target) -> TritonLaunch:
     """The launch of `out (M, N) = a (M, K) @ b (K, N)`."""
     _check(a, b)
     (m, n), k = out.shape, a.shape[-1]
@@ -97,7 +97,7 @@ def plan_dense(a: ScaledTensor, b: ScaledTensor, out: Tensor, target: Target) ->
 def plan_routed(
     a: ScaledTensor, w: ScaledTensor, layout: tuple[Tensor, Tensor, Tensor], a_div: int, token_weights: Tensor,
     out: Tensor, target: Target,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     """The launch that fills rows of `out (R * a_div, N)` by `w (E, K, N)`, of a layout by `fp8fn.sort_tokens`."""
     _check(a, w)
     ids, experts, number = layout
@@ -118,8 +118,8 @@ def plan_routed(
 def _launch(
     kernel: Callable[..., Any], grid: tuple[int, int, int], args: dict[str, Any], bm: int, warps: int,
     target: Target,
-) -> Launch:  # fmt: skip
-    return Launch(
+) -> TritonLaunch:  # fmt: skip
+    return TritonLaunch(
         kernel=kernel,
         grid=grid,
         args=args,
@@ -130,7 +130,7 @@ def _launch(
 
 
 def _lines(scale: Tensor) -> Tensor:
-    """Bytes of scales with K contiguous, in lines by row or column."""
+    """The bytes of e8m0 scales, contiguous along K."""
     return scale.view(torch.uint8).contiguous()
 
 

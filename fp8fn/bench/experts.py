@@ -1,4 +1,4 @@
-"""The tensors of a mixture of experts for benchmarks: tokens in groups, a matrix for each, and exact samples."""
+"""The tensors of a mixture of experts for benchmarks: tokens in groups, a matrix for each, and float64 samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLES = 512
 
 
 def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
-    """How many tokens each expert has: "balanced", or "zipf": in proportion to `rank ** -1.2`, in a random order."""
+    """How many tokens each expert has: "balanced", or "zipf", in proportion to `rank ** -1.2` in a random order."""
     weights = [1.0 if distribution == "balanced" else (rank + 1) ** -1.2 for rank in range(experts)]
     sizes = [int(tokens * weight / sum(weights)) for weight in weights]
     sizes[0] += tokens - sum(sizes)
@@ -25,7 +25,7 @@ def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
 
 
 class Experts:
-    """`out (M, N) = x (M, K) @ w (E, K, N)[e]` of each expert, w stored as `(E, N, K)`; `g`, the gradient of out."""
+    """`out (M, N) = x (M, K) @ w (E, K, N)[e]` for each expert e, w stored as `(E, N, K)`; `g` is out's gradient."""
 
     def __init__(self, shape: tuple[int, ...], distribution: str, device: torch.device) -> None:
         self.E, self.M, self.N, self.K = shape
@@ -35,7 +35,7 @@ class Experts:
 
     @property
     def operations(self) -> float:
-        """Of one product."""
+        """Operations of one product."""
         return 2.0 * self.M * self.N * self.K
 
     @cached_property
@@ -55,7 +55,7 @@ class Experts:
         return list(pairwise(accumulate(self.sizes, initial=0)))
 
     def out_snr_db(self, found: Tensor) -> float:
-        """Of rows spread over each group, against float64."""
+        """SNR of out against float64, over rows that are spread over each group."""
         expected, rows = [], []
         each = max(1, _SAMPLES // self.E)
         for expert, (start, stop) in enumerate(self.spans()):
@@ -65,7 +65,7 @@ class Experts:
         return snr_db(torch.cat(expected), found[torch.cat(rows)])
 
     def wgrad_snr_db(self, found: Tensor) -> float:
-        """Of `found (E, N, K)`, rows spread over the matrix of each expert, against float64."""
+        """SNR of a gradient `(E, N, K)` against float64, over rows that are spread over each expert's matrix."""
         rows = torch.linspace(0, self.N - 1, min(self.N, 64)).long().to(self.device)
         expected = [self.g[start:stop, rows].double().mT @ self.x[start:stop].double() for start, stop in self.spans()]
         return snr_db(torch.cat(expected), found[:, rows].flatten(0, 1))

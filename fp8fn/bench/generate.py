@@ -1,13 +1,17 @@
-"""Tokens a second of a decoder under `torch.compile(mode="reduce-overhead")`: `python -m fp8fn bench generate`.
+"""Tokens per second of a decoder under `torch.compile(mode="reduce-overhead")`: `python -m fp8fn bench generate`.
 
-Random weights of Llama-3.1-8B's shape, with fewer layers, held in three formats: bf16, A16W8 (FP8 in blocks of 128 x
-128 by rows in bf16) and MX (MX-FP8 by rows that are quantized to it); "constant" where `gemm` is told that nothing
-writes the weights. All linear layers but the head are in FP8. A loop feeds a prompt and then its own likeliest tokens,
-from the same compiled step each time, on a GPU one CUDA graph; the ways take turns, and a figure is the median over the
-loops. SNR is that of the logits against eager bf16's, behind the tokens that bf16 made. "as eager" are the tokens of
-the compiled loop that eager PyTorch finds the likeliest too, behind the same ones: rounding decides between near ones,
-and the gap says how far behind eager's best the logit of any of them is, in standard deviations of the logits. It may
-be four times the noise that the SNR says two logits differ by.
+The model has random weights of Llama-3.1-8B's shape, with fewer layers. All linear layers but the head hold their
+weights in one of three formats: bf16, A16W8 (FP8 in blocks of 128 x 128, by activations in bf16) and MX (MX-FP8, by
+activations that are quantized in the step). "constant" tells `gemm` that nothing writes the weights.
+
+A loop feeds a prompt, then its own likeliest tokens. Every step is the same compiled step, on a GPU one CUDA graph. The
+formats take turns, and a figure is the median over the loops.
+
+- SNR compares the logits with those of eager bf16 after the same tokens.
+- "as eager" is the share of the compiled loop's tokens that are also eager PyTorch's likeliest ones after the same
+  tokens. Rounding decides between tokens with nearly equal logits.
+- The gap is the largest distance of such a token's logit from eager's best logit, in standard deviations of the logits.
+  It may be four times the noise in a difference of two logits, by the SNR.
 """
 
 from __future__ import annotations
@@ -40,9 +44,9 @@ WAYS: Final[Mapping[str, Hold]] = {
 }  # fmt: skip
 BATCHES: Final = (1, 4, 16)
 PROMPT: Final = 16
-# Of logits behind all layers, where a product's noise adds up: less than of one product.
+# The noise of all layers adds up in the logits: the bar is lower than for one product.
 SNR_BAR_DB: Final = 15.0
-# Of the noise that a difference of two logits has.
+# Largest gap, in units of the noise in a difference of two logits.
 GAP_BAR: Final = 4.0
 # Tokens of a sequence whose logits are compared.
 _COMPARED: Final = 64
@@ -52,11 +56,14 @@ Step = Callable[[], Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of one way of holding the weights, as it stands in JSON; a step makes a token in each sequence.
+    """The figures of one format of the weights, as they stand in JSON. A step makes one token in each sequence.
 
-    `ms` is a step's median over the loops, beside quartiles; `weight_bytes` what a step reads of weights and scales.
-    Over all loops `compiled` graphs were made, of which `skipped` were not captured in a CUDA graph (0 on a CPU), and
-    `copied` tensors does a CUDA graph copy to a place of its own at each step.
+    Attributes:
+        ms, ms_q1, ms_q3: median and quartiles of a step's time over the loops.
+        weight_bytes: bytes of weights and scales that a step reads.
+        compiled: graphs that torch.compile made, over all loops.
+        skipped: graphs that were not captured in a CUDA graph (0 on a CPU).
+        copied: tensors that a CUDA graph copies to its own memory at each step.
     """
 
     batch: int
@@ -75,18 +82,18 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether a bar is missed, the step was compiled more than once, or runs in no CUDA graph on a GPU."""
+        """Whether a bar is missed, the step was compiled more than once, or the step on a GPU is no CUDA graph."""
         near = self.gap <= gap_bar(self.snr_db)
         return not (self.snr_db >= SNR_BAR_DB and near and self.compiled == 1 and not self.skipped)
 
 
 def gap_bar(snr_db: float) -> float:
-    """How far behind the likeliest token the one that noise of an SNR chose may be, in deviations of the logits."""
+    """The largest gap that noise of this SNR explains, in standard deviations of the logits."""
     return GAP_BAR * math.sqrt(2) * 10 ** (-snr_db / 20)
 
 
 class Loop:
-    """A generator, and its step compiled."""
+    """A generator and its compiled step."""
 
     def __init__(self, way: str, size: Size, batch: int, context: int, device: torch.device) -> None:
         self.generator = Generator(size, WAYS[way], batch, context, device)
@@ -94,7 +101,7 @@ class Loop:
         self.counts: Counter[str] = Counter()
 
     def generate(self, prompt: Tensor, steps: int) -> Tensor:
-        """The tokens `(B, steps + 1)` of a loop from `prompt (B, P)`, which the first steps take."""
+        """The tokens `(B, steps + 1)` of a loop whose first steps take `prompt (B, P)`."""
         self.generator.start(prompt)
         before = counts()
         for _ in range(steps):
@@ -103,14 +110,14 @@ class Loop:
         return self.generator.tokens[:, : steps + 1]
 
     def logits(self, tokens: Tensor, steps: int, step: Step | None = None) -> Tensor:
-        """Those `(steps, B, vocabulary)` behind each of the first given tokens, by the compiled step or another."""
+        """Logits `(steps, B, vocabulary)` after each of the first tokens, by `step` (default: the compiled one)."""
         step = step or self.step
         self.generator.start(tokens)
         return torch.stack([step().clone() for _ in range(steps)])
 
 
 def counts() -> Counter[str]:
-    """What torch.compile counts: graphs it made, those in no CUDA graph, and tensors that CUDA graphs copy."""
+    """torch.compile's counters: graphs made, graphs outside CUDA graphs, and tensors that CUDA graphs copy."""
     stats, inductor = (torch._dynamo.utils.counters[name] for name in ("stats", "inductor"))
     return Counter(
         compiled=stats["unique_graphs"],
@@ -126,7 +133,7 @@ def prompts(size: Size, batch: int, device: torch.device) -> Tensor:
 
 
 def agreement(eager: Tensor, tokens: Tensor) -> tuple[float, float]:
-    """The share of `tokens (steps, B)` that are the likeliest by eager's logits, and the largest gap of the others."""
+    """The share of `tokens (steps, B)` that are likeliest by eager's logits, and the largest gap of the others."""
     logits = eager.float()
     behind = logits.amax(-1) - logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return (behind == 0).double().mean().item(), (behind.max() / logits.std()).item()
@@ -134,14 +141,14 @@ def agreement(eager: Tensor, tokens: Tensor) -> tuple[float, float]:
 
 @torch.no_grad()
 def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> list[Row]:
-    """A row for each way, of loops of `steps` steps in each of `batch` sequences."""
+    """A row for each format, from loops of `steps` steps with `batch` sequences."""
     torch.compiler.reset()
     loops = {way: Loop(way, size, batch, steps + 1, clock.device) for way in WAYS}
     prompt = prompts(size, batch, clock.device)
-    clock.synchronize()  # weights are written before a product of them begins
+    clock.synchronize()  # `constant` promises that the weights are written before the first product
     for loop in loops.values():
         loop.generate(prompt, 4)  # compiles, and records a CUDA graph
-    seconds = _turns(loops, prompt, steps, rounds, clock)
+    seconds = _timed_in_turns(loops, prompt, steps, rounds, clock)
 
     compared = min(steps, _COMPARED)
     plain = loops["bf16"]
@@ -174,8 +181,10 @@ def measure(size: Size, batch: int, steps: int, rounds: int, clock: Clock) -> li
     return rows
 
 
-def _turns(loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, clock: Clock) -> dict[str, list[float]]:
-    """Seconds of each loop in each round, by the clock: the host waits for the device when all steps are enqueued."""
+def _timed_in_turns(
+    loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, clock: Clock
+) -> dict[str, list[float]]:
+    """Wall seconds of each loop in each round. The host waits for the device once all steps are enqueued."""
     seconds: dict[str, list[float]] = {way: [] for way in loops}
     order = list(loops)
     shuffle = random.Random(0).shuffle
@@ -192,7 +201,7 @@ def _turns(loops: Mapping[str, Loop], prompt: Tensor, steps: int, rounds: int, c
 
 
 def table(run: dict[str, Any]) -> str:
-    """A line for each number of sequences and each way: tokens/s, over bf16, a step's time, and what it reads."""
+    """A line for each number of sequences and format: tokens/s, speedup over bf16, time and bytes of a step, SNR."""
     rows = [Row(**row) for row in run["results"]["rows"]]
     lines = []
     for row in rows:
@@ -203,14 +212,14 @@ def table(run: dict[str, Any]) -> str:
         over = f"{bf16.ms / row.ms:.2f}x"
         lines.append([str(row.batch), row.way, f"{row.tokens_s:.0f}", over, f"{row.ms:.3f}", *read, *right])
     headers = (
-        "sequences", "weights", "tokens/s", "over bf16", "ms a step", "GB of weights", "TB/s", "SNR of logits, dB",
-        "as eager",
+        "sequences", "weights", "tokens/s", "speedup over bf16", "ms a step", "GB of weights", "TB/s",
+        "SNR of logits, dB", "as eager",
     )  # fmt: skip
     return "\n".join([tables.markdown(lines, headers, left=1), "", tables.provenance(run)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; exit status 1 where logits or tokens miss their bar, or the loop compiled anything anew."""
+    """Print the table; return 1 where logits or tokens miss their bar, or where the loop compiled more than once."""
     args = _parsed(argv)
     size = dataclasses.replace(SIZES[args.size], **({"layers": args.layers} if args.layers else {}))
     clock = clock_of(args.device)
@@ -238,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows += found
         results["rows"] = [dataclasses.asdict(row) for row in rows]
         if args.json:
-            record.write(args.json, "generate", results)  # after each, so that a run cut short leaves its figures
+            record.write(args.json, "generate", results)  # after each batch: an interrupted run leaves its figures
     print(f"\n{table(record.make('generate', results))}")
     return int(any(row.wrong for row in rows))
 
@@ -247,17 +256,25 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn bench generate",
         description=__doc__,
-        epilog=main.__doc__,
+        epilog="Exit status 1 where logits or tokens miss their bar, or where the loop compiled more than once.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--size", choices=SIZES, help="of the model; by default 8b, and tiny on a CPU")
-    parser.add_argument("--layers", type=_positive, metavar="L", help="and not the size's own")
+    parser.add_argument("--size", choices=SIZES, help="size of the model (default: 8b, on a CPU tiny)")
+    parser.add_argument("--layers", type=options.positive, metavar="L", help="number of layers (default: the size's)")
     parser.add_argument(
-        "--batch", type=_positive, metavar="B", action="append", help="sequences; repeatable; by default 1, 4 and 16"
+        "--batch",
+        type=options.positive,
+        metavar="B",
+        action="append",
+        help="sequences; repeatable (default: 1, 4 and 16)",
     )
-    parser.add_argument("--steps", type=_positive, metavar="T", help="tokens of a loop; by default 255, 31 on a CPU")
-    parser.add_argument("--rounds", type=_positive, default=7, metavar="R", help="loops of each way; by default 7")
-    parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="by default cuda")
+    parser.add_argument(
+        "--steps", type=options.positive, metavar="T", help="tokens of a loop (default: 255, on a CPU 31)"
+    )
+    parser.add_argument(
+        "--rounds", type=options.positive, default=7, metavar="R", help="loops of each format (default: 7)"
+    )
+    parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="default: cuda")
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
     )
@@ -272,9 +289,3 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if importlib.util.find_spec("tabulate") is None:
         parser.error("needs tabulate: pip install tabulate")
     return args
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)

@@ -1,7 +1,7 @@
-"""What the host takes on a GPU: a call's launch, and the first call of a process. `python -m fp8fn bench host`.
+"""Host time of calls on a GPU, and of the first call of a process: `python -m fp8fn bench host`.
 
-Launches of small products are timed back to back with nothing waited for, so that the device keeps up; the first call
-is timed in new processes, of which the first fills the cache of compiled kernels.
+Calls are timed back to back, without waiting for the device. Their products are small, so that the device keeps up with
+the host. The first call is timed in new processes, the first of which fills the cache of compiled kernels.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def calls(size: int = _SIZE) -> dict[str, Callable[[], Any]]:
 
 
 def launch_us(call: Callable[[], Any], rounds: int = 20, repeats: int = 100) -> float:
-    """Median microseconds of a call over rounds of `repeats`, each followed by a wait that does not count."""
+    """Median microseconds of a call over rounds of `repeats` calls. The wait after a round is not timed."""
     for _ in range(10):
         call()
     samples = []
@@ -79,7 +79,7 @@ def launch_us(call: Callable[[], Any], rounds: int = 20, repeats: int = 100) -> 
 
 
 def first_call(runs: int = 4) -> tuple[float, float]:
-    """Seconds of `import fp8fn` after torch, and of the first call, in new processes: medians but for the first run."""
+    """Median seconds of `import fp8fn` after torch, and of the first call, in new processes after a first one."""
     times = []
     for _ in range(runs):
         command = [sys.executable, "-c", _FIRST_CALL.format(_SIZE)]
@@ -90,8 +90,8 @@ def first_call(runs: int = 4) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; exit status 1 where a bar is passed."""
-    parser = argparse.ArgumentParser(prog="fp8fn bench host", description=__doc__)
+    """Print the table; return 1 where a bar is exceeded."""
+    parser = argparse.ArgumentParser(prog="python -m fp8fn bench host", description=__doc__)
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
     )

@@ -1,7 +1,7 @@
 """What Primus-Turbo reports of its kernels' machine code on MI355X, beside what fp8fn's kernels compile to.
 
-`python -m fp8fn bench isa` compiles offline, with no GPU, and writes `results/isa-gfx942.json` and `isa-gfx950.json`.
-Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_model.py`), not measured.
+`python -m fp8fn bench isa` compiles offline, with no GPU, and writes `isa-gfx942.json` and `isa-gfx950.json` to
+`docs/results`. Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_model.py`), not measured.
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 from fp8fn.bench import record, tables
 from fp8fn.bench.shapes import LLM84
 from fp8fn.cli import options
 from fp8fn.cli.isa import NEEDS_TRITON, OPS, SHAPE, TARGETS, assembly, figures, of_layer, product_launch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.amd_isa import Mix
 from fp8fn.ops.tuning.compare import geomean
 
-RESULTS: Final = Path(__file__).parent / "results"
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
 THEIR_DGRAD: Final = "256x128w8s3n32"
-# What Primus-Turbo measures on the 84 layers with its own kernels, quantization counted in: TFLOP/s and of what mean.
+# TFLOP/s that Primus-Turbo reports for the 84 layers with its own kernels, quantization included, and the kind of mean.
 MEASURED: Final = {
     "gfx942": ("639 forward and 496 backward", "mean"),
     "gfx950": ("1474 forward and 1200 backward", "geometric mean"),
 }
-# What is kept of a product besides the claims.
+# The figures that the results keep of each kernel.
 _FIGURES: Final = (
     "configuration", "matrix", "loads", "stores", "v_accvgpr", "VGPR", "AGPR", "spills", "scratch", "LDS bytes",
     "waves a SIMD", "masks in the loop", "cycles a step", "bound of a step", "% of the peak",
@@ -39,11 +37,14 @@ _FIGURES: Final = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the results of both architectures, or of one."""
+    """Write the results of both architectures, or of the one that is named."""
     parser = argparse.ArgumentParser(prog="python -m fp8fn bench isa", description=__doc__.partition("\n")[0])
-    parser.add_argument("--arch", choices=TARGETS, help="of this architecture only")
+    parser.add_argument("--arch", choices=TARGETS, help="the only architecture to compile for (default: both)")
     parser.add_argument(
-        "--folder", type=options.output_folder, default=RESULTS, help="where to write (default: %(default)s)"
+        "--folder",
+        type=options.output_folder,
+        default=str(record.RESULTS),
+        help="where to write (default: docs/results of the checkout)",
     )
     args = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None:
@@ -57,19 +58,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def results(arch: str) -> dict[str, Any]:
-    """The figures of every op at 4096,4096,4096, the claims, and modelled times of the 84 layers."""
+    """The figures of every op at 4096,4096,4096, the claims, and the modelled times of the 84 layers."""
     target = TARGETS[arch]
-    ops = {name: [_brief(figures(launch)) for launch in plan(target, *SHAPE)] for name, plan in OPS.items()}
+    ops = {name: [_kept_figures(figures(launch)) for launch in plan(target, *SHAPE)] for name, plan in OPS.items()}
     return {"arch": arch, "modelled": True, "claims": claims(target), "ops": ops, "layers": layers(arch)}
 
 
-def _brief(found: Mapping[str, Any]) -> dict[str, Any]:
+def _kept_figures(found: Mapping[str, Any]) -> dict[str, Any]:
     wanted = (*_FIGURES, "cycles of a program", "peak, TFLOP/s")
     return {"kernel": found["kernel"], **{name: found[name] for name in wanted if name in found}}
 
 
 def claims(target: Target) -> list[dict[str, Any]]:
-    """Primus-Turbo's statements about the code of its kernels; `theirs` is None for a processor they name none of."""
+    """Primus-Turbo's claims about its kernels' code beside fp8fn's code; `theirs` is None where there is no claim."""
     dgrad = product_launch("dgrad", *SHAPE, target)
     wgrad = product_launch("wgrad", *SHAPE, target)
     codes = {name: assembly(launch) for name, launch in (("dgrad", dgrad), ("wgrad", wgrad))}
@@ -104,14 +105,14 @@ def claims(target: Target) -> list[dict[str, Any]]:
     return [{"claim": name, "theirs": said if theirs else None, "ours": ours} for name, said, ours in found]
 
 
-def stored_straight(target: Target) -> Launch:
-    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: what a lane has are neighbours of a column."""
+def stored_straight(target: Target) -> TritonLaunch:
+    """The wgrad of a transposed output without `WGRAD_TRANS_STORE`: a lane holds neighbours along a column."""
     launch = product_launch("wgrad", *SHAPE, target, _turned(product_launch("wgrad", *SHAPE, target), target))
     return replace(launch, constexprs={**launch.constexprs, "WGRAD_TRANS_STORE": False})
 
 
-def _turned(launch: Launch, target: Target) -> Any:
-    """The candidate with a turned store, of the tile of `launch`."""
+def _turned(launch: TritonLaunch, target: Target) -> Any:
+    """The candidate with a transposed store that has the tile of `launch`."""
     sizes = (launch.constexprs["BM"], launch.constexprs["BN"])
     for name in amd.CANDIDATES[target.name]["wgrad"]:
         config = amd.config_of(name)
@@ -129,7 +130,7 @@ def _masks(mix: Mix) -> int:
 
 
 def layers(arch: str) -> list[dict[str, Any]]:
-    """Of each of the 84 layers: the configurations of its products and their modelled µs."""
+    """For each of the 84 layers, the configurations of its products and their modelled µs."""
     found = []
     for shape in LLM84:
         row: dict[str, Any] = {"id": shape.id}
@@ -144,7 +145,7 @@ def layers(arch: str) -> list[dict[str, Any]]:
 
 
 def table(run: dict[str, Any]) -> str:
-    """For the README: each claim beside ours, and how the 84 layers are bound. Modelled, not measured."""
+    """Each claim beside fp8fn's code, then what bounds the 84 layers. The bounds are modelled, not measured."""
     found = run["results"]
     theirs = any(row["theirs"] is not None for row in found["claims"])
     lines = ["| | Primus-Turbo | fp8fn |", "|---|---|---|"] if theirs else ["| | fp8fn |", "|---|---|"]
@@ -160,25 +161,23 @@ def table(run: dict[str, Any]) -> str:
     for product in PRODUCTS:
         rows = [(shapes[row["id"]], row[product]) for row in found["layers"]]
         speed = geomean(2.0 * s.M * s.N * s.K / row["us"] / 1e6 for s, row in rows)
-        lines.append(
-            f"| {product} | {_counted(row['config'] for _, row in rows)} | {_counted(row['bound'] for _, row in rows)} "
-            f"| {tables.rate(speed)} |"
-        )
+        configurations, bounds = (_with_counts(row[key] for _, row in rows) for key in ("config", "bound"))
+        lines.append(f"| {product} | {configurations} | {bounds} | {tables.rate(speed)} |")
     turned = sum(amd.config_of(row["wgrad"]["config"]).WGRAD_TRANS_STORE for row in found["layers"])
     rates, mean = MEASURED[found["arch"]]
     environment = run["environment"]
     return "\n".join([
         *lines, "",
-        f"`WGRAD_TRANS_STORE` is taken for {turned} of the 84: a gradient is computed as it lies, so its stores are "
-        f"wide without. A bound is far from a speed: Primus-Turbo measures {rates} TFLOP/s with its kernels ({mean}, "
-        "quantization counted in).", "",
-        f"{found['arch']}, read from machine code compiled offline: modelled, not measured, with the clock at its "
-        f"highest and no latency. Triton {environment['triton']}; {run['date']}.",
+        f"`WGRAD_TRANS_STORE` is chosen for {turned} of the 84 layers: a gradient is computed in the orientation of "
+        "its output, so that its stores are wide without it. A bound is not a speed: Primus-Turbo measures "
+        f"{rates} TFLOP/s with its kernels ({mean}, quantization included).", "",
+        f"{found['arch']}, from machine code compiled offline: modelled, not measured, with the highest clock and no "
+        f"latency. Triton {environment['triton']}; {run['date']}.",
     ])  # fmt: skip
 
 
-def _counted(values: Any) -> str:
-    """The values, the most frequent first, each with its count where there are several."""
+def _with_counts(values: Any) -> str:
+    """The distinct values, the most frequent first; with counts if there are several."""
     counts: dict[str, int] = {}
     for value in values:
         counts[value] = counts.get(value, 0) + 1

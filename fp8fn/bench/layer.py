@@ -1,4 +1,4 @@
-"""A linear layer's tensors, and every quantized form of them, each made when it is first asked for."""
+"""A linear layer's tensors and their quantized forms, each made at its first use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def normal(rows: int, columns: int, device: torch.device, seed: int) -> Tensor:
 
 
 class Layer:
-    """`out (M, N) = x (M, K) @ w (N, K)ᵀ`, and of the gradient `g (M, N)`: `dA = g @ w`, `dB = gᵀ @ x`.
+    """`out (M, N) = x (M, K) @ w (N, K)ᵀ`, and with the gradient `g (M, N)`: `dA = g @ w`, `dB = gᵀ @ x`.
 
-    Those whose name ends in `_t` are quantized from a transposed copy: the same numbers, contiguous along the other
-    axis, for a product along it.
+    Tensors whose name ends in `_t` are quantized from a transposed copy, so that they are contiguous along the other
+    axis.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
@@ -31,19 +31,19 @@ class Layer:
 
     @property
     def operations(self) -> float:
-        """Of one product."""
+        """Operations of one product."""
         return 2.0 * self.M * self.N * self.K
 
     def bytes_moved(self, element: int) -> float:
-        """Of one product: both operands read once at `element` bytes, one output written in bf16; scales left out."""
+        """Bytes of one product: operands of `element` bytes read once, a bf16 output written once, no scales."""
         return float(element * (self.M * self.K + self.N * self.K) + 2 * self.M * self.N)
 
     def wgrad_bytes_moved(self, element: int) -> float:
-        """As `bytes_moved`, of `dB`."""
+        """Bytes of the product for `dB`, counted as in `bytes_moved`."""
         return float(element * (self.M * self.N + self.M * self.K) + 2 * self.N * self.K)
 
     def step_bytes_moved(self) -> float:
-        """Of forward and backward: x, w and g read, out, dA and dB written, all in bf16."""
+        """Bytes of forward and backward: x, w and g read, out, dA and dB written, all in bf16."""
         return 4.0 * (self.M * self.K + self.N * self.K + self.M * self.N)
 
     @cached_property
@@ -60,7 +60,7 @@ class Layer:
 
     @cached_property
     def leaves(self) -> tuple[Tensor, Tensor]:
-        """x and w for autograd, in the same memory."""
+        """x and w as leaves for autograd, sharing memory with `x` and `w`."""
         return self.x.detach().requires_grad_(), self.w.detach().requires_grad_()
 
     @cached_property

@@ -1,7 +1,7 @@
-"""Forward and backward of a linear layer, quantization counted in, beside its peers: `python -m fp8fn bench linear`.
+"""Forward and backward of a linear layer, quantization included, beside its peers: `python -m fp8fn bench linear`.
 
-Three products, 6MNK operations, by `torch.autograd.grad`; the ceiling is the forward product alone, on operands that
-are quantized already. The suite llm84 times forward and backward apart (`fp8fn.bench.llm84`).
+Forward and backward have three products, 6MNK operations, by `torch.autograd.grad`. The ceiling is the forward product
+alone, on quantized operands. The suite llm84 times forward and backward separately (`fp8fn.bench.llm84`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Linear: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N, K)`; `find` imports a peer's function where needed."""
+    """The cases of one shape `(M, N, K)`. A case's `find` imports the peer's function."""
     layer = Layer(shape, device)
 
     def case(peer: str, name: str, find: Callable[[], Linear]) -> Case:
@@ -49,7 +49,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def step(layer: Layer, linear: Linear) -> Call:
-    """Forward and backward: out, dA, dB."""
+    """The call that runs forward and backward, and returns out, dA and dB."""
     x, w = layer.leaves
     g = layer.g
 

@@ -1,8 +1,8 @@
-"""A decoder of Llama's shape that makes one token a call, its weights held in bf16, in FP8 or in MX-FP8.
+"""A decoder of Llama's shape that makes one token a call, with weights in bf16, FP8 or MX-FP8.
 
-Every step is the same call on the same tensors: tokens, position and the attention's keys and values are buffers, which
-it changes in place, so that a CUDA graph of it takes no argument and the host waits for nothing. Weights in FP8 are
-attributes of modules, `ScaledTensor`s, which torch.compile reads where they lie as it does a parameter.
+Every step is the same call on the same tensors. Tokens, position, keys and values are buffers that a step changes in
+place: a CUDA graph of the step takes no argument, and the host never waits. FP8 weights are `ScaledTensor` attributes
+of modules, which torch.compile reads in place, as it reads parameters.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Size:
 
 SIZES: Final = {
     "tiny": Size(layers=2, hidden=256, intermediate=512, heads=8, kv_heads=2, vocabulary=512),
-    # Layers of Llama-3.1-8B, a quarter of its 32 and of its vocabulary.
+    # Llama-3.1-8B with a quarter of its 32 layers and of its vocabulary.
     "8b": Size(layers=8, hidden=4096, intermediate=14336, heads=32, kv_heads=8, vocabulary=32000),
 }
 
 
 class Plain(nn.Module):
-    """`x (B, K) @ weight (N, K)ᵀ`, both in one type."""
+    """`x (B, K) @ weight (N, K)ᵀ`, both of one dtype."""
 
     weight: Tensor
 
@@ -59,7 +59,7 @@ class Plain(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A weight (N, K) that is kept in FP8."""
+    """A linear layer with an FP8 weight `(N, K)`."""
 
     block: ClassVar[Block]
     format: ClassVar[ScaleFormat]
@@ -70,7 +70,7 @@ class Quantized(nn.Module):
 
 
 class A16W8(Quantized):
-    """`x` stays as it is."""
+    """Multiplies activations as they are by the FP8 weight."""
 
     block, format = (128, 128), "fp32"
 
@@ -79,14 +79,14 @@ class A16W8(Quantized):
 
 
 class ConstantA16W8(A16W8):
-    """`gemm` is told that nothing writes the weight."""
+    """`A16W8` with the promise that nothing writes the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return fp8fn.gemm(x, self.weight.mT, constant=True)
 
 
 class MX(Quantized):
-    """`x` is quantized as the weight is."""
+    """Quantizes activations to MX-FP8, as the weight is."""
 
     block, format = (1, 32), "e8m0"
 
@@ -95,18 +95,18 @@ class MX(Quantized):
 
 
 class ConstantMX(MX):
-    """As `ConstantA16W8`."""
+    """`MX` with the promise that nothing writes the weight."""
 
     def forward(self, x: Tensor) -> Tensor:
         return fp8fn.gemm(fp8fn.quantize(x, self.block, scale=self.format), self.weight.mT, constant=True)
 
 
-# From the weight of a linear layer to the module that holds it.
+# Makes the module that holds a linear layer's weight.
 Hold = Callable[[Tensor], nn.Module]
 
 
 class Weights:
-    """Normal weights, the same ones in the same order for every model; a product by them keeps its input's variance."""
+    """Draws normal weights, the same sequence for every model. A product by a weight keeps its input's variance."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
@@ -119,7 +119,7 @@ class Weights:
         return self.one(n, k, k**-0.5)
 
     def norm(self, size: int) -> nn.RMSNorm:
-        """Of ones."""
+        """An RMSNorm with a weight of ones."""
         return nn.RMSNorm(size, eps=1e-5, device=self.device, dtype=self.dtype)
 
     def empty(self, *sizes: int) -> Tensor:
@@ -127,7 +127,7 @@ class Weights:
 
 
 class Attention(nn.Module):
-    """Of one token of each sequence to those before it: queries of one key's heads are rows of one product."""
+    """Attention of one token of each sequence. The query heads that share a key head are rows of one product."""
 
     keys: Tensor
     values: Tensor
@@ -143,7 +143,7 @@ class Attention(nn.Module):
             self.register_buffer(name, weights.empty(batch, size.kv_heads, context, size.head).zero_())
 
     def forward(self, x: Tensor, position: Tensor, cos: Tensor, sin: Tensor, seen: Tensor) -> Tensor:
-        """`x (B, hidden)`; `position`, `cos` and `sin (1, head)` of the token, `seen (1, context)` what it looks at."""
+        """`x (B, hidden)`; the token's `position`, `cos` and `sin (1, head)`; `seen (1, context)` is the mask."""
         q, k, v = (part.unflatten(1, (-1, self.size.head)) for part in self.qkv(x).split(self.sections, dim=1))
         self.keys.index_copy_(2, position, rotate(k, cos, sin).unsqueeze(2))
         self.values.index_copy_(2, position, v.unsqueeze(2))
@@ -153,7 +153,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, its first two products as one."""
+    """SwiGLU, with gate and up as one product."""
 
     def __init__(self, size: Size, hold: Hold, weights: Weights) -> None:
         super().__init__()
@@ -178,10 +178,10 @@ class Layer(nn.Module):
 
 
 class Generator(nn.Module):
-    """Of `tokens (B, context)` the first `given` are there; each call makes the next one, greedily, in every sequence.
+    """Greedy decoding: each call makes the next token of every sequence in `tokens (B, context)`.
 
-    A call returns the logits `(B, vocabulary)` behind the token at `position`, and writes the likeliest one to the next
-    place, unless a token is given there: of the prompt, or of a whole sequence whose logits are asked for.
+    A call returns the logits `(B, vocabulary)` after the token at `position`, and writes the likeliest token to the
+    next position. The first `given` tokens are not overwritten: they are a prompt, or a sequence to take logits of.
     """
 
     cos: Tensor
@@ -200,7 +200,7 @@ class Generator(nn.Module):
         self.embedding = nn.Embedding.from_pretrained(weights.one(size.vocabulary, size.hidden, 1.0))
         self.layers = nn.ModuleList(Layer(size, hold, weights, batch, context) for _ in range(size.layers))
         self.norm = weights.norm(size.hidden)
-        # As in published checkpoints in FP8, embedding and head stay as they are.
+        # Embedding and head stay in `dtype`, as in published FP8 checkpoints.
         self.head = Plain(weights.linear(size.vocabulary, size.hidden))
         cos, sin = rotary_table(context, size.head, theta=500_000.0)
         buffers = {
@@ -216,7 +216,7 @@ class Generator(nn.Module):
         self.requires_grad_(False)
 
     def start(self, tokens: Tensor) -> None:
-        """Begins again with `tokens (B, given)`."""
+        """Start a new loop with `tokens (B, given)`."""
         given = tokens.shape[1]
         self.tokens[:, :given] = tokens
         self.position.zero_()
@@ -237,6 +237,6 @@ class Generator(nn.Module):
         return logits
 
     def weight_bytes(self) -> int:
-        """What a step reads of weights and their scales: all but the embedding, of which it reads `B` rows."""
+        """Bytes of weights and scales that a step reads: all but the embedding, of which a step reads `B` rows."""
         held = [module.weight for module in self.modules() if isinstance(module, Plain | Quantized)]
         return sum(leaf.nbytes for leaf in pytree.tree_leaves(held))

@@ -1,7 +1,7 @@
-"""Primus-Turbo's protocol on its 84 layers: forward and backward apart, quantization counted in, beside bf16.
+"""Primus-Turbo's protocol on its 84 layers: forward and backward timed separately, quantization included, beside bf16.
 
-2MNK operations forward, 4MNK backward; combined is 6MNK by the sum of both times. SNR of out, dA and dB is that of all
-their elements against bf16's. Of layers with equal sizes one is measured.
+Forward has 2MNK operations, backward 4MNK; combined is 6MNK over the sum of both times. SNR compares all elements of
+out, dA and dB with bf16's. Layers of equal sizes are measured once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from fp8fn.timing import Call, Schedule
 
 SHAPES: Final = tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84))
 
-# Small turns: 1.8 PFLOP in all for one pass of bf16, of which a fifth in the largest layer.
+# Turns are short: one pass of bf16 takes 1.8 PFLOP, a fifth of it in the largest layer.
 SCHEDULE: Final = Schedule(rounds=3, burst_ms=15.0, warm_s=0.1)
 
 
 class _Reference:
-    """What bf16 gives for a layer."""
+    """The output and the gradients of a layer in bf16."""
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
@@ -43,7 +43,7 @@ class _Reference:
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N, K)`: forward and backward, fp8fn's and bf16's."""
+    """The cases of one shape `(M, N, K)`: forward and backward, by fp8fn and in bf16."""
     layer = Layer(shape, device)
     reference = _Reference(layer)
 
@@ -81,7 +81,7 @@ class Times(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """A layer by fp8fn and by bf16; `operations` are those of one product, `snr_db` the worst of out, dA and dB."""
+    """Times of a layer by fp8fn and in bf16, with the operations of one product and the worst SNR of out, dA and dB."""
 
     operations: float
     fp8fn: Times
@@ -90,12 +90,12 @@ class Pair(NamedTuple):
 
     @property
     def speedup(self) -> float:
-        """Forward and backward combined."""
+        """Speedup of forward and backward combined."""
         return self.bf16.combined / self.fp8fn.combined
 
 
 def pairs(rows: Iterable[Row]) -> dict[tuple[int, ...], Pair]:
-    """By shape; a shape of which a time is missing is left out."""
+    """The pair of each shape; shapes with a missing time are left out."""
     by_shape: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in rows:
         by_shape.setdefault(row.shape, {})[row.label] = row

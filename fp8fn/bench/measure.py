@@ -1,4 +1,4 @@
-"""A benchmark of one shape: each way of doing the work is built, checked and timed in turn, and becomes a row."""
+"""A benchmark of one shape: each case is built, checked and timed in turn, and becomes a row of figures."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import torch
 from fp8fn.bench.accuracy import worst
 from fp8fn.timing import Call, Clock, Schedule, Timing, interleaved, reason, replayed
 
-# Every result is FP8 in E4M3 or better: 25 dB is DESIGN's bar for it, and Primus-Turbo's.
+# The bar for results of E4M3 operands, which is also Primus-Turbo's.
 SNR_BAR_DB: Final = 25.0
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way of doing the work.
+    """One way to do the work of a benchmark.
 
     Attributes:
-        peer: who does it: "fp8fn", or a name of `peers.PEERS`.
-        name: what is done; peer and name together are the label.
-        build: makes the call that is timed; what it does itself is not. Raises where that is impossible.
+        peer: the implementation: "fp8fn", or a name of `peers.PEERS`.
+        name: what is computed; peer and name together are the label.
+        build: makes the call that is timed. Its own time does not count. Raises where the case can't run.
         accuracy: SNR in dB of each output, from the call's result; None where there is nothing to compare with.
-        operations, bytes: ideal ones of a call. The rate is operations a second, or bytes where there are none.
-        ceiling: whether the other cases are given as a percentage of this one.
-        snr_bar_db: what an output has to reach; less where several products follow each other.
+        operations, bytes: ideal counts of a call. The rate is operations per second, or bytes without operations.
+        ceiling: whether the other cases' rates are given as percentages of this one's.
+        snr_bar_db: the least SNR of an output; lower where several products follow each other.
     """
 
     peer: str
@@ -42,10 +42,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a case, as it stands in JSON.
+    """The figures of a case, as they stand in JSON.
 
-    Times are in µs: median and quartiles of `samples` runs on the device, the host's for a launch, and a CUDA graph's.
-    `rate` is in `unit`, `percent` of the ceiling at the same shape. Where there is no time, `unavailable` says why.
+    Times are in µs: median and quartiles of `samples` runs on the device, the host's time for a launch, and the time of
+    a CUDA graph. `rate` is in `unit`; `percent` is relative to the ceiling at the same shape. Without a time,
+    `unavailable` says why.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +78,7 @@ class Row:
 
     @property
     def wrong(self) -> bool:
-        """Whether an output is under the bar, or NaN."""
+        """Whether an output's SNR is under the bar or NaN."""
         least = worst(self.snr_db.values())
         return least is not None and not least >= self.snr_bar_db
 
@@ -85,9 +86,9 @@ class Row:
 def measure(
     shape: tuple[int, ...], cases: Sequence[Case], clock: Clock, schedule: Schedule, graphs: bool = False
 ) -> list[Row]:
-    """A row for each case, in their order; with `graphs` also the time of a CUDA graph's replay, on a GPU.
+    """A row for each case, in their order. With `graphs`, replays of a CUDA graph are timed too, on a GPU.
 
-    Whatever a case raises, on building or running, is its row's `unavailable`; the others go on.
+    An exception in a case becomes the row's `unavailable`, and the other cases continue.
     """
     calls: dict[tuple[int, str], Call] = {}
     snr: dict[int, dict[str, float]] = {}
@@ -103,7 +104,7 @@ def measure(
             failures[i, "call"] = reason(error)
             continue
         finally:
-            value = None  # several GB, at times
+            value = None  # may hold several GB
         if graphs and clock.device.type == "cuda":
             try:
                 calls[i, "graph"] = replayed(call)
@@ -121,7 +122,7 @@ def measure(
 
 
 def copy_rate(clock: Clock, mebibytes: int = 512) -> float:
-    """TB/s of a plain copy: bytes read and bytes written."""
+    """TB/s of a plain copy, counting bytes read and bytes written."""
     source = torch.zeros(mebibytes * 2**20 // 4, dtype=torch.int32, device=clock.device)
     target = torch.empty_like(source)
     microseconds = statistics.median(clock.samples(lambda: target.copy_(source), 20, 1000.0))

@@ -1,11 +1,15 @@
-"""Products of groups of tokens and an expert's whole MLP, beside their peers: `python -m fp8fn bench moe`.
+"""Grouped products, quantizers and the MLPs of mixtures of experts, beside their peers: `python -m fp8fn bench moe`.
 
-Suites: "forward", `(M, K)` tokens by `(E, K, N)` experts, on quantized operands; "wgrad", the gradient `(E, N, K)` of
-those experts, summed over each one's tokens; "mlp", forward and backward of `expert_mlp`, quantization counted, where N
-is the intermediate size and K the model's; "layer", one layer of experts: the product, and forward and backward with
-quantization counted, beside one product for each expert; "quant", quantizers of M tokens of N columns in G groups;
-"weights", those of `(E, K, N)`. Tokens are shared out evenly, or by Zipf's law (1.2). Before products the L2 is emptied
-by writes, before quantizers by reads.
+Suites:
+- "forward": tokens `(M, K)` by experts `(E, K, N)`, on quantized operands.
+- "wgrad": the gradient `(E, N, K)` of the experts, each summed over the expert's tokens.
+- "mlp": forward and backward of `expert_mlp`, quantization included; N is the intermediate size, K the hidden size.
+- "layer": one layer of experts: the product, then forward and backward with quantization, beside a loop over experts.
+- "quant": quantizers of M tokens with N columns in G groups.
+- "weights": quantizers of `(E, K, N)`.
+
+Tokens are divided evenly, or by Zipf's law with exponent 1.2. The L2 is flushed by writes before products, and by reads
+before quantizers.
 """
 
 from __future__ import annotations
@@ -28,10 +32,10 @@ from fp8fn.bench.quant import SCHEDULE, bytes_moved
 from fp8fn.ops.groups import spread_blocks
 from fp8fn.timing import Call
 
-# (E, M, N, K); the last is not of FACTS' four but DeepSeek-V3's MLP.
+# (E, M, N, K).
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
 MLP: Final = ((8, 32768, 2048, 7168),)
-# Those that torchao's grouped GEMM for MI300X was published with.
+# The shapes that torchao published its grouped GEMM for MI300X with.
 LAYERS: Final = (
     (8, 2048, 1024, 1024), (8, 4096, 2048, 2048), (8, 4096, 4096, 4096), (8, 8192, 4096, 4096), (16, 4096, 2048, 2048),
     (16, 8192, 4096, 4096), (8, 16384, 4096, 4096), (8, 4096, 5120, 5120), (8, 16640, 8192, 5120),
@@ -75,10 +79,10 @@ def wgrad_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def mlp_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of `(E, tokens, intermediate, hidden)`."""
+    """The cases of one shape `(E, tokens, intermediate, hidden)`."""
     count, tokens, inner, hidden = shape
     experts = Experts((count, tokens, 2 * inner, hidden), "balanced", device)
-    # As a model's weights are scaled: the gate would be a step function otherwise, and its gradient noise.
+    # Scaled as a model's weights are. Unscaled, the gate would be a step function, and its gradient noise.
     gate_up = (experts.w * hidden**-0.5).requires_grad_()
     down = (normal(count * hidden, inner, device, 3).view(count, hidden, inner).mT * inner**-0.5).requires_grad_()
     x = experts.x.detach().requires_grad_()
@@ -99,7 +103,7 @@ def mlp_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     def accuracy(result: Sequence[Tensor]) -> dict[str, float]:
         from fp8fn.bench.accuracy import snr_db
 
-        if not exact:  # the bf16 step, a float64 one being 300 times as long; its own error is 20 dB under FP8's
+        if not exact:  # in bf16, whose error is 20 dB under FP8's: a float64 step takes 300 times as long
             exact.extend(part.detach() for part in build(bf16)())
         pairs = zip(("out", "dx", "d gate_up", "d down"), exact, result, strict=True)
         return {name: snr_db(want.flatten(0, -2), got.flatten(0, -2)) for name, want, got in pairs}
@@ -167,7 +171,7 @@ def layer_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of `(G, M, N)`; the bytes are those of the tokens, not of what spreads them."""
+    """The cases of one shape `(G, M, N)`. Bytes count the tokens, not the padding of their groups."""
     count, m, n = shape
     x = normal(m, n, device, 0)
     offsets = Experts((count, m, 1, 1), "balanced", device).offsets
@@ -193,7 +197,7 @@ def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
 
 def weight_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of `(E, K, N)`, stored as `(E, N, K)`."""
+    """The cases of one shape `(E, K, N)`, stored as `(E, N, K)`."""
     count, k, n = shape
     w = normal(count * n, k, device, 0).unflatten(0, (count, n)).mT
     copy = torch.empty_like(w)

@@ -1,8 +1,8 @@
 """Host time of a call beyond its work: `python -m fp8fn bench overhead`.
 
-A call on tiny CPU tensors and the plain-PyTorch functions that do its work are timed in turn, in many short rounds. Of
-each the fastest round counts, for whatever else the machine does can only add; the difference is what dispatch, checks
-and autograd's bookkeeping cost.
+A call on tiny CPU tensors, and the plain PyTorch functions that do its work, are timed in turn in many short rounds.
+The fastest round of each counts, because other processes can only add time. The difference is the cost of dispatch,
+checks and autograd's bookkeeping.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ import fp8fn
 from fp8fn.bench.record import write
 from fp8fn.cli import options
 from fp8fn.ops import reference
+from fp8fn.ops.operand import Quantized
 
-# Microseconds above the work itself.
+# The largest overhead, in microseconds.
 BARS: Final = {"quantize": 10.0, "gemm": 60.0}
 
 
 class Overhead(NamedTuple):
-    """Microseconds: a call, its work alone, and the difference."""
+    """Microseconds of a call and of its work alone."""
 
     call: float
     work: float
@@ -42,10 +43,10 @@ def measure(rounds: int = 2000, repeats: int = 10) -> dict[str, Overhead]:
     def gemm_work() -> None:
         a, a_scale = reference.quantize(x, (1, 128), e4m3, "fp32")
         b, b_scale = reference.quantize(w, (128, 128), e4m3, "fp32")
-        reference.scaled_mm(a, a_scale, (1, 128), b, b_scale, (128, 128), None, torch.bfloat16)
+        reference.scaled_mm(Quantized(a, a_scale, (1, 128)), Quantized(b, b_scale, (128, 128)), None, torch.bfloat16)
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # threads would add their wake-up to both sides
+    torch.set_num_threads(1)  # more threads would add their wake-up to both times
     try:
         with torch.no_grad():
             return {
@@ -62,8 +63,8 @@ def measure(rounds: int = 2000, repeats: int = 10) -> dict[str, Overhead]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; exit status 1 where a bar is passed."""
-    parser = argparse.ArgumentParser(prog="fp8fn bench overhead", description=__doc__)
+    """Print the table; return 1 where a bar is exceeded."""
+    parser = argparse.ArgumentParser(prog="python -m fp8fn bench overhead", description=__doc__)
     parser.add_argument(
         "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
     )

@@ -1,7 +1,7 @@
-"""The other implementations of the same products and quantizers, each turned into a call on fp8fn's operands.
+"""Other implementations of the same products and quantizers, each as a call on fp8fn's operands.
 
-A function here imports its peer when it is called, brings scales into the layout that the peer asks for, and returns
-the call that is timed. It raises where the peer is not installed or does not take the operands.
+Each function imports its peer, converts scales to the peer's layout, and returns the call that is timed. The function
+raises where the peer is not installed or refuses the operands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PEERS: Final = ("torch", "torchao", "deep_gemm", "triton")
 
 
 def torch_scaled_mm(a: ScaledTensor, b: ScaledTensor) -> Call:
-    """`torch._scaled_mm` with fast accumulation: tensorwise or rowwise `a (M, K) @ b (K, N)`."""
+    """`torch._scaled_mm` with fast accumulation: `a (M, K) @ b (K, N)`, tensorwise or rowwise."""
     if a.block == (-1, -1):
         a_scale, b_scale = a.scale.reshape(()), b.scale.reshape(())
     else:
@@ -33,9 +33,11 @@ def torch_scaled_mm(a: ScaledTensor, b: ScaledTensor) -> Call:
 def torch_blockwise(a: ScaledTensor, b: ScaledTensor) -> Call:
     """cuBLASLt through `F.scaled_mm`: `a (M, K)` in (1, 128), `b (K, N)` in (128, 128) or (128, 1).
 
-    ATen's checks (ScaledBlas.cpp): scales of (1, 128) are `(M, K / 128)` with strides `(1, M)`; those of b in (128, 1)
-    are described as `(N, K / 128)` with strides `(1, N)`; those in (128, 128) as `(L, N / 128)` with strides `(1, L)`,
-    where L is `K / 128` rounded up to a multiple of 4.
+    Layouts of scales, by ATen's checks (ScaledBlas.cpp), where L is `K / 128` rounded up to a multiple of 4:
+
+    - a in (1, 128): `(M, K / 128)` with strides `(1, M)`,
+    - b in (128, 1): `(N, K / 128)` with strides `(1, N)`,
+    - b in (128, 128): `(L, N / 128)` with strides `(1, L)`.
     """
     kinds = F.ScalingType
     if b.block == (128, 128):
@@ -89,10 +91,10 @@ def _torchao(name: str) -> Any:
 
 
 def _torchao_one_stage() -> None:
-    """Of torchao's configurations of quantizers, those that differ in `num_stages` alone become one.
+    """Keep only one of torchao's quantizer configurations that differ in `num_stages` alone.
 
-    Their kernels have no loop to pipeline, and 2, 4 and 6 stages give the same PTX (sm90, Triton 3.7.1). Tuning then
-    compiles 15 variants for a size and not 45.
+    The kernels have no loop to pipeline: 2, 4 and 6 stages give the same PTX (sm90, Triton 3.7.1). Autotuning then
+    compiles 15 variants for a size in place of 45.
     """
     kernels = _torchao("kernels")
     for name, kernel in vars(kernels).items():

@@ -1,7 +1,7 @@
-"""Figures of a committed or fresh run: `python -m fp8fn bench plot RUN.json FIGURE.png`.
+"""Figures of a committed or new run: `python -m fp8fn bench plot RUN.json FIGURE.png`.
 
-Products and quantizers as bars by shape, products also in a roofline of this machine's own measured ceilings; the 84
-layers as speedups over bf16. Grays, hatches and markers tell cases apart, so that a print without colour does too.
+Products and quantizers are bars by shape. Products also stand in a roofline with the ceilings that the run measured.
+The 84 layers are speedups over bf16. Grays, hatches and markers tell cases apart, also in a print without colour.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _GRAYS: Final = ("0.55", "0.75", "0.9", "0.4", "0.65", "0.85", "0.5", "0.95")
 _MARKERS: Final = ("s", "^", "D", "v", "P", "X", "<", ">")
 
 
-def fault(path: Path) -> str | None:
-    """Why matplotlib can't draw to a file of this name, or None."""
+def format_fault(path: Path) -> str | None:
+    """The reason why matplotlib can't draw to a file of this name, or None."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
@@ -36,7 +36,7 @@ def fault(path: Path) -> str | None:
 
 
 def write(run: dict[str, Any], path: str | Path) -> None:
-    """Draws `run`, as `record.read` returns it, to `path`, in the format that its ending names."""
+    """Draw `run`, as `record.read` returns it, to `path` in the format of its ending."""
     from matplotlib.figure import Figure
 
     rows = rows_of(run)
@@ -55,38 +55,38 @@ def write(run: dict[str, Any], path: str | Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Draws a file that `--json` wrote."""
+    """Draw a file that `--json` wrote."""
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn bench plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", metavar="RUN.json", help=f"figures of {_DRAWN}")
-    parser.add_argument("figure", type=output_file, metavar="FIGURE", help="the file to draw to")
+    parser.add_argument("run", metavar="RUN.json", help=f"a file that {_DRAWN} wrote")
+    parser.add_argument("figure", type=output_file, metavar="FIGURE", help="file to draw to")
     args = parser.parse_args(argv)
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("needs matplotlib: pip install matplotlib")
-    if (problem := fault(args.figure)) is not None:
+    if (problem := format_fault(args.figure)) is not None:
         parser.error(problem)
     try:
         run = record.read(args.run)
         drawable = bool(rows_of(run) and run["results"]["suite"] and provenance(run))
     except OSError as error:
         parser.error(f"{args.run} can't be read: {error.strerror}; --json of {_DRAWN} writes such a file")
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # no JSON, or another's
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # no JSON, or not a run's
         drawable = False
     if not drawable:
-        parser.error(f"{args.run} is no run of {_DRAWN}, as their --json writes it")
+        parser.error(f"{args.run} is not a run of {_DRAWN}, as --json writes it")
     write(run, args.figure)
     return 0
 
 
-def _looks(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
-    """Each label with its bars' looks and its marker; fp8fn's are black and white, the others' gray."""
+def _styles(labels: Sequence[str]) -> Iterator[tuple[str, dict[str, str], str]]:
+    """Each label with the look of its bars and its marker: fp8fn in black and white, other implementations in gray."""
     shades, hatches, markers = cycle(_GRAYS), cycle(_HATCHES), cycle(_MARKERS)
     ours = cycle((("black", "", "o"), ("black", "////", "*"), ("white", "xxxx", "h"), ("white", "", "d")))
     for label in labels:
         if label.startswith("fp8fn "):
             color, hatch, marker = next(ours)
-            # A hatch takes the edge's colour: black on black would not show.
+            # A hatch has the edge's colour: black on black would be invisible.
             edge = "white" if color == "black" and hatch else "black"
             yield label, {"facecolor": color, "hatch": hatch, "edgecolor": edge}, marker
         else:
@@ -98,14 +98,14 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
     timed = {(row.label, row.shape): row for row in rows if row.us is not None}
     labels = list(dict.fromkeys(label for label, _ in timed))
     width = 0.85 / max(1, len(labels))
-    for i, (label, look, _) in enumerate(_looks(labels)):
+    for i, (label, look, _) in enumerate(_styles(labels)):
         places, rates, below, above = [], [], [], []
         for j, shape in enumerate(shapes):
             row = timed.get((label, shape))
             if row is not None and row.rate and row.us and row.us_q1 and row.us_q3:
                 places.append(j + (i - (len(labels) - 1) / 2) * width)
                 rates.append(row.rate)
-                # The quartiles of the time, as rates: the shorter time is the higher rate.
+                # The quartiles of the time as rates: the first quartile of the time is the higher rate.
                 below.append(row.rate - row.rate * row.us / row.us_q3)
                 above.append(row.rate * row.us / row.us_q1 - row.rate)
         axes.bar(places, rates, width, label=label, **look)
@@ -120,7 +120,7 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
-    """Rates over operations by ideal byte, below the copy's bandwidth and the fastest product of each element type."""
+    """Rates over operations per ideal byte, under the copy's bandwidth and the fastest product of each element type."""
     points = [row for row in rows if row.operations and row.bytes and row.rate is not None]
     if not points:
         return
@@ -139,20 +139,20 @@ def _roofline(axes: Any, rows: Sequence[Row], copy_tb_s: float) -> None:
             axes.plot(
                 line, [low * copy_tb_s, peak, peak], style, color="0.4", label=f"{name} here: {rate(peak)} TFLOP/s"
             )
-    for label, look, marker in _looks(list(dict.fromkeys(row.label for row in points))):
+    for label, look, marker in _styles(list(dict.fromkeys(row.label for row in points))):
         x = [row.operations / row.bytes for row in points if row.label == label]
         y = [row.rate for row in points if row.label == label]
         axes.plot(x, y, marker, color=look["facecolor"], markeredgecolor="black", label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel(f"operations by ideal byte [FLOP/byte]; the slope is the copy's {rate(copy_tb_s)} TB/s")
+    axes.set_xlabel(f"operations per ideal byte [FLOP/byte]; the slope is the copy's {rate(copy_tb_s)} TB/s")
     axes.set_ylabel("throughput [TFLOP/s]")
     axes.grid(which="both", alpha=0.3)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
 
 
 def _speedups(axes: Any, rows: Sequence[Row]) -> None:
-    """Forward and backward combined over bf16's, by the suite's ids."""
+    """Speedup of forward and backward combined over bf16, by the suite's ids."""
     found = pairs(rows)
     models = list(dict.fromkeys(s.model for s in LLM84))
     for model, shade, hatch in zip(models, cycle(_GRAYS), cycle(_HATCHES), strict=False):
@@ -161,7 +161,7 @@ def _speedups(axes: Any, rows: Sequence[Row]) -> None:
             axes.bar(*zip(*bars, strict=True), label=model, facecolor=shade, hatch=hatch, edgecolor="black")
     axes.axhline(1.0, color="black", linestyle="--", label="bf16")
     axes.set_xlabel("layer [id of the suite]")
-    axes.set_ylabel("bf16's time / fp8fn's, forward and backward")
+    axes.set_ylabel("speedup over bf16, forward and backward")
     axes.grid(axis="y", alpha=0.3)
     axes.set_axisbelow(True)
     axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))

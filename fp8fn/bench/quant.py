@@ -1,8 +1,8 @@
-"""Quantizers against this machine's copy, beside torchao's: `python -m fp8fn bench quant`.
+"""Quantizers beside torchao's and a copy: `python -m fp8fn bench quant`.
 
-TB/s over the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. SNR is that of the
-dequantized outputs. The ceiling is a copy of x. The L2 is emptied by reads: lines that a flush has written would go to
-memory during what is measured, of which nothing else is counted.
+TB/s count the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. SNR is that of the
+dequantized outputs. The ceiling is a copy of x. The L2 is flushed by reads: after a flush by writes, dirty lines would
+be written back while the quantizer runs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fp8fn.timing import Call, Schedule
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 SCHEDULE: Final = Schedule(flush="reads")
 
-# From the call's result to what stands for x, in its own orientation.
+# Converts a call's result to ScaledTensors of x, in the orientation of x.
 Read: TypeAlias = Callable[[Any], Sequence[ScaledTensor]]
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N)`. To add one: who, what, the blocks of its outputs, the call, and how to read its result."""
+    """The cases of one shape `(M, N)`: peer, name, blocks of the outputs, the call, and how to read its result."""
     m, n = shape
     x = normal(m, n, device, 0)
 
@@ -55,48 +55,54 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
     copy = torch.empty_like(x)
     return [
-        case("fp8fn", "(1,128)", [ROW], lambda: lambda: fp8fn.quantize(x, ROW), _one),
-        case("fp8fn", "(128,1)", [COL], lambda: lambda: fp8fn.quantize(x, COL), _one),
-        case("fp8fn", "(128,128)", [SQUARE], lambda: lambda: fp8fn.quantize(x, SQUARE), _one),
-        case("fp8fn", "(1,128) and (128,1)", [ROW, COL], lambda: lambda: fp8fn.quantize_dual(x), _as_it_is),
-        case("torchao", "(1,128)", [ROW], torchao("act_quant_lhs"), _parts(ROW)),
-        case("torchao", "(128,1)", [COL], torchao("act_quant_rhs"), _parts(COL)),
-        case("torchao", "(128,1) transposed", [COL], torchao("act_quant_transposed_lhs"), _transposed(ROW)),
-        case("torchao", "(128,128)", [SQUARE], torchao("weight_quant_rhs"), _parts(SQUARE)),
-        case("torchao", "(128,128) transposed", [SQUARE], torchao("weight_quant_transposed_rhs"), _transposed(SQUARE)),
+        case("fp8fn", "(1,128)", [ROW], lambda: lambda: fp8fn.quantize(x, ROW), _single),
+        case("fp8fn", "(128,1)", [COL], lambda: lambda: fp8fn.quantize(x, COL), _single),
+        case("fp8fn", "(128,128)", [SQUARE], lambda: lambda: fp8fn.quantize(x, SQUARE), _single),
+        case("fp8fn", "(1,128) and (128,1)", [ROW, COL], lambda: lambda: fp8fn.quantize_dual(x), _unchanged),
+        case("torchao", "(1,128)", [ROW], torchao("act_quant_lhs"), _from_parts(ROW)),
+        case("torchao", "(128,1)", [COL], torchao("act_quant_rhs"), _from_parts(COL)),
+        case("torchao", "(128,1) transposed", [COL], torchao("act_quant_transposed_lhs"), _from_transposed(ROW)),
+        case("torchao", "(128,128)", [SQUARE], torchao("weight_quant_rhs"), _from_parts(SQUARE)),
+        case(
+            "torchao",
+            "(128,128) transposed",
+            [SQUARE],
+            torchao("weight_quant_transposed_rhs"),
+            _from_transposed(SQUARE),
+        ),
         case(
             "torchao",
             "(1,128) and (128,1)",
             [ROW, COL],
             torchao_pair,
-            lambda result: [*_parts(ROW)(result[0]), *_parts(COL)(result[1])],
+            lambda result: [*_from_parts(ROW)(result[0]), *_from_parts(COL)(result[1])],
         ),
         Case("torch", "copy", lambda: lambda: copy.copy_(x), None, bytes=4.0 * m * n, ceiling=True),
     ]
 
 
 def bytes_moved(m: int, n: int, blocks: Sequence[Block]) -> float:
-    """x `(m, n)` in bf16 read once; for each block FP8 data and float32 scales written once."""
+    """Bytes of x `(m, n)` in bf16 read once, and for each block FP8 data and float32 scales written once."""
     scales = (scale_shape((m, n), block) for block in blocks)
     return float(2 * m * n + sum(m * n + 4 * rows * columns for rows, columns in scales))
 
 
-def _one(q: ScaledTensor) -> Sequence[ScaledTensor]:
+def _single(q: ScaledTensor) -> Sequence[ScaledTensor]:
     return [q]
 
 
-def _as_it_is(qs: Sequence[ScaledTensor]) -> Sequence[ScaledTensor]:
+def _unchanged(qs: Sequence[ScaledTensor]) -> Sequence[ScaledTensor]:
     return qs
 
 
-def _parts(block: Block) -> Read:
+def _from_parts(block: Block) -> Read:
     def read(result: tuple[Tensor, Tensor]) -> Sequence[ScaledTensor]:
         return [ScaledTensor(*result, block)]
 
     return read
 
 
-def _transposed(block: Block) -> Read:
+def _from_transposed(block: Block) -> Read:
     def read(result: tuple[Tensor, Tensor]) -> Sequence[ScaledTensor]:
         return [ScaledTensor(*result, block).mT]
 

@@ -1,13 +1,16 @@
-"""A result on disk: figures with the machine, the versions and the date that they belong to."""
+"""Results on disk: figures with the machine, the versions and the date of the run."""
 
 from __future__ import annotations
 
 import json
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from fp8fn.cli.environment import describe
+
+# The committed results of a checkout. An installed package has none.
+RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
 def make(benchmark: str, results: Any) -> dict[str, Any]:
@@ -22,7 +25,7 @@ def make(benchmark: str, results: Any) -> dict[str, Any]:
 
 
 def write(path: str | Path, benchmark: str, results: Any) -> None:
-    """Writes `results` with their provenance as JSON."""
+    """Write `results` with their provenance as JSON."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump(make(benchmark, results), file, indent=1)
         file.write("\n")
@@ -31,3 +34,19 @@ def write(path: str | Path, benchmark: str, results: Any) -> None:
 def read(path: str | Path) -> dict[str, Any]:
     run: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     return run
+
+
+def committed(name: str) -> dict[str, Any]:
+    """The committed run `docs/results/NAME.json`. Raises FileNotFoundError outside a checkout."""
+    return read(_results_folder() / f"{name}.json")
+
+
+def all_committed() -> dict[str, dict[str, Any]]:
+    """Every committed run by the name of its file. Raises FileNotFoundError outside a checkout."""
+    return {path.stem: read(path) for path in sorted(_results_folder().glob("*.json"))}
+
+
+def _results_folder() -> Path:
+    if not RESULTS.is_dir():
+        raise FileNotFoundError(f"{RESULTS} does not exist: only a checkout of fp8fn has the committed results")
+    return RESULTS

@@ -1,4 +1,4 @@
-"""The shapes that tests and benchmarks use: the 84 of Primus-Turbo's suite, and those measured beside every peer."""
+"""The shapes that tests and benchmarks use: the 84 layers of Primus-Turbo's suite, and those of fp8fn's own suites."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 
 
 class Shape(NamedTuple):
-    """A linear layer's product `(M, K) @ (K, N)`; `id` counts as the suite does, from 1."""
+    """A linear layer's product `(M, K) @ (K, N)`; `id` is the suite's, from 1."""
 
     id: int
     model: str
@@ -34,24 +34,24 @@ def _llm84() -> tuple[Shape, ...]:
     return tuple(shapes)
 
 
-# Models outer, micro-batch, then qkv, out, gate_up, down: the order of the suite's ids.
+# In the order of the suite's ids: by model, by micro-batch, then qkv, out, gate_up, down.
 LLM84: Final = _llm84()
 
-# One of every kind: small, square, wide N, deep K, and 47, whose output has more than 2**31 elements.
+# One of each kind: small, square, wide N, deep K, and 47, whose output has more than 2**31 elements.
 SAMPLE_IDS: Final = (1, 16, 30, 50, 64, 47)
 
 ANCHORS: Final = (
     (4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672),
 )  # fmt: skip
 
-# Forward and backward of three layers; `wgrad` of them is `(N, M) @ (M, K)`.
+# Layers for forward and backward; their wgrad is `(N, M) @ (M, K)`.
 TRAINING: Final = ((8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192))
 
-# Few rows or columns: less than a wave of tiles, so that launches and tails count. 2112 is no multiple of 128.
+# Few rows or columns: less than one wave of tiles, so that launches and tails matter. 2112 is no multiple of 128.
 SMALL: Final = ((128, 7168, 2048), (64, 24576, 1536), (4096, 2112, 7168), (4096, 2176, 7168))
 
 
-# (K, N) of the weights of aiter's MX products for decoding.
+# (K, N) of aiter's MX products for decoding.
 MX_DECODE: Final = ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144))
 
 
@@ -62,25 +62,25 @@ def _decode() -> tuple[tuple[int, int], ...]:
     return tuple(dict.fromkeys(shapes))
 
 
-# Whole, and divided among 2, 4 and 8 along N or K.
+# Whole weights, and the same divided among 2, 4 and 8 GPUs along N or K.
 DECODE: Final = _decode()
 
-# (K, N) of weights by the rows of as many sequences: those, and of Llama-3.1-8B's attention and MLP.
+# (K, N) of weights for batches of sequences: the whole weights above, and Llama-3.1-8B's attention and MLP.
 BATCH_DECODE: Final = (*MX_DECODE, (4096, 4096), (4096, 14336), (14336, 4096))
 
-# (T, N, K) of tokens by their experts.
+# (T, N, K) of tokens by the weights of their experts.
 MX_MOE: Final = tuple((tokens, 1536, 6144) for tokens in (1, 2, 4, 8, 16, 32, 64))
 
-# (B, M, N, K) of aiter's batched products by an FP8 weight, and one that the tensor cores decide.
+# (B, M, N, K) of aiter's batched products by an FP8 weight, and one that is bound by the tensor cores.
 BATCHED: Final = (
     *((b, m, n, k) for b in (16, 32, 64, 128) for n, k in ((512, 128), (128, 512)) for m in (1, 32, 128)),
     (16, 4096, 4096, 4096),
 )
 
-# (M, N) of activations and gradients for the quantizers.
+# (M, N) of activations and gradients that are quantized.
 QUANT: Final = ((8192, 4096), (16384, 8192), (16384, 28672))
 
 
 def shape(id: int) -> Shape:
-    """The shape of the suite with this id, from 1 to 84."""
+    """The suite's shape with this id, from 1 to 84."""
     return LLM84[id - 1]

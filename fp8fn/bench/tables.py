@@ -1,6 +1,6 @@
-"""Results as tables: one benchmark's on the terminal shape by shape, and in Markdown for the README.
+"""Results as tables: for the terminal, one shape at a time, and in Markdown for `docs/`.
 
-A function for the README takes a run as `record.read` returns it, and ends with the machine that gave it.
+A function for Markdown takes a run as `record.read` returns it. Its text ends with the machine, versions and date.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def rows_of(run: dict[str, Any]) -> list[Row]:
 
 
 def terminal(rows: Sequence[Row]) -> str:
-    """Every figure of some rows, and below them why others have none."""
+    """Every figure of the rows, and below them why some rows have none."""
     from tabulate import tabulate
 
     body = []
@@ -57,7 +57,7 @@ def quant(run: dict[str, Any]) -> str:
 
 
 def small(run: dict[str, Any]) -> str:
-    """Microseconds of a call, and in brackets of its replay as a CUDA graph."""
+    """Microseconds of a call, and in brackets those of its CUDA graph."""
 
     def cell(row: Row) -> str:
         return _number(row.us, 1) + (f" ({row.graph_us:.1f})" if row.graph_us is not None else "")
@@ -66,18 +66,18 @@ def small(run: dict[str, Any]) -> str:
 
 
 def layers(run: dict[str, Any]) -> str:
-    """TFLOP/s, a line for each shape and a column for each case, where there are many shapes."""
+    """TFLOP/s with a line for each shape and a column for each case, for runs of many shapes."""
     rows = rows_of(run)
     labels = list(dict.fromkeys(row.label for row in rows))
     body = []
     for shape in dict.fromkeys(row.shape for row in rows):
         found = {row.label: rate(row.rate) if row.us is not None else "n/a" for row in rows if row.shape == shape}
         body.append([",".join(map(str, shape)), *(found.get(label, "") for label in labels)])
-    return "\n".join([markdown(body, ["TFLOP/s", *labels]), *_missing(rows), "", provenance(run)])
+    return "\n".join([markdown(body, ["TFLOP/s", *labels]), *_missing_figures(rows), "", provenance(run)])
 
 
 def llm84(run: dict[str, Any]) -> str:
-    """By model: TFLOP/s of bf16 → fp8fn, geometric means; the speedup combined, its least with the layer's id; SNR."""
+    """A line for each model: TFLOP/s of bf16 → fp8fn, speedup, lowest speedup with the layer's id, and worst SNR."""
     found = pairs(rows_of(run))
     measured = [(s.id, s.model, found[s[2:]]) for s in LLM84 if s[2:] in found]
     groups = [(name, [(id, pair) for id, model, pair in measured if model == name])
@@ -93,34 +93,34 @@ def llm84(run: dict[str, Any]) -> str:
         body.append([
             name,
             str(len(group)),
-            _pace(group, 1, lambda times: times.forward),
-            _pace(group, 2, lambda times: times.backward),
-            _pace(group, 3, lambda times: times.combined),
+            _both_rates(group, 1, lambda times: times.forward),
+            _both_rates(group, 2, lambda times: times.backward),
+            _both_rates(group, 3, lambda times: times.combined),
             f"{statistics.geometric_mean(pair.speedup for pair in group):.2f}x",
             f"{slowest.speedup:.2f}x ({id})",
             f"{worst(pair.snr_db for pair in group):.1f}",
         ])  # fmt: skip
-    headers = ("model", "layers", "forward", "backward", "combined", "speedup", "least (id)", "worst SNR, dB")
+    headers = ("model", "layers", "forward", "backward", "combined", "speedup", "lowest (id)", "worst SNR, dB")
     slower = sum(pair.speedup < 1 for _, _, pair in measured)
     under = sum(not pair.snr_db >= SNR_BAR_DB for _, _, pair in measured)
     lines = [
         markdown(body, headers),
         "",
-        f"TFLOP/s, bf16 → fp8fn. {slower} of {len(measured)} layers are under 1.0x bf16 combined, {under} under"
-        f" {SNR_BAR_DB:.0f} dB; {len(LLM84) - len(measured)} of {len(LLM84)} were not measured.",
+        f"TFLOP/s of bf16 → fp8fn, geometric means. {slower} of {len(measured)} layers are slower than bf16 combined,"
+        f" {under} have under {SNR_BAR_DB:.0f} dB; {len(LLM84) - len(measured)} of {len(LLM84)} were not measured.",
     ]
-    return "\n".join([*lines, *_missing(rows_of(run)), "", provenance(run)])
+    return "\n".join([*lines, *_missing_figures(rows_of(run)), "", provenance(run)])
 
 
 def provenance(run: dict[str, Any]) -> str:
-    """The device that was measured (the first GPU where the run names none), the versions and the date."""
+    """The measured device (the first GPU if the run names none), the versions and the date."""
     environment = run["environment"]
     device = run["results"].get("device") or environment.get("cuda:0 device", environment["cpu device"])
     return f"{device}; torch {environment['torch']}, Triton {environment['triton']}; {run['date']}."
 
 
 def _rates(run: dict[str, Any], unit: str) -> str:
-    """A case's rate at each shape with the percentage of the ceiling, its geometric mean, and its worst SNR."""
+    """A line for each case: its rate at each shape with the percentage of the ceiling, geometric mean, worst SNR."""
 
     def cell(row: Row) -> str:
         return rate(row.rate) + (f" ({row.percent:.0f} %)" if row.percent is not None else "")
@@ -139,7 +139,7 @@ def _by_shape(
     *totals: Callable[[Sequence[Row]], str],
     headers: Sequence[str] = ("worst SNR, dB",),
 ) -> str:
-    """A line for each case, a column for each shape, then `totals` of the line under `headers`."""
+    """A line for each case, a column for each shape, then a column of `headers` for each of `totals`."""
     rows = rows_of(run)
     shapes = list(dict.fromkeys(row.shape for row in rows))
     body = []
@@ -148,21 +148,21 @@ def _by_shape(
         cells = [cell(line[shape]) if shape in line and line[shape].us is not None else "n/a" for shape in shapes]
         body.append([label, *cells, *(total(list(line.values())) for total in totals)])
     names = [corner, *(",".join(map(str, shape)) for shape in shapes), *headers]
-    return "\n".join([markdown(body, names), *_missing(rows), "", provenance(run)])
+    return "\n".join([markdown(body, names), *_missing_figures(rows), "", provenance(run)])
 
 
 def _worst_snr(rows: Sequence[Row]) -> str:
     return _number(worst(value for row in rows for value in row.snr_db.values()), 1)
 
 
-def _pace(group: Iterable[Pair], products: int, time: Callable[[Times], float]) -> str:
-    """TFLOP/s of bf16 → fp8fn, geometric means."""
+def _both_rates(group: Iterable[Pair], products: int, time: Callable[[Times], float]) -> str:
+    """TFLOP/s of bf16 → fp8fn, geometric means over the group."""
     rates = [[products * pair.operations / time(times) / 1e6 for times in (pair.bf16, pair.fp8fn)] for pair in group]
     return " → ".join(rate(statistics.geometric_mean(column)) for column in zip(*rates, strict=True))
 
 
-def _missing(rows: Iterable[Row]) -> list[str]:
-    """Each reason why there is no figure, once, with its cases."""
+def _missing_figures(rows: Iterable[Row]) -> list[str]:
+    """Each reason for a missing figure, once, with its cases."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for kind, text in (("n/a", row.unavailable), ("no CUDA graph", row.graph_unavailable)):
@@ -175,7 +175,7 @@ def _missing(rows: Iterable[Row]) -> list[str]:
 
 
 def markdown(body: Sequence[Sequence[str]], headers: Sequence[str], left: int = 0) -> str:
-    """A table whose columns are aligned to the right but for number `left`."""
+    """A Markdown table with column `left` aligned to the left, and the other columns to the right."""
     from tabulate import tabulate
 
     alignment = ["left" if column == left else "right" for column in range(len(headers))]
@@ -183,7 +183,7 @@ def markdown(body: Sequence[Sequence[str]], headers: Sequence[str], left: int = 
 
 
 def rate(value: float | None) -> str:
-    """Three digits that count, and whole numbers from 100 on."""
+    """Three significant digits, and whole numbers from 100 on."""
     if value is None:
         return ""
     return f"{value:.0f}" if value >= 99.95 else f"{value:#.3g}"

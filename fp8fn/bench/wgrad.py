@@ -1,7 +1,7 @@
 """The weight's gradient of a linear layer on quantized operands, beside its peers: `python -m fp8fn bench wgrad`.
 
-`dB (N, K) = g (M, N)ᵀ @ x (M, K)`, both quantized in (128, 1), which is 1x128·128x1 for the product; 2MNK operations.
-Shapes are those of the layer, M,N,K. The ceiling is `torch._scaled_mm` of the same product, tensorwise.
+`dB (N, K) = g (M, N)ᵀ @ x (M, K)`, both quantized in (128, 1), so that the product is 1x128·128x1; 2MNK operations.
+Shapes are the layer's M,N,K. The ceiling is `torch._scaled_mm` of the same product, tensorwise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp8fn.timing import Call
 
 
 def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
-    """Of one `(M, N, K)`."""
+    """The cases of one shape `(M, N, K)`."""
     layer = Layer(shape, device)
 
     def case(peer: str, name: str, build: Callable[[], Call], element: int = 1, ceiling: bool = False) -> Case:

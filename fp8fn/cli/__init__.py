@@ -1,4 +1,4 @@
-"""The command line, `python -m fp8fn COMMAND`: a table of commands, each a module with `main(argv) -> int`."""
+"""The command line, `python -m fp8fn COMMAND`: a table of commands, each of them a module with `main(argv) -> int`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Final
 
 @dataclass(frozen=True)
 class Command:
-    """A command; its module is imported only when it is run, so that help stays quick.
+    """A command. Its module is imported only when the command runs, so that help stays fast.
 
-    `interrupted` is a sentence for whoever stops it with Ctrl-C: what is kept, and how to go on.
+    `interrupted` is printed after Ctrl-C: what is kept, and how to resume.
     """
 
     summary: str
@@ -24,14 +24,14 @@ class Command:
 
 @dataclass(frozen=True)
 class Group:
-    """A command whose next word names one of its own commands."""
+    """A group of commands, one of which the next word names."""
 
     summary: str
     commands: Mapping[str, Command | Group]
 
 
-# A shell reports this status for a process that SIGINT ended. Status 1 is a command's own verdict: in the demo, that
-# FP8 is worse.
+# The status that a shell reports for a process that SIGINT ended. Status 1 is a command's own verdict: in the demo, FP8
+# is worse.
 INTERRUPTED: Final = 130
 
 COMMANDS: Final = Group(
@@ -40,7 +40,7 @@ COMMANDS: Final = Group(
         "demo": Command("train a small GPT with and without FP8, and compare", "fp8fn.demo.command"),
         "env": Command("print versions, devices and the kernels that serve them", "fp8fn.cli.environment"),
         "tune": Command(
-            "time the products of your shapes, and keep the fastest configurations", "fp8fn.cli.tune",
+            "time configurations for your shapes, and keep the fastest ones", "fp8fn.cli.tune",
             "what is tuned is kept; run the same command again to resume",
         ),
         "aot": Command(
@@ -48,27 +48,27 @@ COMMANDS: Final = Group(
             "what is compiled is kept; run the same command again to resume",
         ),
         "convert": Command(
-            "write a bf16 checkpoint in FP8, as DeepSeek-V3's are", "fp8fn.cli.convert",
+            "write a bf16 checkpoint in FP8, in DeepSeek-V3's format", "fp8fn.cli.convert",
             "run the same command again to resume",
         ),
-        "isa": Command("read AMD's machine code: instructions, registers, modelled cycles", "fp8fn.cli.isa"),
+        "isa": Command("what AMD kernels compile to: instructions, registers, modelled cycles", "fp8fn.cli.isa"),
         "bench": Group(
-            "Measurements.",
+            "Benchmarks.",
             {
-                "overhead": Command("the cost of a call, apart from its kernels", "fp8fn.bench.overhead"),
-                "readme": Command("make the README's tables from the committed results", "fp8fn.bench.readme"),
                 "dense": Command("the forward product, beside its peers", "fp8fn.bench.dense"),
-                "wgrad": Command("the product of a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
+                "wgrad": Command("the product for a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
                 "linear": Command("a linear layer's forward and backward, beside its peers", "fp8fn.bench.linear"),
-                "moe": Command("products of groups and experts' MLPs, beside their peers", "fp8fn.bench.moe"),
-                "decode": Command("few rows by an FP8 weight, and batches, beside bf16", "fp8fn.bench.decode"),
+                "moe": Command("grouped products, quantizers and MLPs, beside their peers", "fp8fn.bench.moe"),
+                "quant": Command("quantizers, beside their peers and a copy", "fp8fn.bench.quant"),
+                "decode": Command("products of few rows by an FP8 weight, beside bf16", "fp8fn.bench.decode"),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
-                "generate": Command("tokens a second of a compiled decoding loop", "fp8fn.bench.generate"),
-                "compile": Command("what torch.compile takes with and without the passes", "fp8fn.bench.compile_time"),
-                "host": Command("the launch of a call on a GPU, and the first one", "fp8fn.bench.host"),
-                "quant": Command("quantizers against a plain copy, beside their peers", "fp8fn.bench.quant"),
+                "generate": Command("tokens per second of a compiled decoding loop", "fp8fn.bench.generate"),
+                "host": Command("host time of calls on a GPU, and of the first call", "fp8fn.bench.host"),
+                "overhead": Command("host time of a call beyond its work, on a CPU", "fp8fn.bench.overhead"),
+                "compile": Command("compile time with and without the passes", "fp8fn.bench.compile_time"),
                 "isa": Command("AMD's machine code beside Primus-Turbo's claims, with no GPU", "fp8fn.bench.isa"),
-                "plot": Command("draw a run that one of these wrote", "fp8fn.bench.plot"),
+                "plot": Command("draw a run that one of these commands wrote", "fp8fn.bench.plot"),
+                "docs": Command("make the tables in docs/ from the committed results", "fp8fn.bench.docs"),
             },
         ),
     },
@@ -76,7 +76,7 @@ COMMANDS: Final = Group(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` (the process's own arguments unless given) names, and return its exit status."""
+    """Run the command that `argv` names (default: the process's arguments), and return its exit status."""
     return _dispatch(COMMANDS, list(sys.argv[1:] if argv is None else argv), "python -m fp8fn")
 
 
@@ -94,7 +94,7 @@ def _dispatch(group: Group, argv: list[str], program: str) -> int:
     if not argv:
         parser.print_help(sys.stderr)
         return 2
-    # What is left for argparse: --help, --version, and the error for an unknown command.
+    # argparse handles the rest: --help, --version, and the error for an unknown command.
     parser.parse_args(argv)
     return 2
 

@@ -1,10 +1,12 @@
-"""`python -m fp8fn aot`: compiles a model's kernels into the disk cache ahead of time; no GPU is needed.
+"""`python -m fp8fn aot`: compiles a model's kernels into the disk cache ahead of time, with no GPU.
 
-For sm90 and each linear layer: its three products, in the configurations that the tables and the model choose, and the
-quantizers of its input, weight and gradient, for training and for inference. For gfx950: all kernels in HIP, which
-serve every shape. A process that runs the layer later finds them in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn), which
-may be copied from one machine to another: it takes files of its own user and of root that nobody else may write. Exit
-status 1 where a kernel does not compile, or is not in the cache at the end.
+For sm90, each linear layer has three products, in the configurations that the tables and the model choose, and the
+quantizers of its input, weight and gradient, for training and for inference. For gfx950, all HIP kernels are compiled:
+they serve every shape.
+
+A process that runs the layer later finds the kernels in FP8FN_CACHE_DIR (default: ~/.cache/fp8fn). The folder may be
+copied to another machine. A process takes kernels only from files of its own user or of root that nobody else may
+write. Exit status 1 where a kernel does not compile, or is not in the cache at the end.
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
 
 from fp8fn.cli.tune import SUITES, sizes
 from fp8fn.ops import code_cache, targets
@@ -31,11 +33,11 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
-from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.choose import plan_scaled_mm
-from fp8fn.ops.tuning.problem import Chip, chip_of, empty_operands, linear_problems
+from fp8fn.ops.scaled_mm import SCALED_MM
+from fp8fn.ops.targets import Chip, Target, chip_of
+from fp8fn.ops.tuning.problem import empty_product, linear_problems
 from fp8fn.ops.tuning.table import SHIPPED
 
 ARCHITECTURES: Final = ("sm90", "gfx950")
@@ -45,7 +47,7 @@ _Kernel = TypeVar("_Kernel")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles what the options name, and prints how many kernels there are and where; 1 where one was not kept."""
+    """Compile the kernels that the options name, and print where they are; return 1 where a kernel was not kept."""
     parser = _parser()
     args = parser.parse_args(argv)
     if (problem := (build if args.arch == "gfx950" else nvrtc).unavailable()) is not None:
@@ -69,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many kernels were asked for, how many of them the cache had before and has now, and where it is."""
+    """How many kernels were asked for, how many of them the cache had before and has now, and the cache's folder."""
 
     what: str
     asked: int
@@ -105,11 +107,12 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     what = f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
-    return _compile(what, kernels, nvrtc.compile_kernel, nvrtc.cache_path)
+    compile_ = partial(nvrtc.compile_kernel, arch=target.cubin)
+    return _compile(what, kernels, compile_, partial(nvrtc.cache_path, arch=target.cubin))
 
 
 def chip_and_target() -> tuple[Chip, Target]:
-    """The GPU here, if it is of Hopper, else the first chip that a table is shipped for."""
+    """This machine's GPU if it is a Hopper GPU, else the first chip with a shipped table."""
     if torch.cuda.is_available():
         device = torch.device("cuda")
         target = targets.target_of(device)
@@ -123,7 +126,7 @@ def chip_and_target() -> tuple[Chip, Target]:
 def kernels_of(
     shapes: Sequence[tuple[int, ...]], recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> tuple[CudaKernel, ...]:
-    """The kernels in CUDA C++ of layers `(M, N, K)`, each once; what Triton or PyTorch serves is no part of them."""
+    """The CUDA C++ kernels of layers `(M, N, K)`, each once, without what Triton or PyTorch serves."""
     found: dict[CudaKernel, None] = {}
     for m, n, k in shapes:
         for launch in (*_products(m, n, k, recipe, dtype, target, chip), *_quantizers(m, n, k, recipe, dtype, target)):
@@ -137,9 +140,10 @@ def _compile(
     compile_: Callable[[_Kernel], object],
     path_of: Callable[[_Kernel], Path],
 ) -> Outcome:
-    """Into the cache, with a bar. Compilers release Python's lock: one thread a processor.
+    """Compile kernels into the cache, with a progress bar.
 
-    A kernel counts as kept when it can be read back, not when its compilation returned.
+    There is one thread for each processor, because the compilers release the GIL. A kernel counts as kept when it can
+    be read back from the cache, not when its compilation returns.
     """
     from tqdm import tqdm
 
@@ -163,14 +167,15 @@ def _compile(
 def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
     """The `(M, N, K)` of the products that `backend="fp8fn"` substitutes in a model, each once.
 
-    `name` is `module:callable`; the callable returns `(model, args)` or `(model, args, kwargs)`. The model runs once.
+    `name` is `module:callable`. The callable returns `(model, args)` or `(model, args, kwargs)`, and the model runs
+    once.
     """
     from fp8fn.lowering.explain import explain
 
     module, _, attribute = name.partition(":")
     if not module or not attribute:
         raise ValueError(f"--model {name!r} is no module:callable such as train:example")
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` has it, and the command `fp8fn` has not
+    sys.path.insert(0, str(Path.cwd()))  # `python -m` has this entry, the script `fp8fn` does not
     try:
         made: Any = getattr(importlib.import_module(module), attribute)()
     finally:
@@ -179,7 +184,7 @@ def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
         raise TypeError(f"{name} returned {type(made).__name__}; it must return (model, args) or (model, args, kwargs)")
     model, args, kwargs = (*made, {})[:3]
     rows = explain(model, *args, show=False, **kwargs).rows
-    # A product of groups has its own kernels, and their number of sizes.
+    # A grouped product has four sizes, and kernels that are not compiled here.
     shapes = (row.shape for row in rows if row.reason is None)
     return tuple(dict.fromkeys((shape[0], shape[1], shape[2]) for shape in shapes if len(shape) == 3))
 
@@ -188,14 +193,14 @@ def _products(
     m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> Iterator[CudaLaunch]:
     for problem in linear_problems(m, n, k, recipe).values():
-        operands = empty_operands(replace(problem, out_type=short_name(dtype)), "meta")
-        launch = plan_scaled_mm(*operands, target, chip)
-        if isinstance(launch, CudaLaunch):
-            yield launch
+        product = empty_product(replace(problem, out_type=short_name(dtype)), "meta", target, chip)
+        for launch in SCALED_MM.plan(product):
+            if isinstance(launch, CudaLaunch):
+                yield launch
 
 
 def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:
-    """Of x, w and g for training, and of x and w for inference."""
+    """The quantizers of x, w and g for training, and of x and w for inference."""
     x, w, g = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
     for tensor, block, fp8 in (
         (x, recipe.activation_block, recipe.activation_dtype),
@@ -203,23 +208,11 @@ def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, targ
         (g, recipe.gradient_block, recipe.gradient_dtype),
     ):
         element = fp8 or torch.float8_e4m3fn
-        if quantize.accepts(tensor, block, element, target) is not None:
+        both = Quantization(x=tensor, block=block, dtype=element, scale=recipe.scale, target=target, dual=True)
+        if quantize.accepts(both) is not None:
             continue
-        outs = [_empty(tensor, of, element, recipe.scale, side) for of, side in _sides(block)]
-        yield quantize.plan_quantize_both(tensor, outs[0], outs[1], is_square(block), recipe.scale, target)
-        if tensor is not g:
-            out = _empty(tensor, block, element, recipe.scale, None)
-            yield quantize.plan_quantize(tensor, out, block, recipe.scale, target)
-
-
-def _sides(block: Block) -> tuple[tuple[Block, bool], tuple[Block, bool]]:
-    """The blocks of a dual quantization, each with whether its data is column-major: the row-major one first."""
-    first = block if block[0] <= block[1] else swap(block)
-    return (first, False), (swap(first), True)
-
-
-def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major: bool | None) -> quantize.Quantized:
-    return quantize.Quantized(empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major))
+        for q in (both,) if tensor is g else (both, replace(both, dual=False)):
+            yield from quantize.plan(q, quantize.configure(q))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -230,11 +223,11 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument("--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ")
     which.add_argument("--suite", choices=SUITES, help="the shapes of the benchmarks")
     which.add_argument(
-        "--model", metavar="MODULE:CALLABLE", help="the layers of a model: the callable returns (model, args)"
+        "--model", metavar="MODULE:CALLABLE", help="the layers of a model; the callable returns (model, args)"
     )
-    parser.add_argument("--recipe", default="blockwise", help="by default %(default)s")
-    parser.add_argument("--dtype", choices=_INPUTS, default="bfloat16", help="of the model (default: %(default)s)")
+    parser.add_argument("--recipe", default="blockwise", help="recipe of the products (default: %(default)s)")
+    parser.add_argument("--dtype", choices=_INPUTS, default="bfloat16", help="the model's dtype (default: %(default)s)")
     parser.add_argument(
-        "--arch", choices=ARCHITECTURES, default="sm90", help="by default %(default)s; gfx950 takes no shapes"
+        "--arch", choices=ARCHITECTURES, default="sm90", help="default: %(default)s; gfx950 takes no shapes"
     )
     return parser

@@ -1,10 +1,13 @@
-"""`python -m fp8fn convert`: a bf16 checkpoint's linear layers in FP8 with block scales, as DeepSeek-V3 has them.
+"""`python -m fp8fn convert`: writes a bf16 checkpoint's linear layers in FP8 with block scales, as DeepSeek-V3 does.
 
-INPUT is a safetensors file, an index or a folder; OUTPUT gets files of the same names, the index, and config.json with
-a `quantization_config`, as transformers reads it. `X.weight` becomes FP8 and `X.weight_scale_inv`; the rest is copied.
-Each weight is compared with its source as it is written: under 25 dB of signal to noise, or with NaN or Inf in it, the
-command fails and names it. A file gets its name when it is complete and on the disk, so that the same command, started
-again, goes on where it was interrupted: it keeps files of the same source and options whose checksums agree.
+INPUT is a safetensors file, an index or a folder. OUTPUT gets files of the same names, the index, and a config.json
+with a `quantization_config` for transformers. `X.weight` becomes FP8 data and `X.weight_scale_inv`; other tensors are
+copied.
+
+Each weight is compared with its source as it is written. The command fails and names the weight if its SNR is under
+25 dB, or if the source has NaN or Inf. A file gets its name only when it is complete and on the disk. An interrupted
+conversion resumes when the same command runs again: files of the same source and options are kept if their checksums
+agree.
 """
 
 from __future__ import annotations
@@ -39,32 +42,32 @@ from fp8fn.quantization import dequantize, quantize
 from fp8fn.site import LEAST_K, LEAST_N, matches, why_sensitive
 
 LEAST_SNR_DB: Final = 25.0
-# Blocks along K of a weight (N, K), for which products exist.
+# The blocks of a weight (N, K) for which products exist.
 _BLOCKS: Final[Mapping[str, Block]] = {"128,128": (128, 128), "1,128": (1, 128), "1,32": (1, 32)}
-# What a checkpoint's folder has beside its tensors: configs, tokenizers, the model's code.
+# Files beside a checkpoint's tensors: configs, tokenizers, the model's code.
 _BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
-# Elements quantized at once: the float64 of the comparison takes eight bytes of each.
+# Elements that are quantized at once. The float64 comparison takes eight bytes for each.
 _SLICE: Final = 2**23
 _COPY: Final = 2**26
 _WORST: Final = 8
-# In a file's metadata: the source and the options, as JSON, and the CRC-32 of each tensor, eight digits each. CRC-32
-# finds what a disk or a copy damages, and takes 0.25 s for 1 GB (SHA-256: 0.6 s, BLAKE2b: 1.1 s).
-_ORIGIN: Final = "fp8fn.cli.convert"
-_SUMS: Final = "fp8fn.cli.convert.crc32"
-# A small source tensor is hashed whole, a larger one in pieces from its first byte to its last.
+# Keys of a file's metadata: the source and the options as JSON, and the CRC-32 of each tensor, eight digits each.
+# CRC-32 detects damage by a disk or a copy, and takes 0.25 s for 1 GB (SHA-256: 0.6 s, BLAKE2b: 1.1 s).
+_ORIGIN: Final = "fp8fn.convert"
+_SUMS: Final = "fp8fn.convert.crc32"
+# A source tensor of at most _WHOLE bytes is hashed whole, a larger one in pieces from its first byte to its last.
 _WHOLE: Final = 2**16
 _PIECE: Final = 2**12
 _PIECES: Final = 8
 _UNFINISHED: Final = ".unfinished"
 _LOCK: Final = ".fp8fn-convert.lock"
-# The system's errors for a full disk, or a full share of it.
+# The system's errors for a full disk and an exceeded quota.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-# Changes when what is written for the same source and options does.
+# Changes when the bytes that are written for the same source and options change.
 _VERSION: Final = 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts, and prints the worst weights; 1 where the conversion failed."""
+    """Convert, and print the worst weights; return 1 if the conversion failed."""
     parser = _parser()
     args = parser.parse_args(argv)
     for module in ("safetensors", "tabulate", "tqdm"):
@@ -74,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device))
     except OSError as error:
-        # Not "[Errno 13] Permission denied: 'PATH'", as `str` has it where the system named the file.
+        # Without errno, unlike `str(error)`: "[Errno 13] Permission denied: 'PATH'".
         message = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
         print(f"{parser.prog}: {message}", file=sys.stderr)
         return 1
@@ -86,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """What decides the bytes that are written."""
+    """The options that decide the bytes that are written."""
 
     block: Block = (128, 128)
     scale: Literal["fp32", "pow2"] = "fp32"
@@ -94,14 +97,14 @@ class Options:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        # (128.0, 128.0) == (128, 128), and would be written to config.json as floats.
+        # (128.0, 128.0) equals (128, 128), but would be written to config.json as floats.
         if self.block not in _BLOCKS.values() or not all(type(size) is int for size in self.block):
             raise ValueError(
                 f"block={self.block!r} is no block of a weight (N, K); it must be one of {list(_BLOCKS.values())}"
             )
 
     def take(self, name: str, tensor: Tensor) -> bool:
-        """Whether a tensor goes to FP8: by default weights of linear layers, else what `include` names."""
+        """Whether a tensor goes to FP8: the tensors that `include` names, by default weights of linear layers."""
         if tensor.dtype not in INPUT_DTYPES or tensor.ndim not in (2, 3) or not tensor.numel():
             return False
         if matches(name, self.exclude):
@@ -114,7 +117,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Verified:
-    """A weight that was written, and how far it is from its source."""
+    """A weight that was written, with its SNR against the source."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,9 +127,9 @@ class Verified:
 def convert(
     source: Path, output: Path, options: Options, *, overwrite: bool = False, device: torch.device | str = "cpu"
 ) -> str:
-    """Writes the FP8 checkpoint, with a bar, and returns what there is to say about it.
+    """Write the FP8 checkpoint, with a progress bar, and return the report.
 
-    Raises `ValueError` or `OSError`, naming file and tensor, and leaves no file under its name that is not complete.
+    Raises `ValueError` or `OSError` with the file and the tensor. No file has its final name unless it is complete.
     """
     from tqdm import tqdm
 
@@ -135,14 +138,14 @@ def convert(
         raise NotADirectoryError(f"{output} is a file; name a folder for the output")
     if output.exists() and output.samefile(checkpoint.folder):
         raise ValueError(f"{output} is the folder of the input; name another for the output")
-    plans = [_planned(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
+    plans = [_plan_of(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
     if not any(plan.converted for plan in plans):
         raise ValueError(f"{source}: no tensor is a linear layer's weight by these options; see --include")
-    texts = _texts(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
-    # Files go to their places when all are there: until then an older conversion stays as it is.
+    texts = _files_beside_tensors(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
+    # Files are moved to their places once all are written, so that an older conversion stays whole until then.
     unfinished = output / _UNFINISHED
-    with _alone_in(output):
-        found = _compared(plans, (output, unfinished))
+    with _locked(output):
+        found = _differences(plans, (output, unfinished))
         if not overwrite:
             _check_room(output, found, texts)
         unfinished.mkdir(exist_ok=True)
@@ -153,19 +156,19 @@ def convert(
         with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, disable=not todo) as bar:
             for plan in todo:
                 bar.set_description(plan.name)
-                with _replacing(unfinished / plan.name) as file:
+                with _complete_file(unfinished / plan.name) as file:
                     verified += _write(file, plan, options, torch.device(device), bar.update)
         made = [unfinished / plan.name for plan in plans if plan in todo or unfinished / plan.name in whole]
         if made and checkpoint.index is not None:
-            (output / checkpoint.index.name).unlink(missing_ok=True)  # never one with files of two conversions
+            (output / checkpoint.index.name).unlink(missing_ok=True)  # an index never names files of two conversions
         for path in made:
             path.replace(output / path.name)
         for name, text in texts.items():
             if not (output / name).exists() or (output / name).read_bytes() != text:
-                with _replacing(output / name) as file:
+                with _complete_file(output / name) as file:
                     file.write(text)
         shutil.rmtree(unfinished)
-    # Where two files have one name, the one in `.unfinished` is newer.
+    # If two files have the same name, the one in `.unfinished` is newer.
     reasons = {path.name: difference.reason for path, difference in found.items() if difference is not None}
     kept = [plan.name for plan in plans if plan not in todo]
     again = {plan.name: reasons[plan.name] for plan in todo if plan.name in reasons}
@@ -174,7 +177,7 @@ def convert(
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of an output file, as its header has it."""
+    """A tensor of an output file, as the file's header describes it."""
 
     name: str
     dtype: str
@@ -185,7 +188,7 @@ class _Entry:
 
 @dataclass(frozen=True)
 class _Plan:
-    """An output file: its source, the tensors in the order in which they lie, and which are converted."""
+    """An output file: its source, its tensors in the order of their bytes, and the names of the converted tensors."""
 
     shard: Shard
     entries: tuple[_Entry, ...]
@@ -197,10 +200,10 @@ class _Plan:
         return self.shard.path.name
 
     def header(self, sums: str) -> bytes:
-        """The file's bytes before its tensors; their number does not depend on what `sums` has for digits."""
+        """The file's bytes before its tensors. Their number does not depend on the digits in `sums`."""
         offsets = self.offsets
         described: dict[str, object] = {
-            # Sorted, for safetensors gives the source's in another order each time.
+            # Sorted, because safetensors gives the source's metadata in another order each time.
             "__metadata__": {
                 "format": "pt",
                 **dict(sorted(self.shard.metadata.items())),
@@ -221,7 +224,7 @@ class _Plan:
         return len(text).to_bytes(8, "little") + text
 
     def difference(self, path: Path, progress: Callable[[int], object]) -> _Difference | None:
-        """How a file differs from the one that this plan writes; None where all of its bytes agree."""
+        """How a file differs from the one that this plan writes, or None if all bytes agree."""
         try:
             with path.open("rb") as file:
                 return self._difference(file, progress)
@@ -241,13 +244,13 @@ class _Plan:
         if origin is None:
             return _Difference("another program wrote it")
         if origin != json.dumps(self.origin):
-            return _Difference(_change(origin, self.origin))
+            return _Difference(_changed_origin(origin, self.origin))
         if not isinstance(sums, str) or prefix + text != self.header(sums):
             return _Difference("its header is damaged", damaged=True)
         if size != begin + self.nbytes:
             return _Difference(f"it is damaged: it has {size} bytes of {begin + self.nbytes}", damaged=True)
         for position, entry in enumerate(self.entries):
-            if f"{_read_sum(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
+            if f"{_read_crc(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
                 return _Difference(f"it is damaged: tensor {entry.name!r} is not as it was written", damaged=True)
         return None
 
@@ -266,14 +269,14 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Difference:
-    """Why a file is not the one that a plan writes; `damaged` where it was, for its header is of the plan's origin."""
+    """Why a file is not the one that a plan writes. `damaged`: its header names the plan's origin, its bytes differ."""
 
     reason: str
     damaged: bool = False
 
 
-def _change(text: object, origin: Mapping[str, Any]) -> str:
-    """What differs between the origin in a file and the one that it should have."""
+def _changed_origin(text: object, origin: Mapping[str, Any]) -> str:
+    """The difference between the origin in a file and the expected one, in words."""
     try:
         stored = json.loads(str(text))
         if stored["version"] != origin["version"]:
@@ -294,8 +297,8 @@ def _change(text: object, origin: Mapping[str, Any]) -> str:
     return "its source is another file"
 
 
-def _read_sum(file: BufferedReader, size: int, progress: Callable[[int], object]) -> int:
-    """The CRC-32 of the next bytes of a file."""
+def _read_crc(file: BufferedReader, size: int, progress: Callable[[int], object]) -> int:
+    """The CRC-32 of the next `size` bytes of a file."""
     buffer = memoryview(bytearray(min(size, 2**20)))
     crc = 0
     while size and (count := file.readinto(buffer[: min(size, len(buffer))])):
@@ -305,8 +308,8 @@ def _read_sum(file: BufferedReader, size: int, progress: Callable[[int], object]
     return crc
 
 
-def _compared(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Difference | None]:
-    """The files of the plans' names that are there, and how each differs from what its plan writes."""
+def _differences(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Difference | None]:
+    """The existing files with the plans' names, and how each differs from what its plan writes."""
     from tqdm import tqdm
 
     there = {folder / plan.name: plan for folder in folders for plan in plans if os.path.lexists(folder / plan.name)}
@@ -315,10 +318,10 @@ def _compared(plans: Sequence[_Plan], folders: Sequence[Path]) -> dict[Path, _Di
         return {path: plan.difference(path, bar.update) for path, plan in there.items()}
 
 
-def _source(path: Path) -> dict[str, object]:
-    """What tells a source file from others of its name, shapes and time: its header, and pieces of every tensor.
+def _identity(path: Path) -> dict[str, object]:
+    """The identity of a source file: its name, its time, and hashes of its header and of pieces of every tensor.
 
-    Two files of one header and time whose tensors differ nowhere in these pieces are taken for one.
+    Two files of equal header and time whose tensors agree in these pieces are taken for the same.
     """
     with path.open("rb") as file:
         text = file.read(int.from_bytes(file.read(8), "little"))
@@ -335,14 +338,14 @@ def _source(path: Path) -> dict[str, object]:
 
 
 def _pieces(size: int) -> list[tuple[int, int]]:
-    """The parts of so many bytes that are hashed: both ends, and some at equal distances between them."""
+    """The parts of `size` bytes that are hashed: both ends, and pieces at equal distances between them."""
     if size <= _WHOLE:
         return [(0, size)]
     starts = [index * (size - _PIECE) // (_PIECES - 1) for index in range(_PIECES)]
     return [(start, start + _PIECE) for start in starts]
 
 
-def _planned(shard: Shard, options: Options) -> _Plan:
+def _plan_of(shard: Shard, options: Options) -> _Plan:
     entries: list[_Entry] = []
     converted = set()
     for name in shard.names:
@@ -360,16 +363,18 @@ def _planned(shard: Shard, options: Options) -> _Plan:
         else:
             dtype, shape = shard.header(name)
             entries.append(_Entry(name, dtype, shape, tensor.nbytes, tensor.element_size()))
-    # Wide types first, as safetensors' own writer has it: then each tensor begins at a multiple of its element. Then by
-    # name: safetensors lists tensors of no elements in another order in each process.
+    # Wide types first, as in safetensors' own writer, so that each tensor begins at a multiple of its element size.
+    # Then by name, because safetensors lists tensors without elements in another order in each process.
     entries.sort(key=lambda entry: (-entry.itemsize, entry.name))
-    origin = {"version": _VERSION, "options": asdict(options), "source": _source(shard.path)}
-    # As it is read back: its tuples are lists.
+    origin = {"version": _VERSION, "options": asdict(options), "source": _identity(shard.path)}
+    # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
     return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))
 
 
-def _texts(checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options: Options) -> dict[str, bytes]:
-    """The files beside the tensors; of a file that was named alone only config.json, for its folder may be any."""
+def _files_beside_tensors(
+    checkpoint: Checkpoint, alone: bool, plans: Sequence[_Plan], options: Options
+) -> dict[str, bytes]:
+    """The files beside the tensors. For a single file, only config.json: its folder may hold anything."""
     config = checkpoint.folder / "config.json"
     copied = [config] if config.exists() else []
     if not alone:
@@ -395,8 +400,8 @@ def _json(content: object) -> bytes:
 
 
 def _quantization_config(plans: Sequence[_Plan], options: Options) -> dict[str, object]:
-    """As DeepSeek-V3's; the modules left out are named, for transformers makes all others FP8 layers."""
-    left = {"lm_head": None}  # which is not in the file where it is tied to the embedding
+    """As DeepSeek-V3's, with the modules that stay as they are: transformers makes all others FP8 layers."""
+    left = {"lm_head": None}  # not in the file if it is tied to the embedding
     for plan in plans:
         for entry in plan.entries:
             if entry.name.endswith(".weight") and len(entry.shape) in (2, 3) and entry.name not in plan.converted:
@@ -413,12 +418,12 @@ def _quantization_config(plans: Sequence[_Plan], options: Options) -> dict[str, 
 
 
 def _check_room(output: Path, found: Mapping[Path, _Difference | None], texts: Mapping[str, bytes]) -> None:
-    """What is in the output must be of this conversion, or it would be replaced, or be taken for a part of it."""
+    """Raise ValueError if the output holds a file that is not this conversion's: it would be replaced or mixed in."""
     for folder in (output, output / _UNFINISHED):
         for path in sorted(folder.iterdir()) if folder.exists() else ():
             if path.suffix == ".safetensors":
                 difference = found[path] if path in found else _Difference("the input has no file of that name")
-                # No one else writes to the folder of what is unfinished: what is damaged there is made again.
+                # Only convert writes to the folder of unfinished files, so that a damaged file there is written again.
                 if difference is not None and difference.damaged and folder != output:
                     difference = None
             elif path.name not in texts or (path.is_file() and path.read_bytes() == texts[path.name]):
@@ -433,8 +438,8 @@ def _check_room(output: Path, found: Mapping[Path, _Difference | None], texts: M
 
 
 @contextmanager
-def _alone_in(output: Path) -> Iterator[None]:
-    """Makes the folder and keeps other conversions out of it; afterwards removes what is empty and was made here."""
+def _locked(output: Path) -> Iterator[None]:
+    """Make the folder and lock it against other conversions; afterwards remove the folders made here that are empty."""
     from filelock import FileLock, Timeout, UnixFileLock
 
     made = not output.exists()
@@ -452,7 +457,8 @@ def _alone_in(output: Path) -> Iterator[None]:
     finally:
         with suppress(OSError):
             (output / _UNFINISHED).rmdir()
-        # On POSIX while the lock is held, else it could be the next holder's; Windows removes no file that is open.
+        # POSIX removes the file while the lock is held: later it could be the next holder's. Windows can't remove an
+        # open file.
         early = isinstance(lock, UnixFileLock)
         with suppress(OSError):
             if early:
@@ -466,9 +472,9 @@ def _alone_in(output: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _replacing(target: Path) -> Iterator[BinaryIO]:
-    """A file that takes the name `target` once it is whole and on the disk; before, and if that fails, none has."""
-    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):  # of a run that was killed
+def _complete_file(target: Path) -> Iterator[BinaryIO]:
+    """A file that gets the name `target` once it is whole and on the disk. If writing fails, no file has the name."""
+    for left in target.parent.glob(f".{glob.escape(target.name)}.*.partial"):  # left by a run that was killed
         left.unlink(missing_ok=True)
     partial = target.parent / f".{target.name}.{os.getpid()}.partial"
     try:
@@ -494,7 +500,7 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
 def _write(
     file: BinaryIO, plan: _Plan, options: Options, device: torch.device, progress: Callable[[int], object]
 ) -> list[Verified]:
-    """The file, one slice of a tensor in memory at a time."""
+    """Write the file, with one slice of a tensor in memory at a time."""
     offsets, sums = plan.offsets, {}
     start = len(plan.header("0" * 8 * len(plan.entries)))
     verified = []
@@ -519,7 +525,7 @@ def _write(
         file.seek(start + offsets[name + SCALE_SUFFIX])
         sums[name], sums[name + SCALE_SUFFIX] = written.crc, _write_bytes(file, written.scales, 0)
         verified.append(Verified(name, tuple(tensor.shape), written.snr_db))
-    # Last, since it has the checksums.
+    # The header comes last, because it holds the checksums.
     file.seek(0)
     file.write(plan.header("".join(f"{sums[entry.name]:08x}" for entry in plan.entries)))
     return verified
@@ -527,7 +533,7 @@ def _write(
 
 @dataclass(frozen=True)
 class _Written:
-    """The CRC-32 of a weight's data, its scales, which are not written yet, and its SNR: inf of zeros, NaN of NaN."""
+    """The CRC-32 of a weight's data, its scales, which are not written yet, and its SNR (inf of zeros, NaN of NaN)."""
 
     crc: int
     scales: Tensor
@@ -537,10 +543,10 @@ class _Written:
 def _write_quantized(
     file: BinaryIO, weight: Tensor, options: Options, device: torch.device, progress: Callable[[int], object]
 ) -> _Written:
-    """Writes the data."""
+    """Write the FP8 data of a weight, and compare it with the source."""
     signal, noise, crc = 0.0, 0.0, 0
     scales = []
-    # Whole blocks of rows at once.
+    # Slices of whole blocks of rows.
     rows = max(_SLICE // weight.shape[-1] // options.block[0], 1) * options.block[0]
     for matrix in weight.reshape(-1, *weight.shape[-2:]):
         for part in matrix.split(rows):
@@ -559,9 +565,9 @@ def _write_quantized(
 
 
 def _write_bytes(file: BinaryIO, tensor: Tensor, crc: int) -> int:
-    """Writes a tensor's bytes, without a copy of them; returns the CRC-32 of them after those that `crc` is of.
+    """Write a tensor's bytes without copying them, and return `crc` continued over them.
 
-    NumPy, which has this too, is no dependency.
+    NumPy could do the same, but is not a dependency.
     """
     flat = tensor.view(torch.uint8).cpu().contiguous()
     data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
@@ -572,7 +578,7 @@ def _write_bytes(file: BinaryIO, tensor: Tensor, crc: int) -> int:
 def report(
     verified: Sequence[Verified], plans: Sequence[_Plan], kept: Sequence[str], again: Mapping[str, str], output: Path
 ) -> str:
-    """The worst weights first, then what was written in all, and why what was there was kept or written again."""
+    """The report: the worst weights, the totals, and why existing files were kept or written again."""
     from tabulate import tabulate
 
     lines = []
@@ -606,17 +612,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m fp8fn convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("input", type=Path, metavar="INPUT", help="a safetensors file, an index, or their folder")
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, made if it is not there")
-    parser.add_argument("--block", type=_block, default=(128, 128), metavar="N,K", help="by default 128,128")
-    parser.add_argument("--scale", choices=("fp32", "pow2"), default="fp32", help="pow2: rounded up to powers of two")
+    parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, made if it does not exist")
+    parser.add_argument(
+        "--block", type=_block, default=(128, 128), metavar="N,K", help="block of a scale (default: 128,128)"
+    )
+    parser.add_argument(
+        "--scale", choices=("fp32", "pow2"), default="fp32", help="pow2: scales are rounded up to powers of two"
+    )
     parser.add_argument(
         "--include", nargs="+", default=[], metavar="GLOB",
-        help="the tensors to convert, matrices or batches of them; by default *.weight with N and K of at least "
-        f"{LEAST_N}, without embeddings, lm_head, norms, routers and gates",
+        help="the tensors to convert, matrices or batches of matrices (default: *.weight with N and K of at least "
+        f"{LEAST_N}, without embeddings, lm_head, norms, routers and gates)",
     )  # fmt: skip
     parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="tensors to leave as they are")
-    parser.add_argument("--overwrite", action="store_true", help="replace what another conversion left in OUTPUT")
+    parser.add_argument("--overwrite", action="store_true", help="replace the files of another conversion in OUTPUT")
     parser.add_argument(
-        "--device", type=device, default=torch.device("cpu"), help="that quantizes, by default %(default)s"
+        "--device", type=device, default=torch.device("cpu"), help="device that quantizes (default: %(default)s)"
     )
     return parser

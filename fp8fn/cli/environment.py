@@ -1,4 +1,4 @@
-"""What fp8fn runs on: versions, devices and the kernels that serve them; `python -m fp8fn env`."""
+"""Versions, devices and the kernels that serve each device: `python -m fp8fn env`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8fn.version import __version__
 
 
 def describe() -> dict[str, str]:
-    """Versions and tools, then a line for the CPU and for each GPU, all as text."""
+    """Versions and tools, then the lines of the CPU and of each GPU, all as text."""
     lines = {
         "fp8fn": __version__,
         "Python": platform.python_version(),
@@ -43,7 +43,7 @@ def describe() -> dict[str, str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The name that its maker gave the device, as far as it can be asked for."""
+    """The device's product name, as far as the system reports it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     models = [line for line in _cpu_information() if line.startswith("model name")]
@@ -52,7 +52,7 @@ def device_name(device: torch.device) -> str:
 
 
 def kernel_family(target: Target, device: torch.device | None = None) -> str:
-    """Which kernels serve a target, or why none does."""
+    """The kernels that serve a target, or why there are none."""
     if target.backend == "cpu":
         return "reference (PyTorch)"
     try:
@@ -70,13 +70,13 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
 
 
 def cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor takes for CPU code, or None."""
+    """The path of the C++ compiler that Inductor uses for CPU code, or None."""
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", usual))
 
 
 def missing_for_inductor() -> str | None:
-    """What has to be installed before Inductor can build CPU code, as a sentence, or None."""
+    """A sentence about what Inductor needs to build CPU code and does not find, or None."""
     if cpp_compiler() is None:
         return (
             "torch.compile on a CPU needs a C++ compiler, and none was found: install one "
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _triton_version() -> str | None:
-    # Asked of the module, for the distribution has another name beside ROCm's torch.
+    # The module knows its version. The distribution has another name with ROCm's torch.
     try:
         import triton
     except ImportError:

@@ -1,8 +1,8 @@
-"""`python -m fp8fn isa`: what AMD's machine code of every kernel is made of, read offline, with no GPU.
+"""`python -m fp8fn isa`: what every kernel compiles to for AMD GPUs, read offline, with no GPU.
 
-For each kernel of an op: matrix instructions, loads and stores by width, registers, spills, LDS, how many waves a SIMD
-holds, the cycles of one step along K by unit, and what bounds the product. Cycles and bounds are modelled from the
-instructions' rates (`fp8fn/ops/tuning/amd_model.py`), never measured.
+For each kernel of an op: matrix instructions, loads and stores by width, registers, spills, LDS, waves in a SIMD, the
+cycles of one step along K by unit, and what bounds the product. Cycles and bounds are modelled from the instructions'
+rates (`fp8fn/ops/tuning/amd_model.py`), never measured.
 """
 
 from __future__ import annotations
@@ -23,9 +23,12 @@ from fp8fn.bench.shapes import LLM84
 from fp8fn.cli.options import output_file
 from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
+from fp8fn.ops.layout import WHOLE, Block, empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct, WeightProduct
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import GFX942, GFX950, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.amd_isa import Assembly, Mix, parse
 from fp8fn.ops.tuning.amd_model import (
     PROCESSORS,
@@ -44,7 +47,7 @@ SHAPE: Final = (4096, 4096, 4096)
 _EXPERTS: Final = 8
 NEEDS_TRITON: Final = "needs Triton, whose compiler writes the machine code: pip install triton (on Linux)"
 
-# a_block, b_block, and along which axis a and b are contiguous, for the scaled products.
+# The scaled products: a_block, b_block, and the axes along which a and b are contiguous.
 PRODUCTS: Final[Mapping[str, tuple[Block, Block, str, str]]] = {
     "forward": ((1, 128), (128, 128), "K", "K"),
     "dgrad": ((1, 128), (128, 128), "K", "N"),
@@ -58,14 +61,14 @@ _QUANTIZED: Final[tuple[Block, ...]] = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the figures of what the options name; with --write-tables, the tables of ops/tuning instead."""
+    """Print the figures of the ops that the options name. With --write-tables, write the tables of ops/tuning."""
     parser = _parser()
     args = parser.parse_args(argv)
     if importlib.util.find_spec("triton") is None:
         parser.error(NEEDS_TRITON)
     if args.write_tables:
         for arch in TARGETS if args.arch is None else (args.arch,):
-            path = Path(tuning.__path__[0]) / f"amd_{arch}.json"
+            path = Path(tuning.__path__[0]) / "tables" / f"amd_{arch}.json"
             write_table(path, arch)
             print(f"wrote {path}")
         return 0
@@ -95,8 +98,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def figures(launch: Launch) -> dict[str, Any]:
-    """What is printed of a launch, by name, and JSON as it is; compiles it."""
+def figures(launch: TritonLaunch) -> dict[str, Any]:
+    """The figures of a launch by name, as they are printed and written to JSON. Compiles the launch."""
     processor = PROCESSORS[launch.target.name]
     found = assembly(launch)
     warps = int(launch.options["num_warps"])
@@ -128,7 +131,7 @@ def figures(launch: Launch) -> dict[str, Any]:
     return report
 
 
-def assembly(launch: Launch) -> Assembly:
+def assembly(launch: TritonLaunch) -> Assembly:
     """The machine code of a launch for its own target."""
     compiled = launch.compile()
     return parse(compiled.asm["amdgcn"], int(compiled.metadata.shared))
@@ -139,7 +142,7 @@ def _widths(mix: Mix, direction: str) -> dict[str, int]:
 
 
 def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, Any]:
-    """Of one tile of K, on a CU: cycles by unit, and the share of the peak that the largest of them leaves."""
+    """Cycles of one K tile on a CU by unit, the unit that bounds them, and the share of the peak that it allows."""
     units = cycles(kernel.step, kernel.warps, groups_per_cu(kernel, processor))
     largest = max(units, key=lambda unit: units[unit])
     fastest = max(processor.rates[matrix.type] for matrix in found.loop.matrix)
@@ -153,8 +156,8 @@ def _step(kernel: Kernel, found: Assembly, processor: Processor) -> dict[str, An
     }
 
 
-def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
-    """Operations for each byte that a tile loads, and that the whole product must move; what the latter bounds."""
+def _intensity(launch: TritonLaunch, kernel: Kernel, processor: Processor) -> dict[str, Any]:
+    """Operations per byte that a tile loads and that the whole product moves, and the bound by HBM."""
     m, n, k = (int(launch.args[size]) for size in ("M", "N", "K"))  # type: ignore[arg-type]
     moved = 0
     for arg in launch.args.values():
@@ -168,15 +171,16 @@ def _intensity(launch: Launch, kernel: Kernel, processor: Processor) -> dict[str
     }
 
 
-def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> Launch:
-    """A scaled product of `PRODUCTS` on tensors without memory; in its own configuration unless one is given."""
+def product_launch(product: str, m: int, n: int, k: int, target: Target, config: Any = None) -> TritonLaunch:
+    """A scaled product of `PRODUCTS` on meta tensors, in the chosen configuration unless one is given."""
     from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 
     a_block, b_block, a_axis, b_axis = PRODUCTS[product]
     a, b = _matrix(m, k, target, a_axis == "M"), _matrix(k, n, target, b_axis == "K")
-    scales = empty_scale(a, a_block, "fp32"), empty_scale(b, b_block, "fp32")
+    left = Quantized(a, empty_scale(a, a_block, "fp32"), a_block)
+    right = Quantized(b, empty_scale(b, b_block, "fp32"), b_block)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return plan_scaled_mm(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
+    return plan_scaled_mm(ScaledProduct(a=left, b=right, out=out, target=target), config)[0]
 
 
 def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tensor:
@@ -184,8 +188,8 @@ def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tens
     return torch.empty_strided((rows, columns), strides, dtype=native_e4m3(target), device="meta")
 
 
-def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
-    """By rows of `m` tokens in 8 groups, and along K over the same tokens."""
+def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
+    """The grouped product over the rows of `m` tokens in 8 groups, and the one along K over the same tokens."""
     from fp8fn.ops.groups import empty_grouped
     from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
 
@@ -194,83 +198,80 @@ def _grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
     a = torch.empty(m, k, dtype=dtype, device="meta")
     b = torch.empty(_EXPERTS, n, k, dtype=dtype, device="meta").mT
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    a_scale, b_scale = empty_scale(a, (1, 128), "fp32"), empty_scale(b, (128, 128), "fp32")
-    rows = plan_scaled_grouped_mm(a, a_scale, (1, 128), b, b_scale, (128, 128), offsets, None, out, target)
-    (left, left_scale), right = (
-        empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32") for size in (n, k)
-    )
-    wgrad = plan_scaled_grouped_mm(
-        left.mT, left_scale.mT, (1, 128), *right, (128, 1), offsets, None,
-        torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta"), target,
+    rows = ScaledProduct(
+        a=Quantized(a, empty_scale(a, (1, 128), "fp32"), (1, 128)),
+        b=Quantized(b, empty_scale(b, (128, 128), "fp32"), (128, 128)), offsets=offsets, out=out, target=target,
     )  # fmt: skip
-    return [rows, wgrad]
+    left, right = (
+        Quantized(*empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32"), (128, 1))
+        for size in (n, k)
+    )
+    out = torch.empty(_EXPERTS, n, k, dtype=torch.bfloat16, device="meta")
+    wgrad = ScaledProduct(a=left.mT, b=right, offsets=offsets, out=out, target=target)
+    return [*plan_scaled_grouped_mm(rows), *plan_scaled_grouped_mm(wgrad)]
 
 
-def _a16w8(target: Target, m: int, n: int, k: int) -> list[Launch]:
-    from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
+def _a16w8(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
+    from fp8fn.ops.triton.mm_a16w8 import configure, plan_mm_a16w8
 
     x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
     w = _matrix(k, n, target, column_major=True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return [plan_mm_a16w8(x, w, empty_scale(w, (128, 128), "fp32"), (128, 128), None, out, target)]
+    weight = Quantized(w, empty_scale(w, (128, 128), "fp32"), (128, 128))
+    product = WeightProduct(x=x, w=weight, out=out, target=target)
+    return list(plan_mm_a16w8(product, configure(product)))
 
 
-def _mx(target: Target, m: int, n: int, k: int) -> list[Launch]:
-    """What Triton serves: MX scales need OCP types."""
-    from fp8fn.ops.mx_mm import plan
+def _mx(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
+    """The launches of an MX product that Triton serves. MX needs OCP's FP8 types, which gfx942 lacks."""
+    from fp8fn.ops.mx_mm import MX_MM
 
     a = torch.empty(m, k, dtype=native_e4m3(target), device="meta")
     b = _matrix(k, n, target, column_major=True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    launches = plan(a, empty_scale(a, (1, 32), "e8m0"), b, empty_scale(b, (32, 1), "e8m0"), None, out, target)
-    return [launch for launch in launches or () if isinstance(launch, Launch)]
+    left = Quantized(a, empty_scale(a, (1, 32), "e8m0"), (1, 32))
+    right = Quantized(b, empty_scale(b, (32, 1), "e8m0"), (32, 1))
+    launches = MX_MM.plan(ScaledProduct(a=left, b=right, out=out, target=target))
+    return [launch for launch in launches if isinstance(launch, TritonLaunch)]
 
 
-def _quantize(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _quantization(target: Target, m: int, k: int, block: Block, **rest: Any) -> Quantization:
+    x, scale = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), "e8m0" if 32 in block else "fp32"
+    return Quantization(x=x, block=block, dtype=native_e4m3(target), scale=scale, target=target, **rest)
+
+
+def _quantize(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize import plan_quantize
 
-    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
-    launches: list[Launch] = []
-    for block in _QUANTIZED:
-        scale = "e8m0" if 32 in block else "fp32"
-        data = empty_data(x, block, native_e4m3(target))
-        launches += plan_quantize(x, data, empty_scale(x, block, scale), block, scale, target)
-    return launches
+    return [launch for block in _QUANTIZED for launch in plan_quantize(_quantization(target, m, k, block))]
 
 
-def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[Launch]:
+def _quantize_dual(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
 
-    x, block = torch.empty(m, k, dtype=torch.bfloat16, device="meta"), (1, 128)
-    row, col = (empty_data(x, side, native_e4m3(target)) for side in (block, swap(block)))
-    row_scale, col_scale = (empty_scale(x, side, "fp32") for side in (block, swap(block)))
-    return [plan_quantize_dual(x, row, row_scale, col, col_scale, block, "fp32", target)]
+    return [*plan_quantize_dual(_quantization(target, m, k, (1, 128), dual=True))]
 
 
-def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[Launch]:
-    from fp8fn.ops.groups import empty_grouped
+def _quantize_grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 
-    x = torch.empty(m, k, dtype=torch.bfloat16, device="meta")
     offsets = torch.empty(_EXPERTS, dtype=torch.int32, device="meta")
-    dtype = native_e4m3(target)
-    row, row_scale = empty_data(x, (1, 128), dtype), empty_scale(x, (1, 128), "fp32")
-    data, scale = empty_grouped(x, _EXPERTS, (128, 1), dtype, "fp32")
-    dual = plan_quantize_grouped_dual(x, offsets, row, row_scale, data, scale, "fp32", target)
-    return [*plan_quantize_grouped(x, offsets, data, scale, (128, 1), "fp32", target), dual]
+    one = _quantization(target, m, k, (128, 1), offsets=offsets)
+    dual = _quantization(target, m, k, (1, 128), offsets=offsets, dual=True)
+    return [*plan_quantize_grouped(one), *plan_quantize_grouped_dual(dual)]
 
 
 def of_layer(product: str, m: int, n: int, k: int) -> tuple[int, int, int]:
-    """M, N, K of a product of the layer `x (m, k) @ w (n, k)ᵀ`."""
+    """M, N, K of a product in the layer `x (m, k) @ w (n, k)ᵀ`."""
     return {"dgrad": (m, k, n), "wgrad": (n, k, m), "TN": (n, k, m)}.get(product, (m, n, k))
 
 
-def _product(product: str) -> Callable[[Target, int, int, int], list[Launch]]:
+def _product(product: str) -> Callable[[Target, int, int, int], list[TritonLaunch]]:
     return lambda target, m, n, k: [product_launch(product, *of_layer(product, m, n, k), target)]
 
 
-# Each gives the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
-OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[Launch]]]] = {
+# Functions that return the launches of an op in the layer `x (M, K) @ w (N, K)ᵀ`.
+OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[TritonLaunch]]]] = {
     **{product: _product(product) for product in PRODUCTS},
     "grouped": _grouped,
     "a16w8": _a16w8,
@@ -282,7 +283,7 @@ OPS: Final[Mapping[str, Callable[[Target, int, int, int], list[Launch]]]] = {
 
 
 def text(columns: Sequence[Sequence[Mapping[str, Any]]], headings: Sequence[str] = ()) -> str:
-    """Reports below each other, one column or several of them side by side."""
+    """Reports, one below another, in one column or in several columns side by side."""
     blocks = []
     for reports in zip(*columns, strict=True):
         names = list(dict.fromkeys(name for report in reports for name in report))
@@ -298,7 +299,7 @@ def text(columns: Sequence[Sequence[Mapping[str, Any]]], headings: Sequence[str]
 
 
 def _rows(cells: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """A line of a table, on as many lines as its longest cell takes."""
+    """A row of a table, wrapped onto as many lines as its longest cell takes."""
     parts = [textwrap.wrap(cell, max(width, 1)) or [""] for cell, width in zip(cells, widths, strict=True)]
     height = max(map(len, parts))
     padded = [part + [""] * (height - len(part)) for part in parts]
@@ -312,7 +313,7 @@ def _cell(value: Any) -> str:
 
 
 def write_table(path: Path, arch: str) -> None:
-    """Compiles the candidates of an architecture and writes its table: their figures, then the 84 layers' choices."""
+    """Compile the candidates of an architecture, and write its table: their figures, then the 84 layers' choices."""
     from fp8fn.ops.tuning import amd
 
     target, processor = TARGETS[arch], PROCESSORS[arch]
@@ -340,7 +341,7 @@ def write_table(path: Path, arch: str) -> None:
         "kernel_columns": list(amd.KERNEL_COLUMNS), "row_columns": list(amd.ROW_COLUMNS),
     }  # fmt: skip
     _write(path, document, kernels, [])
-    amd.forget()  # the choices are made from what was just written
+    amd.forget()  # the choices below use the kernels just written
     rows = []
     for product, m, n, k in layer_products():
         choice = amd.modelled(product, m, n, k, arch)
@@ -351,7 +352,7 @@ def write_table(path: Path, arch: str) -> None:
 
 
 def layer_products() -> tuple[tuple[str, int, int, int], ...]:
-    """The products of the 84 layers, each once: forward, dgrad and wgrad with their own M, N and K."""
+    """Forward, dgrad and wgrad of the 84 layers, each product once, with its own M, N and K."""
     found: dict[tuple[str, int, int, int], None] = {}
     for _, _, m, n, k in LLM84:
         found |= dict.fromkeys((product, *of_layer(product, m, n, k)) for product in ("forward", "dgrad", "wgrad"))
@@ -381,7 +382,7 @@ def _ops(names: str) -> tuple[str, ...]:
     found = tuple(names.split(","))
     for name in found:
         if name not in OPS:
-            raise argparse.ArgumentTypeError(f"{name!r} is no op; choose from {', '.join(OPS)}")
+            raise argparse.ArgumentTypeError(f"{name!r} is not an op; choose from {', '.join(OPS)}")
     return found
 
 
@@ -389,16 +390,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn isa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--arch", choices=TARGETS, help="whose machine code (default: gfx950)")
-    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"by default all: {','.join(OPS)}")
+    parser.add_argument("--arch", choices=TARGETS, help="architecture to compile for (default: gfx950)")
+    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"ops to compile (default: {','.join(OPS)})")
     parser.add_argument(
-        "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="of x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"
+        "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"
     )
     parser.add_argument(
-        "--compare", metavar="CFG", help="a product's chosen configuration beside this one, such as 256x128w8s2n16h"
+        "--compare", metavar="CFG", help="a configuration beside a product's chosen one, such as 256x128w8s2n16h"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures to FILE")
     parser.add_argument(
-        "--write-tables", action="store_true", help="compile the candidates and write ops/tuning/amd_*.json"
+        "--write-tables", action="store_true", help="compile the candidates and write ops/tuning/tables/amd_*.json"
     )
     return parser

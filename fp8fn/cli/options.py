@@ -1,4 +1,4 @@
-"""Types of command-line options that several commands have: a device, a GPU, a file or a folder to write to."""
+"""Types of command-line options that several commands share: a device, a count, a file or a folder to write to."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from pathlib import Path
 import torch
 
 
+def positive(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    return int(text)
+
+
 def device(text: str) -> torch.device:
-    """`"cpu"`, `"cuda"` or `"cuda:N"`, where GPU N is here."""
+    """`"cpu"`, `"cuda"` or `"cuda:N"`, if this machine has GPU N."""
     return _device(text, ("cpu", "cuda"), "cpu, cuda or cuda:N")
 
 
 def gpu(text: str) -> torch.device:
-    """`"cuda"` or `"cuda:N"`, where GPU N is here."""
+    """`"cuda"` or `"cuda:N"`, if this machine has GPU N."""
     return _device(text, ("cuda",), "cuda or cuda:N")
 
 
@@ -23,24 +30,24 @@ def _device(text: str, types: tuple[str, ...], usual: str) -> torch.device:
     try:
         found = torch.device(text)
     except RuntimeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; use {usual}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use {usual}") from None
     if found.type not in types:
         raise argparse.ArgumentTypeError(f"fp8fn has no kernels for {text!r} here; use {usual}")
     count = torch.cuda.device_count()
     if found.type == "cuda" and (found.index or 0) >= count:
         others = f"cuda:0 to cuda:{count - 1}" if count else "cpu" if "cpu" in types else "a machine with a GPU"
-        raise argparse.ArgumentTypeError(f"{text!r} is not there: torch sees {count} GPUs; use {others}")
+        raise argparse.ArgumentTypeError(f"{text!r} does not exist: torch sees {count} GPUs; use {others}")
     return found
 
 
 def output_file(text: str) -> Path:
-    """A file that can be written, which is asked before a measurement and not after it."""
+    """A file that can be written. This check runs before a measurement, not after it."""
     path = Path(text)
     try:
         path.lstat()
     except FileNotFoundError:
         pass
-    except OSError as error:  # its name is too long, or a file is in the place of a folder
+    except OSError as error:  # such as a name that is too long, or a file in the place of a folder
         raise argparse.ArgumentTypeError(f"{text!r} can't be written: {error.strerror}") from None
     if path.is_dir() or not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} can't be written: it must be a file in a folder that exists")
@@ -50,7 +57,7 @@ def output_file(text: str) -> Path:
 
 
 def output_folder(text: str) -> Path:
-    """A folder that is there and can be written to."""
+    """A folder that exists and can be written to."""
     path = Path(text)
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} can't be written to: it must be a folder that exists")

@@ -3,7 +3,7 @@
 Each product of each shape is timed in turn, on a chip warmed before it: the model's best configurations and cuBLASLt,
 in random order, behind an emptied L2. What is found is kept in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn) after every
 product, so that a run that is interrupted goes on where it was; later calls of the library read it, and none of them
-times anything itself.
+times anything itself. With `--op` the kernels and divisions of another op's products are timed.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import torch
 
 from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
+from fp8fn.cli import tune_op
 from fp8fn.cli.environment import describe
 from fp8fn.cli.options import gpu, output_file
 from fp8fn.ops import targets
 from fp8fn.ops.code_cache import VARIABLE
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.targets import Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.candidates import config_name
 from fp8fn.ops.tuning.device import DeviceBench
 from fp8fn.ops.tuning.model import ranked
-from fp8fn.ops.tuning.problem import PRODUCTS, Problem, chip_of, linear_problems
-from fp8fn.ops.tuning.sweep import Bench, tune
+from fp8fn.ops.tuning.op_sweep import OpBench
+from fp8fn.ops.tuning.problem import PRODUCTS, Problem, linear_problems
+from fp8fn.ops.tuning.sweep import Bench, Clock, tune
 from fp8fn.ops.tuning.table import Entry
 from fp8fn.timing import clock_of
 
@@ -42,7 +45,7 @@ SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
 }
 
 
-def main(argv: Sequence[str], bench: Bench | None = None) -> int:
+def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
     """Tunes, exports or compares; `bench` is the current GPU unless given."""
     parser = _parser()
     args = parser.parse_args(argv)
@@ -52,6 +55,10 @@ def main(argv: Sequence[str], bench: Bench | None = None) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--compare: {error}")
         return 0
+    if args.op:
+        if args.suite:
+            parser.error(f"--suite {args.suite} is of scaled_mm; --op {args.op} has its own shapes, or give --shapes")
+        return tune_op.run(args, cast(OpBench, bench) if bench else _op_bench(parser, args), _origin(argv))
     if not (args.shapes or args.suite or args.export):
         parser.error("give --shapes M,N,K ... or --suite, or --export to write what the cache has")
     if importlib.util.find_spec("tqdm") is None:
@@ -60,7 +67,7 @@ def main(argv: Sequence[str], bench: Bench | None = None) -> int:
         problems = problems_of(args.shapes or SUITES.get(args.suite, ()), args.products, parse_recipe(args.recipe))
     except ValueError as error:
         parser.error(f"--recipe {args.recipe}: {error}")
-    bench = bench or _gpu_bench(parser, args.device, warm=bool(problems))
+    bench = cast(Bench, bench) if bench else _gpu_bench(parser, args.device, warm=bool(problems))
     try:
         left = sweep(problems, bench, force=args.force, budget=args.budget)
     except NotKept as error:
@@ -112,12 +119,14 @@ def sweep(problems: Sequence[Problem], bench: Bench, *, force: bool = False, bud
     return len(todo) - done
 
 
-def _origin() -> dict[str, str]:
+def _origin(argv: Sequence[str] | None = None) -> dict[str, str]:
+    """Versions and date, and the command where its arguments are given."""
     wanted = ("fp8fn", "torch", "triton", "CUDA")
     versions = {key: value for key, value in describe().items() if key in wanted}
     if nvrtc.unavailable() is None:
         versions["NVRTC"] = ".".join(map(str, nvrtc.version()))
-    return {**versions, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d")}
+    command = {} if argv is None else {"command": " ".join(["python -m fp8fn tune", *argv])}
+    return {**versions, "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"), **command}
 
 
 def report(entries: Mapping[Problem, Entry], cores: int) -> str:
@@ -158,6 +167,16 @@ def comparison(first: table.Table, second: table.Table) -> str:
 
 
 def _gpu_bench(parser: argparse.ArgumentParser, device: torch.device, *, warm: bool) -> Bench:
+    return DeviceBench(*_gpu(parser, device, warm=warm))
+
+
+def _op_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> OpBench:
+    return tune_op.OPS[args.op].bench(*_gpu(parser, args.device, warm=True))
+
+
+def _gpu(
+    parser: argparse.ArgumentParser, device: torch.device, *, warm: bool
+) -> tuple[torch.device, Target, Chip, Clock]:
     if not torch.cuda.is_available():
         parser.error("no GPU here; `python -m fp8fn aot` compiles without one")
     if device.index is None:
@@ -170,7 +189,7 @@ def _gpu_bench(parser: argparse.ArgumentParser, device: torch.device, *, warm: b
     clock = clock_of(device)
     if warm:
         clock.warm(1.0)
-    return DeviceBench(device, target, chip, clock)
+    return device, target, chip, clock
 
 
 def sizes(text: str) -> tuple[int, int, int]:
@@ -203,6 +222,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--op", choices=tune_op.OPS, help="whose kernels are timed, by default those of scaled_mm")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ of your model"

@@ -1,1 +1,1 @@
-"""`python -m fp8fn demo`: a small GPT trained twice, as it is and with its GEMMs in FP8, and the two compared."""
+"""`python -m fp8fn demo`: trains a small GPT with and without FP8 products, and compares the two."""

@@ -1,4 +1,4 @@
-"""`python -m fp8fn demo`: the options, what must be installed, and the order of what is shown."""
+"""`python -m fp8fn demo`: options, checks of what must be installed, and the order of the output."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _PACKAGES = ("matplotlib", "tabulate", "tqdm")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the demo; 0 if FP8's final validation loss is at most 1 % above the baseline's, else 1; 2 if it can't run.
+    """Run the demo. Returns 0 if the final validation loss in FP8 is at most 1 % above the baseline's, else 1.
 
-    With several seeds the mean of their pairs' relative differences may be 1 %.
+    With several seeds, the mean of the pairs' relative differences decides. The status is 2 if the demo can't run.
     """
     parser = _parser()
     arguments = parser.parse_args(argv)
@@ -41,8 +41,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--size {size} is not one of --model {arguments.model}: use {' or '.join(presets)}")
     problem = (
         missing_packages()
-        or _unregistered()
-        or (missing_for_inductor() if device.type == "cpu" else _unsuitable(device))
+        or _missing_backend()
+        or (missing_for_inductor() if device.type == "cpu" else _unsupported_device(device))
     )
     if problem:
         parser.exit(2, f"{parser.prog}: {problem}\n")
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}M parameters on {device_name(device)}; "
         f"{plan.steps} steps of {plan.batch} x {model.config.context} bytes; "
-        f"{_precision(preset.model, device)} against FP8 ({arguments.recipe}){_asked(arguments)}\n",
+        f"{_precision(preset.model, device)} against FP8 ({arguments.recipe}){_changed_settings(arguments)}\n",
         flush=True,
     )
     _explain(model, plan, arguments.recipe)
@@ -70,8 +70,8 @@ def main(argv: Sequence[str]) -> int:
 
     print(f"\n{table(pairs)}\n")
     if device.type == "cpu":
-        print("A CPU has no FP8 instructions: there the reference runs, which dequantizes and multiplies in float32.")
-        print("Its losses and bytes are those of a GPU's formats; its speed is not what FP8 is for.")
+        print("A CPU has no FP8 instructions: the reference dequantizes and multiplies in float32. The losses and the")
+        print("saved bytes are those of a GPU's formats, but the speed says nothing about FP8.")
     plot(pairs, arguments.plot)
     print(f"Loss curves: {arguments.plot}")
     print(conclusion(pairs))
@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def missing_packages() -> str | None:
-    """How to install what the demo needs beyond fp8fn itself, or None."""
+    """How to install the packages that the demo needs beyond fp8fn's own, or None."""
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     return f"{', '.join(missing)} not installed: pip install 'fp8fn[demo]'" if missing else None
 
@@ -89,11 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     sizes = " | ".join(f"of {model}, {names}" for model, names in zip(MODELS, lists, strict=True))
     parser = argparse.ArgumentParser(
         prog="python -m fp8fn demo",
-        description="Train a byte-level GPT on the Python standard library's sources twice, from the same weights on "
-        "the same batches: compiled by Inductor as it is, and compiled by fp8fn with its GEMMs in FP8. Prints which "
-        "GEMMs were substituted, the final losses, the speeds and the bytes saved for the backward.",
-        epilog="Exit status: 0 if FP8's final validation loss is at most 1 % above the baseline's, with --seeds in the "
-        "mean over the pairs, else 1; 2 if the demo could not run; 130 if it was interrupted.",
+        description="Train a byte-level GPT on the sources of Python's standard library twice, from the same weights "
+        "on the same batches: compiled by Inductor, and compiled by fp8fn with its products in FP8. Prints which "
+        "products are in FP8, the final losses, the speeds and the bytes saved for the backward.",
+        epilog="Exit status: 0 if the final validation loss in FP8 is at most 1 % above the baseline's (with --seeds, "
+        "in the mean over the pairs), else 1; 2 if the demo could not run; 130 if it was interrupted.",
     )
     parser.add_argument(
         "--device",
@@ -105,19 +105,23 @@ def _parser() -> argparse.ArgumentParser:
         "--model", choices=MODELS, default="gpt", help="gpt, or moe: with 8 experts in each layer (default: gpt)"
     )
     parser.add_argument("--size", choices=PRESETS, help=f"{sizes} (default: small on a GPU, tiny elsewhere)")
-    parser.add_argument("--steps", type=_positive, metavar="N", help="training steps (default: the size's own)")
-    parser.add_argument("--batch", type=_positive, metavar="N", help="sequences a step (default: the size's own)")
+    parser.add_argument("--steps", type=options.positive, metavar="N", help="training steps (default: the size's own)")
+    parser.add_argument(
+        "--batch", type=options.positive, metavar="N", help="sequences a step (default: the size's own)"
+    )
     parser.add_argument(
         "--recipe", type=_recipe, default="blockwise", help=f"one of {', '.join(RECIPES)} (default: %(default)s)"
     )
-    parser.add_argument("--learning-rate", type=_rate, metavar="RATE", help="its peak (default: the size's own)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches (default: %(default)s)")
+    parser.add_argument(
+        "--learning-rate", type=_positive_number, metavar="RATE", help="peak rate (default: the size's own)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
     parser.add_argument(
         "--seeds",
-        type=_positive,
+        type=options.positive,
         default=1,
         metavar="N",
-        help="train N pairs, of seeds SEED, SEED + 1 and so on, and compare their means (default: %(default)s)",
+        help="train N pairs, with seeds SEED, SEED + 1 and so on, and compare the means (default: %(default)s)",
     )
     parser.add_argument(
         "--plot",
@@ -127,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         help="PNG to write (default: %(default)s)",
     )
     parser.add_argument(
-        "--json", type=options.output_file, metavar="PATH", help="write what was measured, and where, to PATH"
+        "--json", type=options.output_file, metavar="PATH", help="write the figures and the environment to PATH"
     )
     return parser
 
@@ -136,19 +140,13 @@ def _default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive whole number")
-    return int(text)
-
-
-def _rate(text: str) -> float:
+def _positive_number(text: str) -> float:
     try:
         rate = float(text)
     except ValueError:
         rate = math.nan
     if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
     return rate
 
 
@@ -160,26 +158,26 @@ def _recipe(text: str) -> str:
 
 
 def _precision(config: GPTConfig, device: torch.device) -> str:
-    """What the baseline multiplies in."""
+    """The type that the baseline multiplies in."""
     if device.type == "cuda":
         return "bf16 autocast"
     return "float32, and its experts in bf16," if config.experts else "float32"
 
 
-def _asked(arguments: argparse.Namespace) -> str:
-    """What the size and one pair would not tell."""
+def _changed_settings(arguments: argparse.Namespace) -> str:
+    """The options that change the size's own settings, for the first line of the output."""
     rate = f"; learning rate {arguments.learning_rate:g}" if arguments.learning_rate else ""
     last = arguments.seed + arguments.seeds - 1
     return rate + (f"; {arguments.seeds} pairs, of seeds {arguments.seed} to {last}" if arguments.seeds > 1 else "")
 
 
-def _unregistered() -> str | None:
-    # The backend's name is an entry point of the installed package, which a bare checkout does not have.
+def _missing_backend() -> str | None:
+    # The backend's name is an entry point of the installed package. A bare checkout has none.
     known = "fp8fn" in torch.compiler.list_backends()
     return None if known else "torch.compile does not know the backend 'fp8fn': install the package (pip install -e .)"
 
 
-def _unsuitable(device: torch.device) -> str | None:
+def _unsupported_device(device: torch.device) -> str | None:
     try:
         check_supported(target_of(device), device)
     except ValueError as reason:

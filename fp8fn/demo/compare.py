@@ -1,4 +1,4 @@
-"""The demo as a function: one model trained by two variants, from the same weights on the same batches."""
+"""The demo as a function: trains one model by two variants, from the same weights on the same batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Progress = Callable[[str, Iterable[int]], Iterable[int]]
 
 
 def silent(name: str, steps: Iterable[int]) -> Iterable[int]:
-    """The progress that shows nothing."""
+    """A progress that shows nothing."""
     return steps
 
 
@@ -30,7 +30,7 @@ def in_fp8(recipe: str) -> Variant:
 
 
 def build(config: GPTConfig, plan: Plan) -> GPT:
-    """The model with the initial weights of `plan.seed`; they are drawn on the CPU, so every device starts alike."""
+    """The model with the initial weights of `plan.seed`, drawn on the CPU so that every device starts from the same."""
     torch.manual_seed(plan.seed)
     return GPT(config).to(plan.device)
 
@@ -44,16 +44,16 @@ def compare(
     progress: Progress = silent,
     seeds: int = 1,
 ) -> list[Pair]:
-    """Train `model` by `baseline` and by `fp8` with each of `seeds` seeds, `plan.seed` and those after it.
+    """Train `model` by `baseline` and by `fp8`, with each of the `seeds` seeds from `plan.seed` on.
 
-    The first pair starts from the weights that `model` has, the others from those that `build` makes of their seeds.
-    `progress` takes a name and steps.
+    The first pair starts from the weights of `model`, the others from the weights that `build` draws. `progress` wraps
+    the steps of a run, whose name it is given.
     """
     initial = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     plans = [replace(plan, seed=plan.seed + index) for index in range(seeds)]
 
     def runs(variant: Variant) -> list[Run]:
-        # One model, and all seeds before the next variant: so each variant compiles once.
+        # All seeds run on one compiled model before the next variant, so that each variant compiles once.
         compiled = variant.compile(model)
         found = []
         for each in plans:

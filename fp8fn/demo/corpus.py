@@ -1,4 +1,4 @@
-"""The demo's text: the Python standard library's own sources, as bytes, the same on every run."""
+"""The demo's text: the sources of Python's standard library as bytes, the same in every run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# Enough for half an epoch of the longest preset; it holds most of the library without its tests (13 MB in Python 3.11).
+# Enough for half an epoch of the longest preset: most of the library without its tests (13 MB in Python 3.11).
 SIZE_CAP: Final = 12 << 20
-# Whole files are held out, so that no validation byte has its own context in the training text.
+# One file of this many is held out whole, so that no context of a validation byte is in the training text.
 HELD_OUT: Final = 10
-# Other people's packages differ between machines, and distributions often leave out the tests.
+# Installed packages differ between machines, and distributions often leave out the tests.
 _SKIPPED: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 
 
@@ -27,7 +27,7 @@ class Corpus:
     validation: Tensor
 
     def batches(self, batch: int, context: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Endless `(inputs, targets)` of the training text, each `(batch, context)` int64; one seed, one sequence."""
+        """Endless `(inputs, targets)` of the training text, each `(batch, context)` int64. A seed fixes them."""
         generator = torch.Generator().manual_seed(seed)
         while True:
             starts = torch.randint(len(self.train) - context, (batch,), generator=generator)
@@ -41,9 +41,9 @@ class Corpus:
 
 
 def standard_library(root: Path | None = None, cap: int = SIZE_CAP) -> Corpus:
-    """The first `cap` bytes of the `.py` files under `root`, in sorted order; every tenth file is for validation.
+    """The first `cap` bytes of the `.py` files under `root`, in sorted order. Every tenth file is for validation.
 
-    Raises `FileNotFoundError` where `root` (the standard library unless given) holds no sources.
+    `root` is the standard library unless given. Raises `FileNotFoundError` if it holds too few sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     sources = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -59,6 +59,6 @@ def standard_library(root: Path | None = None, cap: int = SIZE_CAP) -> Corpus:
 
 
 def _windows(text: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]:
-    """The windows of `text` at `starts (B,)`, and the same windows one byte later, each `(B, context)` int64."""
+    """The windows of `text` at `starts (B,)`, and the windows one byte later, each `(B, context)` int64."""
     rows = text[starts[:, None] + torch.arange(context + 1)].long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()

@@ -1,6 +1,6 @@
 """A byte-level GPT in plain PyTorch, shaped like Llama: pre-norm, rotary positions, causal attention, SwiGLU.
 
-With `experts`, each layer's MLP is a mixture of them, as in Mixtral.
+With `experts`, each layer has a mixture of experts in place of the MLP, as in Mixtral.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 class GPTConfig:
     """The shape of a model; `dim` is a multiple of `2 * heads`.
 
-    With `experts`, `hidden` is that of each, and `active` are chosen for each byte.
+    With `experts`, `hidden` is the size of each expert, and `active` experts are chosen for each byte.
     """
 
     vocabulary: int = 256
@@ -38,7 +38,7 @@ def rotary_table(context: int, head_dim: int, theta: float = 10_000.0) -> tuple[
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs `(x[i], x[i + head_dim / 2])` of `x (B, heads, T, head_dim)` by their position."""
+    """Rotate the pairs `(x[i], x[i + head_dim / 2])` of `x (B, heads, T, head_dim)` by their positions."""
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
 
@@ -73,9 +73,9 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of SwiGLUs, of which the router chooses and weighs `active` for each byte.
+    """A mixture of SwiGLUs: the router chooses and weighs `active` experts for each byte.
 
-    The products are of bfloat16 operands, which is what `torch._grouped_mm` compiles for, and the weights float32.
+    Weights are float32. Products have bfloat16 operands, the type that `torch._grouped_mm` compiles for.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -95,7 +95,7 @@ class Experts(nn.Module):
         rows = tokens[order // self.active].bfloat16()
         gate, up = torch._grouped_mm(rows, self.gate_up.bfloat16(), offs=offsets).chunk(2, dim=-1)
         out = torch._grouped_mm(F.silu(gate) * up, self.down.bfloat16(), offs=offsets)
-        # By a gather, and not by adding to rows: sums in the same order every time.
+        # A gather keeps the order of the sums the same in every run; adding to rows would not.
         mixed = (out[order.argsort()].unflatten(0, (-1, self.active)) * chance[..., None]).sum(1)
         return cast(Tensor, mixed.to(x.dtype).view_as(x))
 
@@ -134,7 +134,7 @@ class GPT(nn.Module):
         self.apply(self._initialise)
 
     def _initialise(self, module: nn.Module) -> None:
-        """GPT-2's initialisation: normal of 0.02, smaller where a product is added to the residual stream."""
+        """GPT-2's initialisation: normal with a standard deviation of 0.02, less before the residual stream."""
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=0.02)
         if isinstance(module, Experts):

@@ -1,4 +1,4 @@
-"""Pairs of runs, each pair from a seed of its own, and the statistics that tell their difference from chance."""
+"""Pairs of runs, each pair with its own seed, and the statistics that tell a difference from chance."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pair:
 
     @property
     def difference(self) -> float:
-        """By how much FP8's final validation loss differs from the baseline's, relative to that."""
+        """The relative difference of the final validation loss in FP8 from the baseline's."""
         return relative_difference(self.baseline.final_loss, self.fp8.final_loss)
 
     @property
@@ -34,11 +34,11 @@ def relative_difference(baseline: float, fp8: float) -> float:
 
 
 def standard_deviation(values: Sequence[float]) -> float:
-    """Of a sample of two or more; NaN where a value is not finite, for which `statistics.stdev` raises."""
+    """The standard deviation of two or more values. NaN if a value is not finite, where `statistics.stdev` raises."""
     mean = fmean(values)
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Of the mean of two or more independent values."""
+    """The standard error of the mean of two or more independent values."""
     return standard_deviation(values) / math.sqrt(len(values))

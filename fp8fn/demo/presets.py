@@ -1,4 +1,4 @@
-"""The sizes of the demo: a model, the batch and the number of steps that suit each."""
+"""The sizes of the demo: each has a model, a batch, a number of steps and a learning rate."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Preset:
     summary: str
 
 
-# Every GEMM's N and K are multiples of 128, the granularity of blockwise scales.
+# N and K of every product are multiples of 128, the granularity of blockwise scales.
 PRESETS: Final = {
     "tiny": Preset(
         model=GPTConfig(context=128, dim=256, layers=2, heads=4, hidden=768),
         batch=16,
         steps=160,
-        # In 200 steps at 2e-3 the baseline ends at 2.01, not 1.83, and 1 % of noise on the initial weights moves that
-        # by 1.3 %, not 0.2 %: more than the demo measures.
+        # With 2e-3, the loss after 200 steps is 2.01 instead of 1.83, and 1 % of noise in the initial weights changes
+        # the loss by 1.3 % instead of 0.2 %: more than the difference that the demo must show.
         learning_rate=1e-3,
         summary="2M parameters, for a CPU",
     ),
@@ -63,8 +63,8 @@ MIXTURES: Final = {
         summary="4M parameters, for a CPU",
     ),
     "small": Preset(
-        # Of 12 layers of 768 two trainings of one format end 2 % apart after as many steps: more than the demo
-        # measures. Of these 4 layers seven pairs of formats differ by 0.15 %, with a standard deviation of 0.6 %.
+        # With 12 layers of 768, two trainings in the same format end 2 % apart: more than the difference that the demo
+        # must show. With these 4 layers, seven pairs differ by 0.15 %, with a standard deviation of 0.6 %.
         model=GPTConfig(context=1024, dim=512, layers=4, heads=8, hidden=512, experts=8),
         batch=16,
         steps=500,
@@ -83,5 +83,5 @@ MODELS: Final = {"gpt": PRESETS, "moe": MIXTURES}
 
 
 def default_size(device_type: str) -> str:
-    """The preset that takes minutes, not hours, on such a device."""
+    """The preset that takes minutes on such a device."""
     return "small" if device_type == "cuda" else "tiny"

@@ -1,4 +1,4 @@
-"""What the demo says in the end: the table, the plot and the exit status."""
+"""The demo's results: the table, the plot, the verdict and the exit status."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Final
 
 from fp8fn.demo.pairs import Pair, relative_difference, standard_deviation, standard_error
 
-# How much higher FP8's final validation loss may be, relative to the baseline's.
+# The largest relative increase of the final validation loss in FP8 over the baseline's.
 TOLERANCE: Final = 0.01
 
 
 def verdict(pairs: Sequence[Pair]) -> int:
-    """The exit status: 0 where the mean of the pairs' differences is at most 1 % and all losses are finite, else 1."""
+    """The exit status: 0 if the mean of the pairs' differences is at most 1 % and all losses are finite, else 1."""
     return int(not all(pair.finite for pair in pairs) or fmean(pair.difference for pair in pairs) > TOLERANCE)
 
 
 def conclusion(pairs: Sequence[Pair]) -> str:
-    """The verdict in a sentence."""
+    """The verdict as a sentence."""
     for pair in pairs:
         if not pair.finite:
             seed = f"seed {pair.seed}: " if len(pairs) > 1 else ""
@@ -33,7 +33,7 @@ def conclusion(pairs: Sequence[Pair]) -> str:
 
 
 def table(pairs: Sequence[Pair]) -> str:
-    """Both variants side by side, and how FP8 differs; of several pairs also each one's losses, and their spread."""
+    """Both variants side by side, with the difference of FP8. Several pairs add each pair's losses and their spread."""
     from tabulate import tabulate
 
     baselines, fp8s = [pair.baseline for pair in pairs], [pair.fp8 for pair in pairs]
@@ -62,15 +62,15 @@ def table(pairs: Sequence[Pair]) -> str:
 
 
 def plot(pairs: Sequence[Pair], path: Path) -> None:
-    """Write the loss curves of both variants, and their relative difference, to `path`: of several pairs the means.
+    """Write the loss curves of both variants and their relative difference to `path`.
 
-    Thin lines are the training losses of one pair; of several, what the means are of.
+    Several pairs are drawn as means. Thin lines are the training losses of a single pair, or the pairs of the means.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 6), dpi=150, layout="constrained")
     curves, differences = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    # The curves all but coincide: a broad pale line below a thin dark dashed one shows both, in gray too.
+    # The curves nearly coincide: a broad pale line under a thin dark dashed line shows both, also in gray.
     styles = (
         (
             [pair.baseline for pair in pairs],
@@ -120,7 +120,7 @@ def plot(pairs: Sequence[Pair], path: Path) -> None:
 
 
 def _difference(pairs: Sequence[Pair]) -> str:
-    """The mean of the pairs' differences; of several, with its standard error."""
+    """The mean of the pairs' differences, with its standard error if there are several pairs."""
     found = [pair.difference for pair in pairs]
     return f"{fmean(found):+.2%}" + (f" ± {standard_error(found):.2%}" if len(found) > 1 else "")
 
@@ -130,6 +130,6 @@ def _spread(losses: Sequence[float]) -> float:
 
 
 def _percent(pair: Pair) -> list[float]:
-    """FP8's relative difference at each evaluation."""
+    """The relative difference of FP8 at each evaluation, in percent."""
     points = zip(pair.baseline.validation, pair.fp8.validation, strict=True)
     return [100 * relative_difference(before, after) for (_, before), (_, after) in points]

@@ -1,4 +1,4 @@
-"""What the demo measured, as it stands in JSON."""
+"""The demo's figures, as they stand in JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp8fn.demo.train import Plan, Run
 
 
 def results(pairs: Sequence[Pair], plan: Plan, model: str, size: str, recipe: str) -> dict[str, Any]:
-    """The trainings' settings, then for each seed what both its runs came to."""
+    """The settings, then the figures of both runs for each seed."""
     return {
         "device": device_name(plan.device),
         "model": model,
@@ -25,7 +25,7 @@ def results(pairs: Sequence[Pair], plan: Plan, model: str, size: str, recipe: st
 
 
 def _run(run: Run) -> dict[str, Any]:
-    """`validation` has steps and losses, in nats per byte."""
+    """The figures of one run; `validation` holds pairs of a step and a loss in nats per byte."""
     return {
         "name": run.name,
         "validation": [list(point) for point in run.validation],

@@ -1,4 +1,4 @@
-"""How many bytes a forward pass keeps for its backward."""
+"""Counts the bytes that a forward pass keeps for its backward."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd holds after `forward()`, without the parameters and buffers of `model`.
 
-    Counted are whole storages, each once: that is what stays allocated. A copy of a weight in another type, made for
-    the backward, counts. Run it on a compiled module after its first call, so that no compilation runs under the hook.
+    Whole storages are counted, each once, because whole storages stay allocated. A copy of a weight in another type
+    counts. Call this function on a compiled module after its first call, so that no compilation runs under the hook.
     """
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     sizes: dict[int, int] = {}
-    # Held until the end: a storage that died in between could lend its address to another, counted as the same.
+    # Tensors are held until the end: the address of a freed storage could be another storage's, counted as the same.
     alive: list[Tensor] = []
 
     def count(tensor: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 
 def _unchecked(out: Tensor) -> list[Tensor]:
-    """Tensors that AOTAutograd keeps as attributes of its node, where no hook sees them (torch 2.10 and later)."""
+    """Tensors that AOTAutograd keeps as attributes of its nodes, where no hook sees them (torch 2.10 and later)."""
     found: list[Tensor] = []
     pending, seen = [out.grad_fn], set()
     while pending:

@@ -1,4 +1,4 @@
-"""One training run of the demo: a model, compiled by a backend, over a fixed sequence of batches."""
+"""One training run of the demo: a compiled model over a fixed sequence of batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp8fn.demo.corpus import Corpus
 from fp8fn.demo.model import GPT
 from fp8fn.demo.saved import bytes_saved
 
-# Compilation is in the first step; allocators, caches and clocks settle in the next few.
+# Steps that do not count: the first one compiles, and allocators, caches and clocks settle in the next few.
 WARM_UP: Final = 5
 CLIP: Final = 1.0
 
@@ -26,7 +26,7 @@ Compiled = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What both runs share; `batch` counts sequences, and `seed` fixes the weights and the batches."""
+    """The settings that both runs share; `batch` counts sequences, and `seed` fixes the weights and the batches."""
 
     device: torch.device
     steps: int
@@ -49,14 +49,14 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A name, and what `torch.compile` is told."""
+    """A name, and the arguments of `torch.compile`."""
 
     name: str
     backend: str
     options: dict[str, Any] | None = None
 
     def compile(self, model: GPT) -> Compiled:
-        """A callable of `model`, which compiles in its first step, whatever weights `model` has later."""
+        """The compiled `model`, which compiles in its first step and serves whatever weights `model` has later."""
         torch.compiler.reset()
         compiled: Compiled = torch.compile(model, backend=self.backend, options=self.options)
         return compiled
@@ -64,7 +64,7 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came out of one training; losses are in nats per byte, `validation` pairs a step with a loss."""
+    """The figures of one training; losses are in nats per byte, and `validation` pairs a step with a loss."""
 
     name: str
     losses: list[float]
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """From the median step after the warm-up; of a run shorter than that, from its last step."""
+        """Tokens per second of the median step after the warm-up, or of the last step of a run without one."""
         return self.tokens_per_step / statistics.median(self.step_seconds[WARM_UP:] or self.step_seconds[-1:])
 
 
@@ -91,7 +91,7 @@ def train(
     plan: Plan,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Run:
-    """Train `model`, run as `compiled`, in place for `plan.steps`; `progress` wraps step numbers, as `tqdm` does."""
+    """Train `model` in place by its `compiled` form for `plan.steps`; `progress` wraps step numbers, as `tqdm` does."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     batches = corpus.batches(plan.batch, model.config.context, plan.seed)
     held_out = corpus.validation_batches(plan.validation_batches, plan.batch, model.config.context)
@@ -112,7 +112,7 @@ def train(
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        # Reading a value waits for the whole step on a GPU: it was queued behind the optimizer.
+        # Reading the loss waits until the GPU has done the whole step, the optimizer's part included.
         losses.append(loss.item())
         step_seconds.append(time.perf_counter() - begin)
 
@@ -131,7 +131,7 @@ def train(
 
 
 def loss_of(model: Compiled, inputs: Tensor, targets: Tensor, plan: Plan) -> Tensor:
-    """Mean cross entropy of the next byte, in nats; the softmax in float32."""
+    """Mean cross entropy of the next byte in nats, with the softmax in float32."""
     with plan.autocast:
         logits = model(inputs)
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
@@ -139,6 +139,6 @@ def loss_of(model: Compiled, inputs: Tensor, targets: Tensor, plan: Plan) -> Ten
 
 @torch.no_grad()
 def evaluate(model: Compiled, batches: list[tuple[Tensor, Tensor]], plan: Plan) -> float:
-    """The mean loss over `batches`, which are of one size."""
+    """The mean loss over `batches` of equal size."""
     losses = [loss_of(model, inputs.to(plan.device), targets.to(plan.device), plan) for inputs, targets in batches]
     return torch.stack(losses).mean().item()

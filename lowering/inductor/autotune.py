@@ -20,7 +20,8 @@ from torch.fx import Node
 from fp8fn.lowering.graph.nodes import arguments_of, tensor_of, value
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
-from fp8fn.ops.tuning.problem import Operands
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.version import __version__
 
 # The name in the log and in Inductor's cache of times. It has the version, since another version has other kernels.
@@ -80,14 +81,14 @@ def peer(node: Node) -> str | None:
     tensors = [each for each in (*given.values(), out) if isinstance(each, Tensor)]
     if not all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride())):
         return None  # the layout of its scales depends on the exact number of rows
-    operands = Operands(
-        given["a"], given["a_scale"], tuple(given["a_block"]),
-        given["b"], given["b_scale"], tuple(given["b_block"]), given["bias"], out,
+    product = ScaledProduct(
+        a=Quantized(given["a"], given["a_scale"], tuple(given["a_block"])),
+        b=Quantized(given["b"], given["b_scale"], tuple(given["b_block"])),
+        bias=given["bias"], out=out, target=targets.target_of(out.device),
     )  # fmt: skip
-    target = targets.target_of(out.device)
-    if out.numel() == 0 or cublaslt.accepts(*operands, target) is not None:
+    if out.numel() == 0 or cublaslt.accepts(product) is not None:
         return None
-    return cublaslt.plan(*operands, target).recipe
+    return cublaslt.recipe_of(product)
 
 
 def _select(node: Node, recipe: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -39,9 +39,10 @@ from fp8fn.lowering.graph.quantizers import (
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, equal, same_sizes
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.quantize import fused_quantize
+from fp8fn.ops.cuda.quantize import quantize as fused
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
 
 NAME: Final = "producers"
 _CAST: Final = torch.ops.prims.convert_element_type.default
@@ -72,7 +73,7 @@ class SiluMul:
         gate, up = (_sized(node.meta["val"], quantizer.shape) for node in self.inputs)
         if gate is None or up is None:
             return "a size is not known"
-        return fused_quantize.accepts_silu_mul(gate, up, quantizer.block, quantizer.dtype, target)
+        return fused.accepts(_quantization(quantizer, target, x=gate, other=up, source=SILU_MUL))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         operands = [_like(graph, node, quantizer.x) for node in self.inputs]
@@ -104,7 +105,7 @@ class RmsNorm:
         x, weight = _sized(self.x.meta["val"], quantizer.shape), _sized(self.weight.meta["val"], None)
         if x is None or weight is None:
             return "a size is not known"
-        return fused_quantize.accepts_rms_norm(x, weight, quantizer.block, quantizer.dtype, target)
+        return fused.accepts(_quantization(quantizer, target, x=x, other=weight, source=RMS_NORM))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         x, rstd = _like(graph, self.x, quantizer.x), None
@@ -115,6 +116,13 @@ class RmsNorm:
 
 
 Producer = SiluMul | RmsNorm
+
+
+def _quantization(quantizer: Quantizer, target: targets.Target, **operands: Any) -> Quantization:
+    return Quantization(
+        block=quantizer.block, dtype=quantizer.dtype, scale=quantizer.scale, dual=quantizer.dual, target=target,
+        **operands,
+    )  # fmt: skip
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:

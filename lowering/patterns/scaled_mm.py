@@ -28,8 +28,8 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
-from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.problem import Problem, chip_of
+from fp8fn.ops.targets import Target, chip_of
+from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Table, lookup, tables
 
 NAME: Final = "scaled_mm"

@@ -33,7 +33,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.scaled_mm import scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import Block, swap
-from fp8fn.ops.tuning.problem import chip_of
+from fp8fn.ops.targets import chip_of
 from fp8fn.ops.tuning.table import tables
 
 NAME: Final = "torchao"

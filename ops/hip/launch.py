@@ -1,4 +1,4 @@
-"""A launch of a HIP kernel as a value: like `fp8fn.ops.launch.Launch`, for sources that clang compiles."""
+"""A launch of a HIP kernel as a value, for sources that clang compiles."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from torch import Tensor
 from fp8fn.ops.hip import runtime
 from fp8fn.ops.hip.build import CompilationError, HipKernel, NoCompiler, compile_kernel, unavailable
 from fp8fn.ops.hip.code_object import metadata
-from fp8fn.ops.launch import Resources
-from fp8fn.ops.targets import Target
+from fp8fn.ops.launch import Launch, Resources
 
 _log = logging.getLogger("fp8fn")
 
@@ -34,8 +33,8 @@ _NAMES: Final = {"P": "a pointer", "i": "an int32", "q": "an int64", "f": "a flo
 
 
 @dataclass(frozen=True, eq=False)
-class HipLaunch:
-    """One launch, decided but not performed; `args` are the kernel's parameters in order.
+class HipLaunch(Launch):
+    """One launch of a HIP kernel; `args` are the kernel's parameters in order.
 
     A tensor is passed as its address, None as a null pointer, `int` as int32, `Wide` as int64, `float` as float32.
     """
@@ -44,9 +43,7 @@ class HipLaunch:
     grid: tuple[int, int, int]
     threads: int
     args: Mapping[str, Argument]
-    target: Target
     options: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = field(default="")
 
     @property
     def name(self) -> str:
@@ -59,10 +56,7 @@ class HipLaunch:
 
     def describe(self) -> str:
         """One line: kernel, the macros that make the tile, grid, target."""
-        shown = ",".join(f"{key}={value}" for key, value in self.options.items())
-        grid = "x".join(str(size) for size in self.grid)
-        because = f" ({self.reason})" if self.reason else ""
-        return f"{self.name}[{shown}] grid={grid} {self.target.name}{because}"
+        return self._described(self.options, self.grid, {})
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device, without waiting; compiles where nothing is cached."""

@@ -10,10 +10,10 @@ from torch import Tensor
 from fp8fn.ops.hip.build import HipKernel
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch, Wide
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.triton.views import batched, ceil_div, largest_offset
 
-TYPES: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
+TYPES: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
 # Lanes and waves of every block, as the sources have them.
 WAVES: Final = 4
 THREADS: Final = 64 * WAVES
@@ -25,49 +25,41 @@ _LARGEST_GRID: Final = 2**32 - 1  # in threads
 _PIECE: Final = 16  # bytes of a load
 
 
-def plan_gemv(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: HipConfig,
-) -> tuple[HipLaunch, ...]:  # fmt: skip
+def plan_gemv(product: ScaledProduct, config: HipConfig) -> tuple[HipLaunch, ...]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, which is not empty.
 
     M is `config.rows` at most, K a multiple of 32; `out` and `bias` are contiguous, and a 2-D operand serves a batch.
     """
-    rows, m = config.rows, out.shape[-2]
+    target, out, rows, m = product.target, product.out, config.rows, product.m
     if rows not in (1, 2, 4, 8, 16) or m > rows:
         raise ValueError(f"mxfp8_gemv: rows={rows} and M={m}; rows must be 1, 2, 4, 8 or 16, and M at least")
     columns = 1 if rows <= 2 else 2 if rows <= 8 else 4  # of a wave
-    batch = out.shape[0] if out.dim() == 3 else 1
+    macros = (("ROWS", rows), *_types(out.dtype, product.bias))
     return (
         HipLaunch(
-            kernel=HipKernel(
-                "mxfp8_gemv.hip", "mxfp8_gemv", str(target.arch), (("ROWS", rows), *_types(out.dtype, bias))
-            ),
-            grid=grid("mxfp8_gemv", ceil_div(out.shape[-1], WAVES * columns) * batch),
+            kernel=HipKernel("mxfp8_gemv.hip", "mxfp8_gemv", str(target.arch), macros),
+            grid=grid("mxfp8_gemv", ceil_div(out.shape[-1], WAVES * columns) * product.batch),
             threads=THREADS,
-            args=_args("mxfp8_gemv", a, a_scale, b, b_scale, bias, out, columns, {}),
+            args=_args("mxfp8_gemv", product, product.bias, out, columns, {}),
             target=target,
             options={"ROWS": rows},
         ),
     )
 
 
-def plan_mfma(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: HipConfig,
-) -> tuple[HipLaunch, ...]:  # fmt: skip
+def plan_mfma(product: ScaledProduct, config: HipConfig) -> tuple[HipLaunch, ...]:
     """The launches of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`; the second sums the parts of K.
 
     M is 64 at most, K a multiple of 32; otherwise as `plan_gemv`.
     """
-    n_sub, m = config.n_sub, out.shape[-2]
+    target, out, bias = product.target, product.out, product.bias
+    n_sub, m = config.n_sub, product.m
     if n_sub not in (1, 2, 4) or config.k_splits not in (1, 2, 4, 8) or m > MOST_MFMA_ROWS:
         raise ValueError(
             f"mxfp8_mfma: n_sub={n_sub}, k_splits={config.k_splits} and M={m}; n_sub must be 1, 2 or 4, k_splits 1, 2, "
             f"4 or 8, and M {MOST_MFMA_ROWS} at most"
         )
-    batch = out.shape[0] if out.dim() == 3 else 1
-    all_steps = ceil_div(a.shape[-1], _STEP)
+    all_steps = ceil_div(product.k, _STEP)
     steps = max(ceil_div(all_steps, config.k_splits), 1)
     splits = max(ceil_div(all_steps, steps), 1)  # of which none is empty
     sums = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device) if splits > 1 else out
@@ -75,19 +67,19 @@ def plan_mfma(
     tiles_m, columns = ceil_div(m, 16), 16 * n_sub
     macros = (("TILES_M", tiles_m), ("N_SUB", n_sub), *_types(sums.dtype, added))
     extra = {"steps": steps}
-    product = HipLaunch(
+    multiply = HipLaunch(
         kernel=HipKernel("mxfp8_mfma.hip", "mxfp8_mfma", str(target.arch), macros),
-        grid=grid("mxfp8_mfma", ceil_div(out.shape[-1], columns) * batch, splits),
+        grid=grid("mxfp8_mfma", ceil_div(out.shape[-1], columns) * product.batch, splits),
         threads=THREADS,
         args={
-            **_args("mxfp8_mfma", a, a_scale, b, b_scale, added, sums, columns, extra),
+            **_args("mxfp8_mfma", product, added, sums, columns, extra),
             "out_part": Wide(out.numel()),
         },
         target=target,
         options={"TILES_M": tiles_m, "N_SUB": n_sub, "SPLITS": splits},
     )
     if splits == 1:
-        return (product,)
+        return (multiply,)
     total = out.numel()
     summation = HipLaunch(
         kernel=HipKernel(
@@ -99,7 +91,7 @@ def plan_mfma(
         target=target,
         options={"PARTS": splits},
     )
-    return product, summation
+    return multiply, summation
 
 
 def grid(kernel: str, x: int, y: int = 1) -> tuple[int, int, int]:
@@ -137,11 +129,10 @@ def _types(out: torch.dtype, bias: Tensor | None) -> tuple[tuple[str, int | str]
 
 
 def _args(
-    kernel: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
-    columns: int, extra: dict[str, int],
-) -> dict[str, Tensor | int | None]:  # fmt: skip
+    kernel: str, product: ScaledProduct, bias: Tensor | None, out: Tensor, columns: int, extra: dict[str, int]
+) -> dict[str, Tensor | int | None]:
     """The arguments that both kernels share; `extra` ones follow the sizes. A wave reads `columns` of `b`."""
-    k = a.shape[-1]
+    (a, a_scale, _), (b, b_scale, _), k = product.a, product.b, product.k
     if k % 32 != 0:
         raise ValueError(f"{kernel}: K={k}; it must be a multiple of 32")
     left, right = batched(lines(a)), batched(lines(b.mT))

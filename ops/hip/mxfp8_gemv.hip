@@ -1,29 +1,32 @@
-// Few rows by a weight, MX-FP8: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias (N), M up to ROWS.
+// Few rows by an MX-FP8 weight: out (B, M, N) = a (B, M, K) · b (B, K, N) + bias (N), M up to ROWS.
 //
-// The weight's bytes decide, and each is read once: a wave has COLUMNS columns of b, and a lane of it 16 of each 1024
-// elements along K, by one load. It widens them to float32, multiplies them with the same elements of every row of a,
-// which other waves read as well and caches hold, and applies both scales to a sum of 16 by one ldexp. UNROLL such
-// loads of each column are in flight. Then the lanes' sums are added, always in one order.
+// The product is bound by the bytes of the weight, and each is read once. A wave has COLUMNS columns of b, and a lane
+// 16 of each 1024 elements along K, by one load. The lane widens them to float32 and multiplies them by the same
+// elements of every row of a, which other waves read as well and the caches hold; it applies both scales to each sum of
+// 16 by one ldexp. UNROLL such loads of each column are in flight. At the end the lanes' sums are added in a fixed
+// order.
 //
-// K is a multiple of 32, and lies in consecutive bytes from a multiple of 16. Strides count elements; what a wave reads
-// of one operand lies within 2 GiB.
+// K is a multiple of 32 and contiguous, from a multiple of 16 bytes on. Strides count elements. What a wave reads of
+// one operand lies within 2 GiB.
 //
-// Macros: ROWS (1, 2, 4, 8, 16), OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32).
+// Macros: ROWS (1, 2, 4, 8, 16); OUT and BIAS of the enum Element.
 #include "wave.h"
 
 constexpr int WAVES = 4;
+constexpr int THREADS = WAVES * WAVE;
 constexpr int COLUMNS = ROWS <= 2 ? 1 : ROWS <= 8 ? 2 : 4;
 constexpr int UNROLL = 4 / COLUMNS;
-constexpr int STEP = 16 * WAVE;  // of K
-constexpr int GROUP = 4;  // pieces of rows, of one step or of several; one group is in flight while another is used
+constexpr int BK = 16 * WAVE;  // the K tile of a wave: 16 elements a lane
+constexpr int GROUP = 4;  // pieces of rows, of one K tile or several; one group is in flight while another is used
 constexpr int GROUPS = UNROLL * ROWS / GROUP;
 constexpr int COUNT = ROWS * COLUMNS;
 constexpr int SPREAD = COUNT < WAVE ? WAVE / COUNT : 1;  // lanes that end with the same sum
 constexpr int KEPT = COUNT < WAVE ? 1 : COUNT / WAVE;  // sums that a lane ends with
 constexpr int NAN_SCALE = 255;
 
-typedef TypeOf<OUT>::type Out;
-typedef TypeOf<BIAS>::type Bias;
+using Out = TypeOf<OUT>::type;
+using Bias = TypeOf<Element(BIAS)>::type;
+constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
 
 // 16 elements along K and the exponent of their scale, as stored.
 struct Piece {
@@ -31,9 +34,9 @@ struct Piece {
     int exponent;
 };
 
-// 16 values as 8 pairs.
+// Widens 16 values to 8 pairs.
 INLINE void widen(Words words, Pair (&pairs)[8]) {
-    const unsigned word[] = {words.x, words.y, words.z, words.w};
+    const uint32_t word[] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         pairs[2 * i] = widened<false>(word[i]);
@@ -48,8 +51,8 @@ INLINE float dot(const Pair (&a)[8], const Pair (&b)[8]) {
     return sum.x + sum.y;
 }
 
-// Sums of LEFT values over all lanes: each step halves the values that a lane has, as long as there are several, so
-// that lane l ends with those from l / SPREAD * KEPT on.
+// Reduces LEFT values over all lanes. Each step halves the number of values of a lane while it has several, so that
+// lane l ends with the KEPT values from l / SPREAD * KEPT on.
 template <int MASK, int LEFT>
 INLINE void sum_lanes(float (&sums)[COUNT]) {
     if constexpr (MASK > 0) {
@@ -60,11 +63,10 @@ INLINE void sum_lanes(float (&sums)[COUNT]) {
     }
 }
 
-KERNEL(WAVES * WAVE)
-void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsigned char* b,
-                const unsigned char* b_scale, const Bias* bias, Out* out, int M, int N, int K, int a_row, int as_row,
-                int as_block, int b_column, int bs_column, int bs_block, long long a_batch, long long as_batch,
-                long long b_batch, long long bs_batch) {
+KERNEL(THREADS)
+void mxfp8_gemv(const uint8_t* a, const uint8_t* a_scale, const uint8_t* b, const uint8_t* b_scale, const Bias* bias,
+                Out* out, int M, int N, int K, int a_row, int as_row, int as_block, int b_column, int bs_column,
+                int bs_block, int64_t a_batch, int64_t as_batch, int64_t b_batch, int64_t bs_batch) {
     const int tiles = (N + WAVES * COLUMNS - 1) / (WAVES * COLUMNS);
     const int batch = block_x() / tiles;
     const int wave = uniform(thread_index() / WAVE), lane = thread_index() % WAVE;
@@ -74,25 +76,24 @@ void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsi
 
     const int blocks = K / 32;
     const Buffer rows = buffer_of(a + batch * a_batch, (M - 1) * a_row + K);
-    const Buffer row_scales =
-        buffer_of(a_scale + batch * as_batch, (M - 1) * as_row + (blocks - 1) * as_block + 1);
-    const Buffer weight =
-        buffer_of(b + batch * b_batch + (long long)n * b_column, (columns - 1) * b_column + K);
-    const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + (long long)n * bs_column,
+    const Buffer row_scales = buffer_of(a_scale + batch * as_batch, (M - 1) * as_row + (blocks - 1) * as_block + 1);
+    const Buffer weight = buffer_of(b + batch * b_batch + int64_t(n) * b_column, (columns - 1) * b_column + K);
+    const Buffer weight_scales = buffer_of(b_scale + batch * bs_batch + int64_t(n) * bs_column,
                                            (columns - 1) * bs_column + (blocks - 1) * bs_block + 1);
 
     auto load = [&](Buffer data, Buffer scales, int line, int scale_line, int block, int k, bool inside) {
         return Piece{load16(data, inside ? line + k : OUTSIDE),
                      int(load1(scales, inside ? scale_line + (k >> 5) * block : OUTSIDE))};
     };
-    // Rows past M and columns past N have sums of whatever was loaded, or of zeros; nobody stores them.
+    // Rows past M and columns past N have sums of arbitrary loaded values, or of zeros, which nobody stores.
     float sums[COUNT] = {};
-    for (int start = 0; start < K; start += UNROLL * STEP) {
+    // Main loop.
+    for (int start = 0; start < K; start += UNROLL * BK) {
         const int first = start + 16 * lane;
         Piece columns_of[UNROLL][COLUMNS], rows_of[2][GROUP];
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u) {
-            const int k = first + u * STEP;
+            const int k = first + u * BK;
 #pragma unroll
             for (int c = 0; c < COLUMNS; ++c) {
                 columns_of[u][c] = load(weight, weight_scales, c * b_column, c * bs_column, bs_block, k, k < K);
@@ -101,7 +102,7 @@ void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsi
         auto load_rows = [&](int group) {
 #pragma unroll
             for (int i = 0; i < GROUP; ++i) {
-                const int index = group * GROUP + i, r = index % ROWS, k = first + index / ROWS * STEP;
+                const int index = group * GROUP + i, r = index % ROWS, k = first + index / ROWS * BK;
                 rows_of[group % 2][i] = load(rows, row_scales, r * a_row, r * as_row, as_block, k, k < K && r < M);
             }
         };
@@ -129,6 +130,7 @@ void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsi
         }
     }
 
+    // Epilogue: reduce over the lanes, add the bias, store.
     sum_lanes<WAVE / 2, COUNT>(sums);
     if (lane % SPREAD) return;
 #pragma unroll
@@ -136,9 +138,7 @@ void mxfp8_gemv(const unsigned char* a, const unsigned char* a_scale, const unsi
         const int index = lane / SPREAD * KEPT + i, row = index / COLUMNS, column = index % COLUMNS;
         if (row >= M || column >= columns) continue;
         float sum = sums[i];
-#if BIAS
-        sum += float(bias[n + column]);
-#endif
-        out[((long long)batch * M + row) * N + n + column] = Out(sum);
+        if constexpr (HAS_BIAS) sum += float(bias[n + column]);
+        out[(int64_t(batch) * M + row) * N + n + column] = Out(sum);
     }
 }

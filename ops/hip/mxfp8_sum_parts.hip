@@ -1,23 +1,22 @@
-// The second pass of a product whose K was split: out = parts[0] + parts[1] + … + bias (N), in this order, of `total`
-// elements in rows of N.
+// The reduction of a product whose K was split: out = parts[0] + parts[1] + … + bias (N), in this order. It has `total`
+// elements, in rows of N.
 //
-// Macros: OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32), PARTS.
+// Macros: OUT and BIAS of the enum Element; PARTS.
 #include "wave.h"
 
 constexpr int THREADS = 256;
 
-typedef TypeOf<OUT>::type Out;
-typedef TypeOf<BIAS>::type Bias;
+using Out = TypeOf<OUT>::type;
+using Bias = TypeOf<Element(BIAS)>::type;
+constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
 
 KERNEL(THREADS)
-void mxfp8_sum_parts(const float* parts, const Bias* bias, Out* out, int N, long long total) {
-    const long long index = (long long)block_x() * THREADS + thread_index();
+void mxfp8_sum_parts(const float* parts, const Bias* bias, Out* out, int N, int64_t total) {
+    const int64_t index = int64_t(block_x()) * THREADS + thread_index();
     if (index >= total) return;
     float sum = parts[index];
 #pragma unroll
     for (int part = 1; part < PARTS; ++part) sum += parts[part * total + index];
-#if BIAS
-    sum += float(bias[index % N]);
-#endif
+    if constexpr (HAS_BIAS) sum += float(bias[index % N]);
     out[index] = Out(sum);
 }

@@ -13,6 +13,8 @@ from fp8fn.ops.hip.envelope import GEMV_ROWS, MFMA_ROWS, MOST_SPLITS
 from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import plan_gemv, plan_mfma
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct
 from fp8fn.ops.targets import GFX950
 
 
@@ -25,33 +27,35 @@ def dense(dtype: torch.dtype) -> Iterator[HipLaunch]:
     """Launches of `mx_mm`, of each configuration one at least."""
     for bias in (None, torch.empty(16, dtype=dtype, device="meta")):
         for rows in (1, 2, 4, 8, GEMV_ROWS):
-            yield from plan_gemv(*_operands(rows, 128, dtype, bias), GFX950, HipConfig(rows=rows))
+            yield from plan_gemv(_operands(rows, 128, dtype, bias), HipConfig(rows=rows))
         for m in range(16, MFMA_ROWS + 1, 16):
             for n_sub in (1, 2, 4):
                 for parts in range(1, MOST_SPLITS + 1):  # of one step each: any number of them may be left to sum
                     config = HipConfig(n_sub=n_sub, k_splits=MOST_SPLITS)
-                    yield from plan_mfma(*_operands(m, 128 * parts, dtype, bias), GFX950, config)
+                    yield from plan_mfma(_operands(m, 128 * parts, dtype, bias), config)
 
 
 def routed(dtype: torch.dtype) -> Iterator[HipLaunch]:
     """Launches of `moe_gemm`: tiles of more than 64 ids are several blocks of 64."""
-    a, a_scale, w, w_scale, _, out = _operands(16, 128, dtype, None)
+    dense = _operands(16, 128, dtype, None)
+    w = Quantized(dense.b.data[None], dense.b.scale[None], (32, 1))
     ids, number = (torch.empty(size, dtype=torch.int32, device="meta") for size in (64, 1))
     for weights in (None, torch.empty(16, device="meta")):
         for block_m in (16, 32, 48, 64):
             for block_n in (8, 16):
-                layout = (ids[:block_m], number, number)
-                operands = (a, a_scale, w[None], w_scale[None], *layout, 1, weights, out)
-                yield plan_moe(*operands, GFX950, HipConfig(block_n=block_n))
+                product = RoutedProduct(
+                    a=dense.a, w=w, routing=Routing(ids[:block_m], number, number), a_div=1, token_weights=weights,
+                    out=dense.out, target=GFX950,
+                )  # fmt: skip
+                yield from plan_moe(product, HipConfig(block_n=block_n))
 
 
-def _operands(
-    m: int, k: int, dtype: torch.dtype, bias: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+def _operands(m: int, k: int, dtype: torch.dtype, bias: Tensor | None) -> ScaledProduct:
     def fp8(lines: int) -> Tensor:
         return torch.empty(lines, k, dtype=torch.float8_e4m3fn, device="meta")
 
     def scale(lines: int) -> Tensor:
         return torch.empty(lines, k // 32, dtype=torch.float8_e8m0fnu, device="meta")
 
-    return fp8(m), scale(m), fp8(16).mT, scale(16).mT, bias, torch.empty(m, 16, dtype=dtype, device="meta")
+    a, b = Quantized(fp8(m), scale(m), (1, 32)), Quantized(fp8(16), scale(16), (1, 32)).mT
+    return ScaledProduct(a=a, b=b, out=torch.empty(m, 16, dtype=dtype, device="meta"), bias=bias, target=GFX950)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
-from fp8fn.ops.layout import WHOLE, Block, is_column_major
+from fp8fn.ops.layout import WHOLE, is_column_major
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
 
 
@@ -26,29 +27,25 @@ class Pieces(NamedTuple):
 
 
 def scaled_grouped_mm(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    a: Quantized, b: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     """`a (M, K) @ b (E, K, N)` → `(M, N)`, or `a (R, P) @ b (P, N)` summed over each group → `(E, R, N)`."""
-    operands = (a, a_scale, a_block, b, b_scale, b_block, offsets, bias)
-    with torch.autocast(a.device.type, enabled=False):  # which would multiply in 16 bits
+    multiply = _by_rows if b.data.ndim == 3 else _by_k
+    with torch.autocast(a.data.device.type, enabled=False):  # which would multiply in 16 bits
         # A copy, for an op's result is no view: forward-mode differentiation fails inside PyTorch on one.
-        return (_by_rows if b.ndim == 3 else _by_k)(*operands).to(out_dtype, copy=True)
+        return multiply(a, b, offsets, bias).to(out_dtype, copy=True)
 
 
-def _by_rows(
-    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _by_rows(tokens: Quantized, experts: Quantized, offsets: Tensor, bias: Tensor | None) -> Tensor:
     """Tokens past the last group's end belong to no piece: their rows are zeros."""
+    a, (b, b_scale, b_block) = tokens.data, experts
     rows = a.shape[0]
     # One row more than there are tokens, for the places of a piece where none lies.
     out = a.new_zeros((rows + 1, b.shape[-1]), dtype=torch.float32)
     if rows == 0:
         return out[:rows]
     pieces = _pieces(offsets, rows)
-    values, scales = _dequantized(a, a_scale, a_block), b_scale.float()
+    values, scales = _dequantized(*tokens), b_scale.float()
     target = torch.where(pieces.inside, pieces.token, rows)
     for i in range(pieces.group.shape[0]):
         group = pieces.group[i : i + 1]
@@ -60,10 +57,8 @@ def _by_rows(
     return out[:rows]
 
 
-def _by_k(
-    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None,
-) -> Tensor:  # fmt: skip
+def _by_k(left: Quantized, right: Quantized, offsets: Tensor, bias: Tensor | None) -> Tensor:
+    (a, a_scale, a_block), (b, b_scale, _) = left, right
     (rows, summed), columns, groups = a.shape, b.shape[1], offsets.shape[0]
     out = a.new_zeros((groups, rows, columns), dtype=torch.float32)
     spread = a_block[1] != WHOLE
@@ -78,11 +73,11 @@ def _by_k(
             unit = unit_of(summed, groups)
             place = (unit * (start // unit + group) + pieces.rank).clamp_max(summed - 1)
             block = (start // ROWS + group + pieces.rank // ROWS).clamp_max(a_scale.shape[1] - 1)
-        left, right, left_scale, right_scale = _widened(a), _widened(b), a_scale.float(), b_scale.float()
+        wide_a, wide_b, a_scale, b_scale = _widened(a), _widened(b), a_scale.float(), b_scale.float()
         for i in range(pieces.group.shape[0]):
             # Not a product with zeros: the tokens of another group may be NaN.
-            part = left.index_select(1, place[i]) * left_scale.index_select(1, block[i])
-            other = right.index_select(0, place[i]) * right_scale.index_select(0, block[i])
+            part = wide_a.index_select(1, place[i]) * a_scale.index_select(1, block[i])
+            other = wide_b.index_select(0, place[i]) * b_scale.index_select(0, block[i])
             inside = pieces.inside[i]
             product = torch.where(inside, part, 0.0) @ torch.where(inside[:, None], other, 0.0)
             out.index_add_(0, pieces.group[i : i + 1], product[None])  # one row at a time: no order is left open

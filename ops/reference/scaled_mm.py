@@ -8,17 +8,14 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import Block, is_column_major
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.quantize import spread
 
 
-def scaled_mm(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+def scaled_mm(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """`a (..., M, K) @ b (..., K, N) + bias (N)` → `(..., M, N)`, row-major."""
-    with torch.autocast(a.device.type, enabled=False):  # which would multiply in 16 bits
-        out = _dequantized(a, a_scale, a_block) @ _dequantized(b, b_scale, b_block)
+    with torch.autocast(a.data.device.type, enabled=False):  # which would multiply in 16 bits
+        out = _dequantized(*a) @ _dequantized(*b)
     if bias is not None:
         out = out + bias.float()
     return out.to(out_dtype)

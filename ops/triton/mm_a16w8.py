@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile, tile_scales
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -161,49 +162,50 @@ def _power_above(scale):
     return power.to(tl.float32, bitcast=True), ((254 << 23) - power).to(tl.float32, bitcast=True)
 
 
-def plan_mm_a16w8(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None,
-) -> Launch:  # fmt: skip
-    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, `N` at least 1.
+def plan_mm_a16w8(product: WeightProduct, config: Config) -> tuple[TritonLaunch]:
+    """The launch of a product whose `N` is at least 1; `out` is bfloat16, float16 or float32.
 
-    `out` is row-major bfloat16, float16 or float32. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or
-    `(B, 1, N)`. A batch of `x` whose rows follow one another, by one weight, is one matrix.
+    `constant` has no effect.
     """
-    one_weight = x.ndim == 3 and w.ndim == 2 and (bias is None or bias.ndim == 1)
-    if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
-        x, out = x.flatten(0, 1), out.flatten(0, 1)
-    x, out = batched(x), batched(out)
-    w, w_scale = batched(w), batched(storage(w_scale))
+    product = product.as_matrix()
+    (w, w_scale, w_block), bias, target = product.w, product.bias, product.target
+    x, out, w, w_scale = batched(product.x), batched(product.out), batched(w), batched(storage(w_scale))
     batch, m, n = out.shape
     k = x.shape[2]
     if bias is not None:
         bias = bias.expand(batch, n) if bias.ndim == 1 else bias.reshape(batch, n)
-    config = config or choose_config(m, n, w_block, x.dtype, target)
     bk = config.BK
-    return Launch(
-        kernel=mm_a16w8,
-        grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
-        args={
-            "x": x, "w": w, "out": out, "w_scale": w_scale, "bias": bias, "M": m, "N": n, "K": k,
-            "x_b": _batch_stride(x, batch), "x_m": x.stride(1), "x_k": x.stride(2), "x_step": bk * x.stride(2),
-            "w_b": _batch_stride(w, batch), "w_k": w.stride(1), "w_n": w.stride(2), "w_step": bk * w.stride(1),
-            "out_b": out.stride(0), "out_m": out.stride(1),
-            "s_b": _batch_stride(w_scale, batch), "s_k": w_scale.stride(1), "s_n": w_scale.stride(2),
-            "bias_b": 0 if bias is None else bias.stride(0), "bias_n": 0 if bias is None else bias.stride(1),
-        },
-        constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "S_K": w_block[0], "S_N": w_block[1],
-            "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
-            "WIDE": is_wide(x, w, out, w_scale), "TRANS_STORE": target.backend == "hip",
-        },
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
-        target=target,
+    return (
+        TritonLaunch(
+            kernel=mm_a16w8,
+            grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
+            args={
+                "x": x, "w": w, "out": out, "w_scale": w_scale, "bias": bias, "M": m, "N": n, "K": k,
+                "x_b": _batch_stride(x, batch), "x_m": x.stride(1), "x_k": x.stride(2), "x_step": bk * x.stride(2),
+                "w_b": _batch_stride(w, batch), "w_k": w.stride(1), "w_n": w.stride(2), "w_step": bk * w.stride(1),
+                "out_b": out.stride(0), "out_m": out.stride(1),
+                "s_b": _batch_stride(w_scale, batch), "s_k": w_scale.stride(1), "s_n": w_scale.stride(2),
+                "bias_b": 0 if bias is None else bias.stride(0), "bias_n": 0 if bias is None else bias.stride(1),
+            },
+            constexprs={
+                "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "S_K": w_block[0], "S_N": w_block[1],
+                "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
+                "WIDE": is_wide(x, w, out, w_scale), "TRANS_STORE": target.backend == "hip",
+            },
+            options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+            target=target,
+        ),
     )  # fmt: skip
 
 
 def _batch_stride(x: Tensor, batch: int) -> int:
     return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
+
+
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    product = product.as_matrix()
+    return choose_config(product.m, product.n, product.w.block, product.x.dtype, product.target)
 
 
 def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target) -> Config:

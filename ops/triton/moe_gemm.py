@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import RoutedProduct
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, widened
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
-from fp8fn.ops.tuning.mx import Config
+from fp8fn.ops.tuning.mx import Config, MoeProblem
 
 # The least and the most rows of one product; a tile of more ids is as many products.
 _LEAST_ROWS, _MOST_ROWS = 16, 128
@@ -99,54 +97,44 @@ def moe_gemm(
         tl.store(pointers, result, mask=valid[None, :] & inside_n)
 
 
-def plan_moe_gemm(
-    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block,
-    sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int,
-    token_weights: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
-) -> Launch:  # fmt: skip
-    """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
-
-    `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
-    """
-    ids, n = out.shape
-    k = a.shape[1]
-    block_m = sorted_token_ids.shape[0] // expert_ids.shape[0]
+def plan_moe_gemm(product: RoutedProduct, config: Config) -> tuple[TritonLaunch]:
+    """The launch that fills the rows of `out` that ids name. There is a tile and an expert at least."""
+    (a, a_scale, a_block), (w, w_scale, _), out, routing = product.a, product.w, product.out, product.routing
+    n, k, target = product.n, product.k, product.target
     a_scale, w_scale = storage(a_scale), storage(w_scale)
-    config = config or choose_config(block_m, n, k, expert_ids.shape[0], a_block[1], target)
-    places = expert_ids.shape[0] * ceil_div(block_m, config.BM)
-    return Launch(
-        kernel=moe_gemm,
-        grid=(places * ceil_div(n, config.BN), 1, 1),
-        args={
-            "a": a, "w": w, "out": out, "a_scale": a_scale, "w_scale": w_scale,
-            "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
-            "num_tokens_post_padded": num_tokens_post_padded, "token_weights": token_weights,
-            "ids": ids, "N": n, "K": k, "E": w.shape[0], "block_m": block_m, "a_div": a_div,
-            "a_m": a.stride(0), "a_k": a.stride(1), "w_e": w.stride(0), "w_k": w.stride(1), "w_n": w.stride(2),
-            "out_m": out.stride(0), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
-            "ws_e": w_scale.stride(0), "ws_k": w_scale.stride(1), "ws_n": w_scale.stride(2),
-        },
-        constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": config.BK, "MX": a_block[1] == 32,
-            "EVEN_N": n % config.BN == 0, "EVEN_K": k % config.BK == 0,
-            "WIDE": is_wide(a, w[0], out, a_scale, w_scale[0]), "TRANS_STORE": target.backend == "hip",
-        },
-        options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
-        target=target,
+    places = routing.tiles * ceil_div(routing.block_m, config.BM)
+    return (
+        TritonLaunch(
+            kernel=moe_gemm,
+            grid=(places * ceil_div(n, config.BN), 1, 1),
+            args={
+                "a": a, "w": w, "out": out, "a_scale": a_scale, "w_scale": w_scale, **routing._asdict(),
+                "token_weights": product.token_weights, "ids": product.ids, "N": n, "K": k, "E": product.experts,
+                "block_m": routing.block_m, "a_div": product.a_div,
+                "a_m": a.stride(0), "a_k": a.stride(1), "w_e": w.stride(0), "w_k": w.stride(1), "w_n": w.stride(2),
+                "out_m": out.stride(0), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
+                "ws_e": w_scale.stride(0), "ws_k": w_scale.stride(1), "ws_n": w_scale.stride(2),
+            },
+            constexprs={
+                "BM": config.BM, "BN": config.BN, "BK": config.BK, "MX": a_block[1] == 32,
+                "EVEN_N": n % config.BN == 0, "EVEN_K": k % config.BK == 0,
+                "WIDE": is_wide(a, w[0], out, a_scale, w_scale[0]), "TRANS_STORE": target.backend == "hip",
+            },
+            options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
+            target=target,
+        ),
     )  # fmt: skip
 
 
-def choose_config(block_m: int, n: int, k: int, tiles: int, extent: int, target: Target) -> Config:
-    """A tile of ids whole, up to 128, and narrow columns where cores would idle; none spills (its tests).
-
-    A scale holds for `extent` elements along K.
-    """
-    bm = min(max(triton.next_power_of_2(block_m), _LEAST_ROWS), _MOST_ROWS)
+def configure(problem: MoeProblem) -> Config:
+    """A tile of ids whole, up to 128, and narrow columns where cores would idle; none spills (its tests)."""
+    n, k, target = problem.n, problem.k, problem.target
+    bm = min(max(triton.next_power_of_2(problem.block_m), _LEAST_ROWS), _MOST_ROWS)
     options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
     stages = 2 if target.backend == "hip" else 3
     if k % 16 and target.backend == "cuda":  # loads of single bytes take registers
-        return Config(min(bm, 32), 32, 64 if extent == 32 else 128, 4, 2)
+        return Config(min(bm, 32), 32, 64 if problem.a_block[1] == 32 else 128, 4, 2)
     if bm > 32:  # 128 columns spill 2 to 190 registers
         return Config(bm, 64, 128, 8, 2, options=options)
-    bn = 64 if ceil_div(n, 64) * tiles >= target.cores else 32
+    bn = 64 if ceil_div(n, 64) * problem.tiles >= target.cores else 32
     return Config(bm, bn, 128, 4, stages, options=options)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -124,24 +124,21 @@ def sum_parts(parts, out, bias, N, total, PARTS: tl.constexpr, BLOCK: tl.constex
     tl.store(out + index, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def plan_mx_mm(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config,
-) -> tuple[Launch, ...]:  # fmt: skip
+def plan_mx_mm(product: ScaledProduct, config: Config) -> tuple[TritonLaunch, ...]:
     """The launches of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, which is not empty.
 
     `out` is contiguous bfloat16, float16 or float32, `bias` contiguous; a 2-D operand serves a whole batch.
     """
-    a, a_scale = batched(a), batched(storage(a_scale))
-    b, b_scale = batched(b), batched(storage(b_scale))
-    out = batched(out)
+    target, bias, out = product.target, product.bias, batched(product.out)
+    a, a_scale = batched(product.a.data), batched(storage(product.a.scale))
+    b, b_scale = batched(product.b.data), batched(storage(product.b.scale))
     batch, m, n = out.shape
     k = a.shape[2]
     steps = max(ceil_div(ceil_div(k, config.BK), config.SPLITS), 1)
     splits = max(ceil_div(ceil_div(k, config.BK), steps), 1)
     shared = splits > 1
     sums = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device) if shared else out[None]
-    product = Launch(
+    multiply = TritonLaunch(
         kernel=mx_mm,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), splits, 1),
         args={
@@ -159,9 +156,9 @@ def plan_mx_mm(
         target=target,
     )  # fmt: skip
     if not shared:
-        return (product,)
+        return (multiply,)
     total = out.numel()
-    summation = Launch(
+    summation = TritonLaunch(
         kernel=sum_parts,
         grid=(ceil_div(total, _SUMMED), 1, 1),
         args={"parts": sums, "out": out, "bias": bias, "N": n, "total": total},
@@ -169,7 +166,7 @@ def plan_mx_mm(
         options={"num_warps": 4},
         target=target,
     )
-    return product, summation
+    return multiply, summation
 
 
 def strides(a: Tensor, b: Tensor, batch: int) -> dict[str, int]:

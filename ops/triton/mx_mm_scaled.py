@@ -7,10 +7,9 @@ from typing import Final
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, scale_strides, strides
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile
@@ -73,18 +72,15 @@ def mx_mm_scaled(
         tl.store(pointers, result, mask=inside_m & (offset_n[None, :] < N))
 
 
-def plan_mx_mm_scaled(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config,
-) -> Launch:  # fmt: skip
+def plan_mx_mm_scaled(product: ScaledProduct, config: Config) -> tuple[TritonLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, as of `plan_mx_mm`; OCP types only."""
-    formats = {"A_FORMAT": _FORMATS[a.dtype], "B_FORMAT": _FORMATS[b.dtype]}
-    a, a_scale = batched(a), batched(storage(a_scale))
-    b, b_scale = batched(b), batched(storage(b_scale))
-    out = batched(out)
+    target, bias, out = product.target, product.bias, batched(product.out)
+    formats = {"A_FORMAT": _FORMATS[product.a.data.dtype], "B_FORMAT": _FORMATS[product.b.data.dtype]}
+    a, a_scale = batched(product.a.data), batched(storage(product.a.scale))
+    b, b_scale = batched(product.b.data), batched(storage(product.b.scale))
     batch, m, n = out.shape
     k = a.shape[2]
-    return Launch(
+    launch = TritonLaunch(
         kernel=mx_mm_scaled,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
@@ -100,3 +96,4 @@ def plan_mx_mm_scaled(
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
     )  # fmt: skip
+    return (launch,)

@@ -13,9 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, swap
+from fp8fn.ops.layout import WHOLE, as_batch, contracts_rows, is_column_major, is_square
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
@@ -27,7 +29,7 @@ _LONGEST_ROW: Final = 16384
 
 
 @dataclass(frozen=True)
-class Tile:
+class BlockTile:
     """The part of the matrix that one program takes at a time."""
 
     rows: int
@@ -173,119 +175,126 @@ def quantize_whole(
         tl.store(scales + batch * s_b, stored)
 
 
-def plan_quantize(
-    x: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target, tile: Tile | None = None
-) -> tuple[Launch, ...]:
-    """Launches, in order, that fill `data (B?, M, N)` and `scales` from `x (B?, M, N)` of any strides.
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """A quantization as the kernels read it: batches of matrices, turned so that blocks `(r, c)` have `r <= c`."""
+
+    x: Tensor
+    out: Quantized
+    target: Target
+    constants: dict[str, Any]
+
+    @property
+    def wide(self) -> bool:
+        return is_wide(self.x, self.out.data)
+
+    @property
+    def strides(self) -> dict[str, int]:
+        """Those of x and of the data."""
+        return {**_strides("x", self.x), **_strides("d", self.out.data)}
+
+
+def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[TritonLaunch, ...]:
+    """Launches, in order, that fill the output in `block` from an `x` of any strides.
 
     No launch for an empty `x`: then there is no data, and the caller fills the scales.
     """
-    if x.numel() == 0:
+    if q.x.numel() == 0:
         return ()
-    if contracts_rows(block) or (is_square(block) and is_column_major(data)):
-        x, data, scales, block = x.mT, data.mT, scales.mT, swap(block)
-    x, data, scales = batched(x), batched(data), batched(storage(scales))
-    wide = is_wide(x, data)
-    constants = scale_constants(data.dtype, scale)
-    if block == (WHOLE, WHOLE):
-        return _plan_whole(x, data, scales, constants, wide, target, tile or _tile(x, block, target))
-    if block[1] == WHOLE:
-        return (_plan_rows(x, data, scales, constants, wide, target, tile or _row_tile(x)),)
-    return (_plan_blocks(x, data, scales, block, constants, wide, target, tile or _tile(x, block, target)),)
+    x, out = as_batch(q.x), q.out._replace(data=as_batch(q.out.data), scale=as_batch(q.out.scale))
+    if contracts_rows(q.block) or (is_square(q.block) and is_column_major(out.data)):
+        x, out = x.mT, out.mT
+    out = out._replace(data=batched(out.data), scale=batched(storage(out.scale)))
+    batch = _Batch(batched(x), out, q.target, scale_constants(q.dtype, q.scale))
+    if out.block == (WHOLE, WHOLE):
+        return _plan_whole(batch, tile or _tile(batch))
+    if out.block[1] == WHOLE:
+        return (_plan_rows(batch, tile or _row_tile(batch.x)),)
+    return (_plan_blocks(batch, tile or _tile(batch)),)
 
 
-def _tile(x: Tensor, block: Block, target: Target) -> Tile:
+def _tile(q: _Batch) -> BlockTile:
     # 256 bytes of bfloat16 along the axis that is contiguous, and 64 elements a thread, or a lane of AMD's.
-    if block == (128, 128) or is_column_major(x):
-        return Tile(128, 128, QUANTIZE_WARPS if target.backend == "hip" else 8)
-    return Tile(32, 128, 4)
+    if q.out.block == (128, 128) or is_column_major(q.x):
+        return BlockTile(128, 128, QUANTIZE_WARPS if q.target.backend == "hip" else 8)
+    return BlockTile(32, 128, 4)
 
 
-def _row_tile(x: Tensor) -> Tile:
+def _row_tile(x: Tensor) -> BlockTile:
     if is_column_major(x):
         # 64 bytes of bfloat16 a row of the tile; more rows leave too few programs for the matrix.
-        return Tile(32, 256, 8)
+        return BlockTile(32, 256, 8)
     width = triton.next_power_of_2(x.shape[2])
     if width <= _LONGEST_ROW:
         rows = max(1, 4096 // width)
-        return Tile(rows, width, 8 if rows * width > 4096 else 4)
-    return Tile(1, 8192, 8)
+        return BlockTile(rows, width, 8 if rows * width > 4096 else 4)
+    return BlockTile(1, 8192, 8)
 
 
-def _plan_blocks(
-    x: Tensor, data: Tensor, scales: Tensor, block: Block, constants: dict[str, Any], wide: bool,
-    target: Target, tile: Tile,
-) -> Launch:  # fmt: skip
-    batch, m, n = x.shape
+def _plan_blocks(q: _Batch, tile: BlockTile) -> TritonLaunch:
+    (batch, m, n), (data, scales, block) = q.x.shape, q.out
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
-    return Launch(
+    return TritonLaunch(
         kernel=quantize_blocks,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={
-            "x": x, "data": data, "scales": scales, "M": m, "N": n,
-            **_strides("x", x), **_strides("d", data), **_strides("s", scales), "tiles_m": tiles_m, "tiles_n": tiles_n,
+            "x": q.x, "data": data, "scales": scales, "M": m, "N": n, **q.strides, **_strides("s", scales),
+            "tiles_m": tiles_m, "tiles_n": tiles_n,
         },
         constexprs={
             "BM": tile.rows, "BN": tile.columns, "R": block[0], "C": block[1],
-            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": wide, **constants,
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": q.wide, **q.constants,
         },
         options={"num_warps": tile.num_warps},
-        target=target,
+        target=q.target,
     )  # fmt: skip
 
 
-def _plan_rows(
-    x: Tensor, data: Tensor, scales: Tensor, constants: dict[str, Any], wide: bool, target: Target, tile: Tile
-) -> Launch:
-    batch, m, n = x.shape
+def _plan_rows(q: _Batch, tile: BlockTile) -> TritonLaunch:
+    (batch, m, n), (data, scales, _) = q.x.shape, q.out
     tiles_m = ceil_div(m, tile.rows)
-    return Launch(
+    return TritonLaunch(
         kernel=quantize_rows,
         grid=(batch * tiles_m, 1, 1),
         args={
-            "x": x, "data": data, "scales": scales, "M": m, "N": n, **_strides("x", x), **_strides("d", data),
+            "x": q.x, "data": data, "scales": scales, "M": m, "N": n, **q.strides,
             "s_b": scales.stride(0), "s_m": scales.stride(1), "tiles_m": tiles_m,
         },
         constexprs={
             "BM": tile.rows, "BN": tile.columns, "ONCE": tile.columns >= n,
-            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": wide, **constants,
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": q.wide, **q.constants,
         },
         options={"num_warps": tile.num_warps},
-        target=target,
+        target=q.target,
     )  # fmt: skip
 
 
-def _plan_whole(
-    x: Tensor, data: Tensor, scales: Tensor, constants: dict[str, Any], wide: bool, target: Target, tile: Tile
-) -> tuple[Launch, ...]:
-    batch, m, n = x.shape
+def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
+    (batch, m, n), (data, scales, _) = q.x.shape, q.out
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
     parts = min(tiles_m * tiles_n, _PARTIALS)
-    partials = torch.empty((batch, parts), dtype=torch.int32, device=x.device)
-    shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": wide}
+    partials = torch.empty((batch, parts), dtype=torch.int32, device=q.x.device)
+    tiles = {"tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts}
+    shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": q.wide}
     options = {"num_warps": tile.num_warps}
-    amax = Launch(
+    amax = TritonLaunch(
         kernel=partial_amax,
         grid=(batch * parts, 1, 1),
-        args={
-            "x": x, "partials": partials, "M": m, "N": n, **_strides("x", x),
-            "tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts,
-        },
+        args={"x": q.x, "partials": partials, "M": m, "N": n, **_strides("x", q.x), **tiles},
         constexprs=shape,
         options=options,
-        target=target,
-    )  # fmt: skip
-    quantize = Launch(
+        target=q.target,
+    )
+    quantize = TritonLaunch(
         kernel=quantize_whole,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={
-            "x": x, "partials": partials, "data": data, "scales": scales, "M": m, "N": n,
-            **_strides("x", x), **_strides("d", data), "s_b": scales.stride(0),
-            "tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts,
+            "x": q.x, "partials": partials, "data": data, "scales": scales, "M": m, "N": n, **q.strides,
+            "s_b": scales.stride(0), **tiles,
         },
-        constexprs={"PARTS": triton.next_power_of_2(parts), **shape, **constants},
+        constexprs={"PARTS": triton.next_power_of_2(parts), **shape, **q.constants},
         options=options,
-        target=target,
+        target=q.target,
     )  # fmt: skip
     return amax, quantize
 

@@ -7,11 +7,10 @@ from typing import Final
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.layout import Block, as_batch, contracts_rows
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_DUAL, QUANTIZE_WARPS
@@ -80,44 +79,41 @@ def quantize_dual(
         tl.store(cs_target, col_stored, mask=(block_rows * C < M) & (columns < N))
 
 
-def plan_quantize_dual(
-    x: Tensor, row: Tensor, row_scales: Tensor, col: Tensor, col_scales: Tensor, block: Block, scale: str,
-    target: Target, tile: DualTile | None = None,
-) -> Launch:  # fmt: skip
-    """The launch that fills `row` in blocks `(1, c)` and `col` in blocks `(c, 1)` from a non-empty `x (B?, M, N)`."""
+def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[TritonLaunch]:
+    """The launch that fills outputs in blocks `(1, c)` and `(c, 1)` from a non-empty `x`."""
+    (row, row_scales, block), (col, col_scales, _) = q.outs[::-1] if contracts_rows(q.block) else q.outs
     if block not in DUAL_BLOCKS:
         raise ValueError(f"block is {block}; one read gives both formats for {DUAL_BLOCKS} only: quantize twice")
-    if x.numel() == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
-    tile = tile or _tile(x, block, target)
-    x, row, col = batched(x), batched(row), batched(col)
-    row_scales, col_scales = batched(storage(row_scales)), batched(storage(col_scales))
+    if q.x.numel() == 0:
+        raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
+    tile = tile or _tile(q)
+    x, row, col = (batched(as_batch(matrix)) for matrix in (q.x, row, col))
+    row_scales, col_scales = (batched(storage(as_batch(scales))) for scales in (row_scales, col_scales))
     batch, m, n = x.shape
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
     tensors = {"x": x, "row": row, "rs": row_scales, "col": col, "cs": col_scales}
-    strides = {f"{k}_{axis}": t.stride(i) for k, t in tensors.items() for i, axis in enumerate("bmn")}
-    order = ("x", "row", "rs", "col", "cs")
-    return Launch(
+    strides = {f"{name}_{axis}": t.stride(i) for name, t in tensors.items() for i, axis in enumerate("bmn")}
+    launch = TritonLaunch(
         kernel=quantize_dual,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={
             "x": x, "row": row, "row_scales": row_scales, "col": col, "col_scales": col_scales, "M": m, "N": n,
-            **{f"{name}_{axis}": strides[f"{name}_{axis}"] for name in order for axis in "bmn"},
-            "tiles_m": tiles_m, "tiles_n": tiles_n,
+            **strides, "tiles_m": tiles_m, "tiles_n": tiles_n,
         },
         constexprs={
             "BM": tile.rows, "BN": tile.columns, "C": block[1],
             "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": is_wide(x, row, col),
-            **scale_constants(row.dtype, scale),
+            **scale_constants(q.dtype, q.scale),
         },
         options={"num_warps": tile.num_warps, **dict(tile.options)},
-        target=target,
+        target=q.target,
     )  # fmt: skip
+    return (launch,)
 
 
-def _tile(x: Tensor, block: Block, target: Target) -> DualTile:
+def _tile(q: Quantization) -> DualTile:
     # H200, (16384, 8192): 2.47 TB/s by 4 warps, 1.65 by 8, 1.34 by 16. Masks, and sm89's compiler, make 4 spill.
-    even = x.shape[-2] % 128 == 0 and x.shape[-1] % 128 == 0
-    if target.arch in QUANTIZE_DUAL and even and block == (1, 128):  # 86 registers spill with blocks of 32
-        return DualTile(num_warps=QUANTIZE_WARPS, options=QUANTIZE_DUAL[str(target.arch)])
-    return DualTile(num_warps=4 if target.name == "sm90" and even else 8)
+    even = q.m % 128 == 0 and q.n % 128 == 0
+    if q.target.arch in QUANTIZE_DUAL and even and 128 in q.block:  # 86 registers spill with blocks of 32
+        return DualTile(num_warps=QUANTIZE_WARPS, options=QUANTIZE_DUAL[str(q.target.arch)])
+    return DualTile(num_warps=4 if q.target.name == "sm90" and even else 8)

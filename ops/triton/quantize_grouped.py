@@ -17,9 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, spread_blocks, spread_unit
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
@@ -226,91 +226,86 @@ def quantize_by_group(
     tl.store(data + rows * d_m + columns * d_n, cast(scaled, LARGEST, data.dtype.element_ty), mask=inside)
 
 
-def plan_quantize_grouped(
-    x: Tensor, offsets: Tensor, data: Tensor, scales: Tensor, block: Block, scale: str, target: Target,
-    tile: GroupedTile | None = None,
-) -> tuple[Launch, ...]:  # fmt: skip
-    """Launches, in order, that fill `data` and `scales` from `x (M, N)` and `offsets (E,)` of any strides.
+def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> tuple[TritonLaunch, ...]:
+    """Launches, in order, that fill the output from `x (M, N)` and `offsets (E,)` of any strides.
 
     No launch for an empty `x`: the caller fills both.
     """
-    if x.numel() == 0:
+    if q.x.numel() == 0:
         return ()
     tile = tile or TILE
-    if block[0] == WHOLE:
-        return _plan_by_group(x, offsets, data, storage(scales), scale, target, tile)
-    programs, args, constexprs = _grouped(x, offsets, data, tile)
-    scales = storage(scales)
-    launch = Launch(
+    if q.block[0] == WHOLE:
+        return _plan_by_group(q, tile)
+    data, scales = q.out.data, storage(q.out.scale)
+    programs, args, constexprs = _grouped(q, data, tile)
+    launch = TritonLaunch(
         kernel=quantize_spread,
         grid=(programs, 1, 1),
         args={
-            "x": x, "offsets": offsets, "data": data, "scales": scales, **args, **_strides("d", data),
-            **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
+            "x": q.x, "offsets": q.offsets, "data": data, "scales": scales, **args, **_strides("d", data),
+            **_strides("s", scales), "tiles_n": ceil_div(q.n, tile.columns),
         },
-        constexprs={**constexprs, **_spread(x, offsets, tile), **scale_constants(data.dtype, scale)},
+        constexprs={**constexprs, **_spread(q, tile), **scale_constants(q.dtype, q.scale)},
         options={"num_warps": tile.num_warps},
-        target=target,
+        target=q.target,
     )  # fmt: skip
     return (launch,)
 
 
-def plan_quantize_grouped_dual(
-    x: Tensor, offsets: Tensor, row: Tensor, row_scales: Tensor, data: Tensor, scales: Tensor, scale: str,
-    target: Target, tile: GroupedTile | None = None,
-) -> Launch:  # fmt: skip
-    """The launch that fills `row` in blocks `(1, 128)` and `data`, spread, in `(128, 1)` from `x (M, N)`, not empty."""
-    if x.numel() == 0:
-        raise ValueError(f"x has shape {tuple(x.shape)}: nothing to launch")
-    even = x.shape[1] % DUAL_TILE.columns == 0
-    warps = QUANTIZE_WARPS if target.backend == "hip" and even else DUAL_TILE.num_warps
+def plan_quantize_grouped_dual(q: Quantization, tile: GroupedTile | None = None) -> tuple[TritonLaunch]:
+    """The launch that fills rows in blocks `(1, 128)` and spread columns in `(128, 1)` from `x (M, N)`, not empty."""
+    if q.x.numel() == 0:
+        raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
+    even = q.n % DUAL_TILE.columns == 0
+    warps = QUANTIZE_WARPS if q.target.backend == "hip" and even else DUAL_TILE.num_warps
     tile = tile or replace(DUAL_TILE, num_warps=warps)
-    programs, args, constexprs = _grouped(x, offsets, data, tile)
+    (row, row_scales, _), (data, scales, _) = q.outs
+    programs, args, constexprs = _grouped(q, data, tile)
     row_scales, scales = storage(row_scales), storage(scales)
-    return Launch(
+    launch = TritonLaunch(
         kernel=quantize_spread_dual,
         grid=(programs, 1, 1),
         args={
-            "x": x, "offsets": offsets, "row_data": row, "row_scales": row_scales, "data": data, "scales": scales,
+            "x": q.x, "offsets": q.offsets, "row_data": row, "row_scales": row_scales, "data": data, "scales": scales,
             **args, **_strides("row", row), **_strides("rs", row_scales), **_strides("d", data),
-            **_strides("s", scales), "tiles_n": ceil_div(x.shape[1], tile.columns),
+            **_strides("s", scales), "tiles_n": ceil_div(q.n, tile.columns),
         },
-        constexprs={**constexprs, **_spread(x, offsets, tile), **scale_constants(data.dtype, scale)},
+        constexprs={**constexprs, **_spread(q, tile), **scale_constants(q.dtype, q.scale)},
         options={"num_warps": tile.num_warps},
-        target=target,
+        target=q.target,
     )  # fmt: skip
+    return (launch,)
 
 
-def _plan_by_group(
-    x: Tensor, offsets: Tensor, data: Tensor, scales: Tensor, scale: str, target: Target, tile: GroupedTile
-) -> tuple[Launch, ...]:
-    m, n = x.shape
-    groups, tiles_n = offsets.shape[0], ceil_div(n, tile.columns)
-    partials = torch.empty((spread_blocks(m, groups), n), dtype=torch.int32, device=x.device)
-    programs, args, constexprs = _grouped(x, offsets, data, tile)
-    constants = scale_constants(data.dtype, scale)
+def _plan_by_group(q: Quantization, tile: GroupedTile) -> tuple[TritonLaunch, ...]:
+    x, offsets, data, scales = q.x, q.offsets, q.out.data, storage(q.out.scale)
+    assert offsets is not None
+    tiles_n = ceil_div(q.n, tile.columns)
+    partials = torch.empty((spread_blocks(q.m, q.groups), q.n), dtype=torch.int32, device=x.device)
+    programs, args, constexprs = _grouped(q, data, tile)
+    constants = scale_constants(q.dtype, q.scale)
     options = {"num_warps": tile.num_warps}
     reach = {"p_m": partials.stride(0)}
-    amax = Launch(
+    amax = TritonLaunch(
         kernel=block_amax,
         grid=(programs, 1, 1),
         args={"x": x, "offsets": offsets, "partials": partials, **args, **reach, "tiles_n": tiles_n},
         constexprs=constexprs,
         options=options,
-        target=target,
+        target=q.target,
     )
-    reduce = Launch(
+    reduce = TritonLaunch(
         kernel=group_scales,
-        grid=(groups * tiles_n, 1, 1),
+        grid=(q.groups * tiles_n, 1, 1),
         args={
-            "offsets": offsets, "partials": partials, "scales": scales, "M": m, "N": n, "o_e": offsets.stride(0),
+            "offsets": offsets, "partials": partials, "scales": scales, "M": q.m, "N": q.n, "o_e": offsets.stride(0),
             **reach, **_strides("s", scales), "tiles_n": tiles_n,
         },
         constexprs={"BM": ROWS, "BN": tile.columns, "BLOCKS": 32, "WIDE": constexprs["WIDE"], **constants},
         options=options,
-        target=target,
+        target=q.target,
     )  # fmt: skip
-    quantize = Launch(
+    quantize = TritonLaunch(
         kernel=quantize_by_group,
         grid=(programs, 1, 1),
         args={
@@ -319,25 +314,25 @@ def _plan_by_group(
         },
         constexprs={**constexprs, **constants},
         options=options,
-        target=target,
+        target=q.target,
     )  # fmt: skip
     return amax, reduce, quantize
 
 
-def _grouped(x: Tensor, offsets: Tensor, data: Tensor, tile: GroupedTile) -> tuple[int, dict[str, int], dict[str, Any]]:
+def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dict[str, int], dict[str, Any]]:
     """The number of programs, and what every kernel over the blocks of the spread layout takes."""
-    (m, n), groups = x.shape, offsets.shape[0]
-    programs = spread_blocks(m, groups) * ceil_div(n, tile.columns)
-    args = {"M": m, "N": n, "E": groups, **_strides("x", x), "o_e": offsets.stride(0)}
+    assert q.offsets is not None
+    programs = spread_blocks(q.m, q.groups) * ceil_div(q.n, tile.columns)
+    args = {"M": q.m, "N": q.n, "E": q.groups, **_strides("x", q.x), "o_e": q.offsets.stride(0)}
     constexprs = {
-        "BM": ROWS, "BN": tile.columns, "GROUPS": triton.next_power_of_2(groups), "WIDE": is_wide(x, data),
+        "BM": ROWS, "BN": tile.columns, "GROUPS": triton.next_power_of_2(q.groups), "WIDE": is_wide(q.x, data),
     }  # fmt: skip
     return programs, args, constexprs
 
 
-def _spread(x: Tensor, offsets: Tensor, tile: GroupedTile) -> dict[str, Any]:
+def _spread(q: Quantization, tile: GroupedTile) -> dict[str, Any]:
     """What the kernels that write spread tokens take besides."""
-    return {"EVEN": x.shape[1] % tile.columns == 0, "UNIT": spread_unit(x.shape[0], offsets.shape[0])}
+    return {"EVEN": q.n % tile.columns == 0, "UNIT": spread_unit(q.m, q.groups)}
 
 
 def _strides(prefix: str, x: Tensor) -> dict[str, int]:

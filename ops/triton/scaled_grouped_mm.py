@@ -11,14 +11,15 @@ from dataclasses import replace
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
-from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.gemm_config import GemmConfig
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
-from fp8fn.ops.triton.scaled_mm import Config, choose_config
+from fp8fn.ops.triton.scaled_mm import choose_config
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import GROUPED_K
@@ -212,29 +213,24 @@ def _store(out, acc, offset_m, start_n, end, N, out_m, BM: tl.constexpr, BN: tl.
         tl.store(rows + offset_n[None, :], result, mask=(offset_m[:, None] < end) & (offset_n[None, :] < N))
 
 
-def plan_scaled_grouped_mm(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
-) -> Launch:  # fmt: skip
+def plan_scaled_grouped_mm(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch]:
     """The launch of `out (M, N) = a (M, K) @ b (E, K, N)`, or of `out (E, M, N) = a (M, P) @ b (P, N)`; `E` is not 0.
 
     `out` is row-major bfloat16, float16 or float32, `bias (E, N)` has contiguous rows, `offsets` is contiguous.
     """
-    plan = _plan_rows if b.dim() == 3 else _plan_k
-    return plan(a, storage(a_scale), a_block, b, storage(b_scale), b_block, offsets, bias, out, target, config)
+    plan = _plan_rows if product.b.data.dim() == 3 else _plan_k
+    return (plan(product, config),)
 
 
-def _plan_rows(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None,
-) -> Launch:  # fmt: skip
+def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, offsets, target = product.bias, product.group_ends, product.target
+    a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape, b.shape[2], offsets.shape[0]
     config = config or _rows_config(ceil_div(m, groups), n, k, b.stride(1) == 1, target)
     finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
     bk = min(finite, default=128)
-    return Launch(
+    return TritonLaunch(
         kernel=grouped_rows_mm,
         grid=((m // config.BM + groups + 1) * ceil_div(n, config.BN), 1, 1),
         args={
@@ -256,15 +252,14 @@ def _plan_rows(
     )  # fmt: skip
 
 
-def _plan_k(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    offsets: Tensor, bias: Tensor | None, out: Tensor, target: Target, config: Config | None,
-) -> Launch:  # fmt: skip
+def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
+    (a, a_scale, a_block), (b, b_scale, _), out = product.a, product.b, product.out
+    bias, offsets, target = product.bias, product.group_ends, product.target
+    a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape, b.shape[1], offsets.shape[0]
     spread = a_block[1] != WHOLE
     config = config or _k_config(m, n, ceil_div(k, groups), spread, target)
-    return Launch(
+    return TritonLaunch(
         kernel=grouped_k_mm,
         grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
@@ -284,7 +279,7 @@ def _plan_k(
     )  # fmt: skip
 
 
-def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> Config:
+def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> GemmConfig:
     """The configuration of groups of `m` rows in the mean; none spills (test_triton_scaled_grouped_mm.py)."""
     config = choose_config(m, n, k, target)
     if not along_k and target.arch in (89, 120) and config.BM == 64:
@@ -293,7 +288,7 @@ def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> Confi
     return config
 
 
-def _k_config(m: int, n: int, k: int, spread: bool, target: Target) -> Config:
+def _k_config(m: int, n: int, k: int, spread: bool, target: Target) -> GemmConfig:
     config = choose_config(m, n, k, target)
     if spread and target.arch in GROUPED_K and m > 64:
         from fp8fn.ops.tuning.amd import config_of

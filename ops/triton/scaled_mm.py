@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Final
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, swap
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.gemm_config import GemmConfig
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile, on_chiplet, scaled, tile_scales
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
@@ -19,21 +20,6 @@ from fp8fn.ops.tuning.amd_kernels import SCALED_MM
 
 # Depth of a tile: a scale's extent along K where it is finite, else 128.
 _K_BLOCKS: Final = (32, 128, WHOLE)
-
-
-@dataclass(frozen=True)
-class Config:
-    """Tile and compiler options of `scaled_mm`."""
-
-    BM: int
-    BN: int
-    num_warps: int
-    num_stages: int
-    GROUP: int = 8
-    HALVES: bool = False
-    XCDS: int = 1
-    WGRAD_TRANS_STORE: bool = False
-    options: tuple[tuple[str, int], ...] = field(default=())
 
 
 @triton.jit
@@ -133,17 +119,15 @@ def _store(out, tile, offset_m, offset_n, M, N, out_m, out_n, EVEN: tl.constexpr
         tl.store(pointers, tile, mask=(offset_m[:, None] < M) & (offset_n[None, :] < N))
 
 
-def plan_scaled_mm(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config | None = None,
-) -> Launch:  # fmt: skip
+def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`; a 2-D operand serves a whole batch.
 
     `out` is row-major bfloat16, float16 or float32. ValueError for a scale that changes with every element along K.
     """
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
-    config, reason = (config, "") if config else _choose(a, a_block, b, b_block, bias, out, target)
+    config, reason = (config, "") if config else _choose(product)
     if config.WGRAD_TRANS_STORE:
         if bias is not None:
             raise ValueError("WGRAD_TRANS_STORE computes outᵀ, to which a bias by columns cannot be added: use False")
@@ -156,7 +140,7 @@ def plan_scaled_mm(
     k = a.shape[2]
     finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
     bk = min(finite, default=128)
-    return Launch(
+    launch = TritonLaunch(
         kernel=scaled_mm,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
@@ -178,6 +162,7 @@ def plan_scaled_mm(
         target=target,
         reason=reason,
     )  # fmt: skip
+    return (launch,)
 
 
 def check_blocks(a_block: Block, b_block: Block) -> None:
@@ -194,36 +179,35 @@ def _batch_stride(x: Tensor, batch: int) -> int:
     return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
 
 
-def _choose(
-    a: Tensor, a_block: Block, b: Tensor, b_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> tuple[Config, str]:
+def _choose(product: ScaledProduct) -> tuple[GemmConfig, str]:
     """The configuration, and who chose it where that is not the default."""
     from fp8fn.ops.tuning import amd
 
-    n, k = out.shape[-1], a.shape[-1]
+    a, b, out, n, k, target = product.a, product.b, product.out, product.n, product.k, product.target
     if target.arch in amd.CANDIDATES and out.numel() and k:
-        product = amd.product_of(a, a_block, b, b_block)
-        if product is not None:
-            rows, aligned = out.numel() // n, amd.is_aligned(a, b, out)
-            choice = amd.choose(product, rows, n, k, str(target.arch), bias=bias is not None, aligned=aligned)
+        kind = amd.product_of(a.data, a.block, b.data, b.block)
+        if kind is not None:
+            rows, aligned = out.numel() // n, amd.is_aligned(a.data, b.data, out)
+            has_bias = product.bias is not None
+            choice = amd.choose(kind, rows, n, k, str(target.arch), bias=has_bias, aligned=aligned)
             return choice.config, choice.reason
-    return choose_config(out.shape[-2], n, k, target), ""
+    return choose_config(product.m, n, k, target), ""
 
 
-def choose_config(m: int, n: int, k: int, target: Target) -> Config:
+def choose_config(m: int, n: int, k: int, target: Target) -> GemmConfig:
     """The default configuration; none of them spills (tests/kernels/test_machine_code.py)."""
     if target.arch in SCALED_MM:
         from fp8fn.ops.tuning.amd import config_of
 
         return config_of(next(name for rows, name in SCALED_MM[str(target.arch)] if rows is None or m <= rows))
     if m <= 16:
-        return Config(16, 64, 4, 4)
+        return GemmConfig(16, 64, 4, 4)
     if m <= 32:
-        return Config(32, 64, 4, 4)
+        return GemmConfig(32, 64, 4, 4)
     if target.arch == 90:
         # On an H200 the best of the pointer kernels: 817 TFLOP/s at (8192, 28672, 4096).
-        return Config(64, 128, 4, 4)
+        return GemmConfig(64, 128, 4, 4)
     if target.arch in (100, 103):
         # 4 warps spill 42 to 208 registers on sm100.
-        return Config(128, 128, 8, 3)
-    return Config(64, 128, 4, 3)
+        return GemmConfig(128, 128, 8, 3)
+    return GemmConfig(64, 128, 4, 3)

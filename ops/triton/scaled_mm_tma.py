@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.targets import OCP
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import check_blocks
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
@@ -133,12 +134,9 @@ def scaled_mm_tma(
             tl.store(out + rows * out_m + offset_n[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-def accepts(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target,
-) -> str | None:  # fmt: skip
+def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_scaled_mm_tma` takes these operands, else the reason why not."""
+    (a, _, a_block), (b, _, b_block), out, target = product.a, product.b, product.out, product.target
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if out.dim() != 2 or a.dim() != 2 or b.dim() != 2:
@@ -171,12 +169,10 @@ def _tma_fault(x: Tensor) -> str | None:
     return None
 
 
-def plan_scaled_mm_tma(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: TmaConfig | None = None,
-) -> Launch:  # fmt: skip
+def plan_scaled_mm_tma(product: ScaledProduct, config: TmaConfig | None = None) -> tuple[TritonLaunch]:
     """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`, K contiguous in both operands; see `accepts`."""
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
     (m, k), n = a.shape, b.shape[1]
     config = config or choose_config(m, n, a_block, b_block)
@@ -185,7 +181,7 @@ def plan_scaled_mm_tma(
     width = config.BN // 2 if config.SPLIT else config.BN
     tiles = ceil_div(m, config.BM) * ceil_div(n, config.BN)
     programs = min(tiles, config.OCCUPANCY * target.cores)
-    return Launch(
+    launch = TritonLaunch(
         kernel=scaled_mm_tma,
         grid=(programs, 1, 1),
         args={
@@ -205,6 +201,7 @@ def plan_scaled_mm_tma(
         options={"num_warps": config.num_warps, "num_stages": config.num_stages},
         target=target,
     )  # fmt: skip
+    return (launch,)
 
 
 def choose_config(m: int, n: int, a_block: Block, b_block: Block) -> TmaConfig:

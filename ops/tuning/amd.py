@@ -18,7 +18,7 @@ from typing import Any, Final, NamedTuple
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, Block
-from fp8fn.ops.triton.scaled_mm import Config
+from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.tuning.amd_model import PROCESSORS, Cost, Kernel, Time, cycles, groups_per_cu, product_time
 
 FORMAT: Final = 1
@@ -87,7 +87,7 @@ _SPILLS_WIDE: Final = frozenset({("gfx942", "dgrad", "256x128w8s2n16k2h")})  # 2
 
 
 @cache
-def config_of(name: str) -> Config:
+def config_of(name: str) -> GemmConfig:
     """`"256x128w8s2n16k2hg8x8"`: tile, warps, stages, `n` the side of the matrix instruction, `k` kpack, `e` waves of a
     SIMD, `h` stores of halves or `t` of the turned tile, `g` rows of tiles in a column, `x` chiplets.
 
@@ -98,9 +98,9 @@ def config_of(name: str) -> Config:
         raise ValueError(f"{name!r} names no configuration; 256x128w8s2n16h is one")
     part = match.groupdict()
     options = {"matrix_instr_nonkdim": part["n"], "kpack": part["k"], "waves_per_eu": part["e"]}
-    return Config(
+    return GemmConfig(
         int(part["BM"]), int(part["BN"]), int(part["w"]), int(part["s"]),
-        GROUP=int(part["g"] or Config.GROUP), HALVES=bool(part["h"]), XCDS=int(part["x"] or Config.XCDS),
+        GROUP=int(part["g"] or GemmConfig.GROUP), HALVES=bool(part["h"]), XCDS=int(part["x"] or GemmConfig.XCDS),
         WGRAD_TRANS_STORE=bool(part["t"]),
         options=tuple((option, int(value)) for option, value in options.items() if value is not None),
     )  # fmt: skip
@@ -140,7 +140,7 @@ class Choice(NamedTuple):
     reason: str
 
     @property
-    def config(self) -> Config:
+    def config(self) -> GemmConfig:
         return config_of(self.name)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import torch
@@ -15,9 +16,10 @@ from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
 from fp8fn.ops.cuda.runtime.call_cache import start
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.targets import Chip, Target
 from fp8fn.ops.tuning.candidates import config_name
-from fp8fn.ops.tuning.problem import Chip, Operands, Problem, empty_operands
+from fp8fn.ops.tuning.problem import Problem, empty_product
 from fp8fn.ops.tuning.sweep import Call, Clock
 from fp8fn.ops.tuning.table import PEER
 
@@ -40,35 +42,33 @@ class DeviceBench:
 
     def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
         """As `Bench.calls`; what fails or is wrong at the corners of the output is left out, with a warning."""
-        operands = self.filled(problem)
+        product = self.filled(problem)
         found: dict[str, Call] = {}
         for config in configs:
-            self._try(problem, config_name(config), lambda config=config: _started(  # type: ignore[misc]
-                cuda.plan(*operands, self.target, config)), operands, found)  # fmt: skip
-        if cublaslt.accepts(*operands, self.target) is None:
-            self._try(problem, PEER, lambda: cublaslt.plan(*operands, self.target).run, operands, found)
+            self._try(problem, config_name(config), partial(_started, product, config), product, found)
+        if cublaslt.accepts(product) is None:
+            self._try(problem, PEER, lambda: cublaslt.plan(product)[0].run, product, found)
         return found
 
-    def _try(self, problem: Problem, name: str, make: Call, operands: Operands, found: dict[str, Call]) -> None:
+    def _try(self, problem: Problem, name: str, make: Call, product: ScaledProduct, found: dict[str, Call]) -> None:
         try:
             call: Call = make()
-            operands.out.fill_(torch.nan)
+            product.out.fill_(torch.nan)
             call()
-            error = corner_error(operands)
+            error = corner_error(product)
             if not error <= _TOLERANCE:
                 raise RuntimeError(f"its result is off by {error:.1e}")
             found[name] = call
         except Exception as error:
             _LOG.warning("tune: %s by %s is left out: %s: %s", problem, name, type(error).__name__, error)
 
-    def filled(self, problem: Problem) -> Operands:
+    def filled(self, problem: Problem) -> ScaledProduct:
         """Operands on the device, with data as of quantized normal numbers and scales about 0.01."""
-        operands = empty_operands(problem, self.device)
-        for seed, data in enumerate((operands.a, operands.b)):
-            _repeat(self._sample(data.dtype, seed), data)
-        for scale in (operands.a_scale, operands.b_scale):
-            scale.uniform_(0.005, 0.015)
-        return operands
+        product = empty_product(problem, self.device, self.target)
+        for seed, operand in enumerate((product.a, product.b)):
+            _repeat(self._sample(operand.data.dtype, seed), operand.data)
+            operand.scale.uniform_(0.005, 0.015)
+        return product
 
     def _sample(self, dtype: torch.dtype, seed: int) -> Tensor:
         """Bytes of quantized normal numbers."""
@@ -80,8 +80,9 @@ class DeviceBench:
         return self._samples[dtype, seed]
 
 
-def _started(launch: CudaLaunch) -> Call:
-    """A planned launch as a call with nothing left to prepare."""
+def _started(product: ScaledProduct, config: Config) -> Call:
+    """The product's launch as a call with nothing left to prepare."""
+    (launch,) = cuda.plan(product, config)
     prepared, addresses = launch.prepare(), pointers(launch.args)
 
     def call(_keeps_tensors: CudaLaunch = launch) -> None:
@@ -98,9 +99,9 @@ def _repeat(sample: Tensor, data: Tensor) -> None:
     flat[whole:].copy_(sample[: flat.numel() - whole])
 
 
-def corner_error(operands: Operands) -> float:
+def corner_error(product: ScaledProduct) -> float:
     """The relative error of the corners of `out (M, N)` against float64; NaN where one was not written."""
-    tensors = (operands.a, operands.a_scale, operands.b, operands.b_scale, operands.out)
+    tensors = (product.a.data, product.a.scale, product.b.data, product.b.scale, product.out)
     a, a_scale, b, b_scale, out = (x[0] if x.dim() == 3 else x for x in tensors)
     left = _dequantized(a, a_scale, _ends(a.shape[0], 8).to(a.device))
     right = _dequantized(b.mT, b_scale.mT, _ends(b.shape[1], 32).to(b.device))

@@ -16,8 +16,9 @@ from fp8fn.ops import targets
 from fp8fn.ops.formats import scale_dtype
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.model import microseconds, ranked
-from fp8fn.ops.tuning.problem import Chip, Problem, linear_problems
+from fp8fn.ops.tuning.problem import Problem, linear_problems
 from fp8fn.ops.tuning.rates import Rates, rates_of
 from fp8fn.ops.tuning.table import lookup, tables
 

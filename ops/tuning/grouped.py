@@ -10,24 +10,12 @@ from functools import lru_cache
 from math import ceil
 from typing import Final
 
-from torch import Tensor
-
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config, scale_kind
-from fp8fn.ops.formats import short_name
-from fp8fn.ops.layout import Block
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
 from fp8fn.ops.tuning.candidates import tiles
 from fp8fn.ops.tuning.model import block_ns
 from fp8fn.ops.tuning.problem import Problem
 
 _EPILOGUE_US: Final = 0.3 / (128 * 128)  # of an element of a tile, as in the model
-
-
-def problem_of(a: Tensor, a_block: Block, b: Tensor, b_block: Block, groups: int, out: Tensor) -> Problem:
-    """The product over the tokens of all groups, as a batch of `groups`."""
-    (m, k), n = a.shape, b.shape[-1]
-    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    types = (short_name(x.dtype) for x in (a, b, out))
-    return Problem(m, n, k, *kinds, groups, *types)
 
 
 @lru_cache(maxsize=4096)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import csv
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target
 
 COLUMNS: Final = ("arch", "K", "N", "M", "kernel", "options")
-
-# One row for each problem that was measured. None was yet: every product has its kernel's default.
-SHIPPED: Final = """arch,K,N,M,kernel,options
-"""
+FORMAT: Final = 1
+_FILE: Final = Path(__file__).parent / "tables" / "mx_mm.json"
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Problem:
 
     The output counts as float32, in which parts of a sum are kept. `k_lines`: each row of a and each column of b
     has its K in consecutive bytes from a multiple of 16. `in_boxes`: bulk copies can take tiles of both, and
-    words of four the scales. `constant`: as of `fp8fn.gemm`.
+    words of four the scales. `constant`: as of `fp8fn.gemm`. `chip`: the GPU that the operands are on, if any.
     """
 
     m: int
@@ -39,11 +39,15 @@ class Problem:
     k_lines: bool = True
     in_boxes: bool = True
     constant: bool = False
+    chip: Chip | None = None
 
 
 @dataclass(frozen=True)
 class MoeProblem:
-    """`ids` rows by `(E, K, N)` of `experts`, in `tiles` of `block_m` ids; `largest` and `k_lines` as of `Problem`."""
+    """`ids` rows by `(E, K, N)` of `experts`, in `tiles` of `block_m` ids; `largest` and `k_lines` as of `Problem`.
+
+    `longest_step` is the largest stride of an operand. `chip`: the GPU that the operands are on, if any.
+    """
 
     ids: int
     n: int
@@ -57,6 +61,8 @@ class MoeProblem:
     w_dtype: torch.dtype = torch.float8_e4m3fn
     largest: int = 0
     k_lines: bool = True
+    longest_step: int = 0
+    chip: Chip | None = None
 
 
 @dataclass(frozen=True)
@@ -87,20 +93,25 @@ class Row(NamedTuple):
 Table = Mapping[tuple[str, int, int, int], Row]
 
 
-def parse(text: str) -> Table:
-    """The table of a CSV text with `COLUMNS`; ValueError for another header.
+@cache
+def shipped() -> Table:
+    """By architecture, a row for each problem that was measured. None was yet: every product has its own default."""
+    return parse(json.loads(_FILE.read_text(encoding="utf-8")))
 
-    Its options are as `BN=64 SPLITS=4`, or as `n_sub=2 k_splits=4 use_hip=0` for a kernel in HIP.
+
+def parse(document: Any) -> Table:
+    """The table of a file's contents; ValueError for other columns.
+
+    Options are as `{"BN": 64, "SPLITS": 4}`, or as `{"n_sub": 2, "k_splits": 4, "use_hip": 0}` for a kernel in HIP.
     """
-    lines = csv.DictReader(text.splitlines())
-    if tuple(lines.fieldnames or ()) != COLUMNS:
-        raise ValueError(f"a table of MX products has the columns {','.join(COLUMNS)}, this one {lines.fieldnames}")
+    if document.get("format") != FORMAT or document.get("columns") != list(COLUMNS):
+        columns = document.get("columns")
+        raise ValueError(f"a table of MX products has the columns {','.join(COLUMNS)}, this one {columns}")
     table = {}
-    for line in lines:
-        pairs = (option.split("=") for option in line["options"].split())
-        options = {name: int(value) for name, value in pairs}
-        row = Row(line["kernel"], options, bool(options.pop("use_hip", 1)))
-        table[line["arch"], int(line["K"]), int(line["N"]), int(line["M"])] = row
+    for arch, k, n, m, kernel, given in document["rows"]:
+        options = dict(given)
+        row = Row(kernel, options, bool(options.pop("use_hip", 1)))
+        table[arch, k, n, m] = row
     return table
 
 

@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, scale_kind
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import Recipe
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target
 
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
 _A_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "LINE": (1, WHOLE), "WHOLE": (WHOLE, WHOLE)}
 _B_BLOCKS: Final[dict[str, Block]] = {
     "VECTOR": (BK, 1), "BLOCK": (BK, BK), "LINE": (WHOLE, 1), "WHOLE": (WHOLE, WHOLE),
 }  # fmt: skip
-
-
-class Chip(NamedTuple):
-    """A processor as its driver names it. The same name with fewer multiprocessors (a MIG slice) is another chip."""
-
-    name: str
-    multiprocessors: int
-
-
-class Operands(NamedTuple):
-    """What `plan` of a kernel takes, but for the target."""
-
-    a: Tensor
-    a_scale: Tensor
-    a_block: Block
-    b: Tensor
-    b_scale: Tensor
-    b_block: Block
-    bias: Tensor | None
-    out: Tensor
 
 
 @dataclass(frozen=True)
@@ -88,13 +68,14 @@ class Problem:
         return f"{batch}{self.m},{self.n},{self.k} {a_rows}x{a_k}·{b_k}x{b_columns}"
 
 
-def problem_of(a: Tensor, a_block: Block, b: Tensor, b_block: Block, out: Tensor) -> Problem:
-    """The problem of operands that `cuda.scaled_mm.accepts`."""
+def problem_of(product: ScaledProduct) -> Problem:
+    """The problem of operands that `cuda.scaled_mm.accepts`; groups count as a batch of the product over all tokens."""
+    a, b = product.a, product.b
     return Problem(
-        m=a.shape[-2], n=b.shape[-1], k=a.shape[-1],
-        a_scale=scale_kind(*a_block), b_scale=scale_kind(b_block[1], b_block[0]),
-        batch=out.shape[0] if out.dim() == 3 else 1,
-        a_type=short_name(a.dtype), b_type=short_name(b.dtype), out_type=short_name(out.dtype),
+        m=a.data.shape[-2], n=product.n, k=product.k,
+        a_scale=scale_kind(*a.block), b_scale=scale_kind(b.block[1], b.block[0]),
+        batch=product.batch if product.offsets is None else product.offsets.shape[0],
+        a_type=short_name(a.data.dtype), b_type=short_name(b.data.dtype), out_type=short_name(product.out.dtype),
     )  # fmt: skip
 
 
@@ -121,7 +102,9 @@ def linear_problems(m: int, n: int, k: int, recipe: Recipe) -> dict[str, Problem
     }
 
 
-def empty_operands(problem: Problem, device: torch.device | str) -> Operands:
+def empty_product(
+    problem: Problem, device: torch.device | str, target: Target, chip: Chip | None = None
+) -> ScaledProduct:
     """Uninitialised operands, in memory as the quantizers lay them; `meta` to plan without a device."""
     (a_block, b_block), batch = problem.blocks, (problem.batch,) if problem.batch > 1 else ()
     a_like = torch.empty(*batch, problem.m, problem.k, device="meta")
@@ -133,23 +116,7 @@ def empty_operands(problem: Problem, device: torch.device | str) -> Operands:
             empty_data(b_like, b_block, getattr(torch, f"float8_{problem.b_type}"), column_major=True),
         )
     )
-    a_scale = empty_scale(a, a_block, "fp32", column_major=False)
-    b_scale = empty_scale(b, b_block, "fp32", column_major=True)
+    left = Quantized(a, empty_scale(a, a_block, "fp32", column_major=False), a_block)
+    right = Quantized(b, empty_scale(b, b_block, "fp32", column_major=True), b_block)
     out = torch.empty(*batch, problem.m, problem.n, dtype=problem.out_dtype, device=device)
-    return Operands(a, a_scale, a_block, b, b_scale, b_block, None, out)
-
-
-def chip_of(device: torch.device, target: Target) -> Chip | None:
-    """The chip that a plan is for: that of the tensors, and of `meta` tensors the current one if it is the target."""
-    if device.type == "cuda":
-        return _chip_of_index(torch.cuda.current_device() if device.index is None else device.index)
-    if device.type == "meta" and target.multiprocessors and torch.cuda.is_available():
-        chip = _chip_of_index(torch.cuda.current_device())
-        return chip if chip.multiprocessors == target.multiprocessors else None
-    return None
-
-
-@cache
-def _chip_of_index(index: int) -> Chip:
-    properties = torch.cuda.get_device_properties(index)
-    return Chip(str(properties.name), int(properties.multi_processor_count))
+    return ScaledProduct(a=left, b=right, out=out, target=target, chip=chip)

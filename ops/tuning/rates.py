@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
-from fp8fn.ops.tuning.problem import Chip
+from fp8fn.ops.targets import Chip
 
 # The chip that the name of a target stands for, where there is none to ask: one with a table.
 NAMED: Final[Mapping[str, Chip]] = {
@@ -31,8 +31,8 @@ class Rates:
         """TB/s of a quantizer, bytes read and bytes written.
 
         0.8 of a copy's: with that and 3 µs a launch, forward and backward combined of the layers in
-        `bench/results/llm84.json` come out within 3 % rms; with all of a copy's 2 % too fast. Alone and one after the
-        other quantizers have 0.9 (`bench/results/quant.json`); the rest is what a layer has besides.
+        `docs/results/llm84.json` come out within 3 % rms; with all of a copy's 2 % too fast. Alone and one after the
+        other quantizers have 0.9 (`docs/results/quant.json`); the rest is what a layer has besides.
         """
         return 0.8 * self.copy
 

@@ -15,9 +15,10 @@ from statistics import median, quantiles
 from typing import Any, Final, Protocol, TypeAlias
 
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.candidates import SMALLEST, W, X, candidates, config_name
 from fp8fn.ops.tuning.model import microseconds, ranked
-from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import PEER, Entry
 
 Call: TypeAlias = Callable[[], Any]

@@ -18,10 +18,12 @@ from typing import Any, Final, TypeGuard
 from filelock import FileLock
 
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
-from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, OUT, TYPES
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS
 from fp8fn.ops.formats import short_name
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.candidates import config_of, runs
-from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.tuning.problem import Problem
 
 FORMAT: Final = 1
 PEER: Final = "cublaslt"

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 import fp8fn
 from fp8fn import cli
-from fp8fn.bench import decoder, llm84, overhead, peers, plot, quant, readme, record, tables
+from fp8fn.bench import decoder, llm84, overhead, peers, plot, quant, record, tables
 from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
 from fp8fn.bench.layer import Layer, normal
@@ -33,7 +33,7 @@ QUICK = Schedule(rounds=2, burst_ms=0.1, warm_s=0.0)
 
 
 def test_the_84_shapes() -> None:
-    """Ids as in the suite; every size a multiple of 128, and 47 alone past 2**31 elements."""
+    """Ids are the suite's; every size is a multiple of 128, and only layer 47 has over 2**31 elements."""
     assert [s.id for s in LLM84] == list(range(1, 85))
     assert shape(1)[2:] == (4096, 12288, 4096)
     assert shape(64)[2:] == (8192, 8192, 29568)
@@ -46,7 +46,7 @@ def test_the_84_shapes() -> None:
 
 
 def test_overhead_is_measured() -> None:
-    results = overhead.measure(rounds=50, repeats=2)  # the fastest of fewer is noise beside other tests
+    results = overhead.measure(rounds=50, repeats=2)  # with fewer rounds, other tests disturb the fastest one
     assert set(results) == set(overhead.BARS)
     assert all(result.call > result.work > 0 for result in results.values())
 
@@ -67,7 +67,7 @@ class TestTiming:
         [(100.0, 500.0, 10, 100.0), (100.0, 80.0, 10, 300.0), (1e4, 1.0, 50, 1e5)],
     )
     def test_lead(self, host: float, device: float, repeats: int, expected: float) -> None:
-        """A launch ahead where the device is slower, each repeat's lag where the host is, and no more than 0.1 s."""
+        """One launch if the device is slower, the lag of each repeat if the host is, and at most 0.1 s."""
         assert lead_us(host, device, repeats) == expected
 
     def test_calls_take_turns_and_a_failure_stops_no_other(self) -> None:
@@ -168,7 +168,7 @@ class TestAccuracy:
         assert math.isnan(worst([30.0, math.nan, 1.0]) or 0.0)
 
     def test_sampled_product(self) -> None:
-        """Whole where it is small, spread where it is large, and a wrong tile is met."""
+        """A small product is sampled whole, a large one at spread elements, and a wrong tile is found."""
         a, b = normal(70, 40, CPU, 0), normal(50, 40, CPU, 1).mT
         exact = a.double() @ b.double()
         noisy = exact + 1e-3 * torch.randn_like(exact)
@@ -198,7 +198,7 @@ def test_operations_and_bytes() -> None:
 
 class TestPeers:
     def test_scales_as_cublaslt_checks_them(self) -> None:
-        """Shapes and strides that ATen's ScaledBlas.cpp demands; K / 128 = 3 is padded to 4."""
+        """Scales have the shapes and strides that ATen's ScaledBlas.cpp demands; K / 128 = 3 is padded to 4."""
         m, n, k = 256, 512, 384
         layer = Layer((m, n, k), CPU)
         forward = peers.torch_blockwise(layer.x_row, layer.w_square.mT)
@@ -233,7 +233,7 @@ class TestPeers:
         assert tensorwise.keywords == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
 
     def test_deep_gemm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """`(M, K) @ (N, K)ᵀ` with row-major weights' scales, into a given output."""
+        """The peer gets `(M, K)`, `(N, K)` with row-major scales of the weight, and an output."""
 
         def fp8_gemm_nt(a: Any, b: Any, out: torch.Tensor, disable_ue8m0_cast: bool) -> None:
             assert disable_ue8m0_cast
@@ -248,7 +248,7 @@ class TestPeers:
         assert layer.out.snr_db(peers.deep_gemm(layer.x_row, layer.w_square.mT)()) > 25
 
     def test_torchao(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its functions get what they take; of its quantizers' configurations one for each `num_stages` = 2 stays."""
+        """torchao's functions get their own arguments; its quantizers keep the configurations with `num_stages` = 2."""
 
         def act_quant_lhs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             q = fp8fn.quantize(x, (1, 128))
@@ -393,7 +393,7 @@ class TestTables:
             "Llama-2-7B", "2", "500 → 707", "500 → 471", "500 → 530", "1.06x", "0.75x (2)", "26.0",
         ]  # fmt: skip
         assert cells(text[3])[:2] == ["Llama-2-70B", "0"]
-        assert f"{layers} of {layers + 1} layers are under 1.0x bf16 combined, 0 under 25 dB" in text[-5]
+        assert f"{layers} of {layers + 1} layers are slower than bf16 combined, 0 have under 25 dB" in text[-5]
         assert f"{84 - layers - 1} of 84 were not measured" in text[-5]
         assert text[-3] == "n/a: `OutOfMemoryError: no`: fp8fn forward."
         pair = llm84.pairs(rows)[shape(1)[2:]]
@@ -402,22 +402,6 @@ class TestTables:
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
-
-
-def test_readme_has_the_committed_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(Path(__file__).parents[2])
-    assert readme.main(["--check"]) == 0
-
-
-def test_readme_tables_are_made_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Each table stands between its own markers; a marker that is missing, or there twice, is an error."""
-    monkeypatch.setattr(readme, "RESULTS", tmp_path)
-    (tmp_path / "run.json").write_text(json.dumps(run_of(ROWS)))
-    table = readme.Table("forward", "run.json", tables.forward)
-    text = readme.rewritten("before\n<!-- forward -->\nold\n<!-- /forward -->\nafter\n", [table])
-    assert text == f"before\n<!-- forward -->\n{tables.forward(run_of(ROWS))}\n<!-- /forward -->\nafter\n"
-    with pytest.raises(ValueError, match="between <!-- forward --> and <!-- /forward -->"):
-        readme.rewritten("no markers\n", [table])
 
 
 RUNS = [
@@ -437,10 +421,10 @@ def test_a_run_on_the_cpu(
     argv: tuple[str, ...], count: int, table: str, outputs: set[str], monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """End to end: every case a row with a time and a good SNR, or with the reason why not; JSON, table and plot."""
+    """End to end: every case has a row with a time and a good SNR, or with a reason for neither; JSON, table, plot."""
     for peer in ("torchao", "deep_gemm"):
         monkeypatch.setitem(sys.modules, peer, None)  # not installed
-    if table == "llm84":  # the table knows the suite's shapes alone, all too large for here
+    if table == "llm84":  # the table knows only the suite's shapes, which are too large for a CPU
         small = [Shape(id, "Llama-2-7B", 128, 128, 128 * id) for id in (1, 2)]
         monkeypatch.setattr(tables, "LLM84", small)
         monkeypatch.setattr(plot, "LLM84", small)
@@ -492,9 +476,12 @@ def test_peers_are_chosen_and_a_failure_of_ours_is_status_1(monkeypatch: pytest.
         (("dense", "--suite", "llm84"), "invalid choice: 'llm84'"),
         (("dense", "--shape", "8192,6144"), "anchors needs 3 sizes, M,N,K"),
         (("quant", "--shape", "1,2,3"), "quant needs 2 sizes, M,N"),
-        (("dense", "--shape", "8192,x"), "'8192,x' is no list of sizes"),
-        (("quant", "--peers", "torch,jax"), "'jax' is no peer; choose from torch, torchao, deep_gemm, triton, or none"),
-        (("wgrad", "--rounds", "0"), "'0' is no positive whole number"),
+        (("dense", "--shape", "8192,x"), "'8192,x' is not a list of sizes"),
+        (
+            ("quant", "--peers", "torch,jax"),
+            "'jax' is not a peer; choose from torch, torchao, deep_gemm, triton, or none",
+        ),
+        (("wgrad", "--rounds", "0"), "'0' is not a positive whole number"),
     ],
 )
 def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -535,7 +522,7 @@ def test_the_l2_is_emptied_by_reads_before_quantizers() -> None:
 
 @pytest.mark.parametrize("module", ["dense", "wgrad", "linear", "quant"])
 def test_suites(module: str) -> None:
-    """Which shapes a name on the command line stands for."""
+    """The shapes that a suite's name on the command line stands for."""
     suites: dict[str, Suite] = importlib.import_module(f"fp8fn.bench.{module}").SUITES
     expected = {
         "dense": {"anchors": ANCHORS, "small": SMALL},
@@ -548,7 +535,7 @@ def test_suites(module: str) -> None:
 
 
 def test_the_decoder_layer_of_the_bench() -> None:
-    """Seven linears of Llama's shape, and a step that gives out, dx and a gradient of every weight."""
+    """Seven linear layers of Llama's shape, and a step that returns out, dx and the gradient of every weight."""
     setting = decoder.Setting((64, 512, 1024), CPU)
     assert setting.module.weights == 2 * 512 * 512 + 2 * 512 * 128 + 3 * 512 * 1024
     out, dx, *gradients = setting.eager

@@ -1,4 +1,4 @@
-"""`bench decode` on a CPU: a product's time is a call's over the weights it goes round, and every case is right."""
+"""`bench decode` on a CPU: every case is right, and a product's time is the call's time over its number of weights."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ def test_a_run_on_the_cpu(
         assert row.us is not None
         assert row.unit == "TB/s"
         assert not row.wrong
-        if suite != "mx_moe":  # a call is all tokens
+        if suite != "mx_moe":  # whose figures are those of a call
             assert decode.microseconds(row) == pytest.approx(row.us / copies)
     assert capsys.readouterr().out.endswith(f"{decode.table(run)}\n")
 
 
 def test_products_with_scales_of_the_peer() -> None:
-    """In Triton's interpreter, against float64; and compiled without a device."""
+    """The kernels run in Triton's interpreter, against float64, and compile without a device."""
     a, b = operands(5, 200, 256)
     out = torch.zeros(5, 200)
     launch = dot_scaled.plan_dense(a, b, out, SM90)

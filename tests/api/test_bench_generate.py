@@ -1,4 +1,4 @@
-"""`bench generate`: a step's logits are those of whole sequences, the compiled loop's tokens those of the eager one."""
+"""`bench generate`: a step's logits equal those of whole sequences, the compiled loop's tokens the eager loop's."""
 
 from __future__ import annotations
 
@@ -79,17 +79,17 @@ def test_a_step_gives_the_logits_of_whole_sequences(hold: Any) -> None:
 
 
 def test_the_loop_is_greedy() -> None:
-    """The prompt stays, and each token behind it is the likeliest one after those before it."""
+    """The prompt stays, and each later token is the likeliest one after the tokens before it."""
     model = Generator(SIZE, A16W8, BATCH, CONTEXT, CPU, torch.float32)
     given = tokens()
     found = loop(model, model, given)
     assert torch.equal(found[:, :GIVEN], given)
     assert torch.equal(found[:, GIVEN:], whole(model, found)[:, GIVEN - 1 : -1].argmax(-1))
-    assert torch.equal(loop(model, model, given), found)  # what an earlier loop left is not looked at
+    assert torch.equal(loop(model, model, given), found)  # keys and values of an earlier loop are masked
 
 
 def test_the_compiled_loop_makes_the_tokens_of_the_eager_one() -> None:
-    """In float32, where rounding decides no token; compiled once, for two prompts."""
+    """The loop is in float32, where rounding decides no token, and compiles once for two prompts."""
     model = Generator(SIZE, A16W8, BATCH, CONTEXT, CPU, torch.float32)
     step = torch.compile(model, fullgraph=True, dynamic=False)
     for given in (tokens(), tokens(3)):
@@ -99,7 +99,7 @@ def test_the_compiled_loop_makes_the_tokens_of_the_eager_one() -> None:
 
 @pytest.mark.parametrize(("hold", "ops"), [(A16W8, {"mm_a16w8": 4}), (MX, {"mx_mm": 4, "quantize": 4})])
 def test_the_graph_reads_weights_where_they_lie(hold: Any, ops: dict[str, int]) -> None:
-    """An op for each product, on views of the graph's inputs, none of which a CUDA graph would copy."""
+    """The graph has one op for each product, on views of its inputs, so that a CUDA graph copies none of them."""
     from torch._inductor.compile_fx import compile_fx
 
     graphs: list[tuple[GraphModule, list[Any], Any]] = []
@@ -180,7 +180,7 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("argv", "message"),
     [
         (("--device", "cpu", "--steps", "9"), "less than the prompt's 16 tokens"),
-        (("--batch", "0"), "no positive whole"),
+        (("--batch", "0"), "not a positive whole number"),
     ],
 )
 def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +196,7 @@ def test_wrong_use(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFi
     ("way", "bar"), [("A16W8", 35.0), ("A16W8, constant", 35.0), ("MX", 22.0), ("MX, constant", 22.0)]
 )
 def test_cuda_graphs_make_the_tokens_of_eager_pytorch(way: str, bar: float) -> None:
-    """One CUDA graph that copies nothing; its tokens are the likeliest to eager PyTorch, but for equal ones."""
+    """The step is one CUDA graph that copies nothing; its tokens are eager PyTorch's likeliest, apart from ties."""
     steps = 63
     cuda = torch.device("cuda")
     found = Loop(way, SIZES["tiny"], 4, steps + 1, cuda)

@@ -31,7 +31,7 @@ def exit_status(*argv: str) -> int:
     [
         ((), ("demo", "env", "bench", "--version")),
         (("demo",), (*DEMO_OPTIONS, "blockwise", "hybrid", "tiny", "1b", "Exit status")),
-        (("env",), ("versions",)),
+        (("env",), ("Versions",)),
         (("bench",), ("overhead",)),
     ],
 )
@@ -48,11 +48,11 @@ def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.
         (("dmeo",), "invalid choice: 'dmeo'"),
         (("bench", "nothing"), "invalid choice: 'nothing'"),
         (("env", "--deep"), "unrecognized arguments: --deep"),
-        (("demo", "--steps", "0"), "'0' is no positive whole number"),
+        (("demo", "--steps", "0"), "'0' is not a positive whole number"),
         (("demo", "--recipe", "blokwise"), "did you mean 'blockwise'"),
-        (("demo", "--device", "tpu9"), "'tpu9' is no device"),
+        (("demo", "--device", "tpu9"), "'tpu9' is not a device"),
         (("demo", "--device", "meta"), "fp8fn has no kernels for 'meta' here"),
-        (("demo", "--device", "cuda:99"), "'cuda:99' is not there"),
+        (("demo", "--device", "cuda:99"), "'cuda:99' does not exist"),
         (("demo", "--size", "huge"), "invalid choice: 'huge'"),
         ((), "demo"),
         (("bench",), "overhead"),
@@ -137,7 +137,7 @@ def test_missing_compiler_says_what_to_install(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_importing_fp8fn_brings_no_compiler() -> None:
-    """SymPy, Inductor and Triton take from 0.3 s to seconds: they come with the first call that needs them."""
+    """SymPy, Inductor and Triton take 0.3 s and more to import: the first call that needs them imports them."""
     code = "import sys, torch; before = set(sys.modules); import fp8fn; print(*sorted(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     roots = {name.partition(".")[0] for name in loaded}

@@ -1,4 +1,4 @@
-"""What every command says of a wrong device, of a file it can't read or write, of a missing package, and of Ctrl-C."""
+"""What every command says about a wrong device, unreadable and unwritable files, missing packages, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ import torch
 from tqdm import tqdm
 
 from fp8fn import cli
-from fp8fn.bench import plot, readme
-from fp8fn.cli import options, tune
+from fp8fn.bench import docs, plot, record
+from fp8fn.cli import isa, options, tune
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import sweep, table
-from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.tuning.problem import Problem
 
-RESULTS = readme.RESULTS
-# How each command that has the option is called, but for it.
+RESULTS = record.RESULTS
+# The arguments of each command that has the option, without the option.
 DEVICES = {
     "demo": ("demo",),
     "tune": ("tune", "--shapes", "128,128,128"),
@@ -85,12 +86,12 @@ def test_every_command_with_such_an_option_is_tested_here(
 @pytest.mark.parametrize(
     ("device", "message"),
     [
-        ("foo", "'foo' is no device; use "),
+        ("foo", "'foo' is not a device; use "),
         ("meta", "fp8fn has no kernels for 'meta' here; use "),
         ("mps", "fp8fn has no kernels for 'mps' here; use "),
-        ("cuda:-1", "'cuda:-1' is no device; use "),
-        ("cuda", "'cuda' is not there: torch sees 0 GPUs; use "),
-        ("cuda:7", "'cuda:7' is not there: torch sees 0 GPUs; use "),
+        ("cuda:-1", "'cuda:-1' is not a device; use "),
+        ("cuda", "'cuda' does not exist: torch sees 0 GPUs; use "),
+        ("cuda:7", "'cuda:7' does not exist: torch sees 0 GPUs; use "),
     ],
 )
 def test_a_device_that_is_not_there_is_an_error(
@@ -105,7 +106,7 @@ def test_a_device_that_is_not_there_is_an_error(
 def test_the_gpus_that_are_there_are_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert stopped("bench", "dense", "--device", "cuda:2") == 2
-    assert "'cuda:2' is not there: torch sees 2 GPUs; use cuda:0 to cuda:1" in capsys.readouterr().err
+    assert "'cuda:2' does not exist: torch sees 2 GPUs; use cuda:0 to cuda:1" in capsys.readouterr().err
     assert stopped(*DEVICES["tune"], "--device", "cpu") == 2
     assert "fp8fn has no kernels for 'cpu' here; use cuda or cuda:N" in capsys.readouterr().err
 
@@ -135,7 +136,7 @@ def test_a_file_that_may_not_be_written_is_no_output(
     if denied == "file":
         path.touch()
     of = path if denied == "file" else tmp_path
-    access = os.access  # which never refuses root
+    access = os.access  # root is never refused
     monkeypatch.setattr(os, "access", lambda path, *how: Path(path) != of and access(path, *how))
     with pytest.raises(
         argparse.ArgumentTypeError, match=re.escape(f"{str(path)!r} can't be written: permission denied")
@@ -159,7 +160,7 @@ def test_without_triton_isa_says_what_to_install(
     assert "needs Triton, whose compiler writes the machine code: pip install triton" in capsys.readouterr().err
 
 
-# `bench plot` and `bench readme`.
+# `bench plot` and `bench docs`.
 
 
 def test_plot_without_matplotlib_says_what_to_install(
@@ -195,7 +196,7 @@ GOOD = json.loads((RESULTS / "forward.json").read_text(encoding="utf-8"))
 def test_plot_of_another_file(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_bytes(content)
     assert stopped("bench", "plot", str(tmp_path / "run.json"), str(tmp_path / "x.png")) == 2
-    message = f"{tmp_path / 'run.json'} is no run of dense, wgrad, linear or quant, as their --json writes it"
+    message = f"{tmp_path / 'run.json'} is not a run of dense, wgrad, linear or quant, as --json writes it"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 
@@ -213,25 +214,49 @@ def test_a_figure_of_no_format(argv: tuple[str, ...], tmp_path: Path, capsys: py
     error = capsys.readouterr().err
     assert f"{tmp_path / 'x.docx'}: no format 'docx'; use " in error
     assert "png" in error.rpartition("use ")[2]
-    assert plot.fault(tmp_path / "x.PNG") is None
+    assert plot.format_fault(tmp_path / "x.PNG") is None
 
 
 @pytest.mark.parametrize("argv", [(), ("--check",)])
-def test_readme_outside_of_a_checkout(
+def test_docs_outside_of_a_checkout(
     argv: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    path = tmp_path / "README.md"
+    monkeypatch.setattr(docs, "FOLDER", tmp_path)
+    path = tmp_path / "benchmarks.md"
     for content, why in (
-        (None, "can't be read (No such file or directory): run it in a checkout of fp8fn"),
-        (b"# Another project\n", "is not fp8fn's (README needs one place between <!-- forward --> and"),
-        (b"\xff\xfe\x00", "is not fp8fn's ("),
+        (None, "can't be read (No such file or directory): run this command in a checkout of fp8fn"),
+        (b"# Another project\n", "is not fp8fn's page (needs one place between <!-- forward --> and"),
+        (b"\xff\xfe\x00", "is not fp8fn's page ("),
     ):
         if content is not None:
             path.write_bytes(content)
-        assert stopped("bench", "readme", *argv) == 2
+        assert stopped("bench", "docs", *argv) == 2
         assert f"{path} {why}" in capsys.readouterr().err
     assert path.read_bytes() == b"\xff\xfe\x00"
+
+
+def test_an_installed_package_has_no_committed_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "docs" / "results"
+    monkeypatch.setattr(record, "RESULTS", folder)
+    for read in (record.all_committed, lambda: record.committed("forward")):
+        with pytest.raises(FileNotFoundError, match="only a checkout of fp8fn has the committed results"):
+            read()
+    assert stopped("bench", "isa") == 2
+    assert f"--folder: '{folder}' can't be written to: it must be a folder that exists" in capsys.readouterr().err
+
+
+# `isa`.
+
+
+def test_isa_writes_the_tables_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[tuple[Path, str]] = []
+    monkeypatch.setattr(isa, "write_table", lambda path, arch: written.append((path, arch)))
+    assert cli.main(["isa", "--write-tables"]) == 0
+    assert [arch for _, arch in written] == ["gfx942", "gfx950"]
+    for path, arch in written:
+        assert json.loads(path.read_text(encoding="utf-8"))["arch"] == arch
 
 
 # Ctrl-C.
@@ -262,7 +287,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tuned_after(count: int, asked: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Puts a sweep in place whose problem number `count` is interrupted."""
+    """Replace the sweep by one that is interrupted at problem number `count`."""
 
     def one(problem: Problem, bench: Any) -> table.Entry:
         if len(asked) == count:
@@ -310,7 +335,7 @@ def test_tune_says_where_it_cannot_keep_what_it_found(
     why = "Not a directory" if fault == "a file" else "No space left on device"
     path = table.user_path(CHIP)
     assert f"fp8fn tune: {path} can't be written ({why}): set FP8FN_CACHE_DIR to a folder" in capsys.readouterr().err
-    assert len(asked) == 1  # the rest would be lost as well
+    assert len(asked) == 1  # later results would be lost too
 
 
 @pytest.mark.parametrize("where", ["compiler", "bar"])
@@ -340,7 +365,7 @@ def test_an_interrupted_aot_leaves_what_has_not_begun_and_resumes(
     interrupted = True
     assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 130
     assert "aot: interrupted; what is compiled is kept; run the same command again to resume" in capsys.readouterr().err
-    assert len(begun) < 5  # of 6, and one begins while the interrupt is on its way
+    assert len(begun) < 5  # of 6: one more begins while the interrupt is delivered
     kept = len(list((cache / "cubin").iterdir()))
     assert 1 <= kept <= len(begun)
     interrupted = False

@@ -1,14 +1,13 @@
-"""`bench compile`: ways take turns, growth is that of the medians, and a real compilation is timed."""
+"""`bench compile`: ways take turns, growth compares medians, and a real compilation is timed."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from fp8fn import cli
-from fp8fn.bench import compile_time, readme, record
+from fp8fn.bench import compile_time, docs, record
 from fp8fn.bench.compile_time import CHECKED, PLAIN, WAYS, Seconds, Way, compile_seconds, growth, measure, medians
 
 SECONDS = {PLAIN: [(10.0, 8.0), (12.0, 6.0), (50.0, 7.0)], CHECKED: [(15.0, 7.2), (9.0, 7.4), (11.0, 7.3)]}
@@ -23,7 +22,7 @@ def test_growth_is_that_of_the_medians() -> None:
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Way, int]]:
-    """Compilations that take 10 s each, and 11 s of the processor with "fp8fn", 10.5 inside `substitution()`."""
+    """Compilations of 10 s each, with 11 s of processor time with "fp8fn" and 10.5 s inside `substitution()`."""
     calls: list[tuple[Way, int]] = []
     processor = {id(WAYS[PLAIN]): 10.0, id(WAYS[CHECKED]): 10.5}
 
@@ -46,10 +45,10 @@ def test_ways_take_turns_after_a_small_one_of_each(fake: list[tuple[Way, int]]) 
 def test_the_command(fake: list[tuple[Way, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "compile.json"
     assert cli.main(["bench", "compile", "--layers", "2", "--rounds", "1", "--json", str(file)]) == 0
-    assert "10.5 s of the processor (+5.0%)" in capsys.readouterr().out
+    assert "processor   10.5 s (+5.0%)" in capsys.readouterr().out
     run = record.read(file)
     assert (run["benchmark"], run["results"]["layers"]) == ("compile", 2)
-    table = readme.compiled(run).splitlines()
+    table = docs.compiled(run).splitlines()
     assert table[3] == "| Inductor inside `substitution()` | 10.0 | +0.0 % | 10.5 | +5.0 % | 10 % |"
     assert table[-1].startswith("Medians of 1. ")
 
@@ -61,7 +60,7 @@ def test_over_the_bar_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_committed_run_is_of_32_layers_and_under_the_bar() -> None:
-    results = json.loads((readme.RESULTS / "compile.json").read_text(encoding="utf-8"))["results"]
+    results = record.committed("compile")["results"]
     assert results["layers"] == 32
     assert {len(samples) for samples in results["seconds"].values()} <= {3, 5}
     assert growth(results["seconds"], CHECKED).processor < compile_time.BAR
@@ -72,11 +71,11 @@ def test_wrong_use(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) ->
     with pytest.raises(SystemExit) as error:
         cli.main(["bench", "compile", *argv])
     assert error.value.code == 2
-    assert "is no positive whole number" in capsys.readouterr().err
+    assert "is not a positive whole number" in capsys.readouterr().err
 
 
 def test_a_compilation_is_timed(fresh_dynamo: None) -> None:
-    """More of it than of a step."""
+    """A compilation takes longer than a step."""
     found = compile_seconds(WAYS["fp8fn"], 1)
     assert found.wall > 0.1
     assert found.processor > 0.1

@@ -657,13 +657,13 @@ def test_two_flipped_bytes_of_a_finished_file_are_found_and_named(
     ("metadata", "reason"),
     [
         ({}, "another program wrote it"),
-        ({"fp8fn.cli.convert": None}, "another program wrote it"),
-        ({"fp8fn.cli.convert.crc32": None}, "its header is damaged"),
-        ({"fp8fn.cli.convert.crc32": ""}, "its header is damaged"),
+        ({"fp8fn.convert": None}, "another program wrote it"),
+        ({"fp8fn.convert.crc32": None}, "its header is damaged"),
+        ({"fp8fn.convert.crc32": ""}, "its header is damaged"),
         ({"by": "another"}, "its header is damaged"),
-        ({"fp8fn.cli.convert": "0" * 64}, "another version of fp8fn wrote it"),
-        ({"fp8fn.cli.convert": "[]"}, "another version of fp8fn wrote it"),
-        ({"fp8fn.cli.convert": "{}"}, "another version of fp8fn wrote it"),
+        ({"fp8fn.convert": "0" * 64}, "another version of fp8fn wrote it"),
+        ({"fp8fn.convert": "[]"}, "another version of fp8fn wrote it"),
+        ({"fp8fn.convert": "{}"}, "another version of fp8fn wrote it"),
     ],
 )
 def test_why_a_file_is_not_kept(tmp_path: Path, metadata: dict[str, str | None], reason: str) -> None:

@@ -48,7 +48,7 @@ def pair(corpus: Corpus) -> Iterator[Pair]:
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Graphs run as they are, without Inductor's code, and each adds an element here."""
+    """Graphs run in eager mode, without Inductor's code, and each graph adds an element to the list."""
     compiled: list[int] = []
 
     def as_it_is(gm: torch.fx.GraphModule, *_: Any, **__: Any) -> Any:
@@ -60,7 +60,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def run_of(*validation: float, seconds: float = 1.0, saved_bytes: int = 1 << 20, name: str = "baseline") -> Run:
-    """A run of a step between evaluations with those losses."""
+    """A run with these validation losses and one step between evaluations."""
     return Run(
         name=name,
         losses=list(validation[1:]),
@@ -72,7 +72,7 @@ def run_of(*validation: float, seconds: float = 1.0, saved_bytes: int = 1 << 20,
 
 
 def pairs_of(*losses: tuple[float, float]) -> list[Pair]:
-    """Pairs of the seeds 5, 6, ... that end at those losses, the baseline's and FP8's; FP8 takes twice the time."""
+    """Pairs of seeds 5, 6, … with these final losses of the baseline and of FP8; FP8 takes twice the time."""
     return [
         Pair(
             seed=5 + index,
@@ -152,7 +152,7 @@ def test_model_is_causal() -> None:
 
 
 def test_model_knows_positions() -> None:
-    # Without them attention over a repeated byte gives the same logits wherever another byte stands before it.
+    # Without positions, attention over a repeated byte would give the same logits wherever another byte stands.
     model = build(replace(CONFIG, layers=2), PLAN)
     near, far = torch.full((1, 8), 65), torch.full((1, 8), 65)
     near[0, 5], far[0, 1] = 66, 66
@@ -218,7 +218,7 @@ def test_both_runs_start_alike(pair: Pair, corpus: Corpus) -> None:
     assert baseline.validation[0][1] == pytest.approx(evaluate(model, held_out, PLAN), rel=1e-6)
     expected = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).item()
     assert baseline.losses[0] == pytest.approx(expected, rel=1e-6)
-    # FP8 rounds each operand by up to 2**-4 of itself: near, and not the same.
+    # FP8 rounds each operand by up to 2**-4 of its value: the losses are near, but not equal.
     assert fp8.losses[0] == pytest.approx(baseline.losses[0], rel=5e-3)
     assert fp8.losses[0] != baseline.losses[0]
 
@@ -355,7 +355,7 @@ def test_verdict(baseline: float, fp8: float, status: int) -> None:
     pairs = pairs_of((baseline, fp8))
     assert verdict(pairs) == status
     assert conclusion(pairs).startswith(("OK", "FAIL")[status])
-    # Beside a pair without a difference half of it counts; one that is not finite counts whole.
+    # A pair without a difference halves the mean; a loss that is not finite fails any number of pairs.
     with_equal = [*pairs, *pairs_of((2.0, 2.0))]
     assert verdict(with_equal) == int(not math.isfinite(baseline + fp8))
     assert conclusion(with_equal).startswith(("OK", "FAIL")[verdict(with_equal)])
@@ -425,11 +425,11 @@ def test_status_and_json_of_two_pairs(
 @pytest.mark.parametrize(
     ("option", "value", "reason"),
     [
-        ("--seeds", "0", "'0' is no positive whole number"),
-        ("--seeds", "two", "'two' is no positive whole number"),
-        ("--learning-rate", "0", "'0' is no positive number"),
-        ("--learning-rate", "inf", "'inf' is no positive number"),
-        ("--learning-rate", "fast", "'fast' is no positive number"),
+        ("--seeds", "0", "'0' is not a positive whole number"),
+        ("--seeds", "two", "'two' is not a positive whole number"),
+        ("--learning-rate", "0", "'0' is not a positive number"),
+        ("--learning-rate", "inf", "'inf' is not a positive number"),
+        ("--learning-rate", "fast", "'fast' is not a positive number"),
         ("--json", "no/such/folder.json", "'no/such/folder.json' can't be written"),
         ("--plot", ".", "'.' can't be written"),
     ],

@@ -12,9 +12,8 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.layout import Block, empty_data, empty_scale, swap
 from fp8fn.ops.mx_mm import KERNELS, problem_of
-from fp8fn.ops.triton.quantize import plan_quantize
-from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
-from fp8fn.ops.tuning.choose import plan_scaled_mm
+from support.products import Parts, dispatched, mx_product
+from support.quantizers import plan_quantize, plan_quantize_dual
 
 EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
 EXAMPLES = {"interpreted": 100, "device": 300}
@@ -103,7 +102,7 @@ def test_quantize_dual(execution: str) -> None:
                 empty_data(x, block, fp8), empty_scale(x, block, scale),
                 empty_data(x, swap(block), fp8), empty_scale(x, swap(block), scale),
             )  # fmt: skip
-            plan_quantize_dual(x, *found, block, scale, target_for(execution)).interpret()
+            plan_quantize_dual(x, found, block, scale, target_for(execution)).interpret()
         for tensor, expected in zip(found, reference.quantize_dual(x.cpu(), block, fp8, scale), strict=True):
             assert_same_bits(tensor, expected)
 
@@ -131,7 +130,7 @@ def test_scaled_mm(execution: str) -> None:
             operands += [*reference.quantize(x, block, torch.float8_e4m3fn, scale), block]
         if execution == "interpreted" and m * n:
             out = torch.full((m, n), torch.nan)
-            plan_scaled_mm(*operands, bias, out, target_for(execution)).interpret()
+            dispatched(Parts(*operands, bias, out).product(target_for(execution))).interpret()
         else:
             out = torch.ops.fp8fn.scaled_mm(*operands, bias, torch.float32)
         left, right = (
@@ -177,7 +176,8 @@ def test_mx_mm(execution: str) -> None:
                 if kernel.accepts(problem) is None:
                     results.append(torch.full((m, n), torch.nan, dtype=torch.bfloat16))
                     config = kernel.configure(problem)
-                    for launch in kernel.plan(*a, *b, bias, results[-1], targets.GFX950, config):
+                    product = mx_product((a[0], b[0]), (a[1], b[1]), results[-1], targets.GFX950, bias=bias)
+                    for launch in kernel.plan(product, config):
                         launch.interpret()
             assert results
         else:

@@ -20,8 +20,8 @@ from fp8fn import Recipe
 from fp8fn.ops import scaled_grouped_mm as op
 from fp8fn.ops import targets
 from fp8fn.ops.grouped_gemm import sum_groups
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import swap
+from fp8fn.ops.triton.launch import TritonLaunch
 from support.samples import SAMPLES
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -362,12 +362,12 @@ def test_the_op_of_a_device_runs_the_triton_kernels(monkeypatch: pytest.MonkeyPa
     """Interpreted, against the reference; plain PyTorch for a type that the device lacks, and nothing for nothing."""
     names: list[str] = []
 
-    def run(launch: Launch) -> None:
+    def run(launch: TritonLaunch) -> None:
         names.append(launch.name)
         launch.interpret()
 
     monkeypatch.setattr(targets, "target_of", lambda device: targets.SM90)
-    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(TritonLaunch, "run", run)
     for label, kernel in {
         "plain_columns": "grouped_rows_mm", "ragged": "grouped_rows_mm", "strided": "grouped_rows_mm",
         "ragged_summed": "grouped_k_mm", "ragged_summed_whole": "grouped_k_mm", "empty_summed": "grouped_k_mm",

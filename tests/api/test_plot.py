@@ -195,8 +195,7 @@ def test_plot_returns_labelled_axes(name: str, never_shown: None) -> None:
 
 
 def test_speedups_of_the_committed_run(never_shown: None) -> None:
-    path = "fp8fn/bench/results/llm84.json"
-    ax = fp8fn.plot.speedups(record.read(path))
+    ax = fp8fn.plot.speedups(record.committed("llm84"))
     assert len(ax.patches) == 84
 
 

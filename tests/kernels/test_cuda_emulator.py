@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -18,12 +18,11 @@ import fp8fn
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, mx_tiles
 from fp8fn.ops.cuda.gemm import scaled_mm as products
 from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns
-from fp8fn.ops.cuda.quantize.quantize import Quantized
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import planned, scaled_product, weight_product
+from support.quantizers import quantization
 
 BF16, FP32 = torch.bfloat16, torch.float32
 pytestmark = needs_compiler
@@ -45,12 +44,12 @@ def changed(file: str, old: str, new: str) -> Iterator[None]:
             cuda_emulator._built.cache_clear()
 
 
-def rows_by_weight(plan: Callable[..., CudaLaunch], m: int, n: int, k: int, out: torch.dtype = FP32) -> Tensor:
-    """Emulates a product of 16-bit rows by an FP8 weight; `plan` takes all but the target."""
+def rows_by_weight(kernel: Any, config: Any, m: int, n: int, k: int, out: torch.dtype = FP32) -> Tensor:
+    """Emulates a product of 16-bit rows by an FP8 weight."""
     torch.manual_seed(0)
     x, w = torch.randn(m, k).bfloat16(), fp8fn.quantize(torch.randn(n, k), (128, 128)).mT
     found = torch.full((m, n), 7.0, dtype=out)
-    emulate(plan(x, w.data, w.scale, w.block, None, found))
+    emulate(planned(kernel, weight_product(x, w, found), config))
     return found
 
 
@@ -58,7 +57,7 @@ def gemv(*, cluster: int = 1, limit: int = 200 << 10) -> Tensor:
     config = gemv_a16w8.Config(8, 1, 1, 4, 2, cluster, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemv_a16w8, "SHARED_LIMIT", limit)
-        return rows_by_weight(lambda *given: gemv_a16w8.plan(*given, SM90, config), 7, 64, 1536)
+        return rows_by_weight(gemv_a16w8, config, 7, 64, 1536)
 
 
 def gemv_in_chunks() -> Tensor:
@@ -71,7 +70,7 @@ def gemv_of_a_cluster() -> Tensor:
 
 def tiles(*, late: bool = False, cluster: int = 1) -> Tensor:
     config = a16w8_tiles.Config(8, 4, 2, cluster, LATE=late)
-    return rows_by_weight(lambda *given: a16w8_tiles.plan(*given, SM90, config), 5, 64, 768)
+    return rows_by_weight(a16w8_tiles, config, 5, 64, 768)
 
 
 def late_tiles() -> Tensor:
@@ -80,7 +79,7 @@ def late_tiles() -> Tensor:
 
 def many() -> Tensor:
     config = mm_a16w8.Config(32, 1, 1, MATH=1, RESIDENT=4)
-    return rows_by_weight(lambda *given: mm_a16w8.plan(*given, SM90, config), 32, 64, 256, BF16)
+    return rows_by_weight(mm_a16w8, config, 32, 64, 256, BF16)
 
 
 def mx(depth: int = 2) -> Tensor:
@@ -88,9 +87,7 @@ def mx(depth: int = 2) -> Tensor:
     a = fp8fn.quantize(torch.randn(5, 512), (1, 32), scale="e8m0")
     b = fp8fn.quantize(torch.randn(512, 64), (32, 1), scale="e8m0")
     out = torch.full((5, 64), 7.0)
-    (launch,) = mx_tiles.plan(
-        a.data, a.scale, b.data, b.scale, None, out, SM90, mx_tiles.Config(8, 4, 1, 2, DEPTH=depth)
-    )
+    (launch,) = mx_tiles.plan(scaled_product(a, b, out, SM90), mx_tiles.Config(8, 4, 1, 2, DEPTH=depth))
     emulate(launch)
     return out
 
@@ -105,27 +102,26 @@ def cluster_of_products() -> Tensor:
     b = fp8fn.quantize(torch.randn(256, 64), (128, 128))
     out = torch.full((256, 64), 7.0)
     config = products.Config(MATH=1, BN=64, CLUSTER=2)
-    emulate(products.plan(a.data, a.scale, a.block, b.data, b.scale, b.block, None, out, SM90, config))
+    emulate(products.plan(scaled_product(a, b, out, SM90), config)[0])
     return out
 
 
 def rows() -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(64, 512).bfloat16()
-    out = Quantized(empty_data(x, (1, -1), torch.float8_e4m3fn), empty_scale(x, (1, -1), "fp32"))
+    q = quantization(x, (1, -1))
     with hopper_on_cpu():
-        emulate(quantize_rows.plan(x, out, "fp32", SM90))
-    return out.data.float()
+        emulate(*quantize_rows.plan(q, quantize_rows.configure(q)))
+    return q.out.data.float()
 
 
 def second_of_two() -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(130, 128).bfloat16()
-    out = Quantized(empty_data(x, (-1, 1), torch.float8_e4m3fn), empty_scale(x, (-1, 1), "fp32"))
-    stream = stream_columns.Stream(1, 2)
+    q = quantization(x, (-1, 1))
     for span in ((0, 64), (64, 128)):
-        emulate(stream_columns.plan_part(x, out, "fp32", SM90, None, stream, 1, span))
-    return out.data.float()
+        emulate(stream_columns.plan_part(q, stream_columns.StreamConfig(1, 2), 1, span))
+    return q.out.data.float()
 
 
 # (file, what stands there, what stands there instead, a product, the fault, or none where the result is wrong).

@@ -12,12 +12,15 @@ import torch
 from test_mm_a16w8 import exact, weight
 from torch import Tensor
 
+from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
-from fp8fn.ops.cuda.quantize.quantize import Quantized, plan_quantize_both
+from fp8fn.ops.cuda.quantize.quantize import configure, plan
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.quantize import quantize
-from fp8fn.ops.targets import SM90
 from support.cuda_emulator import emulate, needs_compiler
 from support.far import FAR, far
+from support.products import planned, weight_product
+from support.quantizers import quantization
 
 pytestmark = needs_compiler
 E4M3: Final = torch.float8_e4m3fn
@@ -50,9 +53,10 @@ def test_a_weight_in_fp8(name: str, apart: str) -> None:
     parts = {"x": x, "w": w.data.view(torch.uint8), "scale": w.scale, "bias": bias}
     parts[named] = apart_along(parts[named], axis)
     found = torch.full((*batch, M, N), 7.0, dtype=torch.float32 if name in ("gemv", "splitk") else torch.bfloat16)
-    operands = (parts["x"], parts["w"].view(w.data.dtype), parts["scale"], w.block, parts["bias"], found, SM90)
-    assert kernel.accepts(*operands) is None
-    emulate(kernel.plan(*operands))
+    scaled = ScaledTensor(parts["w"].view(w.data.dtype), parts["scale"], w.block)
+    given = weight_product(parts["x"], scaled, found, bias=parts["bias"])
+    assert kernel.accepts(given) is None
+    emulate(planned(kernel, given))
     assert (found.double() - expected).norm() <= 5e-3 * expected.norm()
 
 
@@ -71,9 +75,9 @@ def test_gemv_a16w8_of_several_tiles(case: str) -> None:
     else:
         x = apart_along(x, -2)
     found = torch.full((12, n), 7.0)
-    operands = (x, data.view(w.data.dtype), scale, w.block, None, found, SM90)
-    assert gemv_a16w8.accepts(*operands) is None
-    emulate(gemv_a16w8.plan(*operands, None if rows else gemv_a16w8.Config(ROWS=8, WARPS_K=1)))
+    given = weight_product(x, ScaledTensor(data.view(w.data.dtype), scale, w.block), found)
+    assert gemv_a16w8.accepts(given) is None
+    emulate(planned(gemv_a16w8, given, None if rows else gemv_a16w8.Config(ROWS=8, WARPS_K=1)))
     assert (found.double() - expected).norm() <= 1e-3 * expected.norm()
 
 
@@ -90,7 +94,9 @@ def test_quantize(square: bool, dtype: torch.dtype) -> None:
         row_scale, col_scale = (far(torch.zeros(B, 1, 1), strides) for strides in ((FAR, FAR, 1), (FAR, 1, FAR)))
     else:  # a line along the rows of each block of columns, and the other way around
         row_scale, col_scale = far(torch.zeros(B, m, 1), (FAR, 1, FAR)), far(torch.zeros(B, 1, n), (FAR, FAR, 1))
-    emulate(plan_quantize_both(x, Quantized(row, row_scale), Quantized(col, col_scale), square, "fp32", SM90))
+    into = Quantized(row, row_scale, block), Quantized(col, col_scale, block[::-1])
+    q = quantization(x, block, dual=True, into=into)
+    emulate(*plan(q, configure(q)))
     for data, scale, of in ((row, row_scale, block), (col, col_scale, block[::-1])):
         expected_data, expected_scale = quantize(x.contiguous(), of, E4M3, "fp32")
         assert torch.equal(data.view(torch.uint8), expected_data.view(torch.uint8))

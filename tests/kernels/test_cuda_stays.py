@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Final
 
 import pytest
@@ -11,19 +10,17 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_cuda_quantize_columns import empty as nothing
 from test_cuda_quantize_columns import needs_nvrtc, planned, run, same
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize, quantize_columns, quantize_rows
-from fp8fn.ops.cuda.quantize.quantize import Quantized
-from fp8fn.ops.cuda.quantize.walk_columns import Walk
+from fp8fn.ops.cuda.quantize import operands, quantize, quantize_rows
+from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.groups import empty_grouped
-from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.layout import Block
+from fp8fn.ops.quantization import Quantization
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
+from support.quantizers import marked, quantization
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3 = torch.float8_e4m3fn
@@ -32,34 +29,32 @@ COLUMN: Final = (128, 1)
 LARGE: Final = (16640, 5120)  # 170 MB
 
 
-def empty(x: Tensor, block: Block) -> Quantized:
-    return Quantized(empty_data(x, block, E4M3), empty_scale(x, block, "fp32"))
+def planned_blocks(q: Quantization) -> CudaLaunch:
+    (launch,) = quantize.plan(q, quantize.configure(q))
+    return launch
 
 
 def by_blocks(x: Tensor, block: Block = ROW) -> CudaLaunch:
-    return quantize.plan_quantize(x, empty(x, block), block, "fp32", SM90)
+    return planned_blocks(quantization(x, block))
 
 
 def both(x: Tensor) -> CudaLaunch:
-    return quantize.plan_quantize_both(x, empty(x, ROW), empty(x, COLUMN), False, "fp32", SM90)
+    return planned_blocks(quantization(x, ROW, dual=True))
 
 
 def of_groups(x: Tensor) -> CudaLaunch:
-    offsets = torch.empty(4, device=x.device, dtype=torch.int32)
-    out = Quantized(*empty_grouped(x, 4, COLUMN, E4M3, "fp32"))
-    return quantize.plan(x, None, out, False, "fp32", SM90, offsets=offsets)
+    return planned_blocks(quantization(x, COLUMN, offsets=torch.empty(4, device=x.device, dtype=torch.int32)))
 
 
 def by_rows(x: Tensor) -> CudaLaunch:
-    return quantize_rows.plan(x, empty(x, (1, -1)), "fp32", SM90)
+    q = quantization(x, (1, -1))
+    (launch,) = quantize_rows.plan(q, quantize_rows.configure(q))
+    return launch
 
 
 def by_columns(x: Tensor, groups: int = 0) -> tuple[CudaLaunch, ...]:
-    if groups == 0:
-        return quantize_columns.plan(x, empty(x, (-1, 1)), "fp32", SM90)
-    offsets = torch.empty(groups, device=x.device, dtype=torch.int32)
-    out = Quantized(*empty_grouped(x, groups, (-1, 1), E4M3, "fp32"))
-    return quantize_columns.plan(x, out, "fp32", SM90, offsets)
+    offsets = torch.empty(groups, device=x.device, dtype=torch.int32) if groups else None
+    return planned(quantization(x, (-1, 1), offsets=offsets))
 
 
 def large(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -100,25 +95,25 @@ def test_machine_code() -> None:
 
 
 def check(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantize, "_L2_BYTES", 0)
+    monkeypatch.setattr(operands, "L2_BYTES", 0)
     x = torch.randn(800, 264, device=device, dtype=BF16)  # rows enough for whole columns to stream
     for block in (ROW, COLUMN, (128, 128), (1, -1), (-1, 1)):
-        out = empty(x, block)
+        q = quantization(x, block)
+        launches = planned(q)
         if block == (-1, 1):
-            monkeypatch.setattr(quantize, "_L2_BYTES", 300_000)  # x has 422,400
-            launches = quantize_columns.plan(x, out, "fp32", SM90)
+            monkeypatch.setattr(operands, "L2_BYTES", 300_000)  # x has 422,400
+            launches = planned(q)
             assert {launch.options["X_LEAVES"] for launch in launches} == {"Leaves::FIRST"}
         else:
-            by = quantize_rows.plan if block == (1, -1) else partial(quantize.plan_quantize, block=block)
-            launches = (by(x, out, scale="fp32", target=SM90),)
             assert launches[0].options["LOAD"] == "Load::LAST_OUT"
         run(launches)
-        assert same(out, reference.quantize(x, block, E4M3, "fp32")), block
+        assert same(q.out, reference.quantize(x, block, E4M3, "fp32")), block
     offsets = torch.tensor([0, 130, 131, 750], device=device, dtype=torch.int32)
-    launches = planned(x, out := nothing(x, offsets), "fp32", offsets, Walk(4, BOX=128))
+    q = marked(quantization(x, (-1, 1), offsets=offsets))
+    launches = planned(q, WalkConfig(4, BOX=128))
     assert launches[0].options["X_LEAVES"] == "Leaves::LAST"
     run(launches)
-    assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
+    assert same(q.out, reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"))
 
 
 @needs_compiler

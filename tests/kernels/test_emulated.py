@@ -17,21 +17,32 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, empty_grouped
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap, turned
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing, WeightProduct
 from fp8fn.ops.reference.quantize import spread
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import GFX942, GFX950, Target, fp8_dtypes, native_e4m3
 from fp8fn.ops.triton import mm_a16w8, moe_gemm, scaled_grouped_mm, scaled_mm
-from fp8fn.ops.triton.quantize import Tile, plan_quantize
-from fp8fn.ops.triton.quantize_dual import DualTile, plan_quantize_dual
-from fp8fn.ops.triton.quantize_grouped import GroupedTile, plan_quantize_grouped, plan_quantize_grouped_dual
+from fp8fn.ops.triton.gemm_config import GemmConfig
+from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.quantize import BlockTile
+from fp8fn.ops.triton.quantize_dual import DualTile
+from fp8fn.ops.triton.quantize_grouped import GroupedTile
 from fp8fn.ops.tuning import amd, mx
 from support.emulated import run, untouched, with_nan_between
+from support.products import Parts, mx_product
+from support.quantizers import (
+    plan_quantize,
+    plan_quantize_dual,
+    plan_quantize_grouped,
+    plan_quantize_grouped_dual,
+)
 
 pytestmark = pytest.mark.emulated
 
@@ -67,7 +78,7 @@ def fill(out, size):
 
 
 def filled(out: Tensor, size: int, *, inputs: bool = False) -> None:
-    launch = Launch(fill, (1, 1, 1), {"out": out, "size": size}, {}, {"num_warps": 1}, GFX950)
+    launch = TritonLaunch(fill, (1, 1, 1), {"out": out, "size": size}, {}, {"num_warps": 1}, target=GFX950)
     run([launch], [out] if inputs else [])
 
 
@@ -110,7 +121,7 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 def check_quantize(
-    x: Tensor, block: Block, scale: str, target: Target, dtype: torch.dtype | None = None, tile: Tile | None = None
+    x: Tensor, block: Block, scale: str, target: Target, dtype: torch.dtype | None = None, tile: BlockTile | None = None
 ) -> None:
     dtype = dtype or native_e4m3(target)
     data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
@@ -135,16 +146,16 @@ def test_quantize_wider_types(block: Block, dtype: torch.dtype, target: Target) 
     check_quantize(x, block, "fp32", target, fp8_dtypes(target)[1])
 
 
-OTHER_TILES: Final[tuple[tuple[Block, Tile], ...]] = (
-    ((1, 128), Tile(8, 256, 8)), ((128, 1), Tile(16, 128, 2)), ((128, 128), Tile(128, 128, 4)),
-    ((1, -1), Tile(4, 64, 4)), ((-1, 1), Tile(16, 32, 4)), ((-1, -1), Tile(16, 64, 4)),
-    ((1, 32), Tile(16, 64, 4)), ((32, 1), Tile(64, 32, 4)),
+OTHER_TILES: Final[tuple[tuple[Block, BlockTile], ...]] = (
+    ((1, 128), BlockTile(8, 256, 8)), ((128, 1), BlockTile(16, 128, 2)), ((128, 128), BlockTile(128, 128, 4)),
+    ((1, -1), BlockTile(4, 64, 4)), ((-1, 1), BlockTile(16, 32, 4)), ((-1, -1), BlockTile(16, 64, 4)),
+    ((1, 32), BlockTile(16, 64, 4)), ((32, 1), BlockTile(64, 32, 4)),
 )  # fmt: skip
 
 
 @BY_TARGET
 @pytest.mark.parametrize(("block", "tile"), OTHER_TILES, ids=str)
-def test_quantize_in_another_tile(block: Block, tile: Tile, target: Target) -> None:
+def test_quantize_in_another_tile(block: Block, tile: BlockTile, target: Target) -> None:
     check_quantize(hard_values(37, 144, BF16), block, "fp32", target, tile=tile)
 
 
@@ -153,14 +164,14 @@ def test_quantize_in_another_tile(block: Block, tile: Tile, target: Target) -> N
 def test_quantize_without_masks(block: Block, target: Target) -> None:
     check_quantize(hard_values(128, 256, BF16)[[0, 2]], block, "pow2", target)
     if block == (1, -1):
-        check_quantize(hard_values(8, 256, BF16)[[0, 2]], block, "pow2", target, tile=Tile(4, 128, 4))
+        check_quantize(hard_values(8, 256, BF16)[[0, 2]], block, "pow2", target, tile=BlockTile(4, 128, 4))
 
 
 def check_quantize_dual(x: Tensor, block: Block, scale: str, target: Target, tile: DualTile | None = None) -> None:
     dtype = native_e4m3(target)
     row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
     col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
-    run([plan_quantize_dual(x, row, row_scales, col, col_scales, block, scale, target, tile)], [x])
+    run([plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, target, tile)], [x])
     expected = reference.quantize_dual(x, block, dtype, scale)
     for actual, wanted in zip((row, row_scales, col, col_scales), expected, strict=True):
         assert_same_bits(actual, wanted)
@@ -199,7 +210,7 @@ def tokens(columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 def test_quantize_grouped(block: Block, scale: str, columns: int, tile: GroupedTile | None, target: Target) -> None:
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     data, scales = empty_grouped(x, len(ENDS), block, dtype, scale)
-    run(plan_quantize_grouped(x, offsets, data, scales, block, scale, target, tile), [x, offsets])
+    run(plan_quantize_grouped(x, offsets, (data, scales), block, scale, target, tile), [x, offsets])
     expected = reference.quantize_grouped(x, offsets, block, dtype, scale)
     for actual, wanted in zip((data, scales), expected, strict=True):
         assert_same_bits(actual, wanted)
@@ -212,7 +223,7 @@ def test_quantize_grouped_dual(scale: str, columns: int, tile: GroupedTile | Non
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     row, row_scales = empty_data(x, (1, ROWS), dtype), empty_scale(x, (1, ROWS), scale)
     data, scales = empty_grouped(x, len(ENDS), (ROWS, 1), dtype, scale)
-    launch = plan_quantize_grouped_dual(x, offsets, row, row_scales, data, scales, scale, target, tile)
+    launch = plan_quantize_grouped_dual(x, offsets, (row, row_scales, data, scales), scale, target, tile)
     run([launch], [x, offsets])
     expected = reference.quantize_grouped_dual(x, offsets, (1, ROWS), dtype, scale)
     for actual, wanted in zip((row, row_scales, data, scales), expected, strict=True):
@@ -258,7 +269,7 @@ PRODUCTS: Final[dict[str, tuple[Block, Block, str, str, str]]] = {
 
 
 def check_scaled_mm(
-    kind: str, m: int, target: Target, config: scaled_mm.Config | None = None, *, n: int = 72, k: int = 208,
+    kind: str, m: int, target: Target, config: GemmConfig | None = None, *, n: int = 72, k: int = 208,
     out_dtype: torch.dtype = BF16, batch: bool = False, column_major_out: bool = False,
 ) -> None:  # fmt: skip
     a_block, b_block, a_along, b_along, scale = PRODUCTS[kind]
@@ -270,7 +281,7 @@ def check_scaled_mm(
     out = (
         torch.empty(*lead, n, m, dtype=out_dtype).mT if column_major_out else torch.empty(*lead, m, n, dtype=out_dtype)
     )
-    launch = scaled_mm.plan_scaled_mm(*a, *b, bias, out, target, config)
+    (launch,) = scaled_mm.plan_scaled_mm(Parts(*a, *b, bias, out).product(target), config)
     run([launch], [*a[:2], *b[:2], bias])
     assert_product(out, a.values(), b.values(), bias)
 
@@ -286,7 +297,7 @@ def test_scaled_mm(kind: str, m: int, target: Target) -> None:
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_scaled_mm_of_another_configuration(kind: str, target: Target) -> None:
     """32x32 products, 8 warps; tiles in the order of chiplets; a batch."""
-    config = scaled_mm.Config(64, 64, 8, 1, GROUP=2, XCDS=8, options=(("matrix_instr_nonkdim", 32),))
+    config = GemmConfig(64, 64, 8, 1, GROUP=2, XCDS=8, options=(("matrix_instr_nonkdim", 32),))
     check_scaled_mm(kind, 131, target, config, out_dtype=FP32, batch=True)
 
 
@@ -294,7 +305,7 @@ def test_scaled_mm_of_another_configuration(kind: str, target: Target) -> None:
 @pytest.mark.parametrize("kind", ["wgrad", "TN"])
 def test_scaled_mm_into_columns(kind: str, target: Target) -> None:
     """Of a gradient that is stored as its weight is, turned in LDS."""
-    config = scaled_mm.Config(64, 64, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True, options=(("matrix_instr_nonkdim", 16),))
+    config = GemmConfig(64, 64, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True, options=(("matrix_instr_nonkdim", 16),))
     check_scaled_mm(kind, 131, target, config, column_major_out=True)
 
 
@@ -323,9 +334,9 @@ BY_SHAPE: Final = pytest.mark.parametrize(("n", "k"), [(72, 208), (128, 256)])
 
 @BY_TARGET
 @BY_SHAPE
-@pytest.mark.parametrize("config", [None, scaled_mm.Config(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
+@pytest.mark.parametrize("config", [None, GemmConfig(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
 @pytest.mark.parametrize("kind", ROW_PRODUCTS)
-def test_scaled_grouped_mm_of_rows(kind: str, config: scaled_mm.Config | None, n: int, k: int, target: Target) -> None:
+def test_scaled_grouped_mm_of_rows(kind: str, config: GemmConfig | None, n: int, k: int, target: Target) -> None:
     a_block, b_block, _, b_along, scale = PRODUCTS[kind]
     dtype = native_e4m3(target)
     offsets = torch.tensor(ENDS, dtype=torch.int32)
@@ -333,7 +344,8 @@ def test_scaled_grouped_mm_of_rows(kind: str, config: scaled_mm.Config | None, n
     b = operand(torch.randn(len(ENDS), k, n), b_block, dtype, scale, column_major=b_along == "K")
     bias = None if kind == "dgrad" else torch.randn(len(ENDS), n).to(BF16)
     out = empty_grouped_output(a.data, b.data, offsets, FP32 if config is None else BF16)
-    launch = scaled_grouped_mm.plan_scaled_grouped_mm(*a, *b, offsets, bias, out, target, config)
+    product = Parts(*a, *b, bias, out).product(target, offsets=offsets)
+    (launch,) = scaled_grouped_mm.plan_scaled_grouped_mm(product, config)
     run([launch], [*a[:2], *b[:2], offsets, bias])
     rows, weights, start = a.values(), b.values(), 0
     for group, end in enumerate(ENDS):
@@ -344,11 +356,9 @@ def test_scaled_grouped_mm_of_rows(kind: str, config: scaled_mm.Config | None, n
 
 @BY_TARGET
 @pytest.mark.parametrize(("m", "n"), [(37, 72), (128, 128)])
-@pytest.mark.parametrize("config", [None, scaled_mm.Config(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
+@pytest.mark.parametrize("config", [None, GemmConfig(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
 @pytest.mark.parametrize("block", [ROWS, -1])
-def test_scaled_grouped_mm_over_tokens(
-    block: int, config: scaled_mm.Config | None, m: int, n: int, target: Target
-) -> None:
+def test_scaled_grouped_mm_over_tokens(block: int, config: GemmConfig | None, m: int, n: int, target: Target) -> None:
     dtype = native_e4m3(target)
     offsets = torch.tensor(ENDS, dtype=torch.int32)
     x, grad = torch.randn(TOKENS, m), torch.randn(TOKENS, n)
@@ -358,7 +368,8 @@ def test_scaled_grouped_mm_over_tokens(
     )
     a, b = (left[0].mT, left[1].mT, (1, block)), (*right, (block, 1))
     out = empty_grouped_output(a[0], b[0], offsets, FP32 if config is None else BF16)
-    launch = scaled_grouped_mm.plan_scaled_grouped_mm(*a, *b, offsets, None, out, target, config)
+    product = Parts(*a, *b, None, out).product(target, offsets=offsets)
+    (launch,) = scaled_grouped_mm.plan_scaled_grouped_mm(product, config)
     run([launch], [*left, *right, offsets])
     rows, columns = (
         reference.dequantize_grouped(*side, offsets, (block, 1), TOKENS).double() for side in (left, right)
@@ -382,7 +393,8 @@ def check_mm_a16w8(
     x = Operand(torch.randn(m, k).to(dtype))
     w = operand(torch.randn(k, n), w_block, native_e4m3(target), scale, column_major=w_block[0] != 1)
     bias, out = torch.randn(n).to(dtype), torch.empty(m, n, dtype=out_dtype)
-    run([mm_a16w8.plan_mm_a16w8(x.data, *w, bias, out, target, config)], [x.data, *w[:2], bias])
+    given = WeightProduct(x=x.data, w=Quantized(*w), bias=bias, out=out, target=target)
+    run(mm_a16w8.plan_mm_a16w8(given, config or mm_a16w8.configure(given)), [x.data, *w[:2], bias])
     values = w.values()
     if w_block[0] == 1 and dtype != FP32:
         # A scale for each element of K multiplies the weight, in the type of x; here none leaves the range of float16.
@@ -430,7 +442,8 @@ def check_mx_mm(
     bias, out = torch.randn(n).to(BF16), torch.empty(*lead, m, n, dtype=out_dtype)
     problem = mx_mm.problem_of(a.data, b.data, target)
     assert kernel.accepts(problem) is None
-    launches = kernel.plan(*a[:2], *b[:2], bias, out, target, config or kernel.configure(problem))
+    product = mx_product((a.data, b.data), (a.scale, b.scale), out, target, bias=bias)
+    launches = kernel.plan(product, config or kernel.configure(problem))
     assert len(launches) == (1 if config is None or config.SPLITS == 1 else 2)
     run(launches, [*a[:2], *b[:2], bias])
     assert_product(out, a.values(), b.values(), bias)
@@ -489,8 +502,12 @@ def test_moe_gemm(kind: str, config: str, block_m: int, n: int, k: int, target: 
     weights = torch.rand(tokens * top_k) if config == "default" else None
     out = torch.empty(tokens * top_k, n, dtype=FP32)
     other = mx.Config(32, 64, 128, 8, 1, options=(("matrix_instr_nonkdim", 32),)) if config == "other" else None
-    launch = moe_gemm.plan_moe_gemm(*a, *w, *layout, top_k, weights, out, target, other)
-    run([launch], [*a[:2], *w[:2], *layout, weights])
+    given = RoutedProduct(
+        a=Quantized(*a), w=Quantized(*w), routing=Routing(*layout), a_div=top_k, out=out, target=target,
+        token_weights=weights,
+    )  # fmt: skip
+    chosen_config = other or moe_gemm.configure(moe.problem_of(given))
+    run(moe_gemm.plan_moe_gemm(given, chosen_config), [*a[:2], *w[:2], *layout, weights])
     values, matrices = a.values(), w.values()
     for row, expert in enumerate(chosen.flatten().tolist()):
         if expert == experts:

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from test_cuda_scaled_mm import instructions, needs_nvrtc
 
-from fp8fn.ops.cuda.gemm.scaled_mm import SHARED_LIMIT
+from fp8fn.ops.cuda.limits import SHARED_LIMIT
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.targets import SM90
@@ -41,7 +41,8 @@ def test_the_scaled_product_has_each_form() -> None:
     macros = [dict(launch.kernel.macros) for _, launch in launches("meta", SM90) if launch.name == "scaled_mm"]
     for name, values in {
         "OUT_VIA": {"BULK", "PAIRS", "LINES"}, "GROUPED": {"DENSE", "JAGGED_M", "JAGGED_K"}, "SPLIT": {1, 2, 4},
-        "CLUSTER": {1, 2}, "SHARE_B": {0, 1}, "OUT": {"BF16", "FP16", "FP32"}, "B_ONCE": {0, 1},
+        "CLUSTER": {1, 2}, "SHARE_B": {0, 1}, "B_ONCE": {0, 1},
+        "OUT": {"Element::BF16", "Element::FP16", "Element::FP32"},
     }.items():  # fmt: skip
         assert {of[name] for of in macros} == values, name
     assert {of.get("SPREAD_UNIT") for of in macros} == {None, 32, 128}

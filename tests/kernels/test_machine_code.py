@@ -12,15 +12,16 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.cli.isa import OPS, assembly, product_launch
-from fp8fn.ops.launch import Launch, Resources, resources
+from fp8fn.ops.launch import Resources
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
-from fp8fn.ops.triton.quantize import plan_quantize
-from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
+from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
 from fp8fn.ops.tuning.amd import CANDIDATES, config_of
 from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
+from support.products import Parts
+from support.quantizers import plan_quantize, plan_quantize_dual
 
 NEW = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
 TARGETS = (SM89, SM90, SM100, SM120, GFX942, GFX950)
@@ -44,7 +45,7 @@ PRODUCTS: dict[str, tuple[Block, Block, str, str, str]] = {
 def product(
     target: Target, kind: str, m: int = 4096, n: int = 4096, k: int = 4096, planner: Any = plan_scaled_mm,
     config: Any = None,
-) -> Launch:  # fmt: skip
+) -> TritonLaunch:  # fmt: skip
     a_block, b_block, a_contiguous, b_contiguous, scale = PRODUCTS[kind]
     dtype = native_e4m3(target)
     a = torch.empty(m, k, dtype=dtype, device="meta")
@@ -55,7 +56,9 @@ def product(
         b = torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, a_block, scale), empty_scale(b, b_block, scale)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    launch: Launch = planner(a, scales[0], a_block, b, scales[1], b_block, None, out, target, config=config)
+    operands = Parts(a, scales[0], a_block, b, scales[1], b_block, None, out)
+    launch: TritonLaunch
+    (launch,) = planner(operands.product(target), config)
     return launch
 
 
@@ -185,7 +188,7 @@ def test_dual_reads_once_and_does_not_spill(target: Target, block: Block) -> Non
     dtype, scale = native_e4m3(target), "e8m0" if block == (1, 32) else "fp32"
     row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
     col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
-    compiled = plan_quantize_dual(x, row, row_scales, col, col_scales, block, scale, target).compile()
+    compiled = plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, target).compile()
     assert_no_spills(resources(compiled), target)
     assert_wide_accesses(compiled, target)
     threads = compiled.metadata.num_warps * target.warp_size

@@ -16,9 +16,9 @@ from fp8fn.lowering import costs, recipe_pass
 from fp8fn.lowering import explain as module
 from fp8fn.ops import targets
 from fp8fn.ops.recipe import BLOCKWISE, MXFP8
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times
-from fp8fn.ops.tuning.problem import Chip
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
 

@@ -20,8 +20,8 @@ from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import scaled_mm
 from fp8fn.lowering.patterns.scaled_mm import why_slower
 from fp8fn.ops import targets
-from fp8fn.ops.targets import SM89, SM90
-from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.targets import SM89, SM90, Chip
+from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table, lookup, tables
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn

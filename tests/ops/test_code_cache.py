@@ -25,8 +25,9 @@ from fp8fn.ops.code_cache import cache_dir, read_whole, write
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled
 from fp8fn.ops.hip import build
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
-from fp8fn.ops.tuning.problem import Chip, Problem
+from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table
 
 CHIP = Chip("NVIDIA Test", 132)
@@ -73,7 +74,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def cuda_kernel() -> bytes:
-    return nvrtc.compile_kernel(nvrtc.CudaKernel("row_rstd.cu", "row_rstd", ())).cubin
+    return nvrtc.compile_kernel(nvrtc.CudaKernel("row_rstd.cu", "row_rstd", ()), "sm_90a").cubin
 
 
 def hip_kernel() -> bytes:
@@ -402,7 +403,8 @@ def test_without_the_modules_that_windows_lacks() -> None:
         import fp8fn
         from fp8fn.ops.code_cache import read_whole, write
         from fp8fn.ops.tuning import table
-        from fp8fn.ops.tuning.problem import Chip, Problem
+        from fp8fn.ops.tuning.problem import Problem
+        from fp8fn.ops.targets import Chip
         x, w = torch.randn(16, 256), torch.randn(128, 256)
         out = fp8fn.linear(x, w)
         assert (out - x @ w.mT).norm() < 0.1 * out.norm()

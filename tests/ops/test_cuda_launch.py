@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,24 +28,29 @@ from fp8fn.ops import reference
 from fp8fn.ops.code_cache import cache_dir, read_whole
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
-from fp8fn.ops.cuda.quantize.fused_quantize import plan_row_rstd
+from fp8fn.ops.cuda.quantize.rms_norm import plan_row_rstd
 from fp8fn.ops.cuda.runtime import call_cache, driver, graph_capture, launch, nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import Call, geometry, kind
+from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap, pointers
-from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled, compile_kernel
+from fp8fn.ops.cuda.runtime.nvrtc import CompilationError, Compiled
+from fp8fn.ops.kernel import Choice, Named
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.quantization import RMS_NORM
 from fp8fn.ops.targets import SM90, Target
 from fp8fn.ops.tuning import choose
+from support.quantizers import quantization
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 FORWARD: tuple[Block, Block] = ((1, 128), (128, 128))
 WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 
-planner: Callable[..., CudaLaunch] = cuda.plan
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # A small one.
-ROWS = plan_row_rstd(torch.empty(4, 64, dtype=BF16, device="meta"), torch.empty(4, device="meta"), 1e-6, SM90).kernel
+_X = quantization(torch.empty(4, 64, dtype=BF16, device="meta"), (1, 128), source=RMS_NORM, eps=1e-6)
+ROWS = plan_row_rstd(_X, torch.empty(4, device="meta")).kernel
 
 
 @pytest.fixture
@@ -68,6 +72,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(nvrtc, "_compile", compile_)
     monkeypatch.setattr(nvrtc, "version", lambda: (13, 0))
     return calls
+
+
+def compile_kernel(kernel: nvrtc.CudaKernel, arch: str = SM90.cubin, *, verbose: bool = False) -> Compiled:
+    return nvrtc.compile_kernel(kernel, arch, verbose=verbose)
 
 
 def test_the_second_time_a_kernel_comes_from_the_cache(cache: Path, compiled: list[Any]) -> None:
@@ -92,7 +100,7 @@ def test_whatever_changes_the_code_changes_the_key(
 ) -> None:
     compile_kernel(ROWS)
     for other in (
-        replace(ROWS, macros=(*ROWS.macros, ("OUT", "FP16"))),
+        replace(ROWS, macros=(*ROWS.macros, ("OUT", "Element::FP16"))),
         replace(ROWS, macros=ROWS.macros[::-1]),
         replace(ROWS, generated="// before"),
         replace(ROWS, entry="sum"),
@@ -123,7 +131,7 @@ def test_macros_and_architecture_are_options(cache: Path, compiled: list[Any]) -
     assert source.startswith('struct Before {};\n#line 1 "row_rstd.cu"\n')
     assert name == "row_rstd.cu"
     assert {"row_sum.cuh", "values.cuh"} <= set(headers)
-    assert {"--gpu-architecture=sm_90a", "-DINPUT=Input::BF16", "-DROWS=1"} <= set(options)
+    assert {"--gpu-architecture=sm_90a", "-DINPUT=Element::BF16", "-DROWS=1"} <= set(options)
 
 
 @pytest.mark.parametrize("damage", [b"", b"cubin 1", b"\x7fELF" + b"\0" * 100])
@@ -412,7 +420,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
     """Launches of tensors on the CPU go to a stub of the driver."""
     found = StubDriver()
     monkeypatch.setattr(driver, "library", lambda: found)
-    monkeypatch.setattr(launch, "compile_kernel", lambda kernel: Compiled(b"cubin", ""))
+    monkeypatch.setattr(launch, "compile_kernel", lambda kernel, arch: Compiled(b"cubin", ""))
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(graph_capture, "capturing", lambda: False)
@@ -440,15 +448,19 @@ class Operands:
         self.out = torch.empty(*lead, m, n, dtype=out)
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        four = (self.a, self.a_scale, self.b, self.b_scale)
-        return four if self.bias is None else (*four, self.bias)
+    def inputs(self) -> tuple[Tensor | None, ...]:
+        return self.a, self.a_scale, self.b, self.b_scale, self.bias
 
     def plan(self, config: Config | None = None) -> CudaLaunch:
-        operands: Any = (
-            self.a, self.a_scale, self.blocks[0], self.b, self.b_scale, self.blocks[1], self.bias, self.out, SM90,
-        )  # fmt: skip
-        return planner(*operands, config or Config())
+        return cuda.plan(self.product, config or Config())[0]
+
+    @property
+    def product(self) -> ScaledProduct:
+        a, b = Quantized(self.a, self.a_scale, self.blocks[0]), Quantized(self.b, self.b_scale, self.blocks[1])
+        return ScaledProduct(a=a, b=b, bias=self.bias, out=self.out, target=SM90)
+
+    def call(self, plan: CudaLaunch) -> Call:
+        return call_of([plan], ("a", "a_scale", "b", "b_scale", "bias"), self.product.outputs)
 
 
 def int32s(address: int, count: int) -> list[int]:
@@ -504,7 +516,7 @@ def test_scalars_and_the_problem_are_in_place(stub: StubDriver) -> None:
 def test_a_float_is_packed_as_float32_and_none_as_a_null_pointer(stub: StubDriver) -> None:
     x = torch.empty(4)
     args: dict[str, launch.Argument] = {"x": x, "none": None, "half": 0.5, "negative": -3}
-    plan = CudaLaunch(ROWS, (1, 2, 3), 256, 0, args, SM90)
+    plan = CudaLaunch(ROWS, (1, 2, 3), 256, 0, args, target=SM90)
     assert pointers(plan.args) == [x.data_ptr(), 0]
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
@@ -524,7 +536,7 @@ def test_shape_shared_memory_and_stream_reach_the_driver(stub: StubDriver) -> No
 
 
 def test_a_launch_that_overlaps_reaches_the_driver_with_the_attribute(stub: StubDriver) -> None:
-    plan = CudaLaunch(ROWS, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, SM90, overlaps=True)
+    plan = CudaLaunch(ROWS, (4, 5, 6), 256, 512, {"x": torch.empty(3)}, target=SM90, overlaps=True)
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
     assert (seen.grid, seen.block, seen.shared) == ((4, 5, 6), (256, 1, 1), 512)
@@ -661,7 +673,7 @@ def test_a_kernel_is_loaded_once_for_all_launches_of_it(stub: StubDriver) -> Non
 
 
 def test_description_is_one_line_with_what_was_chosen_and_why() -> None:
-    plan = CudaLaunch(ROWS, (4, 1, 1), 256, 0, {}, SM90, {"BM": 64}, reason="by the model")
+    plan = CudaLaunch(ROWS, (4, 1, 1), 256, 0, {}, {"BM": 64}, target=SM90, reason="by the model")
     assert plan.describe() == "row_rstd[BM=64] grid=4x1x1 sm90 (by the model)"
     assert (plan.name, "\n" in plan.describe()) == ("row_rstd", False)
 
@@ -690,15 +702,6 @@ def test_what_was_used_longest_ago_is_dropped(kept: OrderedDict[Any, Any], monke
 def test_the_first_of_two_that_are_kept_under_one_key_stays(kept: OrderedDict[Any, Any]) -> None:
     assert call_cache.keep("key", "first") == "first"
     assert call_cache.keep("key", "second") == "first"
-    made = []
-
-    def make() -> Any:
-        made.append(1)
-        return SimpleNamespace(prepare=lambda: "prepared")
-
-    found: list[Any] = [call_cache.prepared("other", make) for _ in range(2)]
-    assert found == ["prepared"] * 2
-    assert len(made) == 1
 
 
 def test_threads_that_keep_at_once_keep_no_more_than_the_limit(
@@ -750,14 +753,14 @@ def test_a_call_puts_each_tensor_in_its_place(
 ) -> None:
     planned, other = (Operands(blocks=blocks, bias=bias, batch=batch) for _ in range(2))
     plan = planned.plan(Config())
-    call = cuda.call(plan, planned.out, bias is not None)
+    call = planned.call(plan)
     assert call.made[0] == geometry(planned.out)
     assert len(call.made) == 1
     outs = call(*other.inputs)
     assert len(outs) == 1
     assert geometry(outs[0]) == geometry(planned.out)
     tensors = dict(zip(("a", "a_scale", "b", "b_scale", "bias"), other.inputs, strict=False))
-    seen = {name: tensor.data_ptr() for name, tensor in tensors.items()}
+    seen = {name: tensor.data_ptr() for name, tensor in tensors.items() if tensor is not None}
     seen["out"] = outs[0].data_ptr()
     assert len(stub.launched) == len(call.steps) == 1
     words = dict(zip(plan.args, stub.launched[0].words, strict=True))
@@ -767,7 +770,7 @@ def test_a_call_puts_each_tensor_in_its_place(
 
 def test_a_call_allocates_anew_each_time(stub: StubDriver) -> None:
     operands = Operands()
-    call = cuda.call(operands.plan(Config()), operands.out, False)
+    call = operands.call(operands.plan(Config()))
     first, second = call(*operands.inputs)[0], call(*operands.inputs)[0]
     assert first.data_ptr() != second.data_ptr()
     assert first.data_ptr() != operands.out.data_ptr()
@@ -783,7 +786,7 @@ def test_a_call_on_another_device_than_the_current_one_changes_to_it(
         return nullcontext()
 
     operands = Operands()
-    call = cuda.call(operands.plan(), operands.out, False)
+    call = operands.call(operands.plan())
     monkeypatch.setattr(torch.cuda, "device", enter)
     call(*operands.inputs)
     assert entered == []
@@ -820,7 +823,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, kept: OrderedDict[Any, Any], hopper:
 
     def force(config: Config) -> None:
         kept.clear()
-        monkeypatch.setattr(choose, "plan_scaled_mm", lambda *operands: planner(*operands, config))
+        monkeypatch.setattr(choose, "named", lambda product: Named("cuda", "a test", lambda _: config))
 
     return force
 
@@ -872,13 +875,13 @@ def test_the_op_takes_the_kernel_in_cuda(
 ) -> None:  # fmt: skip
     """At ragged sizes, which the library does not take; the line of the log says so too."""
     planned = []
-    plan_scaled_mm = choose.plan_scaled_mm
+    plan = Choice.plan
 
-    def plan(*operands: Any) -> Any:
-        planned.append(plan_scaled_mm(*operands))
-        return planned[-1]
+    def recorded(choice: Choice, operands: Any) -> Any:
+        planned.extend(launches := plan(choice, operands))
+        return launches
 
-    monkeypatch.setattr(choose, "plan_scaled_mm", plan)
+    monkeypatch.setattr(Choice, "plan", recorded)
     caplog.set_level(logging.DEBUG, "fp8fn")
     for shape in ((200, 264, 521), (1, 7, 130), (2000, 999, 385)):
         product = Product(*shape, blocks)
@@ -1128,6 +1131,6 @@ def test_an_error_of_the_real_driver_has_its_text(hopper: Target) -> None:
         driver.load_function(b"\x7fELF no cubin" + b"\0" * 200, "nothing", 0, torch.cuda.current_device())
     product = Product()
     unaligned = TensorMap(product.a.as_strided((1, 200, 520), (200 * 521, 521, 1)), (1, 128, 128), 128)
-    launch_ = CudaLaunch(ROWS, (1, 1, 1), 256, 0, {"a": unaligned}, hopper)
+    launch_ = CudaLaunch(ROWS, (1, 1, 1), 256, 0, {"a": unaligned}, target=hopper)
     with pytest.raises(driver.DriverError, match=r"TMA descriptor of shape \(520, 200, 1\), strides \(521, .* \(1\)"):
         Prepared(launch_)

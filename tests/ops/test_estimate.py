@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from fp8fn.bench import readme, record
+from fp8fn.bench import record
 from fp8fn.bench.llm84 import Pair, pairs
 from fp8fn.bench.tables import rows_of
 from fp8fn.ops.recipe import BLOCKWISE, HYBRID, MXFP8, ROWWISE, TENSORWISE, Recipe
+from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times, product_us
-from fp8fn.ops.tuning.problem import Chip, linear_problems
+from fp8fn.ops.tuning.problem import linear_problems
 from fp8fn.ops.tuning.rates import NAMED, rates_of
 from fp8fn.ops.tuning.table import PEER, Entry, Table
 
@@ -31,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(name: str) -> dict[str, Any]:
-    return record.read(readme.RESULTS / f"{name}.json")
+    return record.committed(name)
 
 
 def estimate(shape: tuple[int, ...], recipe: Recipe = BLOCKWISE, chip: Chip = H200, **options: int) -> Times:

@@ -23,6 +23,7 @@ from fp8fn.ops.cuda.runtime import call_cache, driver, fused_calls, graph_captur
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
+from support.products import planned, scaled_product, weight_product
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -204,17 +205,17 @@ def test_what_the_driver_says() -> None:
 
 def test_which_launches_settle() -> None:
     """Those that do not overlap, for they begin when all before has ended; and those that let the next begin late."""
-    assert CudaLaunch(CudaKernel("a.cu", "a", ()), (1, 1, 1), 32, 0, {}, SM90).settles
+    assert CudaLaunch(CudaKernel("a.cu", "a", ()), (1, 1, 1), 32, 0, {}, target=SM90).settles
     x, w = torch.empty(1, 2048, dtype=BF16), weight(2048, 256, (128, 128))
     out = torch.empty(1, 256, dtype=BF16)
     for late in (False, True):
-        launch_ = a16w8_tiles.plan(x, w.data, w.scale, w.block, None, out, SM90, a16w8_tiles.Config(8, 4, 2, LATE=late))
+        launch_ = planned(a16w8_tiles, weight_product(x, w, out), a16w8_tiles.Config(8, 4, 2, LATE=late))
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
     a, b = operands(1, 256, 2048)
     for late in (False, True):
         config = mx_tiles.Config(8, LATE=late, STAGES=2)
-        (launch_,) = mx_tiles.plan(a.data, a.scale, b.data, b.scale, None, out, SM90, config)
+        (launch_,) = mx_tiles.plan(scaled_product(a, b, out, SM90), config)
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
 

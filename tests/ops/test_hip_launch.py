@@ -332,7 +332,7 @@ def filling(**changes: Any) -> HipLaunch:
     a, out = torch.arange(128, dtype=torch.uint8), torch.zeros(256)
     args = {"a": a, "out": out, "count": 128, "step": Wide(2**40), "value": 0.5, "bias": None, "last": -3}
     kernel = HipKernel("fill.hip", "fill", "gfx950", (("FACTOR", 2),))
-    return HipLaunch(kernel, (3, 2, 1), 128, {**args, **changes}, GFX950, {"FACTOR": 2})
+    return HipLaunch(kernel, (3, 2, 1), 128, {**args, **changes}, {"FACTOR": 2}, target=GFX950)
 
 
 @needs_compiler

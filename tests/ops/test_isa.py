@@ -16,11 +16,12 @@ from test_triton_scaled_mm import Operands, relative_error
 
 from fp8fn import cli
 from fp8fn.bench import isa as bench
+from fp8fn.bench import record
 from fp8fn.bench.shapes import LLM84
 from fp8fn.cli import isa
 from fp8fn.cli.isa import TARGETS, assembly, of_layer, product_launch
 from fp8fn.ops.targets import GFX942, GFX950, Target
-from fp8fn.ops.triton.scaled_mm import Config
+from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.tuning import amd
 from fp8fn.ops.tuning.amd_isa import Mix, matrix_of, parse
 from fp8fn.ops.tuning.amd_model import (
@@ -164,7 +165,7 @@ def test_a_run_of_tiles_for_each_chiplet_reads_less_from_the_cache() -> None:
 def test_names_of_configurations() -> None:
     found = amd.config_of("256x128w8s2n16k2e2hg4x8")
     options = (("matrix_instr_nonkdim", 16), ("kpack", 2), ("waves_per_eu", 2))
-    assert found == Config(256, 128, 8, 2, GROUP=4, HALVES=True, XCDS=8, options=options)
+    assert found == GemmConfig(256, 128, 8, 2, GROUP=4, HALVES=True, XCDS=8, options=options)
     turned = amd.config_of("128x128w4s2n32t")
     assert (turned.WGRAD_TRANS_STORE, turned.HALVES, turned.GROUP, turned.XCDS) == (True, False, 8, 1)
     with pytest.raises(ValueError, match="'128x128' names no configuration; 256x128w8s2n16h is one"):
@@ -261,29 +262,29 @@ def test_another_file_is_no_table() -> None:
 
 
 @pytest.mark.parametrize("config", [
-    Config(32, 64, 4, 2, GROUP=2, XCDS=8), Config(32, 64, 4, 2, GROUP=2, XCDS=2, HALVES=True),
-    Config(32, 64, 4, 2, GROUP=4, WGRAD_TRANS_STORE=True), Config(64, 32, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True),
+    GemmConfig(32, 64, 4, 2, GROUP=2, XCDS=8), GemmConfig(32, 64, 4, 2, GROUP=2, XCDS=2, HALVES=True),
+    GemmConfig(32, 64, 4, 2, GROUP=4, WGRAD_TRANS_STORE=True), GemmConfig(64, 32, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("axes", ["KK", "MN"])
-def test_the_order_of_tiles_and_the_turned_store_change_no_result(config: Config, axes: str) -> None:
+def test_the_order_of_tiles_and_the_turned_store_change_no_result(config: GemmConfig, axes: str) -> None:
     operands = Operands(
         200, 330, 300, (1, 128), (128, 1), a_contiguous=axes[0], b_contiguous="N" if axes[1] == "N" else "K"
     )
-    plain = operands.product(config=Config(32, 64, 4, 2))
+    plain = operands.product(config=GemmConfig(32, 64, 4, 2))
     assert relative_error(plain, operands.expected()) < 1e-6
     torch.testing.assert_close(operands.product(config=config), plain, rtol=1e-6, atol=1e-5)
 
 
 def test_a_batch_with_a_run_of_tiles_for_each_chiplet() -> None:
     operands = Operands(70, 130, 256, (1, 128), (128, 128), batch=(3, 3))
-    found = operands.product(config=Config(32, 64, 4, 2, GROUP=2, XCDS=8))
+    found = operands.product(config=GemmConfig(32, 64, 4, 2, GROUP=2, XCDS=8))
     assert relative_error(found, operands.expected()) < 1e-6
 
 
 def test_a_turned_store_refuses_a_bias() -> None:
     operands = Operands(64, 64, 128, (1, 128), (128, 1), bias=torch.float32)
     with pytest.raises(ValueError, match="WGRAD_TRANS_STORE computes outᵀ"):
-        operands.product(config=Config(32, 64, 4, 2, WGRAD_TRANS_STORE=True))
+        operands.product(config=GemmConfig(32, 64, 4, 2, WGRAD_TRANS_STORE=True))
 
 
 def run(*argv: str) -> int:
@@ -315,7 +316,7 @@ def test_the_command_prints_and_writes_figures(capsys: pytest.CaptureFixture[str
 
 def test_wrong_use_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--op", "gemm") == 2
-    assert "'gemm' is no op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
+    assert "'gemm' is not an op; choose from forward, dgrad, wgrad" in capsys.readouterr().err
     assert run("--compare", "large") == 2
     assert "'large' names no configuration" in capsys.readouterr().err
     assert run("--op", "quantize", "--compare", "128x128w4s2n32") == 2
@@ -337,8 +338,8 @@ def test_what_primus_turbo_says_of_its_code_beside_ours(target: Target) -> None:
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_the_readmes_table_of_the_committed_results(arch: str) -> None:
-    run = json.loads((bench.RESULTS / f"isa-{arch}.json").read_text())
+def test_the_table_of_the_committed_results(arch: str) -> None:
+    run = record.committed(f"isa-{arch}")
     text = bench.table(run)
     assert "modelled, not measured" in text
     assert text.startswith("| | Primus-Turbo | fp8fn |" if arch == "gfx950" else "| | fp8fn |")

@@ -19,8 +19,8 @@ from triton.runtime.jit import JITFunction
 
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, fp8_max
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_data, empty_scale
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import (
     CPU,
@@ -29,6 +29,7 @@ from fp8fn.ops.targets import (
     SM89,
     SM90,
     SM100,
+    SM120,
     Target,
     check_supported,
     fp8_dtypes,
@@ -36,9 +37,10 @@ from fp8fn.ops.targets import (
     target_of,
 )
 from fp8fn.ops.triton.interpreter import interpreting
-from fp8fn.ops.triton.quantize import plan_quantize
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scaled_mm_tma import plan_scaled_mm_tma
-from fp8fn.ops.tuning.choose import plan_scaled_mm
+from support.products import Parts, dispatched
+from support.quantizers import plan_quantize
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -61,15 +63,19 @@ def argument_kernel(out, big, sixteen, one, odd, nothing):
     tl.store(out, big + sixteen + one + odd)
 
 
-def cast_launch(source: torch.Tensor, target: torch.Tensor) -> Launch:
+def cast_launch(source: torch.Tensor, target: torch.Tensor) -> TritonLaunch:
     count = source.numel()
     args = {"source": source, "target": target, "N": count}
-    return Launch(cast_kernel, (triton.cdiv(count, 4096), 1, 1), args, {"BLOCK": 4096}, {"num_warps": 4}, SM90)
+    grid = triton.cdiv(count, 4096), 1, 1
+    return TritonLaunch(cast_kernel, grid, args, {"BLOCK": 4096}, {"num_warps": 4}, target=SM90)
 
 
 def test_targets_have_names_types_and_triton_targets() -> None:
     assert [t.name for t in (CPU, SM89, SM90, GFX942, GFX950)] == ["cpu", "sm89", "sm90", "gfx942", "gfx950"]
     assert native_e4m3(GFX942) is torch.float8_e4m3fnuz
+    assert [t.cubin for t in (SM89, SM90, SM100, SM120)] == ["sm_89", "sm_90a", "sm_100a", "sm_120a"]
+    with pytest.raises(ValueError, match="gfx942 runs no cubin"):
+        GFX942.cubin  # noqa: B018
     assert {native_e4m3(t) for t in (CPU, SM89, SM90, SM100, GFX950)} == {E4M3}
     assert fp8_dtypes(SM90) == fp8_dtypes(GFX950) == (E4M3, E5M2)
     assert fp8_dtypes(GFX942) == (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
@@ -115,7 +121,8 @@ def test_interpreted_cast_to_bfloat16_rounds_to_nearest_even() -> None:
 def test_interpreted_product_multiplies_values(dtype: torch.dtype) -> None:
     a, b = torch.randn(32, 32).to(dtype), torch.randn(32, 32).to(dtype)
     out = torch.empty(32, 32)
-    Launch(dot_kernel, (1, 1, 1), {"a": a, "b": b, "out": out}, {"N": 32}, {"num_warps": 4}, SM90).interpret()
+    args = {"a": a, "b": b, "out": out}
+    TritonLaunch(dot_kernel, (1, 1, 1), args, {"N": 32}, {"num_warps": 4}, target=SM90).interpret()
     torch.testing.assert_close(out, a.float() @ b.float())
 
 
@@ -148,7 +155,7 @@ def test_one_process_compiles_interprets_and_compiles() -> None:
 def test_arguments_are_typed_as_the_jit_types_them() -> None:
     out = torch.empty(8, dtype=torch.int64)
     args = {"out": out, "big": 2**31, "sixteen": 48, "one": 1, "odd": 7, "nothing": None}
-    source = Launch(argument_kernel, (1, 1, 1), args, {}, {"num_warps": 1}, SM90).compile().src
+    source = TritonLaunch(argument_kernel, (1, 1, 1), args, {}, {"num_warps": 1}, target=SM90).compile().src
     assert source.signature == {
         "out": "*i64", "big": "i64", "sixteen": "i32", "one": "constexpr", "odd": "i32", "nothing": "constexpr",
     }  # fmt: skip
@@ -156,19 +163,16 @@ def test_arguments_are_typed_as_the_jit_types_them() -> None:
     divisible = [key for key, value in source.attrs.items() if ["tt.divisibility", 16] in value]
     assert divisible == [(0,), (1,), (2,)]
     shifted = {**args, "out": out[1:]}
-    again = Launch(argument_kernel, (1, 1, 1), shifted, {}, {"num_warps": 1}, SM90).compile().src
+    again = TritonLaunch(argument_kernel, (1, 1, 1), shifted, {}, {"num_warps": 1}, target=SM90).compile().src
     assert (0,) not in again.attrs or again.attrs[(0,)] == []
 
 
-def meta_operands(m: int, n: int, k: int, padded: int | None = None) -> dict[str, Any]:
+def meta_product(m: int, n: int, k: int, padded: int | None = None, target: Target = SM90) -> ScaledProduct:
     a = torch.empty_strided((m, k), (padded or k, 1), dtype=E4M3, device="meta")
     b = torch.empty(n, k, dtype=E4M3, device="meta").mT
     a_scale, b_scale = empty_scale(a, (1, 128), "fp32"), empty_scale(b, (128, 128), "fp32")
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return {
-        "a": a, "a_scale": a_scale, "a_block": (1, 128), "b": b, "b_scale": b_scale, "b_block": (128, 128),
-        "bias": None, "out": out,
-    }  # fmt: skip
+    return Parts(a, a_scale, (1, 128), b, b_scale, (128, 128), None, out).product(target)
 
 
 def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
@@ -176,11 +180,11 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
 ) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no NVRTC here")
     with caplog.at_level(logging.DEBUG, logger="fp8fn"):
-        assert plan_scaled_mm(**meta_operands(4096, 4096, 4096), target=SM90).name == "scaled_mm_tma"
-        assert plan_scaled_mm(**meta_operands(4096, 4096, 4096), target=SM100).name == "scaled_mm"
-        assert plan_scaled_mm(**meta_operands(16, 4096, 4096), target=SM90).name == "scaled_mm"
-        unaligned = plan_scaled_mm(**meta_operands(256, 256, 256, padded=257), target=SM90)
-    assert unaligned.reason.endswith("no TMA: a has a row stride of 257 bytes, no multiple of 16")
+        assert dispatched(meta_product(4096, 4096, 4096)).name == "scaled_mm_tma"
+        assert dispatched(meta_product(4096, 4096, 4096, target=SM100)).name == "scaled_mm"
+        assert dispatched(meta_product(16, 4096, 4096)).name == "scaled_mm"
+        unaligned = dispatched(meta_product(256, 256, 256, padded=257))
+    assert unaligned.reason.endswith("not triton_tma: a has a row stride of 257 bytes, no multiple of 16")
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 4
     assert "scaled_mm_tma[BM=128,BN=128,BK=128]" in messages[0]
@@ -189,7 +193,7 @@ def test_tma_is_chosen_without_nvrtc_and_the_log_says_why_not(
 
 
 def test_a_launch_describes_itself() -> None:
-    launch = plan_scaled_mm_tma(**meta_operands(4096, 8192, 4096), target=SM90)
+    (launch,) = plan_scaled_mm_tma(meta_product(4096, 8192, 4096))
     assert launch.describe() == "scaled_mm_tma[BM=128,BN=128,BK=128] grid=132x1x1 num_warps=8 num_stages=4 sm90"
 
 
@@ -229,6 +233,6 @@ def test_a_launch_runs_on_the_device_of_its_tensors(
     x = torch.empty(4).as_subclass(Lying)
     kernel = Counted(devices)
     argument = SimpleNamespace(base=x) if described else x
-    Launch(kernel, (1, 1, 1), {"M": 3, "x": argument}, {}, {}, SM90).run()  # type: ignore[dict-item]
+    TritonLaunch(kernel, (1, 1, 1), {"M": 3, "x": argument}, {}, {}, target=SM90).run()  # type: ignore[dict-item]
     assert kernel.ran_on == [1]
     assert devices == [current]

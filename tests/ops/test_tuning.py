@@ -31,15 +31,16 @@ from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, Config
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.recipe import HYBRID, parse_recipe
-from fp8fn.ops.targets import SM90, SM100, Target
+from fp8fn.ops.targets import SM90, SM100, Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.candidates import SMALLEST, W, X, candidates, config_name, config_of, tile_count, tiles
-from fp8fn.ops.tuning.choose import choose_config, plan_scaled_mm
+from fp8fn.ops.tuning.choose import Measured, measured
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
 from fp8fn.ops.tuning.model import FITTED, microseconds, ranked
-from fp8fn.ops.tuning.problem import Chip, Problem, chip_of, empty_operands, linear_problems, problem_of
+from fp8fn.ops.tuning.problem import Problem, linear_problems, problem_of
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER, Entry, Table
+from support.products import Parts, dispatched, empty_operands
 
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=f"needs NVRTC: {nvrtc.unavailable()}")
 
@@ -236,7 +237,7 @@ def test_no_candidate_spills(kinds: tuple[str, str]) -> None:
     pytest.importorskip("triton")  # brings cuobjdump
     problem = Problem(128, 512, 16384, *kinds)
     for config in candidates(problem, 132):
-        assert cuda.plan(*operands(problem), SM90, config).resources().spills == 0, config
+        assert cuda.plan(operands(problem).product(SM90), config)[0].resources().spills == 0, config
 
 
 # Problems.
@@ -265,14 +266,15 @@ def test_the_problems_of_a_linear_layer_are_the_products_that_it_runs(recipe: st
     assert len(mode.seen) == 3
     for (name, problem), (a, a_scale, a_block, b, b_scale, b_block, *_) in zip(wanted.items(), mode.seen, strict=True):
         ours = operands(problem)
-        assert problem_of(a, tuple(a_block), b, tuple(b_block), ours.out) == problem, name
+        theirs = Parts(a, a_scale, tuple(a_block), b, b_scale, tuple(b_block), None, ours.out)
+        assert problem_of(theirs.product(SM90)) == problem, name
         assert (a.shape, b.shape, a_scale.shape, b_scale.shape) == (
             ours.a.shape, ours.b.shape, ours.a_scale.shape, ours.b_scale.shape,
         )  # fmt: skip
         if name != "dgrad" and recipe == "blockwise":  # off Hopper, dgrad reads the forward's weight
             assert (a.stride(), a_scale.stride()) == (ours.a.stride(), ours.a_scale.stride())
             assert (b.stride(), b_scale.stride()) == (ours.b.stride(), ours.b_scale.stride())
-        assert cuda.accepts(*ours, SM90) is None
+        assert cuda.accepts(ours.product(SM90)) is None
 
 
 def test_problems_of_recipes() -> None:
@@ -292,8 +294,12 @@ def test_a_batch_has_operands_of_three_dimensions() -> None:
     problem = Problem(128, 256, 512, batch=3)
     made = operands(problem)
     assert (made.a.shape, made.b.shape, made.out.shape) == ((3, 128, 512), (3, 512, 256), (3, 128, 256))
-    assert problem_of(made.a, made.a_block, made.b, made.b_block, made.out) == problem
-    assert cuda.accepts(*made, SM90) is None
+    assert problem_of(made.product(SM90)) == problem
+    assert cuda.accepts(made.product(SM90)) is None
+
+
+def choose_config(problem: Problem, cores: int, known: tuple[table.Table, ...] = ()) -> Measured:
+    return measured(problem, known) or Measured(ranked(problem, cores)[0], "the model")
 
 
 # Tables.
@@ -477,22 +483,22 @@ def test_two_processes_that_tune_keep_each_others_rows(cache: Path) -> None:
 
 def test_a_plan_says_who_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    launch = plan_scaled_mm(*operands(PROBLEM), SM90, CHIP)
+    launch = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert isinstance(launch, CudaLaunch)
-    assert launch.reason == "by the model"
+    assert launch.reason == "cuda by the model"
     assert (launch.options["BM"], launch.options["BN"]) == (192, 128)
     save({PROBLEM: replace(ENTRY, peer_us=305.0)})
-    tuned = plan_scaled_mm(*operands(PROBLEM), SM90, CHIP)
-    assert tuned.reason == "by nvidia-test-132.json"
+    tuned = dispatched(operands(PROBLEM).product(SM90, CHIP))
+    assert tuned.reason == "cuda by nvidia-test-132.json"
     assert tuned.describe().startswith("scaled_mm[BM=128,BN=256")
     # Without a device or a chip it is the model's.
-    assert plan_scaled_mm(*operands(PROBLEM), SM90).reason == "by the model"
+    assert dispatched(operands(PROBLEM).product(SM90)).reason == "cuda by the model"
 
 
 def test_a_plan_of_few_tiles_shares_k(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     problem = Problem(64, 512, 16384)
-    launch = plan_scaled_mm(*operands(problem), SM90, CHIP)
+    launch = dispatched(operands(problem).product(SM90, CHIP))
     assert isinstance(launch, CudaLaunch)
     assert launch.options["SPLIT"] == ranked(problem, 132)[0].SPLIT > 1
 
@@ -500,32 +506,38 @@ def test_a_plan_of_few_tiles_shares_k(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_is_the_librarys_where_that_was_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     save({PROBLEM: replace(ENTRY, peer_us=200.0)})
-    launch = plan_scaled_mm(*operands(PROBLEM), SM90, CHIP)
+    launch = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert isinstance(launch, LibraryLaunch)
-    assert launch.describe() == ("torch._scaled_mm_v2[1x128·128x128] sm90 (faster here by nvidia-test-132.json)")
+    assert launch.describe() == ("torch._scaled_mm_v2[1x128·128x128] sm90 (cublaslt by nvidia-test-132.json)")
     # With a bias cuBLASLt does not take these, and with e5m2 nothing was measured.
     biased = operands(PROBLEM)._replace(bias=torch.empty(6144, dtype=torch.bfloat16, device="meta"))
-    assert isinstance(plan_scaled_mm(*biased, SM90, CHIP), CudaLaunch)
-    assert isinstance(plan_scaled_mm(*operands(replace(PROBLEM, a_type="e5m2")), SM90, CHIP), CudaLaunch)
+    assert isinstance(dispatched(biased.product(SM90, CHIP)), CudaLaunch)
+    assert isinstance(dispatched(operands(replace(PROBLEM, a_type="e5m2")).product(SM90, CHIP)), CudaLaunch)
 
 
 def test_what_cuda_does_not_take_goes_to_triton_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     problem = Problem(256, 256, 256)
-    assert plan_scaled_mm(*operands(problem, "cpu"), SM90).name == "scaled_mm_tma"
-    assert plan_scaled_mm(*operands(problem, "cpu"), SM90).reason == "no CUDA C++: a is on the CPU"
-    elsewhere = plan_scaled_mm(*operands(problem), SM100)
-    assert (elsewhere.name, elsewhere.reason) == ("scaled_mm", "no TMA: sm100 is not sm90")
+    assert dispatched(operands(problem, "cpu").product(SM90)).name == "scaled_mm_tma"
+    assert (
+        dispatched(operands(problem, "cpu").product(SM90)).reason == "triton_tma by default; not cuda: a is on the CPU"
+    )
+    elsewhere = dispatched(operands(problem).product(SM100))
+    assert (elsewhere.name, elsewhere.reason) == (
+        "scaled_mm", "triton by default; not cuda: sm100 is not sm90; not triton_tma: sm100 is not sm90",
+    )  # fmt: skip
     made = operands(problem)
     odd = made._replace(a=torch.empty_strided((256, 256), (257, 1), dtype=torch.float8_e4m3fn, device="meta"))
-    assert plan_scaled_mm(*odd, SM90).reason == (
-        "no CUDA C++: a has a stride of 257 bytes, no multiple of 16; "
-        "no TMA: a has a row stride of 257 bytes, no multiple of 16"
+    assert dispatched(odd.product(SM90)).reason == (
+        "triton by default; not cuda: a has a stride of 257 bytes, no multiple of 16; "
+        "not triton_tma: a has a row stride of 257 bytes, no multiple of 16"
     )
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no libnvrtc.so.13 is here")
-    without = plan_scaled_mm(*made, SM90)
-    assert (without.name, without.reason) == ("scaled_mm_tma", "no CUDA C++: no libnvrtc.so.13 is here")
+    without = dispatched(made.product(SM90))
+    assert (without.name, without.reason) == (
+        "scaled_mm_tma", "triton_tma by default; not cuda: no libnvrtc.so.13 is here",
+    )  # fmt: skip
 
 
 def test_the_chip_of_a_plan() -> None:
@@ -558,8 +570,8 @@ def expected(made: Any) -> Tensor:
 @pytest.mark.parametrize(("kinds", "recipe"), [(("WHOLE", "WHOLE"), "tensorwise"), (("LINE", "LINE"), "rowwise")])
 def test_the_librarys_launch_multiplies(kinds: tuple[str, str], recipe: str) -> None:
     made = quantized(Problem(48, 64, 160, *kinds))
-    assert cublaslt.accepts(*made, SM90) is None
-    launch = cublaslt.plan(*made, SM90, "why")
+    assert cublaslt.accepts(made.product(SM90)) is None
+    launch = replace(cublaslt.plan(made.product(SM90))[0], reason="why")
     assert (launch.name, launch.recipe, launch.describe()) == (
         "torch._scaled_mm", recipe, f"torch._scaled_mm[{recipe}] sm90 (why)",
     )  # fmt: skip
@@ -578,10 +590,10 @@ def test_the_librarys_launch_of_blocks_asks_as_pytorch_does(
     b_scale: str, recipe: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = operands(Problem(256, 512, 1024, "VECTOR", b_scale))
-    assert cublaslt.accepts(*made, SM90) is None
+    assert cublaslt.accepts(made.product(SM90)) is None
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(torch, "_scaled_mm_v2", lambda *args, **kwargs: seen.append((args, kwargs)))
-    cublaslt.plan(*made, SM90).run()
+    cublaslt.plan(made.product(SM90))[0].run()
     scale = made.b_scale if b_scale == "BLOCK" else made.b_scale.mT
     F.scaled_mm(
         made.a, made.b, scale_a=made.a_scale, scale_recipe_a=F.ScalingType.BlockWise1x128, scale_b=scale,
@@ -626,7 +638,7 @@ def test_what_the_library_does_not_take(problem: Problem, change: dict[str, Any]
         made = made._replace(bias=torch.empty(problem.n, dtype=change["bias"], device="meta"))
     if "row_major" in change:
         made = made._replace(b=made.b.contiguous())
-    found = cublaslt.accepts(*made, change.get("target", SM90))
+    found = cublaslt.accepts(made.product(change.get("target", SM90)))
     if reason is None:
         assert found is None
     else:
@@ -782,13 +794,14 @@ def test_a_problem_that_no_configuration_runs_is_an_error() -> None:
 def test_the_operands_of_a_bench_are_as_of_quantized_normal_numbers() -> None:
     bench = DeviceBench(torch.device("cpu"), SM90, CHIP, FakeBench())
     made = bench.filled(Problem(300, 40, 200, a_type="e5m2"))
-    for data in (made.a.float(), made.b.float()):
-        assert data.isfinite().all()
-        assert 0.3 < data.std() / torch.finfo(made.a.dtype if data.shape[0] == 300 else made.b.dtype).max < 0.45
-    assert (made.a.view(torch.uint8)[0, :40] != made.b.mT.view(torch.uint8)[0, :40]).any()
-    large = bench.filled(Problem(4200, 16, 4096))  # more than the sample
-    assert large.a.float().isfinite().all()
-    assert (large.a.view(torch.uint8)[4196:] == large.a.view(torch.uint8)[100:104]).all()
+    a, b = made.a.data, made.b.data
+    for data in (a, b):
+        assert data.float().isfinite().all()
+        assert 0.3 < data.float().std() / torch.finfo(data.dtype).max < 0.45
+    assert (a.view(torch.uint8)[0, :40] != b.mT.view(torch.uint8)[0, :40]).any()
+    large = bench.filled(Problem(4200, 16, 4096)).a.data  # more than the sample
+    assert large.float().isfinite().all()
+    assert (large.view(torch.uint8)[4196:] == large.view(torch.uint8)[100:104]).all()
 
 
 @pytest.mark.parametrize("kinds", KINDS)
@@ -796,11 +809,11 @@ def test_the_operands_of_a_bench_are_as_of_quantized_normal_numbers() -> None:
 def test_the_check_of_a_bench_sees_a_wrong_corner(kinds: tuple[str, str], shape: tuple[int, int, int]) -> None:
     made = quantized(Problem(*shape, *kinds))
     made.out.copy_(expected(made))
-    assert corner_error(made) < 4e-3
+    assert corner_error(made.product(SM90)) < 4e-3
     made.out[-1, -1] += made.out.float().abs().max()
-    assert corner_error(made) > 1e-2
+    assert corner_error(made.product(SM90)) > 1e-2
     made.out[0, 0] = torch.nan
-    assert not corner_error(made) <= 1e-2
+    assert not corner_error(made.product(SM90)) <= 1e-2
 
 
 # The command.
@@ -967,7 +980,7 @@ def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
     assert cubins(cache)["scaled_mm"] >= 1
     before = cubins(cache)
     for problem in linear_problems(8192, 6144, 4096, parse_recipe("rowwise")).values():
-        launch = plan_scaled_mm(*operands(problem), Target("cuda", 90, 32, 132), H200)
+        launch = dispatched(operands(problem).product(Target("cuda", 90, 32, 132), H200))
         assert isinstance(launch, CudaLaunch)
         launch.compile()
     assert cubins(cache) == before

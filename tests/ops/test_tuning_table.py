@@ -12,17 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8fn.ops import code_cache
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Chip, Target
 from fp8fn.ops.tuning import table
-from fp8fn.ops.tuning.choose import plan_scaled_mm
-from fp8fn.ops.tuning.problem import Chip, Problem, empty_operands
+from fp8fn.ops.tuning.problem import Problem, empty_product
+from support.products import dispatched
 
 CHIP = Chip("NVIDIA Test", 132)
 HOPPER = Target("cuda", 90, 32, 132)
@@ -239,7 +238,7 @@ def test_no_table_makes_a_lookup_raise(drawn: list[Any], place: int) -> None:
             assert math.isfinite(entry.spread)
             assert entry.peer_wins in (True, False)
             config = table.config_of(entry.config)
-            cuda.plan(*empty_operands(runnable(problem), "meta"), HOPPER, config)
+            cuda.plan(empty_product(runnable(problem), "meta", HOPPER), config)
         # What is merged with it is a table again.
         table.add(CHIP, {Problem(1, 2, 3): table.Entry("64x64d2", {"64x64d2": 0.001}, 0.0)}, {})
         assert set(table.read(table.user_path(CHIP)).entries) == {Problem(1, 2, 3), *found.entries}
@@ -261,8 +260,5 @@ def test_a_product_is_planned_beside_a_bad_row(bad: list[Any], monkeypatch: pyte
     """The row's own shape goes by the model, another by its row."""
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     put(with_rows(bad, OTHER))
-    reasons = [
-        plan_scaled_mm(*empty_operands(Problem(m, 7168, 2112), torch.device("meta")), HOPPER, CHIP).reason
-        for m in (64, 128)
-    ]
-    assert reasons == ["by the model", f"by {table.user_path(CHIP).name}"]
+    reasons = [dispatched(empty_product(Problem(m, 7168, 2112), "meta", HOPPER, CHIP)).reason for m in (64, 128)]
+    assert reasons == ["cuda by the model", f"cuda by {table.user_path(CHIP).name}"]

@@ -38,14 +38,17 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, scaled_mm, splitk_a16w8
+from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.runtime import call_cache, graph_capture, nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import Call, keep, kind, recall
+from fp8fn.ops.cuda.runtime.call_cache import Call, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import problem_of
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.scaled_mm import empty_output
+from fp8fn.ops.triton.launch import TritonLaunch
+from support.products import mx_product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ROWS: Final = (1, 2, 4, 8, 9, 16, 17, 32, 64, 128)
@@ -394,11 +397,12 @@ def _forced_product(module: Any, constant: bool) -> Product:
         call: Call | None = recall(key)
         if call is None:
             out = empty_output(x, w, x.dtype)
-            given = (*operands, _SQUARE, None, out, targets.target_of(x.device))
-            if (reason := module.accepts(*given)) is not None:
+            weight = Quantized(w, scale, _SQUARE)
+            given = WeightProduct(x=x, w=weight, out=out, target=targets.target_of(x.device), constant=told)
+            if (reason := module.accepts(given)) is not None:
                 raise Refused(reason)
-            launch = module.plan(*given) if module is gemv_a16w8 else module.plan(*given, constant=told)
-            call = keep(key, mm_a16w8.call(launch, out))
+            launches = module.plan(given, module.configure(given))
+            call = keep(key, call_of(launches, ("x", "w", "w_scale"), given.outputs))
             assert call is not None
         return call(*operands)
 
@@ -432,8 +436,9 @@ def _forced_mx_product(module: Any, constant: bool) -> Product:
             if (reason := module.accepts(problem)) is not None:
                 raise Refused(reason)
             config = module.configure(problem)
-            (launch,) = module.plan(a, a_scale, b, b_scale, None, out, target, config, constant=told)
-            call = keep(key, scaled_mm.call(launch, out, False))
+            product = mx_product((a, b), (a_scale, b_scale), out, target, constant=told)
+            launches = module.plan(product, config)
+            call = keep(key, call_of(launches, ("a", "a_scale", "b", "b_scale"), product.outputs))
             assert call is not None
         return call(*operands)
 
@@ -451,18 +456,18 @@ class Refused(Exception):
 def launches_seen() -> Iterator[set[str]]:
     """The names of the launches that are prepared inside, or started by Triton; nothing prepared before is kept."""
     seen: set[str] = set()
-    prepare, run = CudaLaunch.prepare, Launch.run
+    prepare, run = CudaLaunch.prepare, TritonLaunch.run
 
     def prepared_(launch: CudaLaunch) -> Any:
         seen.add(launch.kernel.file.removesuffix(".cu") + "*" * launch.overlaps)
         return prepare(launch)
 
-    def ran(launch: Launch) -> None:
+    def ran(launch: TritonLaunch) -> None:
         seen.add(f"triton {launch.name}")
         run(launch)
 
     call_cache._kept.clear()
-    with patched(CudaLaunch, "prepare", prepared_), patched(Launch, "run", ran):
+    with patched(CudaLaunch, "prepare", prepared_), patched(TritonLaunch, "run", ran):
         yield seen
 
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.launch import Launch
+from fp8fn.ops.triton.launch import TritonLaunch
 
 if TYPE_CHECKING:
     from fp8fn.ops.hip.launch import HipLaunch
@@ -102,9 +102,9 @@ def worker() -> Worker:
     return Worker()
 
 
-def execute(launch: Launch | HipLaunch) -> int:
+def execute(launch: TritonLaunch | HipLaunch) -> int:
     """Executes the code object of one launch, and returns how many instructions its wavefronts took."""
-    request = _of_triton(launch) if isinstance(launch, Launch) else _of_hip(launch)
+    request = _of_triton(launch) if isinstance(launch, TritonLaunch) else _of_hip(launch)
     storages: dict[int, torch.UntypedStorage] = {}
     args: list[Any] = []
     for arg in request.pop("args"):
@@ -123,7 +123,7 @@ def execute(launch: Launch | HipLaunch) -> int:
     return int(found["instructions"])
 
 
-def _of_triton(launch: Launch) -> dict[str, Any]:
+def _of_triton(launch: TritonLaunch) -> dict[str, Any]:
     compiled = launch.compile()
     # A constant, None and an integer that is 1 are compiled in, and no arguments of the machine code.
     args = [value for name, value in launch.args.items() if compiled.src.signature[name] != "constexpr"]
@@ -141,7 +141,7 @@ def _of_hip(launch: HipLaunch) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def run(launches: Sequence[Launch | HipLaunch], inputs: Sequence[Tensor | None]) -> int:
+def run(launches: Sequence[TritonLaunch | HipLaunch], inputs: Sequence[Tensor | None]) -> int:
     """Executes launches in order, on poisoned outputs and scratch; AssertionError where one wrote what it must not."""
     read = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in inputs if x is not None}
     before = {address: _bytes(storage).clone() for address, storage in read.items()}

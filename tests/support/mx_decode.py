@@ -21,6 +21,7 @@ from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import plan_gemv, plan_mfma
 from fp8fn.ops.targets import GFX950
 from support.emulated import Output, untouched
+from support.products import routed_product, scaled_product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
@@ -120,7 +121,7 @@ def dense(case: Dense, given: tuple[ScaledTensor, ScaledTensor] | None = None) -
     exact, magnitude = left @ right, left.abs() @ right.abs()
     if bias is not None:
         exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-    launches = PLANS[case.kernel](a.data, a.scale, b.data, b.scale, bias, out, GFX950, case.config)
+    launches = PLANS[case.kernel](scaled_product(a, b, out, GFX950, bias=bias), case.config)
     inputs = [x for x in launches[0].args.values() if isinstance(x, Tensor) and x is not launches[0].args["out"]]
     return Product(launches, (*inputs, *(() if bias is None else (bias,))), out, exact, 1e-6 * magnitude)
 
@@ -147,9 +148,7 @@ def routed(case: Routed, layout: tuple[Tensor, Tensor, Tensor] | None = None) ->
                 row = left[id // case.a_div]
                 exact[id], written[id] = by * (row @ right[expert]), True
                 bound[id] = 1e-6 * abs(by) * (row.abs() @ right[expert].abs())
-    config = HipConfig(block_n=case.block_n)
-    launch = plan_moe(
-        a.data, a.scale, w.data, w.scale, ids, owners, number, case.a_div, weights, out, GFX950, config
-    )  # fmt: skip
+    given = routed_product(a, w, (ids, owners, number), case.a_div, out, GFX950, weights)
+    (launch,) = plan_moe(given, HipConfig(block_n=case.block_n))
     inputs = tuple(x for x in launch.args.values() if isinstance(x, Tensor) and x is not out)
     return Product((launch,), inputs, out, exact[written], bound[written], written)

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Final, NamedTuple
+from functools import cache, partial
+from itertools import product as every
+from typing import Final
 
 import torch
-from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import INPUTS, RESERVED, SCALES, as_matrix, ceil_power_of_two, scale_step
-from fp8fn.ops.cuda.gemm.gemv_mx import PREFETCHED
-from fp8fn.ops.cuda.gemm.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.gemm.operands import (
+    INPUTS,
+    OUT,
+    SCALES,
+    TYPES,
+    as_batch,
+    has_pieces,
+    is_k_contiguous,
+    scale_step,
+)
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster, round_up
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.tuning.divisions import Division, Divisions, read
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 STEP: Final = 128  # of K in a stage
 _PIECE: Final = 8  # of x, that a thread loads
@@ -27,7 +37,6 @@ LEAST_STAGES: Final = 2  # of a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
-_CORES_OF_LARGE_GPCS: Final = 132  # with fewer a cluster of more than 8 blocks may have no place
 
 
 @dataclass(frozen=True)
@@ -85,123 +94,45 @@ def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
     return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
 
 
-def largest_cluster(cores: int) -> int:
-    """Blocks that find a place together on a GPU of so many multiprocessors."""
-    return 16 if cores >= _CORES_OF_LARGE_GPCS else 8
-
-
 def stages_of(k: int) -> int:
     """Stages that K takes, of which the last one may have zeros behind it."""
     return -(-k // STEP)
 
 
-class Held(NamedTuple):
-    """How weights are held: by `fewest` to `most` blocks on 132 multiprocessors, `along` K.
-
-    Where a `config` has no STAGES, a block's part, of `least` of them to HELD, is held as a whole.
-    """
-
-    fewest: int
-    most: int
-    config: Config
-    along: range = range(1, 17)
-    least: int = 1
-
-    def divisions(self, steps: int) -> Iterator[tuple[int, int]]:
-        """Blocks along K and the stages that each of them has."""
-        given = self.config.STAGES
-        least, most = given or self.least, given or self.config.HELD
-        for cluster in self.along:
-            stages, rest = divmod(steps, cluster)
-            if not rest and least <= stages <= most:
-                yield cluster, stages
+@cache
+def divisions() -> Divisions[Config]:
+    """Divisions that hold weights in registers, as were timed on an H200."""
+    return read("a16w8_tiles.json", Config)
 
 
-# By rows, the first that fits: of a constant weight, and of others.
-_HELD: Final = {
-    8: (
-        # Wholly, where two launches or more find room at once.
-        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=4, READY=4), range(4, 9), 3),
-        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=6, READY=6), range(2, 13), 6),
-        Held(45, 50, Config(8, 8, RESIDENT=1, HELD=8, READY=8), range(2, 3), 8),
-        Held(51, 60, Config(8, 8, RESIDENT=1, HELD=8), range(3, 7), 8),
-        Held(30, 50, Config(8, 12, RESIDENT=1, HELD=6, READY=6), range(1, 13), 3),
-        Held(30, 110, Config(8, 4, RESIDENT=2, HELD=3, READY=3), range(16, 0, -1)),
-        Held(240, 520, Config(8, 4, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
-        Held(60, 90, Config(8, 12, RESIDENT=1, HELD=6), range(1, 3), 3),
-        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
-        Held(1, 130, Config(8, 4, RESIDENT=2, HELD=4, READY=4), range(1, 3)),
-        Held(60, 260, Config(8, 8, RESIDENT=2, HELD=2, READY=2), range(1, 3)),
-        # Longer K.
-        Held(101, 150, Config(8, 8, 6, RESIDENT=2, HELD=4, X_OVER=True)),
-        Held(151, 200, Config(8, 8, 4, RESIDENT=2, HELD=2, READY=2, X_OVER=True)),
-        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4), range(1, 5)),
-        Held(60, 70, Config(8, 12, 6, RESIDENT=1, HELD=6)),
-        Held(48, 70, Config(8, 12, 8, RESIDENT=1, HELD=6, READY=2)),
-        Held(48, 176, Config(8, 8, 4, RESIDENT=2, HELD=4)),
-    ),
-    16: (
-        # Wholly.
-        Held(40, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=3, READY=3), range(16, 17)),
-        Held(60, 100, Config(16, 4, RESIDENT=2, LATE=True, HELD=2), range(3, 17), 2),
-        Held(45, 50, Config(16, 12, RESIDENT=1, HELD=2, READY=2), range(2, 17), 2),
-        Held(30, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 17), 3),
-        Held(55, 100, Config(16, 8, RESIDENT=1, LATE=True, HELD=4), range(6, 13), 4),
-        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=2, READY=2), range(1, 17), 2),
-        Held(90, 150, Config(16, 8, RESIDENT=2, HELD=3, READY=3), range(4, 9), 2),
-        Held(20, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 2), 2),
-        Held(40, 50, Config(16, 12, RESIDENT=1, HELD=3, READY=3), range(1, 3), 2),
-        Held(1, 100, Config(16, 4, RESIDENT=2, HELD=1, READY=1), range(1, 4)),
-        Held(1, 70, Config(16, 4, RESIDENT=2, LATE=True, HELD=3), range(1, 3)),
-        Held(40, 70, Config(16, 8, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 5)),
-        Held(190, 260, Config(16, 8, 2, RESIDENT=2, HELD=1, READY=1), range(1, 9)),
-        # Longer K.
-        Held(60, 80, Config(16, 16, 6, RESIDENT=1, LATE=True, HELD=3, X_OVER=True), range(8, 9)),
-        Held(60, 70, Config(16, 12, 6, RESIDENT=1, LATE=True, HELD=4, READY=2), range(1, 5)),
-        Held(48, 100, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, READY=2, X_OVER=True)),
-        Held(101, 150, Config(16, 8, 6, RESIDENT=2, LATE=True, HELD=4, X_OVER=True)),
-        Held(60, 70, Config(16, 12, 8, RESIDENT=1, LATE=True, HELD=6, READY=2, X_OVER=True)),
-        Held(48, 200, Config(16, 8, 4, RESIDENT=2, LATE=True, HELD=4)),
-    ),
-}
-_HELD_LATE: Final = {
-    rows: (
-        Held(0, most, Config(rows, 4, 2, RESIDENT=2, LATE=True, HELD=2), range(1, 9)),
-        Held(0, most, Config(rows, 4, 3, RESIDENT=2, LATE=True, HELD=3)),
-    )
-    for rows, most in ((8, 224), (16, 132))
-}
-
-
-def accepts(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> str | None:
-    """None where `plan` takes these operands, else the reason why not."""
-    if (reason := gemv_a16w8.accepts(x, w, w_scale, w_block, bias, out, target)) is not None:
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    if (reason := gemv_a16w8.accepts(product)) is not None:
         return reason
+    product = product.as_matrix()
+    x, w, out = product.x, product.w.data, product.out
     if out.dtype == torch.float32:
         return "out of float32 shows what the tensor core's accumulators drop"
-    x, out = as_matrix(x, w, bias, out)
     if out.dim() == 3:
         return f"a batch of {out.shape[0]}"
     if out.shape[0] > MOST_ROWS:
         return f"x has {out.shape[0]} rows, more than {MOST_ROWS}"
     if x.shape[-1] % _PIECE:
         return f"K={x.shape[-1]} is no multiple of {_PIECE}"
-    if not gemv_a16w8.is_k_contiguous(w):
+    if not is_k_contiguous(w):
         return "columns of w are not contiguous"
-    if not gemv_a16w8.has_pieces(x):
+    if not has_pieces(x):
         return "rows of x do not begin at multiples of 16 bytes"
-    config = configure(out.shape[0], out.shape[1], x.shape[-1], w_block, PARTS[x.dtype], target.cores)
+    config = configure(replace(product, constant=False))
     if config.STAGES < LEAST_STAGES:
         return f"x of K={x.shape[-1]} does not fit into shared memory"
     return None
 
 
-def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
+def untuned(product: WeightProduct) -> str | None:
     """None where it was the faster one on an H200, else why not."""
-    k, n = w.shape[-2:]
-    rows = x.numel() // k
+    n, k, constant = product.n, product.k, product.constant
+    rows = product.m * product.batch
     if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
     if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
@@ -209,7 +140,12 @@ def untuned(x: Tensor, w: Tensor, constant: bool) -> str | None:
     return None
 
 
-def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *, constant: bool = False) -> Config:
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(weight_problem(product))
+
+
+def choose_config(problem: WeightProblem) -> Config:
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
@@ -220,7 +156,8 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     Of others too the blocks of two launches find room at once, unless their parts would be too long, and the next
     launch begins late: what it asks for would delay this one. Parts of two stages, or three, are held.
     """
-    rows, steps = 8 if m <= 8 else 16, stages_of(k)
+    n, k, w_block, cores, constant = problem.n, problem.k, problem.block, problem.cores, problem.constant
+    rows, steps, parts = 8 if problem.m <= 8 else 16, stages_of(k), PARTS[problem.x_dtype]
     wide, narrow = -(-n // 128), -(-n // 64)
     most = max(1, min(8, steps // 2))
     late = not constant or (rows == 16 and steps >= 16)
@@ -228,7 +165,7 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     def fitted(warps: int, cluster: int, resident: int) -> Config:
         return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
-    if (held := _held((_HELD if constant else _HELD_LATE)[rows], n, k, w_block, parts, cores)) is not None:
+    if (held := _held(rows, problem)) is not None:
         return held
     if constant:
         if rows == 16 and cores < wide * 8 <= narrow * 8 <= 3 * cores and 16 <= steps <= 48:
@@ -265,22 +202,50 @@ def configure(m: int, n: int, k: int, w_block: Block, parts: int, cores: int, *,
     return fitted(8, cluster, 3 if crowded else 2)
 
 
-def _held(table: tuple[Held, ...], n: int, k: int, w_block: Block, parts: int, cores: int) -> Config | None:
-    """The first whose blocks have equally long parts, find room and are neither too few nor too many."""
-    largest, steps = largest_cluster(cores), stages_of(k)
-    for held in table:
-        for cluster, stages in held.divisions(steps):
-            config = held.config
+def _held(rows: int, problem: WeightProblem) -> Config | None:
+    """The first of the table whose blocks are neither too few nor too many."""
+    for division, config in _that_fit(rows, problem):
+        if division.has(-(-problem.n // config.BN) * config.CLUSTER, problem.cores):
+            return config
+    return None
+
+
+def _all_held(rows: int, problem: WeightProblem) -> Iterator[Config]:
+    """Those of the table with about as many blocks as multiprocessors, whatever its own bounds are."""
+    for _, config in _that_fit(rows, problem):
+        if problem.cores <= 4 * -(-problem.n // config.BN) * config.CLUSTER <= 16 * problem.cores:
+            yield config
+
+
+def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[Config], Config]]:
+    """The divisions of the table whose blocks have equally long parts and find room.
+
+    A division without STAGES holds the whole of a block's part.
+    """
+    k, cores, parts = problem.k, problem.cores, PARTS[problem.x_dtype]
+    for division in divisions().get((problem.constant, rows), ()):
+        for cluster, stages in division.parts(stages_of(k)):
+            config = division.config
             # A stage takes 16 registers of a thread, and so do the sums of a third part of 16 rows, of two stages.
             full = parts == 3 and config.ROWS == 16 and config.HELD > 3
             count = min(config.HELD, stages) - full
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
-            blocks, room = -(-n // config.BN) * cluster, SHARED_LIMIT // config.RESIDENT - RESERVED
-            if cluster > largest or config.shared(k, w_block, parts) > room:
-                continue
-            if held.fewest * cores <= blocks * 132 <= held.most * cores:
-                return config
-    return None
+            room = SHARED_LIMIT // config.RESIDENT - RESERVED
+            if cluster <= largest_cluster(cores) and config.shared(k, problem.block, parts) <= room:
+                yield division, config
+
+
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first; at most 16 rows by lines along K."""
+    if problem.m > MOST_ROWS or problem.batch > 1 or not problem.k_lines or problem.k % _PIECE:
+        return ()
+    k, parts, rows = problem.k, PARTS[problem.x_dtype], 8 if problem.m <= 8 else 16
+    found = [choose_config(problem), *_all_held(rows, problem)]
+    late = (False, True) if problem.constant else (True,)
+    for warps, cluster, resident, later in every((4, 8, 12), range(1, 9), (2, 3), late):
+        if cluster <= stages_of(k) // 2 or cluster == 1:
+            found.append(_with_stages(Config(rows, warps, 0, cluster, resident, later), k, problem.block, parts))
+    return tuple(dict.fromkeys(config for config in found if (1 if config.HELD else LEAST_STAGES) <= config.STAGES))
 
 
 def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
@@ -298,14 +263,11 @@ def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
     return replace(config, STAGES=max(stages, 0))
 
 
-def plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None, *, constant: bool = False,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `out (M, N) = x (M, K) @ (w (K, N) * w_scale) + bias (N)`, nothing empty; see `accepts`."""
-    x, out = as_matrix(x, w, bias, out)
-    (m, n), k = out.shape, x.shape[-1]
-    config = config or configure(m, n, k, w_block, PARTS[x.dtype], target.cores, constant=constant)
+def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch of a product that `accepts` accepts, of which nothing is empty."""
+    product = product.as_matrix()
+    m, n, k, target, constant = product.m, product.n, product.k, product.target, product.constant
+    x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
     rows = min(ceil_power_of_two(m), config.ROWS)
     items, threads = rows * config.steps(k), 32 * config.WARPS_N
     lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
@@ -324,23 +286,25 @@ def plan(
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
     wgmma = partial(wgmma_source, PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
-    return CudaLaunch(
-        kernel=CudaKernel(
-            "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
-            wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+    return (
+        CudaLaunch(
+            kernel=CudaKernel(
+                "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
+                wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+            ),
+            grid=grid,
+            threads=config.threads,
+            shared=config.shared(k, w_block, PARTS[x.dtype]),
+            args={
+                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
+                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
+                "bias_n": 0 if bias is None else bias.stride(-1),
+            },
+            target=target,
+            options=options,
+            overlaps=True,
+            constant=("w", "w_scale") if constant else (),
+            late=config.LATE,
         ),
-        grid=grid,
-        threads=config.threads,
-        shared=config.shared(k, w_block, PARTS[x.dtype]),
-        args={
-            "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
-            "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
-            "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
-            "bias_n": 0 if bias is None else bias.stride(-1),
-        },
-        target=target,
-        options=options,
-        overlaps=True,
-        constant=("w", "w_scale") if constant else (),
-        late=config.LATE,
     )  # fmt: skip

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
-from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import Target
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.products import ScaledProduct
 
 RECIPES: Final = {
     ("WHOLE", "WHOLE"): "tensorwise",
@@ -49,18 +49,11 @@ def allowed() -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class LibraryLaunch:
+class LibraryLaunch(Launch):
     """A product by PyTorch's own kernel, decided but not performed; `recipe` is one of `RECIPES`."""
 
     recipe: str
-    a: Tensor
-    a_scale: Tensor
-    b: Tensor
-    b_scale: Tensor
-    bias: Tensor | None
-    out: Tensor
-    target: Target
-    reason: str = field(default="")
+    product: ScaledProduct
 
     @property
     def name(self) -> str:
@@ -68,29 +61,29 @@ class LibraryLaunch:
 
     def describe(self) -> str:
         """One line: function, recipe, target."""
-        because = f" ({self.reason})" if self.reason else ""
-        return f"{self.name}[{self.recipe}] {self.target.name}{because}"
+        return f"{self.name}[{self.recipe}] {self.target.name}{self._because()}"
 
     def run(self) -> None:
         """Writes `out` on the current stream of its device."""
-        _multiply(self.recipe, self.a, self.a_scale, self.b, self.b_scale, self.bias, self.out.dtype, self.out)
+        (a, a_scale, _), (b, b_scale, _), out = self.product.a, self.product.b, self.product.out
+        name, given = arguments(self.recipe, a, a_scale, b, b_scale, self.product.bias, out.dtype)
+        getattr(torch, name)(*given, out=out)
 
     def call(self) -> Callable[..., tuple[Tensor]]:
         """The launch on other tensors of the same kinds: `(a, a_scale, b, b_scale)`, and `bias` if it has one."""
-        recipe, dtype = self.recipe, self.out.dtype
+        recipe, dtype = self.recipe, self.product.out.dtype
 
         def call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
-            return (_multiply(recipe, a, a_scale, b, b_scale, bias, dtype, None),)
+            name, given = arguments(recipe, a, a_scale, b, b_scale, bias, dtype)
+            return (getattr(torch, name)(*given),)
 
         return call
 
 
-def accepts(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target,
-) -> str | None:  # fmt: skip
+def accepts(product: ScaledProduct) -> str | None:
     """None where `plan` takes these operands, which `cuda.scaled_mm.accepts`, else the reason why not."""
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, target = product.bias, product.target
     recipe = RECIPES.get((scale_kind(*a_block), scale_kind(b_block[1], b_block[0])))
     if target.name != "sm90" or recipe is None:
         return f"blocks {a_block} and {b_block} on {target.name} are no recipe of cuBLASLt's"
@@ -128,14 +121,15 @@ def _scale_fault(recipe: str, m: int, n: int, k: int, a_scale: Tensor, b_scale: 
     return None
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, reason: str = "",
-) -> LibraryLaunch:  # fmt: skip
+def recipe_of(product: ScaledProduct) -> str:
+    """The recipe of operands that cuBLASLt multiplies; see `accepts`."""
+    a_block, b_block = product.a.block, product.b.block
+    return RECIPES[scale_kind(*a_block), scale_kind(b_block[1], b_block[0])]
+
+
+def plan(product: ScaledProduct) -> tuple[LibraryLaunch]:
     """The launch of `out (M, N) = a (M, K) @ b (K, N) + bias (N)`; see `accepts`."""
-    recipe = RECIPES[scale_kind(*a_block), scale_kind(b_block[1], b_block[0])]
-    return LibraryLaunch(recipe, a, a_scale, b, b_scale, bias, out, target, reason)
+    return (LibraryLaunch(recipe_of(product), product, target=product.target),)
 
 
 def arguments(
@@ -151,13 +145,3 @@ def arguments(
     kind = _SQUARE_BLOCKS if recipe == "1x128·128x128" else _ROW_BLOCKS
     b_scale = b_scale if kind == _SQUARE_BLOCKS else b_scale.mT  # each `(N, K / 128)` is asked for as such
     return "_scaled_mm_v2", (a, b, [a_scale], [_ROW_BLOCKS], [], [b_scale], [kind], [], bias, dtype, (), False)
-
-
-def _multiply(
-    recipe: str, a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, dtype: torch.dtype,
-    out: Tensor | None,
-) -> Tensor:  # fmt: skip
-    name, given = arguments(recipe, a, a_scale, b, b_scale, bias, dtype)
-    into = {} if out is None else {"out": out}
-    product: Tensor = getattr(torch, name)(*given, **into)
-    return product

@@ -1,33 +1,35 @@
 // Few rows by an FP8 weight: out (B, M, N) = x (B, M, K) · (w (B, K, N) * w_scale) + bias, x of 16 bits.
 //
-// The weight's bytes decide, so each is read once for ROWS rows of x, 16 at a time, and many are asked for before one is
-// used. A warp computes the product transposed, by mma.sync: columns of w are the rows of the left operand, which is
-// widened in registers; rows of x are the columns of the right one, which comes from shared memory. The order of K within
-// a product is free as long as both operands have the same: so a thread takes consecutive bytes as they lie in memory.
+// The product is bound by the bytes of the weight: each is read once for ROWS rows of x, in pieces of 16 bytes, and
+// many loads are in flight before one is used. A warp computes the product transposed, by mma.sync: columns of w,
+// widened in registers, are the rows of the left operand, and rows of x, from shared memory, the columns of the right
+// one. The order of K within a product is free as long as both operands have the same order, so a thread takes
+// consecutive bytes as they lie in memory.
 //
-// The launch begins while the one before it ends, and until then has the weight brought to the L2.
+// Decomposition. A block has BN columns of w: WARPS_N warps lie side by side, WARPS_K warps share K, and so do the
+// CLUSTER blocks of a cluster. A warp goes through units of K. With K contiguous a unit is 64 deep and 16 columns wide
+// in each of TILES tiles: a thread holds 16 bytes of two columns of each tile. With N contiguous it is 32 deep and 128
+// columns wide: a thread holds 16 columns of 8 lines, which it transposes; columns i and i + 8 of every thread's 16
+// make tile i. UNROLL units are in flight. All sums are added in a fixed order: those of warps in shared memory, those
+// of blocks in the block that stores them.
 //
-// A warp goes through units of K. With K contiguous a unit is 64 deep and 16 columns wide in each of TILES tiles: a thread
-// holds 16 bytes of two columns of each. With N contiguous it is 32 deep and 128 columns wide: a thread holds 16 columns
-// of 8 lines, which it turns around; column i and i + 8 of every thread's 16 then make tile i. UNROLL units are in flight.
+// Overlap. The kernel uses programmatic dependent launch, and prefetches the weight to the L2 before it waits.
 //
-// WARPS_N warps lie side by side, WARPS_K share K, and so do CLUSTER blocks; their sums meet in shared memory and are added
-// in a fixed order, those of blocks in the block that stores them. CHUNK is how much of K of x lies in shared memory at a
-// time, a multiple of 128; `received` where sums of other blocks arrive there, in bytes.
+// Shared memory: x (ROWS, X_PITCH), K_CHUNK of K at a time, a multiple of 128; after the main loop the sums (WARPS_K,
+// rows, PITCH) overwrite x; other blocks' sums arrive from byte `received` on.
 //
-// Macros: INPUT (BF16, FP16), FP8 of the enum Fp8, K_CONTIGUOUS, EVEN_K (K is a multiple of 16), X_PIECES (x loads by 16
-// bytes), SCALE, ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, CHUNK, RESIDENT (blocks of a multiprocessor),
-// OUT (BF16, FP16, FP32), BIAS (0, BF16, FP16, FP32). SCALE is one of LINE (a scale a column, or one for all), VECTOR (one
-// a column and 128 of K) and BLOCK (one for 128 columns and 128 of K).
+// Macros: INPUT (BF16, FP16), OUT and BIAS of the enum Element; FP8 of the enum Fp8; K_CONTIGUOUS, EVEN_K (K is a
+// multiple of 16), X_PIECES (x loads by 16 bytes); SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (a multiple
+// of 8), TILES, WARPS_N, WARPS_K, UNROLL, CLUSTER, K_CHUNK, RESIDENT (blocks a multiprocessor).
 #include "a16w8.cuh"
 #include "few_rows.cuh"
 
 constexpr int UNIT = K_CONTIGUOUS ? 64 : 32;  // of K
-constexpr int DEPTH = UNIT / 4;  // of K, that a thread has of a unit
-constexpr int PIECES = K_CONTIGUOUS ? 2 * TILES : 8;  // of 16 bytes, that a thread has of a unit
+constexpr int DEPTH = UNIT / 4;  // of K, for each thread
+constexpr int PIECES = K_CONTIGUOUS ? 2 * TILES : 8;  // of 16 bytes, of a unit, for each thread
 constexpr int SCALES = SCALE == VECTOR ? 2 * TILES : 1;
-// Rows of x lie apart so that eight threads, four of each of two rows, read 128 bytes of all banks.
-constexpr int X_PITCH = CHUNK * 2 + (K_CONTIGUOUS ? 16 : 64);  // bytes
+// Rows of x are padded so that eight threads, four of each of two rows, read 128 bytes from all banks.
+constexpr int X_PITCH = K_CHUNK * 2 + (K_CONTIGUOUS ? 16 : 64);  // bytes
 static_assert(128 % COLUMNS == 0, "columns of a warp have one scale of a block");
 static_assert(K_CONTIGUOUS || TILES == 8, "16 bytes of 8 threads");
 
@@ -36,7 +38,7 @@ struct Unit {
     float scale[SCALES];
 };
 
-// Bytes c of four words become word c.
+// Transposes 4 x 4 bytes: bytes c of four words become word c.
 INLINE void turn(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, uint32_t (&turned)[4]) {
     const uint32_t low01 = __byte_perm(w0, w1, 0x5140), high01 = __byte_perm(w0, w1, 0x7362);
     const uint32_t low23 = __byte_perm(w2, w3, 0x5140), high23 = __byte_perm(w2, w3, 0x7362);
@@ -46,29 +48,25 @@ INLINE void turn(uint32_t w0, uint32_t w1, uint32_t w2, uint32_t w3, uint32_t (&
     turned[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// The right operand of products: row `group` of every slice, from `at` bytes of it on.
+// Loads the right operand: row `group` of every slice of x, from byte `at` of the row on.
 INLINE void load_rows(uint32_t (&b)[SLICES][DEPTH / 2], const char* memory, int pitch, int rows, int group, int at) {
-    // Rows past the last, of which anything may lie there, are columns of the product that nobody stores.
+    // Rows past the last hold arbitrary values: they are columns of the product that nobody stores.
     const char* const first = memory + (ROWS > 8 ? group : min(group, rows - 1)) * pitch + at;
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) {
+    for (int s = 0; s < SLICES; ++s) {
         const char* from = first + 8 * s * pitch;
 #pragma unroll
-        for (int i = 0; i < DEPTH / 8; i++) {
+        for (int i = 0; i < DEPTH / 8; ++i) {
             const uint4 values = reinterpret_cast<const uint4*>(from)[i];
             b[s][4 * i] = values.x, b[s][4 * i + 1] = values.y, b[s][4 * i + 2] = values.z, b[s][4 * i + 3] = values.w;
         }
     }
 }
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS, RESIDENT)
-gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M, int N,
-           int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
-           int s_n, int bias_batch, int bias_n) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
+    gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const BiasType* bias, OutType* out, int M,
+               int N, int K, int received, int x_batch, int x_m, int x_k, int w_batch, int w_line, int s_batch, int s_k,
+               int s_n, int bias_batch, int bias_n) {
     let_next_begin();
     if constexpr (CLUSTER > 1) cluster_arrive();
     char* const memory = block_memory();
@@ -86,7 +84,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     };
     x += int64_t(batch) * x_batch + int64_t(first_m) * x_m;
     w_scale += int64_t(batch) * s_batch;
-    const int64_t step = int64_t(K_CONTIGUOUS ? 8 : 1) * w_line;  // from piece to piece of a unit
+    const int64_t step = int64_t(K_CONTIGUOUS ? 8 : 1) * w_line;  // bytes from a piece of a unit to the next
     const uint8_t* const matrix = w + int64_t(batch) * w_batch;
     w = matrix + (K_CONTIGUOUS ? int64_t(column(0, 0)) * w_line + quarter * DEPTH
                                : int64_t(quarter * DEPTH) * w_line + column(0, 0));
@@ -95,7 +93,8 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     const uint32_t units = (K + UNIT - 1) / UNIT;
     const int block_start = units * rank / CLUSTER, block_stop = units * (rank + 1) / CLUSTER;
 
-    if constexpr (K_CONTIGUOUS) {  // a line is a column of the block
+    // Prologue: prefetch the block's part of the weight to the L2, line by line, before the wait.
+    if constexpr (K_CONTIGUOUS) {
         const int k = block_start * UNIT, bytes = (min(block_stop * UNIT, K) - k) & ~15;
         for (int n = threadIdx.x; n < min(BN, N - tile_n) && bytes > 0; n += THREADS)
             prefetch(matrix + int64_t(tile_n + n) * w_line + k, bytes);
@@ -106,13 +105,15 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     }
     wait_for_launches();
 
+    // Loads unit `index` of the weight and its scales; zeros from unit `stop` on and outside of the matrix.
     auto load = [&](Unit& unit, int index, int stop) {
         const int k = index * UNIT + quarter * DEPTH, room = min(stop * UNIT, K) - k;
         const uint8_t* from = w + int64_t(index) * (K_CONTIGUOUS ? UNIT : UNIT * int64_t(w_line));
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) {
+        for (int i = 0; i < PIECES; ++i) {
             uint4& piece = unit.piece[i];
-            const bool inside = (K_CONTIGUOUS ? column(i / 2, i % 2) : column(0, 0)) < N && room > (K_CONTIGUOUS ? 0 : i);
+            const bool inside =
+                (K_CONTIGUOUS ? column(i / 2, i % 2) : column(0, 0)) < N && room > (K_CONTIGUOUS ? 0 : i);
             piece = inside ? load_ahead(from + i * step) : make_uint4(0, 0, 0, 0);
             if constexpr (K_CONTIGUOUS && !EVEN_K) piece = first_bytes(piece, room);
         }
@@ -120,7 +121,7 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         if constexpr (SCALE == BLOCK) unit.scale[0] = first_n < N && index < stop ? __ldg(block_scale + along_k) : 0.0f;
         if constexpr (SCALE == VECTOR) {
 #pragma unroll
-            for (int i = 0; i < SCALES; i++) {
+            for (int i = 0; i < SCALES; ++i) {
                 const int n = column(i / 2, i % 2);
                 unit.scale[i] = n < N && index < stop ? __ldg(w_scale + along_k + int64_t(n) * s_n) : 0.0f;
             }
@@ -129,18 +130,19 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
 
     float acc[TILES][SLICES][4] = {};
 
+    // acc += scale * (a · b), for one tile of a unit.
     auto accumulate = [&](int tile, const Unit& unit, const uint32_t (&a)[DEPTH / 4][4],
                           const uint32_t (&b)[SLICES][DEPTH / 2]) {
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
-            float(&sum)[4] = acc[tile][s];
+        for (int s = 0; s < SLICES; ++s) {
+            float (&sum)[4] = acc[tile][s];
             if constexpr (SCALE == LINE) {
 #pragma unroll
-                for (int j = 0; j < DEPTH / 4; j++) mma<XType>(sum, a[j], b[s][2 * j], b[s][2 * j + 1]);
+                for (int j = 0; j < DEPTH / 4; ++j) mma<XType>(sum, a[j], b[s][2 * j], b[s][2 * j + 1]);
             } else {
                 float d[4] = {};
 #pragma unroll
-                for (int j = 0; j < DEPTH / 4; j++) mma<XType>(d, a[j], b[s][2 * j], b[s][2 * j + 1]);
+                for (int j = 0; j < DEPTH / 4; ++j) mma<XType>(d, a[j], b[s][2 * j], b[s][2 * j + 1]);
                 const float upper = unit.scale[SCALE == VECTOR ? 2 * tile : 0];
                 const float lower = unit.scale[SCALE == VECTOR ? 2 * tile + 1 : 0];
                 sum[0] += upper * d[0];
@@ -150,16 +152,16 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             }
         }
     };
-    // `at`: where the unit begins in the chunk of x.
+    // Widens a unit and multiplies it by x, from element `at` of the chunk of x on.
     auto multiply = [&](const Unit& unit, int at) {
         uint32_t b[SLICES][DEPTH / 2];
         load_rows(b, memory, X_PITCH, rows, group, (at + quarter * DEPTH) * 2);
         uint32_t a[DEPTH / 4][4];
         if constexpr (K_CONTIGUOUS) {
 #pragma unroll
-            for (int tile = 0; tile < TILES; tile++) {
+            for (int tile = 0; tile < TILES; ++tile) {
 #pragma unroll
-                for (int j = 0; j < DEPTH / 4; j++) {
+                for (int j = 0; j < DEPTH / 4; ++j) {
                     widen<XType, FP8>(word(unit.piece[2 * tile % PIECES], j), a[j][0], a[j][2]);
                     widen<XType, FP8>(word(unit.piece[(2 * tile + 1) % PIECES], j), a[j][1], a[j][3]);
                 }
@@ -167,20 +169,20 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             }
         } else {
 #pragma unroll
-            for (int quad = 0; quad < 2; quad++) {  // four tiles, whose columns are in two words of a piece
+            for (int quad = 0; quad < 2; ++quad) {  // four tiles, whose columns are in two words of a piece
                 uint32_t turned[2][DEPTH / 4][4];
 #pragma unroll
-                for (int half = 0; half < 2; half++) {
+                for (int half = 0; half < 2; ++half) {
 #pragma unroll
-                    for (int j = 0; j < DEPTH / 4; j++) {
+                    for (int j = 0; j < DEPTH / 4; ++j) {
                         auto line = [&](int i) { return word(unit.piece[(4 * j + i) % PIECES], quad + 2 * half); };
                         turn(line(0), line(1), line(2), line(3), turned[half][j]);
                     }
                 }
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
+                for (int c = 0; c < 4; ++c) {
 #pragma unroll
-                    for (int j = 0; j < DEPTH / 4; j++) {
+                    for (int j = 0; j < DEPTH / 4; ++j) {
                         widen<XType, FP8>(turned[0][j][c], a[j][0], a[j][2]);
                         widen<XType, FP8>(turned[1][j][c], a[j][1], a[j][3]);
                     }
@@ -190,12 +192,14 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         }
     };
 
-    for (int first = block_start; first < block_stop; first += CHUNK / UNIT) {
-        const int count = min(CHUNK / UNIT, block_stop - first);
+    // Main loop, over chunks of x.
+    for (int first = block_start; first < block_stop; first += K_CHUNK / UNIT) {
+        const int count = min(K_CHUNK / UNIT, block_stop - first);
         if (first > block_start) __syncthreads();  // the chunk before was read
         Unit flight[UNROLL];
         const int start = first + count * warp_k / WARPS_K, stop = first + count * (warp_k + 1) / WARPS_K;
-        // x, with zeros past K to the end of the last unit; asked for first, or it would come after all of the weight.
+        // x, with zeros from K to the end of the last unit. Its loads are issued first: they would else queue behind
+        // the weight's.
         const int first_k = first * UNIT, pieces = count * UNIT / 8;
 #pragma unroll 1
         for (int piece = threadIdx.x; piece < pieces; piece += THREADS) {
@@ -204,13 +208,13 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
             char* to = memory + 16 * piece;
             const int room = max(min(K - k, 8), 0);
 #pragma unroll 4
-            for (int row = 0; row < rows; row++, from += x_m, to += X_PITCH) {
+            for (int row = 0; row < rows; ++row, from += x_m, to += X_PITCH) {
 #if X_PIECES
                 copy16(to, room > 0 ? from : x, room * 2);
 #else
                 uint32_t pairs[4];
 #pragma unroll
-                for (int p = 0; p < 4; p++) {
+                for (int p = 0; p < 4; ++p) {
                     const uint32_t low = 2 * p < room ? __ldg(from + int64_t(2 * p) * x_k) : 0;
                     const uint32_t high = 2 * p + 1 < room ? __ldg(from + int64_t(2 * p + 1) * x_k) : 0;
                     pairs[p] = low | high << 16;
@@ -221,33 +225,33 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         }
         end_copies();
 #pragma unroll
-        for (int i = 0; i < UNROLL; i++) load(flight[i], start + i, stop);
-        if (pieces > 0) wait_for_copies();  // always: without the branch the loads above are moved below it
+        for (int i = 0; i < UNROLL; ++i) load(flight[i], start + i, stop);
+        if (pieces > 0) wait_for_copies();  // always true, or the compiler moves the loads below it
         __syncthreads();
         for (int index = start; index < stop; index += UNROLL) {
 #pragma unroll
-            for (int i = 0; i < UNROLL; i++) {
+            for (int i = 0; i < UNROLL; ++i) {
                 if (index + i < stop) multiply(flight[i], (index + i - first) * UNIT);
                 load(flight[i], index + i + UNROLL, stop);
             }
         }
     }
 
-    // Sums (WARPS_K, rows, PITCH) in the place of x.
+    // Epilogue: put the warps' sums (WARPS_K, rows, PITCH) over x.
     float* const sums = reinterpret_cast<float*>(memory);
     __syncthreads();
     if constexpr (K_CONTIGUOUS) {
         put_sums(sums, acc, rows, warp_k, quarter, tile_n, column);
     } else {
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-            for (int odd = 0; odd < 2; odd++) {
+            for (int odd = 0; odd < 2; ++odd) {
                 const int row = 8 * s + 2 * quarter + odd;
                 if (row >= rows) continue;
                 float4* to = reinterpret_cast<float4*>(sums + (warp_k * rows + row) * PITCH - tile_n + column(0, 0));
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
+                for (int i = 0; i < 4; ++i) {
                     auto sum = [&](int c) { return acc[(i % 2 * 4 + c) % TILES][s][odd + i / 2 * 2]; };
                     to[i] = make_float4(sum(0), sum(1), sum(2), sum(3));
                 }
@@ -257,7 +261,8 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
     __syncthreads();
 
     out += (int64_t(batch) * M + first_m) * N;
-    // Stores the sums of a pair of columns; pairs are counted along the rows of the tile.
+    // Reduce over warps and the cluster; scale, add the bias and store a pair of columns at a time. Pairs are counted
+    // along the rows of the tile.
     auto finish = [&](int pair, float2 sums) {
         const int row = pair / (BN / 2), n = tile_n + pair % (BN / 2) * 2;
         if (n >= N) return;
@@ -267,11 +272,11 @@ gemv_a16w8(const uint16_t* x, const uint8_t* w, const float* w_scale, const Bias
         left *= __ldg(w_scale + int64_t(n) * s_n);
         right *= both ? __ldg(w_scale + int64_t(n + 1) * s_n) : 0.0f;
 #endif
-#if BIAS
-        const BiasType* biases = bias + int64_t(batch) * bias_batch;
-        left += float(biases[int64_t(n) * bias_n]);
-        right += both ? float(biases[int64_t(n + 1) * bias_n]) : 0.0f;
-#endif
+        if constexpr (HAS_BIAS) {
+            const BiasType* biases = bias + int64_t(batch) * bias_batch;
+            left += float(biases[int64_t(n) * bias_n]);
+            right += both ? float(biases[int64_t(n + 1) * bias_n]) : 0.0f;
+        }
         store_pair(out + int64_t(row) * N + n, left, right, N - n);
     };
     add_sums(memory, rows, received, rank, finish);

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.scaled_mm import LARGEST, OUT, SHARED_LIMIT, TYPES, map_fault, round_up
-from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
+from fp8fn.ops.cuda.gemm.operands import (
+    INPUTS,
+    SCALES,
+    batch_step,
+    column_steps,
+    has_pieces,
+    is_k_contiguous,
+    map_fault,
+    types_of,
+)
+from fp8fn.ops.cuda.limits import (
+    LARGEST,
+    MOST_BLOCKS,
+    RESERVED,
+    SHARED_LIMIT,
+    ceil_power_of_two,
+    floor_power_of_two,
+    round_up,
+)
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.layout import WHOLE, Block
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import OCP
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-INPUTS: Final = {torch.bfloat16: "BF16", torch.float16: "FP16"}
-SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
 # Rows of x: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 128
-_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
-RESERVED: Final = 1 << 10  # of each block's shared memory, by the driver
 _WARPS: Final = 8
 _LARGEST_CLUSTER: Final = 8
 
@@ -54,10 +67,11 @@ class Config:
         return f"{self.ROWS}x{self.BN} warps{warps} unroll{self.UNROLL} cluster{self.CLUSTER} resident{self.RESIDENT}"
 
 
-def accepts(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> str | None:
-    """None where `plan` takes these operands, else the reason why not."""
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    product = product.as_matrix()
+    x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
+    target = product.target
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if x.dtype not in INPUTS:
@@ -66,13 +80,12 @@ def accepts(
         return f"w has dtype {w.dtype}"
     if w_block not in SCALES or w_scale.dtype != torch.float32:
         return f"scales of {w_scale.dtype} in blocks of {w_block} are not float32 ones that hold along K"
-    x, out = as_matrix(x, w, bias, out)
     rows = MOST_ROWS if is_k_contiguous(w) else MOST_ROWS // 4
     if out.shape[-2] > rows:
         return f"x has {out.shape[-2]} rows a matrix, more than {rows}"
     if (fault := map_fault(w.mT if is_k_contiguous(w) else w)) is not None:
         return f"w {fault}"
-    if out.dim() == 3 and out.shape[0] > _MOST_BLOCKS:
+    if out.dim() == 3 and out.shape[0] > MOST_BLOCKS:
         return f"a batch of {out.shape[0]} is more than a grid has"
     strides = (*x.stride(), *w.stride(), *w_scale.stride(), *(() if bias is None else bias.stride()))
     if max(*x.shape, *w.shape, *strides) > LARGEST:
@@ -80,32 +93,30 @@ def accepts(
     return None
 
 
-def is_k_contiguous(w: Tensor) -> bool:
-    """Whether the columns of `w (B?, K, N)` are lines in memory, as `nn.Linear` keeps them; or single elements."""
-    return w.shape[-2] == 1 or (w.stride(-2) == 1 and (w.stride(-1) != 1 or w.shape[-1] == 1))
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(weight_problem(product))
 
 
-def has_pieces(x: Tensor) -> bool:
-    """Whether the rows of `x` load by 16 bytes."""
-    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
-    return aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
-
-
-def as_matrix(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` and `out`; a batch of `x` whose rows follow one another, by one weight, is one matrix."""
-    one_weight = x.dim() == 3 and w.dim() == 2 and (bias is None or bias.dim() == 1)
-    if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
-        return x.flatten(0, 1), out.flatten(0, 1)
-    return x, out
-
-
-def choose_config(m: int, n: int, k: int, batches: int, k_contiguous: bool, cores: int) -> Config:
+def choose_config(problem: WeightProblem) -> Config:
     """The default: blocks so that all multiprocessors wait for memory at once, and no more rows of x than needed."""
+    m, n, batches, k_contiguous, cores = problem.m, problem.n, problem.batch, problem.k_lines, problem.cores
     rows = min(8 * ceil_power_of_two(-(-m // 8)), 64 if k_contiguous else 16)
-    units = -(-k // (64 if k_contiguous else 32))
+    units = -(-problem.k // (64 if k_contiguous else 32))
     if k_contiguous and rows <= 32:
         return choose_few(m, n, units, batches, rows, cores)
     return _choose_many(m, n, units, batches, rows, k_contiguous, cores)
+
+
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first: others share K by other clusters."""
+    if problem.m > (MOST_ROWS if problem.k_lines else MOST_ROWS // 4):
+        return ()
+    default = choose_config(problem)
+    units = -(-problem.k // (64 if problem.k_lines else 32))
+    clusters = [c for c in (1, 2, 4, 8) if c == 1 or c * default.WARPS_K <= units]
+    others = (replace(default, CLUSTER=c, RESIDENT=r) for c in clusters for r in range(1, default.RESIDENT + 1))
+    return tuple(dict.fromkeys([default, *others]))
 
 
 def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> Config:
@@ -154,14 +165,6 @@ def _is_large(n: int, units: int, cores: int) -> bool:
     return -(-n // 16) * units > 120 * cores
 
 
-def floor_power_of_two(count: int) -> int:
-    return 1 << (count.bit_length() - 1)
-
-
-def ceil_power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()
-
-
 def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguous: bool, cores: int) -> Config:
     """Wide blocks read x seldom: its bytes are at most those of the weight. Then K is shared by warps, as long as each
     has two units of it and one wave of blocks does it, and by a cluster, until two multiprocessors have three blocks.
@@ -188,78 +191,38 @@ def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguo
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 1)
 
 
-def plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
-
-    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
-    """
-    x, out = as_matrix(x, w, bias, out)
-    (m, n), k = out.shape[-2:], x.shape[-1]
-    batches = out.shape[0] if out.dim() == 3 else 1
+def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch of a product that `accepts` accepts, of which nothing is empty. `constant` has no effect."""
+    product = product.as_matrix()
+    m, n, k, x, w = product.m, product.n, product.k, product.x, product.w.data
     k_contiguous = is_k_contiguous(w)
-    config = config or choose_config(m, n, k, batches, k_contiguous, target.cores)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
     macros = {
-        **types_of(x, w, w_block, bias, out), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
+        **types_of(product), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
         "X_PIECES": int(has_pieces(x)),
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
-        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+        "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "K_CHUNK": chunk,
     }  # fmt: skip
-    return CudaLaunch(
-        kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),
-        grid=(-(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), batches),
-        threads=config.threads,
-        shared=shared,
-        args={
-            "x": x, "w": w, "w_scale": w_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-            "received": received,
-            "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
-            "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
-            **column_steps(w_scale, w_block, bias),
-        },
-        target=target,
-        options={**options, "K_CONTIGUOUS": int(k_contiguous)},
-        overlaps=True,
+    return (
+        CudaLaunch(
+            kernel=CudaKernel("gemv_a16w8.cu", "gemv_a16w8", (*macros.items(), *options.items())),
+            grid=(-(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), product.batch),
+            threads=config.threads,
+            shared=shared,
+            args={
+                "x": x, "w": w, "w_scale": product.w.scale, "bias": product.bias, "out": product.out,
+                "M": m, "N": n, "K": k, "received": received,
+                "x_batch": batch_step(x), "x_m": x.stride(-2), "x_k": x.stride(-1),
+                "w_batch": batch_step(w), "w_line": w.stride(-1 if k_contiguous else -2),
+                **column_steps(product),
+            },
+            target=product.target,
+            options={**options, "K_CONTIGUOUS": int(k_contiguous)},
+            overlaps=True,
+        ),
     )  # fmt: skip
-
-
-def call(launch: CudaLaunch, out: Tensor) -> Call:
-    """A planned launch as a call on tensors of the same kinds: `(x, w, w_scale)`, and `bias` where it had one."""
-    has_bias = launch.args["bias"] is not None
-    pointers = (0, 1, 2, 3 if has_bias else None, 4 if has_bias else 3)
-    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
-
-
-def types_of(x: Tensor, w: Tensor, w_block: Block, bias: Tensor | None, out: Tensor) -> dict[str, int | str]:
-    """The macros that say what the operands are."""
-    return {
-        "INPUT": INPUTS[x.dtype], "FP8": f"Fp8::{TYPES[w.dtype].upper()}", "SCALE": SCALES[w_block],
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
-
-
-def column_steps(w_scale: Tensor, w_block: Block, bias: Tensor | None) -> dict[str, int]:
-    """The arguments that say where scales and biases of columns lie, in the order of the kernels."""
-    return {
-        "s_batch": batch_step(w_scale), "s_k": w_scale.stride(-2), "s_n": scale_step(w_scale, w_block),
-        "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
-        "bias_n": 0 if bias is None else bias.stride(-1),
-    }  # fmt: skip
-
-
-def batch_step(x: Tensor) -> int:
-    """From a matrix to the next; 0 where one serves the whole batch."""
-    return x.stride(0) if x.dim() == 3 else 0
-
-
-def scale_step(w_scale: Tensor, w_block: Block) -> int:
-    """From the scale of a column, or a block of them, to the next; 0 where one serves all."""
-    return 0 if w_block == (WHOLE, WHOLE) else w_scale.stride(-1)
 
 
 def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Final
 
-from torch import Tensor
-
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import (
-    Config,
-    batch_step,
-    ceil_power_of_two,
-    divide_memory,
-    floor_power_of_two,
-)
-from fp8fn.ops.cuda.gemm.scaled_mm import LARGEST, OUT, TYPES
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, divide_memory
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.products import RoutedProduct, ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
@@ -35,9 +30,7 @@ _DIVISIONS: Final = {
     32: ((1, 8, 1), (1, 4, 2)),
     64: ((1, 8, 1), (1, 4, 2)),
 }
-PREFETCHED: Final = 16 << 20  # bytes of weights in the L2, of 50 MiB in two halves
 _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
-_MOST_BLOCKS: Final = 65535  # of a grid's second and third axis
 
 
 def accepts(problem: Problem) -> str | None:
@@ -56,7 +49,7 @@ def accepts(problem: Problem) -> str | None:
         return "the K of an operand is not in consecutive bytes from a multiple of 16"
     if problem.largest > _MOST_BYTES:
         return f"a tensor spans {problem.largest} bytes, past 32-bit strides"
-    if problem.batch > _MOST_BLOCKS:
+    if problem.batch > MOST_BLOCKS:
         return f"a batch of {problem.batch} is more than a grid has"
     return None
 
@@ -92,6 +85,28 @@ def configure(problem: Problem) -> Config:
     return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
 
 
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first: K is shared by other clusters."""
+    return _by_clusters(configure(problem), problem.k)
+
+
+def candidates_moe(problem: MoeProblem) -> tuple[Config, ...]:
+    """As `candidates`, for routed tokens."""
+    return _by_clusters(configure_moe(problem), problem.k)
+
+
+def _by_clusters(default: Config, k: int) -> tuple[Config, ...]:
+    units = -(-k // _UNIT)
+    clusters = [c for c in range(1, _MOST_CLUSTER + 1) if c == 1 or c * default.WARPS_K <= units]
+    found = [default]
+    for cluster in clusters:
+        each = -(-units // (default.WARPS_K * cluster))
+        for resident in range(1, default.RESIDENT + 1):
+            unroll = min(default.UNROLL, each)
+            found.append(replace(default, CLUSTER=cluster, RESIDENT=resident, UNROLL=unroll))
+    return tuple(dict.fromkeys(found))
+
+
 def _enough(cores: int) -> int:
     """Blocks that keep the memory busy: with fewer, clusters share K."""
     return cores * 14 // 10
@@ -103,32 +118,28 @@ def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) 
     return Config(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config, *, constant: bool = False,
-) -> tuple[CudaLaunch]:  # fmt: skip
+def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
     `out` and `bias` are contiguous. A 2-D operand serves a whole batch. That b is constant has no effect.
     """
-    m = out.shape[-2]
-    batch = out.shape[0] if out.dim() == 3 else 1
+    m = product.m
     sizes: dict[str, Argument] = {
         "sorted_token_ids": None, "expert_ids": None, "num_tokens_post_padded": None, "token_weights": None, "M": m,
     }  # fmt: skip
     routing: dict[str, Argument] = {"experts": 0, "block_m": 0, "a_div": 1}
-    return (_launch(a, a_scale, b, b_scale, bias, out, sizes, routing, m, -(-m // config.ROWS), batch, target, config),)
+    tiles = -(-m // config.ROWS)
+    return (_launch(product, sizes, routing, rows=m, tiles=tiles, config=config),)
 
 
-def accepts_moe(problem: MoeProblem, *operands: Tensor) -> str | None:
-    """None for a product of routed tokens that `plan_moe` takes, of these operands, else the reason why not."""
+def accepts_moe(problem: MoeProblem) -> str | None:
+    """None for a product of routed tokens that `plan_moe` takes, else the reason why not."""
     if problem.a_block != (1, 32):
         return f"blocks of {problem.a_block} are not those of MX"
-    steps = max((step for operand in operands for step in operand.stride()), default=0)
-    if steps > LARGEST:
-        return f"a stride of {steps} is past 32 bits"
+    if problem.longest_step > LARGEST:
+        return f"a stride of {problem.longest_step} is past 32 bits"
     config = configure_moe(problem)
-    if problem.tiles * -(-problem.block_m // config.ROWS) > _MOST_BLOCKS:
+    if problem.tiles * -(-problem.block_m // config.ROWS) > MOST_BLOCKS:
         return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
     each = Problem(
         1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines
@@ -150,34 +161,33 @@ def configure_moe(problem: MoeProblem) -> Config:
     return _in_flight(rows, warps_n, warps_k, cluster, units)
 
 
-def plan_moe(
-    a: Tensor, a_scale: Tensor, w: Tensor, w_scale: Tensor, sorted_token_ids: Tensor, expert_ids: Tensor,
-    num_tokens_post_padded: Tensor, a_div: int, token_weights: Tensor | None, out: Tensor, target: Target,
-    config: Config,
-) -> CudaLaunch:  # fmt: skip
-    """The launch that fills the rows of `out (R * a_div, N)` that the ids of `a (R, K)` name, by `w (E, K, N)`.
+def plan_moe(product: RoutedProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch that fills the rows of `out` that ids name, of a problem that `accepts_moe` accepts.
 
-    `out` is contiguous, and so are the layout's tensors and `token_weights`; there is a tile and an expert at least.
+    There is a tile and an expert at least.
     """
-    tiles = expert_ids.shape[0]
-    block_m = sorted_token_ids.shape[0] // tiles
+    routing = product.routing
     sizes: dict[str, Argument] = {
-        "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
-        "num_tokens_post_padded": num_tokens_post_padded, "token_weights": token_weights, "M": out.shape[0],
+        **routing._asdict(), "token_weights": product.token_weights, "M": product.ids,
     }  # fmt: skip
-    routing: dict[str, Argument] = {"experts": w.shape[0], "block_m": block_m, "a_div": a_div}
-    parts = -(-block_m // config.ROWS)
+    owners: dict[str, Argument] = {
+        "experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div,
+    }  # fmt: skip
+    tiles = routing.tiles * -(-routing.block_m // config.ROWS)
+    dense = ScaledProduct(a=product.a, b=product.w, out=product.out, target=product.target)
     # A tile is seldom full: two rows of it are what is asked for at once.
-    return _launch(a, a_scale, w, w_scale, None, out, sizes, routing, 2, tiles * parts, 1, target, config)
+    launch = _launch(dense, sizes, owners, rows=2, tiles=tiles, config=config)
+    return (replace(launch, binds={"b": "w", "b_scale": "w_scale"}),)
 
 
 def _launch(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor,
-    sizes: dict[str, Argument], routing: dict[str, Argument], rows: int, tiles: int, batch: int, target: Target,
+    product: ScaledProduct, sizes: dict[str, Argument], routing: dict[str, Argument], *, rows: int, tiles: int,
     config: Config,
 ) -> CudaLaunch:  # fmt: skip
-    """Of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has their ids."""
-    n, k = out.shape[-1], a.shape[-1]
+    """The launch of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has ids."""
+    (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
+    n, k, target = product.n, product.k, product.target
+    batch = 1 if sizes["sorted_token_ids"] is not None else product.batch
     # Of four blocks of a: bytes, a gap after each, and scales.
     part = 4 * (config.ROWS * 32 + 16 + config.ROWS * 4)
     chunk, received, shared = divide_memory(config.ROWS, part, 0, k, _UNIT, config)
@@ -192,7 +202,8 @@ def _launch(
     }  # fmt: skip
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
-        "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "CHUNK": chunk,
+        "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,
+        "K_CHUNK": chunk,
     }  # fmt: skip
     return CudaLaunch(
         kernel=CudaKernel(

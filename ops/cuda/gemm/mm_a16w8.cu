@@ -1,26 +1,34 @@
 // Many rows by an FP8 weight on Hopper: out (B, M, N) = x (B, M, K) · (w (B, K, N) * w_scale) + bias, x of 16 bits.
 //
-// Computed transposed, outᵀ = wᵀ xᵀ: the left operand of wgmma may come from registers, where wᵀ has just been widened from
-// FP8. MATH warpgroups of a block multiply, 64 columns of w each; K_PARTS of them have the same columns, and every other
-// k-block of 128. A warpgroup widens a k-block of its columns, 32 registers a thread, and multiplies it by SLICES parts of
-// WIDTH rows of x. With TURNS two warpgroups multiply by turns: while one does, the other widens. ONCE: K is at most 128,
-// and so has one scale.
+// The product is computed transposed, outᵀ = wᵀ xᵀ, because wgmma takes its left operand from registers: that is where
+// wᵀ is widened from FP8 to the type of x.
 //
-// Where the scale changes along K, each product goes into a temporary that is scaled and added. Those of more than 128 rows
-// would not fit into registers as a whole, and their parts would have to wait for one another. So what is widened is
-// multiplied by the power of two in its scale, exactly; sums are in units of the rest, from 1 to 2, and are multiplied by
-// its change before the next k-block.
+// Decomposition. An output tile has BM = WIDTH * SLICES rows of x and BN = 64 * MATH / K_PARTS columns of w. MATH
+// consumer warpgroups multiply, each 64 columns of w; with K_PARTS 2 both have the same columns, and every other K tile
+// of 128. For each K tile a warpgroup widens its columns into 32 registers a thread, and multiplies them by SLICES
+// parts of WIDTH rows of x. With TURNS two warpgroups alternate: one widens while the other multiplies. ONCE means that
+// K is at most 128 and has one scale.
 //
-// Both operands come by TMA, w into W_STAGES and slices of x into X_STAGES: those of w are free again once they are widened.
-// Of large tiles a block is PERSISTENT: a warpgroup that copies keeps the stages full and leaves its registers to the others.
-// Small ones have a block each, and RESIDENT of them on a multiprocessor hide one another's latency; with IN_FLIGHT there
-// is room for all of K. The launch begins while the one before it ends, and until then has the weight brought to the L2; of
-// a weight that is constant (W_CONSTANT: nothing that may still run writes it or its scales) such a block fills the stages,
-// and widens the first of them.
+// Pipeline. TMA loads w into a ring of W_STAGES and slices of x into a ring of X_STAGES: a stage of w is released as
+// soon as it is widened. Large tiles are PERSISTENT: a producer warpgroup issues the loads and gives its registers to
+// the consumers. For small tiles every block has one tile, a consumer thread issues the loads, and RESIDENT blocks of a
+// multiprocessor hide each other's latency; with IN_FLIGHT the rings hold all of K.
 //
-// Macros: INPUT (BF16, FP16; and in the generated wgmma), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK as in
-// gemv_a16w8.cu), MATH (1 or 2), K_PARTS (1 or 2), WIDTH, SLICES, W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT,
-// IN_FLIGHT, RESIDENT, GROUP, W_CONSTANT, OUT (BF16, FP16), BIAS (0, BF16, FP16, FP32).
+// Scales. Where the scale changes along K, each product goes into a temporary that is scaled and added to the
+// accumulators. With more than 128 rows the temporary would not fit into registers. There the widened weight is
+// multiplied by the power of two in its scale, which is exact, and the accumulators are kept in units of the rest of
+// the scale, from 1 to 2: before each K tile they are multiplied by the change of that unit.
+//
+// Overlap. The kernel uses programmatic dependent launch. Before it waits for the launches before it, it prefetches the
+// weight to the L2. Of a constant weight (W_CONSTANT: no launch that may still run writes the weight or its scales) a
+// block that is not persistent fills its stages and widens the first K tile before it waits.
+//
+// Shared memory: w (W_STAGES, BN, BK), x (X_STAGES, 2, WIDTH, 64), two output buffers a warpgroup, the mbarriers.
+//
+// Macros: INPUT (BF16 or FP16, also the type of the generated `wgmma`), OUT (BF16, FP16) and BIAS of the enum Element;
+// FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); MATH (1, 2), K_PARTS (1, 2), WIDTH, SLICES,
+// W_STAGES, X_STAGES, TURNS, ONCE, PERSISTENT, IN_FLIGHT, RESIDENT (blocks a multiprocessor), GROUP (as in
+// scaled_mm.cu), W_CONSTANT.
 #include "a16w8.cuh"
 #include "groups.cuh"
 
@@ -33,19 +41,19 @@
 constexpr int WARPGROUP = 128;
 constexpr int THREADS = (MATH + PERSISTENT) * WARPGROUP;
 constexpr int BK = 128;
-constexpr int BM = WIDTH * SLICES;       // rows of x
+constexpr int BM = WIDTH * SLICES;  // rows of x
 constexpr int BN = 64 * MATH / K_PARTS;  // columns of w
 constexpr int W_BYTES = BN * BK;
-constexpr int X_HALF = WIDTH * 64 * 2;  // 64 of K, rows of 128 bytes
-constexpr int X_BYTES = 2 * X_HALF;     // of a slice
+constexpr int X_HALF = WIDTH * 64 * 2;  // half a K tile of a slice, in rows of 128 bytes
+constexpr int X_BYTES = 2 * X_HALF;  // of a stage
 constexpr int OUT_ROWS = 32;
-constexpr int OUT_BYTES = OUT_ROWS * 128;  // of 64 columns
-constexpr bool HOLDS = SCALE == LINE || ONCE;  // a scale, for all of K
-constexpr bool IN_UNITS = !HOLDS && BM > 128;  // are sums, of what powers of two leave of the scales
-constexpr int PREFETCHED = 8;                  // k-blocks
+constexpr int OUT_BYTES = OUT_ROWS * 128;  // of an output buffer, 64 columns
+constexpr bool HOLDS = SCALE == LINE || ONCE;  // one scale holds for all of K
+constexpr bool IN_UNITS = !HOLDS && BM > 128;  // accumulators are in units of the scale without its power of two
+constexpr int PREFETCHED = 8;  // K tiles of w, to the L2
 static_assert(WIDTH % OUT_ROWS == 0, "the accumulators of a slice leave as whole parts");
 static_assert(!PERSISTENT || BM / OUT_ROWS % 2 == 0, "the buffers of parts take turns over the border of tiles too");
-static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a k-block takes the place of a k-block");
+static_assert(PERSISTENT || X_STAGES == W_STAGES * SLICES, "a K tile replaces a K tile");
 static_assert(K_PARTS == 1 || (K_PARTS == 2 && MATH == 2 && !PERSISTENT), "sums of two warpgroups");
 static_assert(K_PARTS == 1 || BM <= 128, "two parts of K would have units of their own");
 static_assert(!W_CONSTANT || !PERSISTENT, "of a later tile the weight is read after the wait in any case");
@@ -59,14 +67,15 @@ static_assert(K_PARTS == 1 || AT_OUT >= BM * 64 * 4, "sums take the place of the
 #include "ring.cuh"
 #include "tiles.cuh"
 
-// Of two warpgroups, each of which passes one barrier when the other has arrived there.
+// Two warpgroups alternate: each one waits at its own named barrier until the other one arrives there.
 INLINE void take_turn(int warpgroup) { named_sync<256>(3 + warpgroup); }
 INLINE void pass_turn(int warpgroup) { named_arrive<256>(4 - warpgroup); }
 
-// A scale's power of two as a pair, one by which every value of FP8 is still exact in XType; and the rest, from 1 to 2 but
-// for scales beyond such powers. 0 is 0 times 1, so that the next rest can be divided by it.
+// Splits a scale into a power of two, returned as a pair of XType, and the rest. Every FP8 value times the power is
+// exact in XType, so the rest is from 1 to 2 except for scales beyond these powers. A scale of 0 is 0 times 1: the
+// change of unit divides by the rest.
 INLINE uint32_t split_scale(float scale, float& rest) {
-    constexpr int LEAST = IS_BF16<XType> ? -100 : FP8 == Fp8::E4M3 ? -15 : -8;  // FP8 has values from 2^-9 and 2^-16 on
+    constexpr int LEAST = IS_BF16<XType> ? -100 : FP8 == Fp8::E4M3 ? -15 : -8;  // the least FP8 values: 2^-9, 2^-16
     constexpr int MOST = IS_BF16<XType> ? 100 : FP8 == Fp8::E4M3 ? 7 : 0;
     const uint32_t exponent = __float_as_uint(scale) >> 23 & 0xff;
     const uint32_t power = min(max(exponent, 127u + LEAST), 127u + MOST);
@@ -78,9 +87,9 @@ INLINE uint32_t split_scale(float scale, float& rest) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
-         const BiasType* bias, const __grid_constant__ TensorMap out, const Problem problem, int x_batched, int w_batched, int s_batch,
-         int s_k, int s_n, int bias_batch, int bias_n) {
+    mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
+             const BiasType* bias, const __grid_constant__ TensorMap out, const Problem problem, int x_batched,
+             int w_batched, int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
     extern __shared__ __align__(1024) char memory_[];
     const uint32_t base = shared_address(memory_);
     let_next_begin();
@@ -93,15 +102,16 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = lane_index();
 
+    // Prologue: initialize the mbarriers.
     if (threadIdx.x == (PERSISTENT ? MATH * WARPGROUP : 0)) {
         prefetch_map(w);
         prefetch_map(x);
         prefetch_map(out);
-        for (int stage = 0; stage < W_STAGES; stage++) {
+        for (int stage = 0; stage < W_STAGES; ++stage) {
             barrier_init(full_w(stage), 1);
             barrier_init(empty_w(stage), MATH / K_PARTS * 4);
         }
-        for (int stage = 0; stage < X_STAGES; stage++) {
+        for (int stage = 0; stage < X_STAGES; ++stage) {
             barrier_init(full_x(stage), 1);
             barrier_init(empty_x(stage), MATH / K_PARTS * 4);
         }
@@ -123,11 +133,13 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         tma_load(to + X_HALF, x, barrier, k * BK + 64, m, batch);
     };
     auto prefetch_w = [&](const Tile& tile, int from) {
-        for (int k = from; k < min(PREFETCHED, tile.k_stop); k++) tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
+        for (int k = from; k < min(PREFETCHED, tile.k_stop); ++k)
+            tma_prefetch(w, k * BK, tile.n, tile.batch * w_batched);
     };
     RingOf<W_STAGES> ring_w;
     RingOf<X_STAGES> ring_x;
     if (PERSISTENT && warpgroup == MATH) {
+        // Producer: one thread issues the TMA loads.
         if constexpr (MATH == 2) give_registers<24>();
         if (warp == 0 && elect()) {
             prefetch_w(walk.at(begin), 0);
@@ -135,10 +147,10 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             for (int index = begin; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
 #pragma unroll 1  // this warpgroup has few registers
-                for (int k = tile.k_start; k < tile.k_stop; k++, ring_w.advance()) {
+                for (int k = tile.k_start; k < tile.k_stop; ++k, ring_w.advance()) {
                     barrier_wait(empty_w(ring_w.stage), ring_w.parity ^ 1);
                     load_w(tile, ring_w.stage, k);
-                    for (int slice = 0; slice < SLICES; slice++, ring_x.advance()) {
+                    for (int slice = 0; slice < SLICES; ++slice, ring_x.advance()) {
                         barrier_wait(empty_x(ring_x.stage), ring_x.parity ^ 1);
                         load_x(tile, ring_x.stage, k, slice);
                     }
@@ -148,31 +160,32 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
     } else {
         if constexpr (PERSISTENT && MATH == 2) take_registers<240>();
         if constexpr (!PERSISTENT) {
+            // Prologue: issue the loads of the first W_STAGES K tiles, the weight's before the wait if it is constant.
             if (threadIdx.x < 32 && elect()) {
                 const Tile tile = walk.at(begin);
                 const int ahead = min(W_STAGES, tile.k_stop);
                 if constexpr (W_CONSTANT) {
-                    for (int k = 0; k < ahead; k++) load_w(tile, k, k);
+                    for (int k = 0; k < ahead; ++k) load_w(tile, k, k);
                 }
                 if constexpr (!W_CONSTANT || !IN_FLIGHT) prefetch_w(tile, W_CONSTANT ? ahead : 0);
                 wait_for_launches();
-                for (int k = 0; k < ahead; k++) {
+                for (int k = 0; k < ahead; ++k) {
                     if constexpr (!W_CONSTANT) load_w(tile, k, k);
-                    for (int slice = 0; slice < SLICES; slice++) load_x(tile, k * SLICES + slice, k, slice);
+                    for (int slice = 0; slice < SLICES; ++slice) load_x(tile, k * SLICES + slice, k, slice);
                 }
             }
             __syncwarp();
         }
-        // The warpgroup's columns and its part of K.
+        // Consumer: the warpgroup's first column, and its part of K.
         const int column = K_PARTS > 1 ? 0 : warpgroup * 64, part = K_PARTS > 1 ? warpgroup : 0;
         if (K_PARTS > 1 && part == 1) ring_w.advance();
-        for (int slice = 0; slice < part * SLICES; slice++) ring_x.advance();
-        const int line = column + warp * 16 + lane / 4;  // column of w in the tile; also line + 8
+        for (int slice = 0; slice < part * SLICES; ++slice) ring_x.advance();
+        const int line = column + warp * 16 + lane / 4;  // the thread's column of w in the tile; it also has line + 8
 
         struct Pair {
             float upper, lower;
         };
-        // Of a k-block; of all where they hold for it.
+        // The scales of the thread's two columns in a K tile, or for all of K where HOLDS.
         auto scales_of = [&](const Tile& tile, int k) {
             const float* const scales = w_scale + int64_t(tile.batch * w_batched) * s_batch + int64_t(k) * s_k;
             const int n = tile.n + line, chunk = tile.n + column;
@@ -188,19 +201,19 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
         };
         auto bias_of = [&]([[maybe_unused]] const Tile& tile) {
             Pair pair = {0.0f, 0.0f};
-#if BIAS
-            const int n = tile.n + line;
-            const BiasType* biases = bias + int64_t(tile.batch) * bias_batch;
-            if (n < problem.N) pair.upper = float(biases[int64_t(n) * bias_n]);
-            if (n + 8 < problem.N) pair.lower = float(biases[int64_t(n + 8) * bias_n]);
-#endif
+            if constexpr (HAS_BIAS) {
+                const int n = tile.n + line;
+                const BiasType* biases = bias + int64_t(tile.batch) * bias_batch;
+                if (n < problem.N) pair.upper = float(biases[int64_t(n) * bias_n]);
+                if (n + 8 < problem.N) pair.lower = float(biases[int64_t(n + 8) * bias_n]);
+            }
             return pair;
         };
 
-        // Large tiles have registers for what a tile ends with only where it ends.
+        // Persistent tiles have registers for the scales and biases of the epilogue only in the epilogue.
         constexpr bool EARLY = !PERSISTENT;
         if constexpr (!W_CONSTANT) wait_for_launches();
-        if (TURNS && warpgroup == 1) pass_turn(1);  // the first is the other's
+        if (TURNS && warpgroup == 1) pass_turn(1);  // the first turn is warpgroup 0's
         for (int index = begin; walk.reaches(index); index += step) {
             const Tile tile = walk.at(index);
             float acc[SLICES][WIDTH / 2] = {};
@@ -209,12 +222,13 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
             if constexpr (HOLDS) last = next;
             if constexpr (EARLY && !W_CONSTANT) added = bias_of(tile);
 
+            // Main loop.
             for (int k = tile.k_start + part; k < tile.k_stop; k += K_PARTS) {
                 const int stage_w = ring_w.stage;
                 [[maybe_unused]] const uint32_t parity = ring_w.parity;
                 [[maybe_unused]] const Pair scale = next;
                 barrier_wait(full_w(stage_w), parity);
-                for (int i = 0; i < K_PARTS; i++) ring_w.advance();
+                for (int i = 0; i < K_PARTS; ++i) ring_w.advance();
                 if constexpr (!HOLDS) next = scales_of(tile, k + K_PARTS);
                 [[maybe_unused]] uint32_t powers[2];
                 [[maybe_unused]] Pair change;
@@ -225,22 +239,23 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     change = {__fdividef(last.upper, unit.upper), __fdividef(last.lower, unit.lower)};
                     last = unit;
                 }
+                // Widen the K tile of w into the fragments of wgmma's left operand.
                 uint32_t a[BK / 16][4];
-                widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t(&fragment)[4]) {
+                widen_lines<FP8>(a, base + stage_w * W_BYTES, line, [&]([[maybe_unused]] uint32_t (&fragment)[4]) {
                     if constexpr (IN_UNITS) {
 #pragma unroll
-                        for (int i = 0; i < 4; i++) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
+                        for (int i = 0; i < 4; ++i) fragment[i] = multiply_pairs<XType>(fragment[i], powers[i % 2]);
                     }
                 });
                 settle_fragments(a);
-                if constexpr (W_CONSTANT) {  // a block has one tile
+                if constexpr (W_CONSTANT) {  // which has one tile a block: x is read from here on
                     if (k == tile.k_start + part) {
                         wait_for_launches();
                         added = bias_of(tile);
                     }
                 }
                 [[maybe_unused]] const RingOf<X_STAGES> first_x = ring_x;
-                auto start = [&](float(&d)[WIDTH / 2], bool onto) {
+                auto start = [&](float (&d)[WIDTH / 2], bool onto) {
                     const int stage = ring_x.stage;
                     barrier_wait(full_x(stage), ring_x.parity);
                     const uint32_t from = base + AT_X + stage * X_BYTES;
@@ -249,7 +264,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                     fence_registers(d);
                     wgmma_fence();
 #pragma unroll
-                    for (int step = 0; step < BK / 16; step++)
+                    for (int step = 0; step < BK / 16; ++step)
                         wgmma(d, a[step], (step < 4 ? low : high) + step % 4 * 2, onto || step > 0);
                     wgmma_commit();
                     fence_registers(d);
@@ -258,29 +273,30 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 auto release = [&](int stage) {
                     if (!IN_FLIGHT && lane == 0) barrier_arrive(empty_x(stage));
                 };
-                // Not before a product has begun, for which all of w must be there: an arrival does not wait for loads, and
-                // the copy engine might fill the stage while some are under way.
+                // Releases the stage of w, and only once a product has started, which needs all fragments: an arrival
+                // does not wait for loads, and TMA could overwrite the stage while some of them are in flight.
                 auto release_w = [&] {
                     if (!IN_FLIGHT && lane == 0) barrier_arrive(empty_w(stage_w));
                 };
-                int used[SLICES];  // stages of x
+                int used[SLICES];  // the stages of x that the products read
                 const bool onto = k > tile.k_start + part;
                 if (IN_UNITS && onto) {
 #pragma unroll
-                    for (int i = 0; i < BM / 2; i++)
+                    for (int i = 0; i < BM / 2; ++i)
                         acc[i / (WIDTH / 2)][i % (WIDTH / 2)] *= i % 4 < 2 ? change.upper : change.lower;
                 }
                 if constexpr (TURNS) take_turn(warpgroup);
+                // Multiply, straight into the accumulators or into a temporary that is promoted.
                 if constexpr (HOLDS || IN_UNITS) {
 #pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) {
+                    for (int slice = 0; slice < SLICES; ++slice) {
                         used[slice] = start(acc[slice], onto);
                         if (slice == 0) release_w();
                     }
                     if constexpr (TURNS) pass_turn(warpgroup);
 #pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) {
-                        if (SLICES > 1 && slice == 0) wgmma_wait<1>();  // all but the last
+                    for (int slice = 0; slice < SLICES; ++slice) {
+                        if (SLICES > 1 && slice == 0) wgmma_wait<1>();  // all products but the last
                         if (slice + 1 == SLICES) wgmma_wait<0>();
                         fence_registers(acc[slice]);
                         release(used[slice]);
@@ -288,7 +304,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 } else {
                     float d[WIDTH / 2];
 #pragma unroll
-                    for (int slice = 0; slice < SLICES; slice++) {
+                    for (int slice = 0; slice < SLICES; ++slice) {
                         used[slice] = start(d, false);
                         if (slice == 0) release_w();
                         if (TURNS && slice + 1 == SLICES) pass_turn(warpgroup);
@@ -296,7 +312,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         fence_registers(d);
                         release(used[slice]);
 #pragma unroll
-                        for (int j = 0; j < WIDTH / 8; j++) {
+                        for (int j = 0; j < WIDTH / 8; ++j) {
                             acc[slice][4 * j + 0] += scale.upper * d[4 * j + 0];
                             acc[slice][4 * j + 1] += scale.upper * d[4 * j + 1];
                             acc[slice][4 * j + 2] += scale.lower * d[4 * j + 2];
@@ -304,17 +320,17 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                         }
                     }
                 }
-                for (int i = 0; i < (K_PARTS - 1) * SLICES; i++) ring_x.advance();
-                if constexpr (!PERSISTENT && !IN_FLIGHT) {  // what comes next, in the place of this and the other part
+                for (int i = 0; i < (K_PARTS - 1) * SLICES; ++i) ring_x.advance();
+                if constexpr (!PERSISTENT && !IN_FLIGHT) {  // refill the stages of all parts of K
                     if (k + W_STAGES < tile.k_stop) {
                         if (threadIdx.x < 32 && elect()) {
                             RingOf<W_STAGES> to_w = {stage_w, parity};
                             RingOf<X_STAGES> to_x = first_x;
-                            for (int next = k + W_STAGES; next < min(k + W_STAGES + K_PARTS, tile.k_stop); next++) {
+                            for (int next = k + W_STAGES; next < min(k + W_STAGES + K_PARTS, tile.k_stop); ++next) {
                                 barrier_wait(empty_w(to_w.stage), to_w.parity);
                                 load_w(tile, to_w.stage, next);
                                 to_w.advance();
-                                for (int slice = 0; slice < SLICES; slice++, to_x.advance()) {
+                                for (int slice = 0; slice < SLICES; ++slice, to_x.advance()) {
                                     barrier_wait(empty_x(to_x.stage), to_x.parity);
                                     load_x(tile, to_x.stage, next, slice);
                                 }
@@ -325,35 +341,38 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 }
             }
 
+            // Reduce: add the sums of both parts of K, in the order of K.
             if constexpr (K_PARTS > 1) {
                 float* const sums = reinterpret_cast<float*>(memory_) + threadIdx.x % WARPGROUP;
-                __syncthreads();  // both have read their stages
+                __syncthreads();  // both warpgroups have read their stages
                 if (part == 1) {
 #pragma unroll
-                    for (int i = 0; i < BM / 2; i++) sums[i * WARPGROUP] = acc[i / (WIDTH / 2)][i % (WIDTH / 2)];
+                    for (int i = 0; i < BM / 2; ++i) sums[i * WARPGROUP] = acc[i / (WIDTH / 2)][i % (WIDTH / 2)];
                 }
                 __syncthreads();
                 if (part == 1) break;
 #pragma unroll
-                for (int i = 0; i < BM / 2; i++) acc[i / (WIDTH / 2)][i % (WIDTH / 2)] += sums[i * WARPGROUP];
+                for (int i = 0; i < BM / 2; ++i) acc[i / (WIDTH / 2)][i % (WIDTH / 2)] += sums[i * WARPGROUP];
             }
             if constexpr (HOLDS && !EARLY) last = scales_of(tile, 0);
             if constexpr (!EARLY) added = bias_of(tile);
-            // Parts of OUT_ROWS rows leave through two buffers in turn: rows of 64 columns, turned around on the way.
+            // Epilogue: scale, add the bias and cast; then store OUT_ROWS rows at a time by TMA. The parts alternate
+            // between two buffers of rows of 64 columns, into which stmatrix transposes them.
 #pragma unroll
-            for (int part = 0; part < BM / OUT_ROWS; part++) {
+            for (int part = 0; part < BM / OUT_ROWS; ++part) {
                 const uint32_t buffer = base + AT_OUT + (warpgroup * 2 + part % 2) * OUT_BYTES;
                 if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<1>();
                 warpgroup_sync(1 + warpgroup);
-                const float(&sum)[WIDTH / 2] = acc[part * OUT_ROWS / WIDTH];
+                const float (&sum)[WIDTH / 2] = acc[part * OUT_ROWS / WIDTH];
 #pragma unroll
                 for (int j = 0; j < OUT_ROWS / 8; j += 2) {
                     uint32_t packed[4];
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
+                    for (int i = 0; i < 2; ++i) {
                         const float* v = sum + (part * OUT_ROWS % WIDTH / 8 + j + i) * 4;
                         packed[2 * i] = pack<OutType>(v[0] * last.upper + added.upper, v[1] * last.upper + added.upper);
-                        packed[2 * i + 1] = pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);
+                        packed[2 * i + 1] =
+                            pack<OutType>(v[2] * last.lower + added.lower, v[3] * last.lower + added.lower);
                     }
                     const int matrix = lane / 8, row = 8 * (j + matrix / 2) + lane % 8;
                     const int piece = (warp * 2 + matrix % 2) ^ (row % 8);
@@ -367,7 +386,7 @@ mm_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap 
                 }
             }
         }
-        if (TURNS && warpgroup == 0) take_turn(0);  // so that each has met the other as often
+        if (TURNS && warpgroup == 0) take_turn(0);  // so that both warpgroups have met equally often
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
     }
 }

@@ -6,17 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import INPUTS, SCALES, as_matrix, call, column_steps, types_of
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, LARGEST, as_batch, map_fault
+from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
+from fp8fn.ops.cuda.gemm.scaled_mm import BK
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import OCP, Target
-
-__all__ = ["Config", "accepts", "call", "plan"]
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import OCP
+from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _OUT_ROWS: Final = 32
 _STAGE_BARRIERS: Final = 16
@@ -81,13 +80,19 @@ def tiles(m: int, n: int, batches: int, config: Config) -> int:
     return -(-m // config.BM) * -(-n // config.BN) * batches
 
 
-def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
+def configure(product: WeightProduct) -> Config:
+    """The default configuration of a product; see `choose_config`."""
+    return choose_config(weight_problem(product))
+
+
+def choose_config(problem: WeightProblem) -> Config:
     """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose
     waves cost the least.
 
     Where there are none, narrow ones whose two warpgroups share K, if they are one wave of blocks; likewise of up to
     128 rows where K is short.
     """
+    m, n, k, batches, cores = problem.m, problem.n, problem.k, problem.batch, problem.cores
     if m <= FEW:
         return _choose_few(m, n, -(-k // BK), batches, cores)
     if m <= 128 and k <= BK:
@@ -105,6 +110,16 @@ def choose_config(m: int, n: int, k: int, batches: int, cores: int) -> Config:
     if tiles(m, n, batches, parts) <= cores:
         return parts
     return _SQUARE if m > 64 else _SMALLEST
+
+
+def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first; more than 16 rows, or those of a batch."""
+    if (problem.m <= 16 and problem.batch == 1) or not problem.k_lines:
+        return ()
+    parts = (Config(rows, 1, 4, K_PARTS=2, RESIDENT=1) for rows in (64, 128))
+    few = [Config(32, 1, 4, K_PARTS=2, RESIDENT=2), Config(32, 1, 4, RESIDENT=2)] if problem.m <= FEW else []
+    large = [config for config, _ in _LARGE if problem.m > config.BM // 2]
+    return tuple(dict.fromkeys([choose_config(problem), *large, _SMALLEST, *parts, *few]))
 
 
 def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
@@ -135,22 +150,24 @@ def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Conf
     return Config(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
 
 
-def is_slow(m: int, n: int, k: int, batches: int, cores: int, *, constant: bool = False) -> bool:
+def is_slow(problem: WeightProblem) -> bool:
     """Whether `gemv_a16w8` was the faster one on an H200: up to 16 rows, unless those of a batch have a short K."""
+    m, batches = problem.m, problem.batch
     if m > 16:
         return False
     if batches == 1:
         return True
-    blocks, count = -(-k // BK), tiles(m, n, batches, Config(FEW, 1, K_PARTS=2))
+    blocks, count = -(-problem.k // BK), tiles(m, problem.n, batches, Config(FEW, 1, K_PARTS=2))
     if m > 8:
         return blocks > _SHORT
-    return blocks > 1 or count > 4 * cores or (m == 1 and not constant)
+    return blocks > 1 or count > 4 * problem.cores or (m == 1 and not problem.constant)
 
 
-def accepts(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target
-) -> str | None:
-    """None where `plan` takes these operands, else the reason why not."""
+def accepts(product: WeightProduct) -> str | None:
+    """None for a product that `plan` takes, else the reason why not."""
+    product = product.as_matrix()
+    x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
+    target = product.target
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if x.dtype not in INPUTS or out.dtype == torch.float32:
@@ -159,7 +176,6 @@ def accepts(
         return f"w has dtype {w.dtype}"
     if w_block not in SCALES or w_scale.dtype != torch.float32:
         return f"scales of {w_scale.dtype} in blocks of {w_block} are not float32 ones that hold along K"
-    x, out = as_matrix(x, w, bias, out)
     for name, operand in (("x", x), ("w.mT", w.mT), ("out", out)):
         if (fault := map_fault(operand)) is not None:
             return f"{name} {fault}"
@@ -171,23 +187,20 @@ def accepts(
     return None
 
 
-def plan(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config | None = None, *, constant: bool = False,
-) -> CudaLaunch:  # fmt: skip
-    """The launch of `out (B?, M, N) = x (B?, M, K) @ (w (B?, K, N) * w_scale) + bias`, nothing empty; see `accepts`.
+def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+    """The launch of a product that `accepts` accepts, of which nothing is empty.
 
     A constant weight is read early by small tiles: of larger ones with more of K than is in flight it did not pay.
-    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`.
     """
-    x, out = as_matrix(x, w, bias, out)
-    (m, n), k = out.shape[-2:], x.shape[-1]
-    batches = out.shape[0] if out.dim() == 3 else 1
-    config = config or choose_config(m, n, k, batches, target.cores)
+    product = product.as_matrix()
+    m, n, k, batches, target, constant = (
+        product.m, product.n, product.k, product.batch, product.target, product.constant
+    )  # fmt: skip
+    x, w, out = product.x, product.w.data, product.out
     in_flight = config.RESIDENT > 0 and k <= BK * config.STAGES
     early = constant and config.RESIDENT > 0 and (in_flight or config.BM <= FEW)
     kind = "bf16" if x.dtype == torch.bfloat16 else "f16"
-    macros = types_of(x, w, w_block, bias, out)
+    macros = types_of(product)
     options = {
         "MATH": config.MATH, "K_PARTS": config.K_PARTS, "WIDTH": config.WIDTH, "SLICES": config.SLICES,
         "W_STAGES": config.STAGES, "X_STAGES": config.slices_in_flight,
@@ -195,23 +208,26 @@ def plan(
         "IN_FLIGHT": int(in_flight), "RESIDENT": max(config.RESIDENT, 1),
         "GROUP": config.GROUP, "W_CONSTANT": int(early),
     }  # fmt: skip
-    return CudaLaunch(
-        kernel=CudaKernel(
-            "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
-            wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
+    return (
+        CudaLaunch(
+            kernel=CudaKernel(
+                "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
+                wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
+            ),
+            grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
+            threads=config.threads,
+            shared=config.shared,
+            args={
+                "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
+                "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
+                "w_scale": product.w.scale, "bias": product.bias,
+                "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
+                "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+                **column_steps(product),
+            },
+            target=target,
+            options=options,
+            overlaps=True,
+            constant=("w", "w_scale") if constant else (),
         ),
-        grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
-        threads=config.threads,
-        shared=config.shared,
-        args={
-            "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
-            "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
-            "w_scale": w_scale, "bias": bias, "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
-            "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
-            **column_steps(w_scale, w_block, bias),
-        },
-        target=target,
-        options=options,
-        overlaps=True,
-        constant=("w", "w_scale") if constant else (),
     )  # fmt: skip

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product as every
 from typing import Final
 
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_mx
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import RESERVED, batch_step, ceil_power_of_two, floor_power_of_two
-from fp8fn.ops.cuda.gemm.scaled_mm import OUT, SHARED_LIMIT, TYPES, as_batch, round_up
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two, round_up
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.targets import Target
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.tuning.mx import Problem
 
 STEP: Final = 128  # of K in a stage
@@ -136,6 +137,17 @@ def configure(problem: Problem) -> Config:
     return _with_stages(config, k)
 
 
+def candidates(problem: Problem) -> tuple[Config, ...]:
+    """The configurations to measure a problem in, the default one first: other clusters along K, and residents."""
+    default, k = configure(problem), problem.k
+    steps = k // STEP
+    found, late = [default], (False, True) if problem.constant else (False,)
+    for cluster, resident, later in every(range(1, _MOST_CLUSTER + 1), (1, 2, 3, 4), late):
+        if -(-steps // _MOST_STEPS) <= cluster <= max(1, steps // 2):
+            found.append(_with_stages(replace(default, CLUSTER=cluster, RESIDENT=resident, LATE=later, STAGES=0), k))
+    return tuple(dict.fromkeys(config for config in found if config.least_stages <= config.STAGES))
+
+
 def _with_stages(config: Config, k: int) -> Config:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
     each = -(-(k // STEP) // config.CLUSTER)
@@ -163,16 +175,13 @@ def _has_words(scale: Tensor) -> bool:
     return (step == 1 or scale.shape[-1] == 1) and aligned and scale.data_ptr() % 4 == 0
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None, out: Tensor, target: Target,
-    config: Config, *, constant: bool = False,
-) -> tuple[CudaLaunch]:  # fmt: skip
+def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
-    `out` and `bias` are contiguous. A 2-D operand serves a whole batch.
+    `out` and `bias` are contiguous. A 2-D operand serves a whole batch. A constant b is read early.
     """
-    (m, n), k = out.shape[-2:], a.shape[-1]
-    batch = out.shape[0] if out.dim() == 3 else 1
+    (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
+    m, n, k, batch, target, constant = product.m, product.n, product.k, product.batch, product.target, product.constant
     macros: dict[str, int | str] = {
         "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
         "A_SCALES_ALONG_K": int(along_k(a_scale)), "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),
@@ -198,7 +207,7 @@ def plan(
                 "a": TensorMap(as_batch(a), (1, config.ROWS, STEP), 128),
                 "b": TensorMap(as_batch(b.mT), (1, config.BN, STEP), 128),
                 "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-                "prefetched": gemv_mx.PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": PREFETCHED // (resident * config.BN * STEP),
                 "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3),
                 "as_batch": batch_step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
                 "bs_batch": batch_step(b_scale), "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),

@@ -1,83 +1,98 @@
-// The scaled product on Hopper: out (M, N) = a (M, K) · b (N, K)ᵀ in FP8, promoted to float32 after every k-block.
+// The scaled product on Hopper: out (M, N) = a (M, K) · b (N, K)ᵀ in FP8, promoted to float32 after every K tile.
 //
-// A block of MATH warpgroups that multiply and one that copies; persistent: each walks over output tiles. The copying
-// warpgroup keeps STAGES k-blocks of 128 in flight: A and B by TMA, swizzled as wgmma reads them, and beside them the
-// k-block's scales, or of B, where 128 columns have one, those of 32 k-blocks at a time. A multiplying warpgroup owns
-// SLICES_M x 64 rows of the tile; it computes SLICES_N parts of BN columns, one wgmma group each, into the temporary `d`,
-// and adds `scale * d` to the accumulators: a tensor core's own accumulator keeps about 14 bits, and scales change from
-// k-block to k-block. With DEPTH 2 there are two temporaries: one is promoted while the other is computed. With CLUSTER 2,
-// two blocks that lie one above the other in M share the loads of B (SHARE_B), or two side by side those of A. With few
-// rows B is read once (B_ONCE): its lines leave the L2 first, before written ones, which would have to go to memory to make
-// room.
+// Decomposition. The grid is persistent: each block, or cluster of blocks, walks over output tiles of BM x BN
+// (`tiles.cuh`). A block has one producer warpgroup and MATH consumer warpgroups. A consumer owns SLICES_M x 64 rows of
+// the tile and computes SLICES_N products of WIDTH columns for each K tile of BK = 128, one wgmma group each.
 //
-// With few tiles SPLIT blocks share K of one, as a cluster: each owns some of its rows, gets the others' sums of these,
-// adds them in the order of K and stores them.
+// Pipeline. The producer keeps STAGES K tiles in flight by TMA: A and B, swizzled as wgmma reads them, and the scales
+// of the K tile. Where 128 columns of B have one scale, a second producer warp copies the scales of 32 K tiles at a
+// time. Consumers release a stage when they have read it.
 //
-// Macros: A_TYPE, B_TYPE (in the generated wgmma), MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, CLUSTER, SHARE_B, SPLIT, GROUP;
-// A_SCALE and B_SCALE, one of WHOLE (one scale), LINE (one a row of a, column of b), VECTOR (one a line and k-block) and,
-// of B only, BLOCK (one for 128 columns and a k-block); B_ONCE; PROMOTE (k-blocks a promotion, where no scale changes);
-// OUT (BF16, FP16, FP32), OUT_VIA, BIAS (0, BF16, FP16, FP32); GROUPED, one of DENSE, JAGGED_M and JAGGED_K (`tiles.cuh`),
-// which has SPREAD_UNIT too.
+// Promotion. A product goes into the temporary `d`, and `scale * d` is added to the accumulators: the tensor core's own
+// accumulator keeps about 14 bits, and scales change from K tile to K tile. With DEPTH 2 there are two temporaries: one
+// is promoted while the other is computed.
+//
+// Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
+// the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
+// L2 first, before dirty lines, which would have to be written back to make room. With few tiles the SPLIT blocks of a
+// cluster share K: each block owns some rows of the tile, receives the other blocks' sums of these rows, adds them in
+// the order of K and stores them.
+//
+// Shared memory: A (STAGES, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B, and
+// the mbarriers. The AT_... constants are the offsets.
+//
+// Macros:
+//   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
+//   MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, GROUP (rows of tiles that are walked together)
+//   CLUSTER, SHARE_B, SPLIT, B_ONCE
+//   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or, for b only, BLOCK (`scale_kinds.cuh`)
+//   PROMOTE           K tiles a promotion, where no scale changes along K
+//   OUT, BIAS         of the enum Element; OUT_VIA: PAIRS, LINES or BULK
+//   GROUPED           DENSE, JAGGED_M or JAGGED_K (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT
+//
+// GROUPED and OUT_VIA are numbers of the preprocessor, as A_SCALE and B_SCALE are.
 #include "hopper.cuh"
 #include "convert.cuh"
 #include "groups.cuh"
+#include "scale_kinds.cuh"
 
-#define WHOLE 0
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
-
-// How a tile leaves: two values of a thread at a time; through shared memory, 16 bytes of a line at a time; or by TMA,
-// while the next tile is computed.
+// How a tile is stored: PAIRS, two values of a thread at a time; LINES, through shared memory, 16 bytes of a row at a
+// time; BULK, through shared memory and by TMA, while the next tile is computed.
 #define PAIRS 0
 #define LINES 1
 #define BULK 2
 
 constexpr int BK = 128;
 constexpr int WARPGROUP = 128;
-constexpr int ROWS = 64 * SLICES_M;  // of a warpgroup
+constexpr int ROWS = 64 * SLICES_M;  // of the tile, which one warpgroup owns
 constexpr int BM = ROWS * MATH;
-constexpr int WIDTH = BN / SLICES_N;   // columns of one product
-constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup in a k-block
+constexpr int WIDTH = BN / SLICES_N;  // columns of one product
+constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup for each K tile
 constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
-static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED), "a cluster shares loads or K");
-static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR), "tokens that are summed over are spread");
-static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries take turns at one product a k-block");
+static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED),
+              "a cluster shares loads or K");
+static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
+              "tokens that are summed over are spread");
+static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 
-// Columns with one scale of B's blocks: tiles need not start at a multiple of 128.
-constexpr int CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
-constexpr int CHUNKS = BN / CHUNK;
+// Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
+constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
+constexpr int COLUMN_CHUNKS = BN / COLUMN_CHUNK;
 
 constexpr int A_BYTES = BM * BK;
 constexpr int B_BYTES = BN * BK;
-// Bulk copies of scales begin at multiples of 16 bytes; a group of rows begins anywhere.
+// TMA loads of scales begin at multiples of 16 bytes, while a group of rows may begin anywhere: 4 scales more are
+// loaded.
 constexpr int A_SCALE_EXTRA = GROUPED == JAGGED_M ? 4 : 0;
 constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? (BM + A_SCALE_EXTRA) * 4 : 0;
 constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
-// B's single scales come apart, in runs: of each chunk those of as many k-blocks as a warp has lanes. Each lane takes one of
-// a run and gives its place back, so that whatever comes there comes after all reads.
+// The scales of B's 128 x 128 blocks have a ring of their own, filled in runs: a run holds, for each column chunk, the
+// scales of as many K tiles as a warp has lanes. Each lane loads one scale of the run and then releases the run's
+// place, so that the next run is written after all reads.
 constexpr int RUN = 32;
 constexpr int RUNS = B_SCALE == BLOCK ? 2 : 0;
-constexpr int RUN_BYTES = CHUNKS * RUN * 4;
-// Whether a warp exchanges them before the product starts or while it runs: whichever was timed to be faster.
-constexpr bool CHUNKS_LATE = DEPTH == 2 || MATH == 3;
-// Parts of a stage start at multiples of 1024 (swizzled) and 128 bytes; scales of all stages follow the operands'.
+constexpr int RUN_BYTES = COLUMN_CHUNKS * RUN * 4;
+// Whether a warp shuffles these scales while the product runs or before it starts: whichever was measured to be faster.
+constexpr bool EXCHANGE_LATE = DEPTH == 2 || MATH == 3;
+// Operands start at multiples of 1024 bytes, as the swizzle asks, and scales at multiples of 128 bytes.
 constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
 constexpr int OUT_BUFFER = 64 * 128;  // 64 rows of 128 bytes
 constexpr int OUT_BUFFERS = OUT_VIA == PAIRS ? 0 : OUT_CHUNKS;
-// Of bulk stores that may still read where a line's first 64 columns go: the last of an odd number left from there too.
+// Bulk stores that may still be reading when a row's first 64 columns are put into their buffer. With an odd number of
+// buffers the last store of the row before used the same buffer.
 constexpr int PENDING_AT_FIRST = (BN + 63) / 64 % OUT_CHUNKS == 0 ? OUT_BUFFERS - 1 : 0;
 
 constexpr int AT_B = STAGES * A_BYTES;
 constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
-// Sums that arrive from the other blocks that share K: of each 16 rows as the lanes of a warp hold them, 16 bytes of 8
-// columns after 16.
+// Sums that this block receives from the blocks that share K with it: for each 16 rows, in the order in which the lanes
+// of a warp hold them, 16 bytes of a lane for every 8 columns.
 constexpr int OWN_ROWS = BM / SPLIT;
 constexpr int SUMS_BYTES = (SPLIT - 1) * OWN_ROWS * BN * 4;
 static_assert(OWN_ROWS % 16 == 0, "rows of a warp have one owner");
-constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);  // a warp's lines leave from its sums
+// With SPLIT a warp stages its output where its sums arrived.
+constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);
 constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
 constexpr int AT_FULL = AT_B_SCALE + (B_SCALE == BLOCK ? RUNS * RUN_BYTES : STAGES * B_SCALE_PITCH);
@@ -107,24 +122,29 @@ using Out = OutType*;
 #define OUT_ROWS out
 #endif
 #if GROUPED
-#define GROUP_PARAMETERS , const int* offsets, OutType* out_rows
+using Offsets = const int*;
+using OutRows = OutType*;
+#define GROUP_PARAMETERS , Offsets offsets, OutRows out_rows
 #else
 #define GROUP_PARAMETERS
 constexpr const int* offsets = nullptr;
 #endif
 
+#define CLUSTER_BLOCKS (CLUSTER * SPLIT)
+#if CLUSTER_BLOCKS > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
 #include "ring.cuh"
 #include "tiles.cuh"
 
-extern "C" __global__ void
-#if CLUSTER * SPLIT > 1
-__cluster_dims__(CLUSTER * SPLIT, 1, 1)
-#endif
-__launch_bounds__((MATH + 1) * WARPGROUP, 1)
-scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
-          const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
-          const Problem problem, int a_batched, int b_batched, int out_m,
-          int as_batch, int bs_batch, int bs_n, int bs_k GROUP_PARAMETERS) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP, 1)
+    scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
+              const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
+              const Problem problem, int a_batched, int b_batched, int out_m, int as_batch, int bs_batch, int bs_n,
+              int bs_k GROUP_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
@@ -136,15 +156,16 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = lane_index();
 
+    // Prologue: initialize the mbarriers, and let all blocks of the cluster know.
     const bool copies = warpgroup == MATH && warp == 0;
     if (copies && elect()) {
         prefetch_map(a);
         prefetch_map(b);
-        for (int stage = 0; stage < STAGES; stage++) {
+        for (int stage = 0; stage < STAGES; ++stage) {
             barrier_init(full(stage), 1);
             barrier_init(empty(stage), MATH * 4 * CLUSTER);
         }
-        for (int run = 0; run < RUNS; run++) {
+        for (int run = 0; run < RUNS; ++run) {
             barrier_init(full_run(run), 32);
             barrier_init(empty_run(run), MATH * WARPGROUP);
         }
@@ -154,7 +175,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     }
     __syncwarp();
     if constexpr (SPLIT > 1) cluster_arrive();
-    // The warp that has made the barriers, and copies, does not wait for the others.
+    // The producer warp initialized the mbarriers itself: it starts to load without waiting for the other warps.
     if constexpr (CLUSTER > 1)
         cluster_sync();
     else if (copies)
@@ -165,7 +186,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
     const int first = blockIdx.x / (CLUSTER * SPLIT), step = gridDim.x / (CLUSTER * SPLIT);
 
     if (warpgroup == MATH) {
-        // The copying warpgroup: one thread starts the bulk copies, one warp those of B's single scales.
+        // Producer: one thread issues the TMA loads of operands and scales. It has few registers: loops are not
+        // unrolled.
         if constexpr (MATH > 1) give_registers<MATH == 2 ? 40 : 32>();
         Ring ring;
         if (copies && elect()) {
@@ -176,7 +198,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 const Tile tile = walk.at(index);
                 const int a_batch = tile.batch * a_batched, b_batch = tile.batch * b_batched;
 #pragma unroll 1  // this warpgroup has few registers
-                for (int k = tile.k_start; k < tile.k_stop; k++, ring.advance()) {
+                for (int k = tile.k_start; k < tile.k_stop; ++k, ring.advance()) {
                     const int s = ring.stage;
                     const uint32_t to_a = base + s * A_BYTES, to_b = base + AT_B + s * B_BYTES;
                     const int along_k = tile.row_of(k);
@@ -184,15 +206,15 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     barrier_expect(full(s), A_BYTES + B_BYTES + A_SCALE_BYTES + B_SCALE_BYTES);
                     if constexpr (CLUSTER > 1 && !SHARE_B) {
                         constexpr int PIECE = BM / CLUSTER;
-                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE, a_batch,
-                                           (1 << CLUSTER) - 1);
+                        tma_load_multicast(to_a + rank * PIECE * BK, a, full(s), along_k, tile.m + rank * PIECE,
+                                           a_batch, (1 << CLUSTER) - 1);
                     } else {
                         tma_load(to_a, a, full(s), along_k, tile.m, a_batch);
                     }
                     if constexpr (CLUSTER > 1 && SHARE_B) {
                         constexpr int PIECE = BN / CLUSTER;
-                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE, b_batch,
-                                           (1 << CLUSTER) - 1);
+                        tma_load_multicast(to_b + rank * PIECE * BK, b, full(s), along_k, tile.n + rank * PIECE,
+                                           b_batch, (1 << CLUSTER) - 1);
                     } else if constexpr (B_ONCE) {
                         tma_load(to_b, b, full(s), along_k, tile.n, b_batch, first_out);
                     } else {
@@ -208,6 +230,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
         }
 #if B_SCALE == BLOCK
+        // Producer of the scales of B's blocks: one warp copies a run of 32 K tiles at a time.
         if (warp == 1) {
             RingOf<RUNS> runs;
             Walk walk(problem, offsets);
@@ -218,12 +241,12 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 for (int k = tile.k_start; k < tile.k_stop; k += RUN, runs.advance()) {
                     barrier_wait(empty_run(runs.stage), runs.parity ^ 1);
 #pragma unroll
-                    for (int i = 0; i < CHUNKS; i++) {
-                        const int column = tile.n + i * CHUNK;
+                    for (int i = 0; i < COLUMN_CHUNKS; ++i) {
+                        const int column = tile.n + i * COLUMN_CHUNK;
                         const bool inside = column < problem.N && k + lane < tile.k_stop;
                         const float* from = scales + int64_t(column / 128) * bs_n + int64_t(k + lane) * bs_k;
-                        copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4, inside ? from : b_scale,
-                                  inside);
+                        copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4,
+                                  inside ? from : b_scale, inside);
                     }
                     barrier_arrive_after_copies(full_run(runs.stage));
                 }
@@ -231,39 +254,41 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         }
 #endif
     } else {
+        // Consumer.
         if constexpr (MATH == 2) take_registers<232>();
         if constexpr (MATH == 3) take_registers<160>();
-        const int row = warpgroup * ROWS + warp * 16 + lane / 4;  // of the tile; also of row + 8, and 64 more a slice
+        // The thread's first row of the tile; it also has row + 8, and in each next slice the rows 64 further.
+        const int row = warpgroup * ROWS + warp * 16 + lane / 4;
         Ring ring;
 
-        // Scales of a product, held from its start until it is promoted.
+        // The scales of one product, held in registers from its start until its promotion.
         struct Scales {
             float row0, row1;
-            float chunk[B_SCALE == BLOCK ? CHUNKS : 1];
+            float chunk[B_SCALE == BLOCK ? COLUMN_CHUNKS : 1];
         };
         [[maybe_unused]] RingOf<RUNS> runs;
-        [[maybe_unused]] float of_lanes[CHUNKS];  // those of k-block `lane` of a run
+        [[maybe_unused]] float of_lanes[COLUMN_CHUNKS];  // the scales of K tile `lane` of a run
 
         Walk walk(problem, offsets);
         for (int index = first; walk.reaches(index); index += step) {
             const Tile tile = walk.at(index);
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
-            [[maybe_unused]] unsigned taken = 0;  // k-blocks of the tile
-            // B's single scales of the next k-block, from the lane that has them.
+            [[maybe_unused]] uint32_t taken = 0;  // K tiles of this output tile
+            // Takes the scales of B's blocks for the next K tile from the lane that holds them.
             auto take_chunks = [&]([[maybe_unused]] Scales& scales) {
 #if B_SCALE == BLOCK
                 if (taken % RUN == 0) {
                     barrier_wait(full_run(runs.stage), runs.parity);
 #pragma unroll
-                    for (int i = 0; i < CHUNKS; i++)
+                    for (int i = 0; i < COLUMN_CHUNKS; ++i)
                         of_lanes[i] = load_shared(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4);
                     barrier_arrive(empty_run(runs.stage));
                     runs.advance();
                 }
 #pragma unroll
-                for (int i = 0; i < CHUNKS; i++) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
-                taken++;
+                for (int i = 0; i < COLUMN_CHUNKS; ++i) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
+                ++taken;
 #endif
             };
             auto take_rows = [&](Scales& scales, int stage, int slice) {
@@ -276,20 +301,22 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                 scales.row0 = scales.row1 = 1.0f;
 #endif
             };
-            // `units`: how many times 32 of the block are multiplied.
-            auto start = [&](float(&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false, int units = BK / 32) {
-                const uint64_t from_a = matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
+            // Issues one product as a wgmma group. `units` counts the parts of 32 of the K tile that are multiplied.
+            auto start = [&](float (&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false,
+                             int units = BK / 32) {
+                const uint64_t from_a =
+                    matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
                 const uint64_t from_b = matrix_descriptor(base + AT_B + stage * B_BYTES + slice_n * WIDTH * BK);
                 fence_registers(d);
                 wgmma_fence();
 #pragma unroll
-                for (int k = 0; k < BK / 32; k++)
+                for (int k = 0; k < BK / 32; ++k)
                     if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
                 wgmma_commit();
                 fence_registers(d);
             };
-            // `loaded`: bits of what this thread has just loaded from the stage, see `once_loaded`; scales of a product that has
-            // run meanwhile are there.
+            // Releases a stage. `loaded` has bits of what this thread loaded last from the stage (see `once_loaded`).
+            // Scales that were loaded before a product started have arrived by the time the product has ended.
             auto release = [&](int stage, uint32_t loaded = 0) {
                 const uint32_t barrier = once_loaded(empty(stage), loaded, problem.M);
                 if constexpr (CLUSTER > 1) {
@@ -298,23 +325,24 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     if (lane == 0) barrier_arrive(barrier);
                 }
             };
-            // Returns bits of what it has loaded last: loads of a warp from shared memory come in order.
-            auto promote = [&](const float(&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
-                float(&sum)[WIDTH / 2] = acc[product];
+            // Promote: sum += scale * d. Returns bits of the last value loaded: a warp's loads from shared memory are
+            // in order.
+            auto promote = [&](const float (&d)[WIDTH / 2], const Scales& scales, int stage, int product) {
+                float (&sum)[WIDTH / 2] = acc[product];
                 [[maybe_unused]] const int slice_n = product % SLICES_N;
-                constexpr int AT_ONCE = 8;  // of the columns' scales: a stage is free sooner
+                constexpr int AT_ONCE = 8;  // column scales loaded ahead, so that the stage is released sooner
                 [[maybe_unused]] float2 pairs[AT_ONCE];
                 uint32_t bits = 0;
 #pragma unroll
-                for (int j = 0; j < WIDTH / 8; j++) {
+                for (int j = 0; j < WIDTH / 8; ++j) {
                     float s00 = scales.row0, s01 = scales.row0, s10 = scales.row1, s11 = scales.row1;
 #if B_SCALE == BLOCK
-                    const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / CHUNK];
+                    const float chunk = scales.chunk[(slice_n * WIDTH + j * 8) / COLUMN_CHUNK];
                     s00 *= chunk, s01 *= chunk, s10 *= chunk, s11 *= chunk;
 #elif B_SCALE == VECTOR
                     if (j % AT_ONCE == 0) {
 #pragma unroll
-                        for (int i = 0; i < AT_ONCE && j + i < WIDTH / 8; i++)
+                        for (int i = 0; i < AT_ONCE && j + i < WIDTH / 8; ++i)
                             pairs[i] = load_shared_pair(base + AT_B_SCALE + stage * B_SCALE_PITCH +
                                                         (slice_n * WIDTH + (j + i) * 8 + lane % 4 * 2) * 4);
                     }
@@ -331,16 +359,17 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             };
 
             if constexpr (!SCALED && DEPTH == 2) {
-                // PROMOTE k-blocks accumulate in the tensor core, two groups in flight.
+                // Main loop without scales along K: PROMOTE K tiles accumulate in the tensor core, two groups in
+                // flight.
                 float d[PRODUCTS][WIDTH / 2];
                 const Scales one = {1.0f, 1.0f};
                 auto run = [&](int blocks) {
 #pragma unroll
-                    for (int i = 0; i < blocks; i++) {
+                    for (int i = 0; i < blocks; ++i) {
                         const int s = ring.stage;
                         barrier_wait(full(s), ring.parity);
 #pragma unroll
-                        for (int p = 0; p < PRODUCTS; p++) start(d[p], s, p / SLICES_N, p % SLICES_N, i > 0);
+                        for (int p = 0; p < PRODUCTS; ++p) start(d[p], s, p / SLICES_N, p % SLICES_N, i > 0);
                         if (i > 0) {
                             wgmma_wait<PRODUCTS>();
                             release(s == 0 ? STAGES - 1 : s - 1);
@@ -350,25 +379,26 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     wgmma_wait<0>();
                     release(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
 #pragma unroll
-                    for (int p = 0; p < PRODUCTS; p++) {
+                    for (int p = 0; p < PRODUCTS; ++p) {
                         fence_registers(d[p]);
                         promote(d[p], one, 0, p);
                     }
                 };
                 for (; k + PROMOTE <= tile.k_stop; k += PROMOTE) run(PROMOTE);
-                for (; k < tile.k_stop; k++) run(1);
+                for (; k < tile.k_stop; ++k) run(1);
             } else if constexpr (DEPTH == 1) {
+                // Main loop with one temporary: multiply, wait, promote.
                 float d[WIDTH / 2];
-                for (; k < tile.whole_stop(); k++, ring.advance()) {
+                for (; k < tile.whole_stop(); ++k, ring.advance()) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
                     Scales scales;
 #pragma unroll
-                    for (int p = 0; p < PRODUCTS; p++) {
+                    for (int p = 0; p < PRODUCTS; ++p) {
                         take_rows(scales, s, p / SLICES_N);
-                        if (!CHUNKS_LATE && p == 0) take_chunks(scales);
+                        if (!EXCHANGE_LATE && p == 0) take_chunks(scales);
                         start(d, s, p / SLICES_N, p % SLICES_N);
-                        if (CHUNKS_LATE && p == 0) take_chunks(scales);
+                        if (EXCHANGE_LATE && p == 0) take_chunks(scales);
                         wgmma_wait<0>();
                         fence_registers(d);
                         if (B_SCALE != VECTOR && p == PRODUCTS - 1) release(s);
@@ -377,22 +407,22 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                     }
                 }
             } else {
-                // Two k-blocks in flight, over the loop's edge too.
+                // Main loop with two temporaries: one product runs while the one before it is promoted.
                 float d0[WIDTH / 2], d1[WIDTH / 2];
                 Scales scales0, scales1;
-                auto finish = [&](float(&d)[WIDTH / 2], const Scales& scales, int stage) {
+                auto finish = [&](float (&d)[WIDTH / 2], const Scales& scales, int stage) {
                     fence_registers(d);
                     if (B_SCALE != VECTOR) release(stage);
                     const uint32_t bits = promote(d, scales, stage, 0);
                     if (B_SCALE == VECTOR) release(stage, bits);
                 };
-                auto next = [&](float(&d)[WIDTH / 2], Scales& scales) {
+                auto next = [&](float (&d)[WIDTH / 2], Scales& scales) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
                     take_rows(scales, s, 0);
-                    if (!CHUNKS_LATE) take_chunks(scales);
+                    if (!EXCHANGE_LATE) take_chunks(scales);
                     start(d, s, 0, 0);
-                    if (CHUNKS_LATE) take_chunks(scales);
+                    if (EXCHANGE_LATE) take_chunks(scales);
                     ring.advance();
                     return s;
                 };
@@ -420,12 +450,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
 
 #if GROUPED == JAGGED_K
-            if (tile.units > 0) {  // of a last block that the next group's rows, or zeros, fill
+            // The group's last K tile, where it is partial: the rows after the group are the next group's, or zeros.
+            if (tile.units > 0) {
                 float d[WIDTH / 2];
                 const int s = ring.stage;
                 barrier_wait(full(s), ring.parity);
 #pragma unroll
-                for (int p = 0; p < PRODUCTS; p++) {
+                for (int p = 0; p < PRODUCTS; ++p) {
                     Scales scales;
                     take_rows(scales, s, p / SLICES_N);
                     start(d, s, p / SLICES_N, p % SLICES_N, false, tile.units);
@@ -439,16 +470,18 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
 
 #if SPLIT > 1
+            // Reduce over the cluster: send the rows of other owners to them, and add the others' sums of own rows.
             const int first_row = warpgroup * ROWS + warp * 16, owner = first_row / OWN_ROWS, rank = cluster_rank();
-            // Of this warp's sums `i` to `i + 4` of product `p` that come from block `from`, at their owner.
+            // The address, at the owner of this warp's rows, of sums `i` to `i + 3` of product `p` from block `from`.
             auto place_of = [&](int from, int p, int i) {
-                const int part = from < owner ? from : from - 1, strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;
+                const int part = from < owner ? from : from - 1,
+                          strip = part * (OWN_ROWS / 16) + first_row % OWN_ROWS / 16;
                 return base + AT_SUMS + ((strip * PRODUCTS + p) * (WIDTH / 8) + i / 4) * 512 + lane * 16;
             };
             cluster_wait();  // all blocks have begun
             if (rank != owner) {
 #pragma unroll
-                for (int p = 0; p < PRODUCTS; p++) {
+                for (int p = 0; p < PRODUCTS; ++p) {
 #pragma unroll
                     for (int i = 0; i < WIDTH / 2; i += 4)
                         send_to_block(place_of(rank, p, i), base + AT_ARRIVED, owner,
@@ -458,13 +491,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
             barrier_wait(base + AT_ARRIVED, 0);
 #pragma unroll
-            for (int p = 0; p < PRODUCTS; p++) {
+            for (int p = 0; p < PRODUCTS; ++p) {
 #pragma unroll
                 for (int i = 0; i < WIDTH / 2; i += 4) {
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                     const float4 own = make_float4(acc[p][i], acc[p][i + 1], acc[p][i + 2], acc[p][i + 3]);
 #pragma unroll
-                    for (int part = 0; part < SPLIT; part++) {
+                    for (int part = 0; part < SPLIT; ++part) {
                         const float4 more = part == rank ? own : load_shared_quad(place_of(part, p, i));
                         sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
                     }
@@ -473,16 +506,17 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
             }
 #endif
 
-            // Epilogue: the scales that hold for all of K, the bias, the cast, the store. Tokens in no group are zeros,
-            // whatever their scales, and there is no bias for them.
+            // Epilogue: apply the scales that hold for all of K, add the bias, cast, store. Tokens in no group become
+            // zeros: neither scales nor a bias apply to them.
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
             int buffer = 0;
 #pragma unroll
-            for (int slice = 0; slice < SLICES_M; slice++) {
+            for (int slice = 0; slice < SLICES_M; ++slice) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
-                // A bulk store of 64 rows would write into the group below.
-                const bool staged = OUT_VIA != PAIRS && (GROUPED != JAGGED_M ||
-                                                         tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
+                // A bulk store of 64 rows would write into the next group where fewer rows are left of this one.
+                const bool staged =
+                    OUT_VIA != PAIRS &&
+                    (GROUPED != JAGGED_M || tile.m + warpgroup * ROWS + slice * 64 + 64 <= tile.row_stop(problem));
                 float whole0 = 1.0f, whole1 = 1.0f;
 #if A_SCALE == LINE
                 const float* lines = a_scale + int64_t(tile.batch * a_batched) * as_batch;
@@ -511,13 +545,13 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         }
                         warpgroup_sync(1 + warpgroup);
 #else
-                        __syncwarp();  // a warp reads what it has put there itself
+                        __syncwarp();  // a warp reads back only what it has put there itself
 #endif
                     }
 #endif
                     [[maybe_unused]] uint32_t packed[4];
 #pragma unroll
-                    for (int j = 0; j < 8 && column + j * 8 < BN; j++) {
+                    for (int j = 0; j < 8 && column + j * 8 < BN; ++j) {
                         const int place = column + j * 8;
                         const int product = slice * SLICES_N + place / WIDTH, i = place % WIDTH / 2;
                         [[maybe_unused]] const int n = tile.n + place + lane % 4 * 2;
@@ -533,12 +567,12 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
 #endif
                         float v00 = acc[product][i] * s00, v01 = acc[product][i + 1] * s01;
                         float v10 = acc[product][i + 2] * s10, v11 = acc[product][i + 3] * s11;
-#if BIAS
-                        const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
-                        const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
-                        const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
-                        v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
-#endif
+                        if constexpr (HAS_BIAS) {
+                            const BiasType* biases = bias + (GROUPED ? int64_t(tile.batch) * problem.N : 0);
+                            const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
+                            const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
+                            v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
+                        }
 #if OUT_VIA != PAIRS
                         if (staged) {
                             packed[j % 2 * 2 + 0] = pack<OutType>(v00, v01);
@@ -546,7 +580,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                             if (j % 2 == 1) {
                                 const int matrix = lane / 8, line = warp * 16 + matrix % 2 * 8 + lane % 8;
                                 const int piece = (j - 1 + matrix / 2) ^ (line % 8);
-                                store_matrices<false>(at_buffer + line * 128 + piece * 16, packed[0], packed[1], packed[2], packed[3]);
+                                store_matrices<false>(at_buffer + line * 128 + piece * 16, packed[0], packed[1],
+                                                      packed[2], packed[3]);
                             }
                         }
 #endif
@@ -554,7 +589,8 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         if (!staged) {
                             OutType* to = OUT_ROWS + (int64_t(tile.layer()) * problem.M + row0) * int64_t(out_m) + n;
                             store_pair(to, v00, v01, row0 < tile.row_stop(problem) ? problem.N - n : 0);
-                            store_pair(to + 8 * int64_t(out_m), v10, v11, row1 < tile.row_stop(problem) ? problem.N - n : 0);
+                            store_pair(to + 8 * int64_t(out_m), v10, v11,
+                                       row1 < tile.row_stop(problem) ? problem.N - n : 0);
                         }
 #endif
                     }
@@ -563,14 +599,15 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
                         fence_async();
                         warpgroup_sync(1 + warpgroup);
                         if (threadIdx.x % WARPGROUP == 0) {
-                            tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64, tile.layer());
+                            tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64,
+                                      tile.layer());
                             tma_store_commit();
                         }
                     }
 #elif OUT_VIA == LINES
                     __syncwarp();
 #pragma unroll
-                    for (int i = 0; i < 4; i++) {  // of the warp's 16 rows
+                    for (int i = 0; i < 4; ++i) {  // 4 of the warp's 16 rows at a time
                         const int line = warp * 16 + i * 4 + lane / 8, piece = lane % 8;
                         const int m = tile.m + warpgroup * ROWS + slice * 64 + line, n = tile.n + column + piece * 8;
                         const char* from = memory + (at_buffer - base) + line * 128 + (piece ^ line % 8) * 16;
@@ -586,7 +623,7 @@ scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
 #endif
     }
-    // A block of a cluster must not end while the other may still arrive at its barriers or write to its stages.
+    // A block must not end while another block of the cluster may arrive at its mbarriers or write to its stages.
     if constexpr (CLUSTER > 1) cluster_sync();
     if constexpr (SPLIT > 1) {
         if (warpgroup == MATH) cluster_wait();

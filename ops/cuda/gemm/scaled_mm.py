@@ -9,25 +9,22 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
-from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
+from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT, round_up
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
-SHARED_LIMIT: Final = 227 << 10  # of a block
-TMA_ALIGNMENT: Final = 16
-LARGEST: Final = 2**31 - 1024  # of an int32 that an edge tile may be added to
-TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # Of a and of b, as `scale_kind` names them: the pairs that are tuned.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
-OUT: Final = {torch.bfloat16: "BF16", torch.float16: "FP16", torch.float32: "FP32"}
 
 
 @dataclass(frozen=True)
@@ -70,19 +67,11 @@ def scale_kind(line: int, along_k: int) -> str:
     return "VECTOR" if line == 1 else "BLOCK"
 
 
-def accepts(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target,
-) -> str | None:  # fmt: skip
+def accepts(product: ScaledProduct) -> str | None:
     """None where `plan` takes these operands, else the reason why not."""
-    return operands_fault(a, a_scale, a_block, b, b_scale, b_block, target)
-
-
-def operands_fault(
-    a: Tensor, a_scale: Tensor, a_block: Block, b: Tensor, b_scale: Tensor, b_block: Block, target: Target
-) -> str | None:
-    """Why the kernel cannot multiply these on a target, or None."""
+    if product.offsets is not None and (reason := _refuses_groups(product, product.offsets)) is not None:
+        return reason
+    (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
     if target.backend != "cuda" or target.arch != 90:
         return f"{target.name} is not sm90"
     if a.dtype not in OCP or b.dtype not in OCP:
@@ -107,29 +96,28 @@ def operands_fault(
     return None
 
 
-def map_fault(x: Tensor) -> str | None:
-    """Why TMA cannot address a matrix or a batch of them, or None."""
-    if x.stride(-1) != 1 and x.shape[-1] != 1:
-        return f"has stride {x.stride(-1)} along its contiguous axis, not 1"
-    for axis in range(x.dim() - 1):
-        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % TMA_ALIGNMENT or x.stride(axis) == 0):
-            return f"has a stride of {x.stride(axis) * x.element_size()} bytes, no multiple of 16"
-    if x.shape[-2] > 1 and x.stride(-2) < x.shape[-1]:
-        return f"has lines of {x.shape[-1]} elements at a stride of {x.stride(-2)}"
-    if x.data_ptr() % TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
-        return "starts at an address that is no multiple of 16"
+def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
+    a_block, b_block, bias = product.a.block, product.b.block, product.bias
+    kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
+    if kinds not in KINDS:
+        return f"blocks {a_block} and {b_block} are no pair of this kernel"
+    if product.b.data.dim() == 2 and kinds != ("VECTOR", "VECTOR"):
+        return f"blocks {a_block} and {b_block}: tokens that are summed over have to be spread"
+    if not offsets.is_contiguous():
+        return f"offsets has stride {offsets.stride(0)}, not 1"
+    if bias is not None and not bias.is_contiguous():
+        return f"bias has strides {bias.stride()}"
     return None
 
 
-def plan(
-    a: Tensor, a_scale: Tensor, a_block: Block,
-    b: Tensor, b_scale: Tensor, b_block: Block,
-    bias: Tensor | None, out: Tensor, target: Target, config: Config, offsets: Tensor | None = None,
-) -> CudaLaunch:  # fmt: skip
+def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
 
-    With `offsets (E,)` it walks over the tiles of all groups.
+    With `offsets (E,)` the launch walks over the tiles of all groups: `out (M, N) = a (M, K) @ b (E, K, N)[group of the
+    row] + bias (E, N)`, or `out (E, M, N)[g] = a (M, P) @ b (P, N)` over the spread tokens of each group.
     """
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
+    bias, offsets, target = product.bias, product.offsets, product.target
     (m, k), n = a.shape[-2:], b.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     grouped = "DENSE"
@@ -180,7 +168,7 @@ def plan(
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
         options["GROUPED"] = grouped
-    return CudaLaunch(
+    launch = CudaLaunch(
         kernel=CudaKernel(
             "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
         ),
@@ -190,20 +178,9 @@ def plan(
         args=args,
         target=target,
         options=options,
+        binds={"out_rows": "out"},
     )
-
-
-def call(launch: CudaLaunch, out: Tensor, has_bias: bool) -> Call:
-    """A planned launch as a call on tensors of the same kinds: `(a, a_scale, b, b_scale)`, then `offsets` and `bias`.
-
-    Each of the last two where the launch has it.
-    """
-    more = [*(["offsets"] if "offsets" in launch.args else []), *(["bias"] if has_bias else [])]
-    places = {name: i for i, name in enumerate(["a", "a_scale", "b", "b_scale", *more, "out"])}
-    places["out_rows"] = places["out"]
-    names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
-    pointers = tuple(None if launch.args[name] is None else places[name] for name in names)
-    return Call((Step(launch.prepare(), pointers),), (geometry(out),), 1)
+    return (launch,)
 
 
 def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
@@ -230,14 +207,3 @@ def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a
         fixed += _RUNS * (_RUN_BYTES * (config.BN // math.gcd(config.BN, 128)) + 16)
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
-
-
-def as_batch(x: Tensor) -> Tensor:
-    """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
-    batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
-    lead = x.stride(-2) if rows > 1 else round_up(columns, TMA_ALIGNMENT // x.element_size())
-    return x.as_strided((batches, rows, columns), (x.stride(0) if batches > 1 else lead * rows, lead, 1))
-
-
-def round_up(size: int, to: int) -> int:
-    return -(-size // to) * to

@@ -1,102 +1,107 @@
-// Rows by an FP8 weight on Hopper, K shared by the blocks of a cluster: out (B, M, N) = x (B, M, K) · (w (B, K, N) * w_scale)
-// + bias, x of 16 bits.
+// Rows by an FP8 weight on Hopper, with K split over a cluster: out (B, M, N) = x (B, M, K) · (w (B, K, N) * w_scale) +
+// bias, x of 16 bits.
 //
-// As in mm_a16w8.cu outᵀ = wᵀ xᵀ is what is computed: a warpgroup widens 64 columns of w from FP8 into registers, 128 of K at
-// a time, which are the left operand of wgmma; ROWS of x are the right one. It widens the next stage while the tensor core
-// multiplies. Each product is scaled and added in float32. One warp keeps STAGES of 128 of K of both operands full by bulk
-// copies. Where the stages are all of a block's part of K, the first of them are widened while x is on its way (HELD), and
-// no warp is needed to fill them anew. Sums of a cluster's blocks meet by `exchange.cuh`.
+// As in mm_a16w8.cu the product is computed transposed, outᵀ = wᵀ xᵀ: a warpgroup widens 64 columns of w from FP8 into
+// registers, one K tile of 128 at a time, which are the left operand of wgmma; ROWS rows of x are the right one. It
+// widens the next K tile while the tensor core multiplies. Each product is scaled and added in float32.
 //
-// The launch begins while the one before it ends, and until then has the weight brought to the L2; of a weight that is
-// constant (W_CONSTANT: nothing that may still run writes it or its scales) it fills the stages, and what is HELD is widened.
-// The next launch may begin at once, or where what it asks for would keep this one waiting (LATE), when the launch before this
-// one has ended.
+// Decomposition. A cluster of CLUSTER blocks has BN columns of w and ROWS rows of x, and its blocks share K. They
+// exchange their sums by `exchange.cuh`.
 //
-// Macros: INPUT (BF16, FP16; and in the generated `wgmma`, which is of ROWS), FP8 of the enum Fp8, SCALE (LINE, VECTOR, BLOCK
-// as in gemv_a16w8.cu), ROWS (a multiple of 16), TILES (1), WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER,
-// RESIDENT, W_CONSTANT, LATE, HELD (stages that are widened ahead, at least two of several, or 0), OUT (BF16, FP16, FP32), BIAS
-// (0, BF16, FP16, FP32).
+// Pipeline. A producer warp keeps STAGES K tiles of both operands in flight by TMA. Where the stages hold the block's
+// whole part of K there is no producer warp, and the consumers widen the first HELD K tiles while x is on its way.
+//
+// Overlap. The kernel uses programmatic dependent launch. Before it waits it prefetches the weight to the L2, or, if
+// the weight is constant (W_CONSTANT: no launch that may still run writes the weight or its scales), fills the stages
+// and widens the K tiles that are HELD. The next launch may start at once, or, where its loads would delay this one
+// (LATE), when the launch before this one has ended.
+//
+// Shared memory: w (STAGES, BN, BK), x (STAGES, 2, ROWS, 64), the cluster's sums, the mbarriers, scales of w.
+//
+// Macros: INPUT (BF16 or FP16, also the type of the generated `wgmma`, which has ROWS columns), OUT and BIAS of the
+// enum Element; FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (a multiple of 16), TILES
+// (1), WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE,
+// HELD (stages that are widened ahead, at least two of several, or 0).
 #include "a16w8.cuh"
 #include "exchange.cuh"
 #include "ring.cuh"
 
-constexpr int STEP = 128;  // of K in a stage
-constexpr int PIECES = STEP / 16;  // of K, that a wgmma multiplies
-constexpr int GROUPS = BN / 64;  // of columns, that have one scale for 128 of K if 128 columns do
-constexpr int SLOTS = HELD > 0 ? HELD : 2;  // for stages in registers
-constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the warp that copies; what is not filled anew needs none
+constexpr int BK = 128;  // the K tile of a stage
+constexpr int PIECES = BK / 16;  // of 16 of K, the depth of a wgmma
+constexpr int GROUPS = BN / 64;  // of columns with one scale a K tile, where 128 columns have one
+constexpr int SLOTS = HELD > 0 ? HELD : 2;  // K tiles of w in registers
+constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the producer warp; stages that are filled once need none
 static_assert(WARPS_N % 4 == 0);
 static_assert(HELD <= STAGES && (HELD != 1 || STAGES == 1));
 
-constexpr int W_BYTES = BN * STEP, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in two times 64 of K
-constexpr int FILLED = HELD > 0 ? W_BYTES : W_BYTES + X_BYTES;  // bytes that the barrier of a stage counts
+constexpr int W_BYTES = BN * BK, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in halves of 64 of K
+constexpr int FILLED = HELD > 0 ? W_BYTES : W_BYTES + X_BYTES;  // bytes that the mbarrier of a stage expects
 constexpr int AT_X = STAGES * W_BYTES;
 constexpr int AT_ARRIVED = AT_X + STAGES * X_BYTES;
 constexpr int AT_FULL = AT_ARRIVED + SUMS_BYTES;
-constexpr int AT_EMPTY = AT_FULL + STAGES * 8;  // or, where the weight is held, of x
+constexpr int AT_EMPTY = AT_FULL + STAGES * 8;  // with HELD, the mbarriers of x
 constexpr int AT_SENT = AT_EMPTY + STAGES * 8;
 constexpr int AT_SCALES = (AT_SENT + 8 + 15) / 16 * 16;
 
-extern "C" __global__ void
-#if CLUSTER > 1
-__cluster_dims__(CLUSTER, 1, 1)
-#endif
-__launch_bounds__(THREADS + COPIES, RESIDENT)
-splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
-             const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
-             int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
+extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESIDENT)
+    splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w, const float* w_scale,
+                 const BiasType* bias, OutType* out, int M, int N, int K, int prefetched, int x_batched, int w_batched,
+                 int s_batch, int s_k, int s_n, int bias_batch, int bias_n) {
     if constexpr (!LATE) let_next_begin();
     char* const stages = swizzled_memory();
     const uint32_t base = shared_address(stages);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so the compiler knows that a warp branches as one
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // so that the compiler knows that a warp branches as one
     const int lane = threadIdx.x % 32;
     const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
     const int tile_n = blockIdx.x / CLUSTER * BN, first_m = blockIdx.y * ROWS, matrix = blockIdx.z;
     const int rows = min(M - first_m, ROWS);
-    const uint32_t steps = (K + STEP - 1) / STEP;
+    const uint32_t steps = (K + BK - 1) / BK;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
-    float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);  // (count, BN or GROUPS), (BN) of LINE
+    // (count, BN) where SCALE is VECTOR, (count, GROUPS) for BLOCK, (BN) for LINE.
+    float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);
 
     auto load_w = [&](int stage, int step) {
         barrier_expect(full(stage), FILLED);
-        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * STEP, tile_n, matrix * w_batched);
+        tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, matrix * w_batched);
     };
     auto load_x = [&](int stage, int step, uint32_t barrier) {
 #pragma unroll
-        for (int half = 0; half < 2; half++)
-            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * STEP + half * 64, first_m,
-                     matrix * x_batched);
+        for (int half = 0; half < 2; ++half)
+            tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * BK + half * 64,
+                     first_m, matrix * x_batched);
     };
     auto prefetch_w = [&](int from, int stop) {
-        for (int step = from; step < stop; step++) tma_prefetch(w, (start + step) * STEP, tile_n, matrix * w_batched);
+        for (int step = from; step < stop; ++step) tma_prefetch(w, (start + step) * BK, tile_n, matrix * w_batched);
     };
+    // Prologue: initialize the mbarriers; without a producer warp, load the weight or prefetch it.
     if (threadIdx.x == (HELD > 0 ? 0 : THREADS))
         init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank), HELD > 0 ? 1 : WARPS);
     if (HELD > 0 && warp == 0) {
         __syncwarp();
         if (elect()) {
             if constexpr (!W_CONSTANT) prefetch_w(0, STAGES);
-            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); step++) load_w(step, step);
+            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); ++step) load_w(step, step);
         }
         __syncwarp();
     }
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
+    // Producer: one thread keeps the stages full.
     if (HELD == 0 && warp == WARPS) {
         if (elect()) {
             const int ahead = min(STAGES, count);
-            for (int step = 0; step < (W_CONSTANT ? ahead : 0); step++) load_w(step, step);
+            for (int step = 0; step < (W_CONSTANT ? ahead : 0); ++step) load_w(step, step);
             prefetch_w(W_CONSTANT ? ahead : 0, min(prefetched, count));
             wait_for_launches();
-            for (int step = 0; step < ahead; step++) {
+            for (int step = 0; step < ahead; ++step) {
                 if constexpr (!W_CONSTANT) load_w(step, step);
                 load_x(step, step, full(step));
             }
             Ring ring;
-            for (int step = ahead; step < count; step++, ring.advance()) {
+            for (int step = ahead; step < count; ++step, ring.advance()) {
                 barrier_wait(empty(ring.stage), ring.parity);
                 load_w(ring.stage, step);
                 load_x(ring.stage, step, full(ring.stage));
@@ -105,18 +110,20 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         return;
     }
 
+    // Consumers.
     auto read = [&] {
         const float* const from = w_scale + int64_t(matrix * w_batched) * s_batch;
         read_scales<BN, THREADS>(w_scales, from, start, count, tile_n, N, s_k, s_n);
         sync_first<THREADS>();
     };
     if constexpr (W_CONSTANT) read();
-    // Where the thread's pairs of sums go.
+    // The addresses of the pairs of sums that this thread stores.
     const int pair = first_pair(rank, warp), pair_n = tile_n + pair, row = first_row();
     OutType* const pairs = settled(out + (int64_t(matrix) * M + first_m + row) * N + pair_n);
     const int room = settled(N - pair_n);
     const int64_t next_slice = SLICES > 1 ? settled(int64_t(8) * N) : 0;
-    const int column = warp * 16 + lane / 4;  // and column + 8
+    const int column = warp * 16 + lane / 4;  // the thread's column of w; it also has column + 8
+    // Widens a K tile into registers; `hold` waits for it first.
     using Widened = uint32_t[PIECES][4];
     Widened a[SLOTS];
     auto take = [&](Widened& a, int stage) { widen_lines<FP8>(a, base + stage * W_BYTES, column, [](auto&) {}); };
@@ -126,12 +133,12 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         settle_fragments(a[step % SLOTS]);
     };
 #pragma unroll
-    for (int step = 0; step < (W_CONSTANT ? HELD : 0); step++) hold(step);
+    for (int step = 0; step < (W_CONSTANT ? HELD : 0); ++step) hold(step);
     wait_for_launches();
     if constexpr (LATE) let_next_begin();
     if (HELD > 0 && warp == 0) {
         if (elect()) {
-            for (int step = 0; step < STAGES; step++) {
+            for (int step = 0; step < STAGES; ++step) {
                 if constexpr (!W_CONSTANT) load_w(step, step);
                 barrier_expect(empty(step), X_BYTES);
                 load_x(step, step, empty(step));
@@ -139,12 +146,11 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         }
         __syncwarp();
     }
-#if BIAS
-    float2 biases[PAIRS];
-    read_biases(biases, bias, int64_t(matrix) * bias_batch, pair_n, room, bias_n);
-#endif
+    [[maybe_unused]] float2 biases[PAIRS];
+    if constexpr (HAS_BIAS) read_biases(biases, bias, int64_t(matrix) * bias_batch, pair_n, room, bias_n);
     if constexpr (!W_CONSTANT) read();
 
+    // Starts the wgmma group of a K tile, and promotes its product: acc += scale * d.
     float acc[SLICES][4] = {};
     using Product = float[ROWS / 2];
     auto multiply = [&](Product& d, Widened& a, int stage) {
@@ -154,7 +160,7 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         fence_registers(d);
         wgmma_fence();
 #pragma unroll
-        for (int i = 0; i < PIECES; i++) wgmma(d, a[i], (i < 4 ? low : high) + i % 4 * 2, i > 0);
+        for (int i = 0; i < PIECES; ++i) wgmma(d, a[i], (i < 4 ? low : high) + i % 4 * 2, i > 0);
         wgmma_commit();
         fence_registers(d);
     };
@@ -164,17 +170,18 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
         fence_registers(d);
 #pragma unroll
-        for (int s = 0; s < SLICES; s++) {
+        for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? left : right, acc[s][i]);
+            for (int i = 0; i < 4; ++i) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? left : right, acc[s][i]);
         }
     };
 #if HELD
+    // Main loop over stages that are all in flight: two products run at a time.
     Product d[2];
 #pragma unroll
-    for (int step = 0; step < (W_CONSTANT ? 0 : HELD); step++) hold(step);
+    for (int step = 0; step < (W_CONSTANT ? 0 : HELD); ++step) hold(step);
 #pragma unroll
-    for (int step = 0; step <= STAGES; step++) {
+    for (int step = 0; step <= STAGES; ++step) {
         if (step < STAGES) {
             barrier_wait(empty(step), 0);
             multiply(d[step % 2], a[step % SLOTS], step);
@@ -188,9 +195,10 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
         if (step - 1 + HELD < STAGES) hold(step - 1 + HELD);
     }
 #else
+    // Main loop.
     Product d;
     Ring ring, next;
-    // Multiplies what `mine` has, the stage of `step`, and takes the next one meanwhile.
+    // Multiplies K tile `step`, which `mine` holds, and widens the next one into `other` meanwhile.
     auto turn = [&](Widened& mine, Widened& other, int step) {
         multiply(d, mine, ring.stage);
         if (step + 1 < count) {
@@ -215,16 +223,10 @@ splitk_a16w8(const __grid_constant__ TensorMap x, const __grid_constant__ Tensor
     }
 #endif
 
+    // Epilogue: reduce over the cluster, scale, add the bias, store pairs of columns.
     auto store = [&](int slice, int i, float2 sums) {
         if (8 * slice + row >= rows) return;
-        if constexpr (SCALE == LINE) {
-            const float2 scales = *reinterpret_cast<const float2*>(w_scales + pair + 8 * i);
-            sums.x *= scales.x, sums.y *= scales.y;
-        }
-#if BIAS
-        sums.x += biases[i].x, sums.y += biases[i].y;
-#endif
-        store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
+        store_sums(pairs + slice * next_slice + 8 * i, sums, room - 8 * i, w_scales + pair + 8 * i, biases[i]);
     };
     finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);
 }

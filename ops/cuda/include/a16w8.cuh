@@ -1,24 +1,17 @@
-// What kernels of 16-bit rows by an FP8 weight share: the type of the rows, the weight's kinds of scales, and lines of it
-// widened to the left operand of wgmma.
+// Functions that the products of 16-bit rows by an FP8 weight share: the type of the rows, the scales of the weight,
+// and lines of the weight widened to the left operand of wgmma.
 //
-// Macros: INPUT (BF16, FP16); SCALE, of w: LINE (one for all of K, of each column), VECTOR (one for a column and 128 of K) or
-// BLOCK (one for 128 columns and 128 of K).
+// Macros: INPUT (BF16, FP16) of the enum Element; SCALE, the scales of w: LINE, VECTOR or BLOCK (`scale_kinds.cuh`).
 #pragma once
 #include "hopper.cuh"
 #include "mma.cuh"
+#include "scale_kinds.cuh"
 
-#if INPUT == BF16
-using XType = Bf16;
-#else
-using XType = Fp16;
-#endif
+using XType = TypeOf<INPUT>::type;
 
-#define LINE 1
-#define VECTOR 2
-#define BLOCK 3
-
-// Brings the scales of `steps` times 128 of K, from `first` on, and of COLUMNS from `column` on to shared memory: of BLOCK one
-// for 64 columns, of VECTOR one for each, of LINE those that hold for all of K. By COUNT threads.
+// Copies the scales of `steps` K tiles of 128, from K tile `first` on, and of COLUMNS columns from `column` on to
+// shared memory, by COUNT threads: for BLOCK one scale for 64 columns, for VECTOR one for each column, for LINE those
+// of all of K.
 template <int COLUMNS, int COUNT>
 INLINE void read_scales(float* to, const float* w_scale, int first, int steps, int column, int N, int s_k, int s_n) {
     constexpr int ALONG = SCALE == BLOCK ? COLUMNS / 64 : COLUMNS;
@@ -29,29 +22,29 @@ INLINE void read_scales(float* to, const float* w_scale, int first, int steps, i
     }
 }
 
-// 128 of K of lines `line` and `line + 8` of w, which lie at `w` in rows of 128 bytes that a bulk copy has swizzled, as the
-// thread's parts of eight fragments. It has elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, which are one piece of a
-// line; pieces of a line are exchanged by the swizzle. `adapt` changes each fragment.
+// Widens 128 of K of lines `line` and `line + 8` of w into the thread's registers of eight wgmma fragments. The lines
+// lie at `w` in rows of 128 bytes, swizzled by TMA: piece `piece` of a line is at `piece ^ line % 8`. A thread has
+// elements 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of every 16, one piece of a line. `adapt` changes each fragment.
 template <Fp8 TYPE, typename Adapt>
 INLINE void widen_lines(uint32_t (&a)[8][4], uint32_t w, int line, Adapt adapt) {
 #pragma unroll
-    for (int piece = 0; piece < 8; piece++) {
+    for (int piece = 0; piece < 8; ++piece) {
         const uint32_t at = w + line * 128 + ((piece ^ (line % 8)) * 16) + threadIdx.x % 4 * 2;
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
+        for (int half = 0; half < 2; ++half) {
             const uint32_t from = at + half * 1024;
-            widen<XType, TYPE>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16, a[piece][half],
-                               a[piece][half + 2]);
+            widen<XType, TYPE>(load_shared_pair_of_bytes(from) | load_shared_pair_of_bytes(from + 8) << 16,
+                               a[piece][half], a[piece][half + 2]);
         }
         adapt(a[piece]);
     }
 }
 
-// Keeps what is widened, all of it, before the first product that reads it.
+// Makes the compiler finish all fragments before the first product that reads them.
 INLINE void settle_fragments(uint32_t (&a)[8][4]) {
 #pragma unroll
-    for (int piece = 0; piece < 8; piece++) {
+    for (int piece = 0; piece < 8; ++piece) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[piece][i])::"memory");
+        for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[piece][i])::"memory");
     }
 }

@@ -1,4 +1,4 @@
-// Sixteen-bit floats without CUDA's headers, which NVRTC would need a path to: conversion, packing, and stores of pairs.
+// 16-bit floats without CUDA's headers, to which NVRTC would need a path: conversion, packing, and stores of pairs.
 #pragma once
 #include "hopper.cuh"
 
@@ -16,7 +16,7 @@ struct Fp16 {
     }
 };
 
-// Two values as one word, the first in the low half.
+// Packs two values into a word, the first in the low half.
 template <typename T>
 INLINE uint32_t pack(float low, float high);
 
@@ -34,7 +34,7 @@ INLINE uint32_t pack<Fp16>(float low, float high) {
     return word;
 }
 
-// Stores `left` and `right` side by side, as far as `room` columns allow, in one access where the address allows.
+// Stores `left` and `right` side by side, as far as `room` columns exist, in one access if the address is aligned.
 template <typename T>
 INLINE void store_pair(T* to, float left, float right, int room) {
     const uint32_t word = pack<T>(left, right);

@@ -1,8 +1,8 @@
-// What kernels of few rows share: bytes of a weight in registers, and the sums of warps and of blocks, added in a fixed
-// order.
+// Functions that the kernels of few rows share: the division of a block into warps, bytes of a weight in registers, and
+// sums of warps and of blocks, added in a fixed order.
 //
-// Macros: ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K and CLUSTER, as `gemv_a16w8.cu` explains them; COPYING, warps
-// of a block beside those that multiply (0 where it is not defined).
+// Macros: ROWS (a multiple of 8), TILES, WARPS_N, WARPS_K and CLUSTER, as in `gemv_a16w8.cu`; COPYING, the number of
+// producer warps of a block beside its WARPS consumers (0 where it is not defined).
 #pragma once
 #include "mma.cuh"
 
@@ -10,27 +10,33 @@
 #define COPYING 0
 #endif
 
+#if CLUSTER > 1
+#define CLUSTER_DIMS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define CLUSTER_DIMS
+#endif
+
 constexpr int WARPS = WARPS_N * WARPS_K;
 constexpr int THREADS = 32 * (WARPS + COPYING);
-// That add sums: those of warps that copy help to send, where there is a cluster to send to.
+// Threads that add sums: with a cluster to send to, producer warps help.
 constexpr int ADDING = CLUSTER > 1 ? THREADS : 32 * WARPS;
-constexpr int COLUMNS = 16 * TILES;  // of a warp
+constexpr int COLUMNS = 16 * TILES;  // of the weight, for each warp
 constexpr int BN = COLUMNS * WARPS_N;
 constexpr int SLICES = ROWS / 8;
-// Sums of a row lie so that threads with neighbouring rows write to other banks.
+// Rows of sums are padded, so that threads with neighbouring rows write to different banks.
 constexpr int PITCH = BN + 4;
 
-// A thread's own value, which the compiler would else compute again where it is used, after a wait.
+// The same value, computed now: the compiler would else compute it again where it is used, after a wait.
 template <typename T>
 INLINE T settled(T value) {
-    return T(__shfl_sync(~0u, (unsigned long long)(value), threadIdx.x % 32));
+    return T(__shfl_sync(~0u, (uint64_t)(value), threadIdx.x % 32));
 }
 
 INLINE uint32_t word(const uint4& piece, int i) {
     return i == 0 ? piece.x : i == 1 ? piece.y : i == 2 ? piece.z : piece.w;
 }
 
-// The value of an e8m0 scale, which the upper half of its bits holds: 2 ** (stored - 127); NaN of 255.
+// The value of an e8m0 scale, 2 ** (stored - 127), or NaN for 255. The lower 16 bits of the float32 are zeros.
 INLINE float scale_of(uint32_t stored) {
     return __uint_as_float(max((stored << 23) + ((stored + 1 & 256) << 14), 0x400000u));
 }
@@ -46,19 +52,19 @@ INLINE uint4 first_bytes(const uint4& piece, int count) {
                       first_bytes(piece.w, count - 12));
 }
 
-// Puts a warp's sums into `sums (WARPS_K, rows, PITCH)`; `column(tile, half)` is that of a thread in the matrix.
+// Stores a warp's sums into `sums (WARPS_K, rows, PITCH)`; `column(tile, half)` is a thread's column of the matrix.
 template <typename Column>
 INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows, int warp_k, int quarter, int tile_n,
                      Column column) {
 #pragma unroll
-    for (int s = 0; s < SLICES; s++) {
+    for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-        for (int odd = 0; odd < 2; odd++) {
+        for (int odd = 0; odd < 2; ++odd) {
             const int row = 8 * s + 2 * quarter + odd;
             float* to = sums + (warp_k * rows + row) * PITCH - tile_n;
             if (row < rows) {
 #pragma unroll
-                for (int tile = 0; tile < TILES; tile++) {
+                for (int tile = 0; tile < TILES; ++tile) {
                     to[column(tile, 0)] = acc[tile][s][odd];
                     to[column(tile, 1)] = acc[tile][s][odd + 2];
                 }
@@ -67,19 +73,19 @@ INLINE void put_sums(float* sums, const float (&acc)[TILES][SLICES][4], int rows
     }
 }
 
-// Pairs whose sums a block of the cluster adds up: its own, and those that the others send, as many of each.
+// The pairs of sums that each block of the cluster reduces and stores: as many in each block.
 INLINE uint32_t share_of_pairs(int rows) { return (rows * (BN / 2) + CLUSTER - 1) / CLUSTER; }
 
-// Bytes of the sums of a block's share, from all blocks.
+// Bytes that a block receives for its share, from all blocks.
 INLINE int bytes_of_share(int rows, uint32_t rank) {
     const int share = share_of_pairs(rows);
     return CLUSTER > 1 ? min(max(rows * (BN / 2) - int(rank) * share, 0), share) * CLUSTER * 8 : 0;
 }
 
-// Those of a ring: `stages` of them that are filled, from `at` on, as many that all warps give back (or so many `arrivals`),
-// and in a cluster then that of the sums which its blocks send to this one, so many bytes.
+// Initializes the mbarriers of a ring at `at`: `stages` that count one arrival (full), then `stages` that count
+// `arrivals` (empty), and, in a cluster, one that expects `bytes`, the sums which the blocks send to this one.
 INLINE void init_barriers(uint32_t at, int stages, int bytes, int arrivals = WARPS) {
-    for (int stage = 0; stage < stages; stage++) {
+    for (int stage = 0; stage < stages; ++stage) {
         barrier_init(at + stage * 8, 1);
         barrier_init(at + (stages + stage) * 8, arrivals);
     }
@@ -90,9 +96,10 @@ INLINE void init_barriers(uint32_t at, int stages, int bytes, int arrivals = WAR
     barrier_init_fence();
 }
 
-// Adds the sums `(WARPS_K, rows, PITCH)` in `memory`, and those of the cluster's blocks, which arrive `received` bytes
-// from there; calls `finish` with each pair of columns, counted along the rows of the tile, and its sums. `send(to, block,
-// sums)` puts them into another block's memory, and after `meet()` those of the others are there.
+// Reduces the sums `(WARPS_K, rows, PITCH)` in `memory` over warps, and over the cluster, whose sums arrive `received`
+// bytes from there. Calls `finish` with each pair of columns, counted along the rows of the tile, and its sums.
+// `send(to, block, sums)` writes into another block's memory, and `meet()` returns when the other blocks' sums have
+// arrived.
 template <typename Finish, typename Send, typename Meet>
 INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish finish, Send send, Meet meet) {
     float* const sums = reinterpret_cast<float*>(memory);
@@ -103,13 +110,13 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
     const uint32_t share = share_of_pairs(rows);
     float2* const arrived = reinterpret_cast<float2*>(memory + received);
     if constexpr (CLUSTER > 1) cluster_wait();  // all blocks have begun
-    // Whose share a pair is in, and its place there: kept up, for a division takes tens of instructions.
+    // The block that reduces a pair, and the pair's place there, are updated: a division takes tens of instructions.
     uint32_t block = threadIdx.x / share, place = threadIdx.x % share;
     const uint32_t blocks_on = ADDING / share, places_on = ADDING % share;
     for (int i = threadIdx.x; i < pairs; i += ADDING) {
         float2 total = *pair_at(0, i);
 #pragma unroll
-        for (int part = 1; part < WARPS_K; part++) {
+        for (int part = 1; part < WARPS_K; ++part) {
             const float2 sum = *pair_at(part, i);
             total.x += sum.x;
             total.y += sum.y;
@@ -119,14 +126,14 @@ INLINE void add_sums(char* memory, int rows, int received, uint32_t rank, Finish
         else
             finish(i, total);
         block += blocks_on, place += places_on;
-        if (place >= share) place -= share, block++;
+        if (place >= share) place -= share, ++block;
     }
     if constexpr (CLUSTER > 1) {
         meet();
         for (int i = threadIdx.x; i < share && rank * share + i < pairs; i += ADDING) {
             float2 total = arrived[i];
 #pragma unroll
-            for (int other = 1; other < CLUSTER; other++) {
+            for (int other = 1; other < CLUSTER; ++other) {
                 const float2 sum = arrived[other * share + i];
                 total.x += sum.x;
                 total.y += sum.y;

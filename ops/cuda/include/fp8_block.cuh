@@ -1,4 +1,4 @@
-// From the largest magnitude of a block to its scale, bit for bit as in fp8fn.ops.reference.quantize; partial stores.
+// The scale of a block from its largest magnitude, bit for bit as in fp8fn.ops.reference.quantize; partial stores.
 #pragma once
 #include "instructions.cuh"
 
@@ -10,11 +10,11 @@ struct StoredScale {
 };
 template <>
 struct StoredScale<Format::E8M0> {
-    using type = unsigned char;
+    using type = uint8_t;
 };
 template <>
 struct StoredScale<Format::RCEIL> {
-    using type = unsigned char;
+    using type = uint8_t;
 };
 
 template <Format KIND>
@@ -23,30 +23,30 @@ struct BlockScale {
     float inverse;
 };
 
-// a / LARGEST rounded to nearest, for finite a from 1e-12 on: one step of Newton from the rounded reciprocal. What
-// __fdiv_rn adds is a call for results that are subnormal, which needs registers that the tile has not.
+// a / LARGEST rounded to nearest, for finite a from 1e-12 on: one Newton step from the product with the reciprocal.
+// __fdiv_rn has a slow path for subnormal results, a call that needs more registers than the tile has.
 template <Fp8 TYPE>
-__forceinline__ float over_largest(float a) {
+INLINE float over_largest(float a) {
     constexpr float LARGEST = TYPE == Fp8::E4M3 ? 448.0f : 57344.0f;
     constexpr float RECIPROCAL = 1.0f / LARGEST;
     const float quotient = __fmul_rn(a, RECIPROCAL);
     return __fmaf_rn(__fmaf_rn(-LARGEST, quotient, a), RECIPROCAL, quotient);
 }
 
-// `bits` are those of the block's largest magnitude in float32: as integers they order as the floats do, NaN above Inf
-// above all others.
+// The scale of a block whose largest magnitude has these bits in float32. As integers the bits order as the floats do,
+// NaN above Inf above all others.
 template <Fp8 TYPE, Format KIND>
-__forceinline__ BlockScale<KIND> block_scale(unsigned bits) {
+INLINE BlockScale<KIND> block_scale(uint32_t bits) {
     constexpr int LARGEST_EXPONENT = TYPE == Fp8::E4M3 ? 8 : 15;
-    constexpr unsigned INFINITY_BITS = 0x7f800000u;
+    constexpr uint32_t INFINITY_BITS = 0x7f800000u;
     const bool finite = bits < INFINITY_BITS;
     if constexpr (KIND == Format::E8M0 || KIND == Format::RCEIL) {
-        // One more where the fraction is above that of the largest value, 1.75 in both types.
-        constexpr unsigned ADDEND = KIND == Format::RCEIL ? 0x7fffffu - 0x600000u : 0u;
-        const int exponent = max(static_cast<int>((bits + ADDEND) >> 23) - LARGEST_EXPONENT, 0);
-        // 2 ** (127 - exponent), without a division: at exponent 0 the scale itself is subnormal.
+        // One more if the fraction exceeds that of the largest FP8 value, which is 1.75 in both types.
+        constexpr uint32_t ADDEND = KIND == Format::RCEIL ? 0x7fffffu - 0x600000u : 0u;
+        const int exponent = max(int((bits + ADDEND) >> 23) - LARGEST_EXPONENT, 0);
+        // 2 ** (127 - exponent) without a division: at exponent 0 the scale itself is subnormal.
         const float inverse = __uint_as_float(finite ? (254 - exponent) << 23 : 0x7fc00000u);
-        return {static_cast<unsigned char>(finite ? exponent : 255), inverse};
+        return {uint8_t(finite ? exponent : 255), inverse};
     } else {
         const float amax = __uint_as_float(max(bits, __float_as_uint(1e-12f)));
         float scale = over_largest<TYPE>(amax);
@@ -54,7 +54,7 @@ __forceinline__ BlockScale<KIND> block_scale(unsigned bits) {
             scale = __uint_as_float((__float_as_uint(scale) + 0x7fffffu) & INFINITY_BITS);
         }
         scale = finite ? scale : amax;
-        // __frcp_rn without its call for subnormals. Inf, which Newton's step would make a NaN, has the inverse 0.
+        // __frcp_rn without its slow path for subnormals. The inverse of Inf is 0: the Newton step would make it NaN.
         float inverse = reciprocal(scale);
         if (finite) inverse = __fmaf_rn(inverse, __fmaf_rn(-scale, inverse, 1.0f), inverse);
         return {scale, inverse};
@@ -62,18 +62,18 @@ __forceinline__ BlockScale<KIND> block_scale(unsigned bits) {
 }
 
 // Stores the first `count` bytes of 16.
-__forceinline__ void store_bytes(unsigned char* to, uint4 piece, int count) {
-    const unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+INLINE void store_bytes(uint8_t* to, uint4 piece, int count) {
+    const uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-        if (i < count) to[i] = static_cast<unsigned char>(words[i / 4] >> 8 * (i % 4));
+        if (i < count) to[i] = uint8_t(words[i / 4] >> 8 * (i % 4));
     }
 }
 
-// The first `count` bytes of 16, and zeros.
-__forceinline__ uint4 first_bytes(uint4 piece, int count) {
+// The first `count` bytes of 16, then zeros.
+INLINE uint4 first_bytes(uint4 piece, int count) {
     if (count >= 16) return piece;
-    unsigned words[4] = {piece.x, piece.y, piece.z, piece.w};
+    uint32_t words[4] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
         const int left = count - 4 * w;

@@ -1,36 +1,35 @@
-// Where the groups of a grouped product lie, from their END offsets on the device; `fp8fn/ops/groups.py` says what for.
+// The groups of a grouped product, from their END offsets on the device; `fp8fn/ops/groups.py` explains the layout.
 #pragma once
+#include "types.cuh"
 
-// What the rows of a product are cut into, and what `tiles.cuh` walks over.
+// How the rows of a product are divided, which decides what `tiles.cuh` walks over.
 #define DENSE 0
 #define JAGGED_M 1
 #define JAGGED_K 2
 
-// Groups of tokens: `group` holds tokens `start` to `stop`. Offsets that sink or pass `tokens` make no access outside.
+// Group `group` has tokens `start` to `stop`. Offsets that decrease, or exceed `tokens`, cause no access out of bounds.
 struct Group {
     int group, start, stop;
 
-    __device__ __forceinline__ Group(const int* offsets, int tokens) : group(0), start(0), stop(end_of(offsets[0], 0, tokens)) {}
+    INLINE Group(const int* offsets, int tokens) : group(0), start(0), stop(end_of(offsets[0], 0, tokens)) {}
 
-    // On to the next one; past the last of `groups`, the one of the tokens that are in none.
-    __device__ __forceinline__ void advance(const int* offsets, int groups, int tokens) {
-        group++;
+    // Moves to the next group; after the last of `groups`, to the tokens that are in no group.
+    INLINE void advance(const int* offsets, int groups, int tokens) {
+        ++group;
         start = stop;
         stop = group < groups ? end_of(offsets[group], start, tokens) : tokens;
     }
 
-    static __device__ __forceinline__ int end_of(int offset, int start, int tokens) { return min(max(offset, start), tokens); }
+    static INLINE int end_of(int offset, int start, int tokens) { return min(max(offset, start), tokens); }
 };
 
 #ifdef SPREAD_UNIT
-// Of a group whose tokens are spread: rows in multiples of SPREAD_UNIT, scales of blocks of 128.
+// Groups whose tokens are spread: rows begin at multiples of SPREAD_UNIT, and scales hold for blocks of 128 rows.
 struct Spread {
-    // The row in which a group, or a block of one, begins whose first token is `token`.
-    static __device__ __forceinline__ int first_row(int token, int group) {
-        return SPREAD_UNIT * (token / SPREAD_UNIT + group);
-    }
+    // The row at which a group, or a block of it, begins whose first token is `token`.
+    static INLINE int first_row(int token, int group) { return SPREAD_UNIT * (token / SPREAD_UNIT + group); }
 
     // The first block of the group that begins with token `start`.
-    static __device__ __forceinline__ int first_block(int start, int group) { return start / 128 + group; }
+    static INLINE int first_block(int start, int group) { return start / 128 + group; }
 };
 #endif

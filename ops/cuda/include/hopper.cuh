@@ -1,25 +1,17 @@
-// Hopper's instructions as functions: mbarriers, bulk tensor copies, wgmma, and the ordering among them (PTX ISA 8.0).
+// Hopper's instructions as functions: mbarriers, TMA, shared memory, clusters, wgmma, and their ordering (PTX ISA 8.0).
 #pragma once
 #include "l2_hints.cuh"
-
-using int32_t = int;
-using uint8_t = unsigned char;
-using uint16_t = unsigned short;
-using uint32_t = unsigned int;
-using int64_t = long long;
-using uint64_t = unsigned long long;
-
-#define INLINE __device__ __forceinline__
+#include "types.cuh"
 
 struct __align__(64) TensorMap {
     char bytes[128];
 };
 
-INLINE uint32_t shared_address(const void* pointer) { return static_cast<uint32_t>(__cvta_generic_to_shared(pointer)); }
+INLINE uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
 
 INLINE uint32_t lane_index() { return threadIdx.x % 32; }
 
-// ---- mbarriers: a phase ends when the arrivals that were announced and the bytes that were expected are there --------
+// ---- mbarriers: a phase ends when all expected arrivals and bytes have come -----------------------------------------
 
 INLINE void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -35,24 +27,28 @@ INLINE void barrier_arrive(uint32_t barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at the barrier that lies at the same address in block `rank` of the cluster. The release is to this block only:
-// what it orders are reads, and one to the whole cluster would cost a fence over the GPU each time (0.5x speed, measured).
+// Arrives at the mbarrier at the same address in block `rank` of the cluster. The release is of CTA scope, since it
+// orders reads only: a release of cluster scope takes a fence over the GPU each time (measured: half the speed).
 INLINE void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     asm volatile(
         "{.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(rank) : "memory");
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier),
+        "r"(rank)
+        : "memory");
 }
 
-// The address of a barrier, known once what a thread has loaded from shared memory is there, `loaded` being bits of it;
-// `positive` is one that the compiler does not know to be. An arrival orders loads before what other threads write, but
-// not before the copy engine's writes: one that is still under way when the stage is free may get what fills it next
-// (seen in a product whose threads each loaded 32 pairs of bytes and arrived).
+// Returns the address of a barrier, available only once what a thread has loaded from shared memory has arrived:
+// `loaded` has bits of that value, and `positive` is a positive number that the compiler does not know to be positive.
+// An arrival orders loads before the writes of other threads, but not before TMA's: a load that is still in flight when
+// the stage is released may return the next contents of the stage (seen in a product whose threads each loaded 32 pairs
+// of bytes and arrived).
 INLINE uint32_t once_loaded(uint32_t barrier, uint32_t loaded, int positive) {
     return barrier + (loaded & uint32_t(positive >> 31));
 }
 
-// Arrives once the cp.async copies that this thread has started are there; the barrier's count includes this arrival.
+// Arrives when the cp.async copies that this thread has started have arrived; the barrier's count includes this
+// arrival.
 INLINE void barrier_arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -64,29 +60,31 @@ INLINE void barrier_wait(uint32_t barrier, uint32_t parity) {
         "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
         "@done bra DONE;\n"
         "bra WAIT;\n"
-        "DONE:}" ::"r"(barrier), "r"(parity) : "memory");
+        "DONE:}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
 }
 
-// ---- copies -----------------------------------------------------------------------------------------------------------
+// ---- copies ---------------------------------------------------------------------------------------------------------
 
-INLINE void prefetch_map(const TensorMap& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
+INLINE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::
+            "r"(to),
         "l"(&map), "r"(barrier), "r"(x), "r"(y), "r"(z)
         : "memory");
 }
 
-// Brings the box of a load to the L2: before any wait too, for what is written later is written there.
+// Prefetches the box of a load to the L2. It may precede the wait: later writes go to the L2 as well.
 INLINE void tma_prefetch(const TensorMap& map, int x, int y, int z) {
-    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y), "r"(z)
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(&map), "r"(x), "r"(y),
+                 "r"(z)
                  : "memory");
 }
 
-// A load whose lines leave the L2 as a policy of l2_hints.cuh has it.
+// A TMA load with one of the eviction policies of l2_hints.cuh.
 INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
@@ -95,8 +93,9 @@ INLINE void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
         : "memory");
 }
 
-// To the same address of every block in `blocks` (a mask), each of whose barriers counts the bytes.
-INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
+// Loads to the same address of every block in `blocks` (a mask); the mbarrier of each of them counts the bytes.
+INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z,
+                               uint16_t blocks) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster"
         " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
@@ -105,29 +104,30 @@ INLINE void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barri
 }
 
 INLINE void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
-    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map), "r"(from),
-                 "r"(x), "r"(y), "r"(z)
+    asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(x), "r"(y), "r"(z)
                  : "memory");
 }
 
 INLINE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until at most `PENDING` groups of stores still read shared memory.
+// Waits until at most `PENDING` groups of bulk stores still read shared memory.
 template <int PENDING>
 INLINE void tma_store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Four bytes, asynchronously; zeros where `valid` is false.
+// Starts a copy of four bytes by cp.async; zeros if `valid` is false.
 INLINE void copy_word(uint32_t to, const void* from, bool valid) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0) : "memory");
 }
 
-// Shared memory written by ordinary stores becomes visible to the tensor cores and the copy engine.
+// Makes ordinary stores to shared memory visible to the async proxy: the tensor cores and TMA.
 INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four matrices of 8 rows of 16 bytes: lane i has the address of row i % 8 of matrix i / 8, and gets of each the word i % 4
-// of row i / 4; where TURNED, of values of 16 bits, rows 2 * (i % 4) and the next of column i / 4.
+// ldmatrix: four matrices of 8 rows of 16 bytes. Lane i gives the address of row i % 8 of matrix i / 8, and gets word i
+// % 4 of row i / 4 of each matrix; if TURNED, the 16-bit values in rows 2 * (i % 4) and 2 * (i % 4) + 1 of column i /
+// 4.
 template <bool TURNED>
 INLINE uint4 load_matrices(uint32_t row) {
     uint4 m;
@@ -143,12 +143,12 @@ INLINE uint4 load_matrices(uint32_t row) {
     return m;
 }
 
-// The other way: of each matrix lane i gives what it would get.
+// stmatrix, the inverse of `load_matrices`: lane i gives what it would get there.
 template <bool TURNED>
 INLINE void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
     if constexpr (TURNED) {
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
-                     "r"(m2), "r"(m3)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0),
+                     "r"(m1), "r"(m2), "r"(m3)
                      : "memory");
     } else {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(m0), "r"(m1),
@@ -202,7 +202,7 @@ INLINE float load_shared(uint32_t from) {
     return value;
 }
 
-// Not moved over others of its kind: what is loaded last comes last.
+// The compiler does not reorder these loads among themselves: the last one issued arrives last.
 INLINE float2 load_shared_pair(uint32_t from) {
     float2 value;
     asm volatile("ld.volatile.shared.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "r"(from));
@@ -217,8 +217,8 @@ INLINE float4 load_shared_quad(uint32_t from) {
     return value;
 }
 
-// A value to an address of shared memory in block `rank` of the cluster, whose `barrier` counts the bytes: without the
-// fence over the GPU that stores and a barrier of the cluster take.
+// Stores a value to an address of shared memory in block `rank` of the cluster, whose `barrier` counts the bytes. This
+// needs no fence over the GPU, as stores followed by a barrier of the cluster do.
 INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, uint32_t value) {
     asm volatile(
         "{.reg .b32 remote, counter;\n"
@@ -244,26 +244,27 @@ INLINE void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, float4 v
         "{.reg .b32 remote, counter;\n"
         "mapa.shared::cluster.u32 remote, %0, %2;\n"
         "mapa.shared::cluster.u32 counter, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];}" ::"r"(to),
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [remote], {%3, %4, %5, %6}, [counter];}" ::
+            "r"(to),
         "r"(barrier), "r"(rank), "f"(values.x), "f"(values.y), "f"(values.z), "f"(values.w)
         : "memory");
 }
 
-// ---- blocks, clusters, warpgroups ---------------------------------------------------------------------------------------
+// ---- blocks, clusters, warpgroups -----------------------------------------------------------------------------------
 
-// Shared memory of as many bytes as the launch asks for, from a multiple of what a swizzle repeats after.
+// Dynamic shared memory, of as many bytes as the launch asks for, aligned to the period of the 128-byte swizzle.
 INLINE char* swizzled_memory() {
     extern __shared__ __align__(1024) char swizzled[];
     return swizzled;
 }
 
-// A barrier of the first `COUNT` threads of a block.
+// A named barrier of the first `COUNT` threads of a block.
 template <int COUNT>
 INLINE void sync_first() {
     asm volatile("bar.sync 1, %0;" ::"n"(COUNT) : "memory");
 }
 
-// The two sides of a barrier of all `COUNT` threads of a block: of warps that wait for no other, and of those that do.
+// The two sides of the barrier of all `COUNT` threads of a block, for warps that do not wait and for warps that do.
 template <int COUNT>
 INLINE void block_arrive() {
     asm volatile("bar.arrive 0, %0;" ::"n"(COUNT) : "memory");
@@ -274,7 +275,7 @@ INLINE void block_sync() {
     asm volatile("bar.sync 0, %0;" ::"n"(COUNT) : "memory");
 }
 
-// The two sides of barrier `id`, from 1 on, of any `COUNT` threads of a block.
+// The two sides of named barrier `id`, from 1 on, for any `COUNT` threads of a block.
 template <int COUNT>
 INLINE void named_arrive(int id) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(COUNT) : "memory");
@@ -293,7 +294,7 @@ INLINE uint32_t cluster_rank() {
     return rank;
 }
 
-// The two halves of a `cluster_sync` that orders no memory: after it all blocks of the cluster have begun.
+// The two halves of a `cluster_sync` that orders no memory accesses: after it, all blocks of the cluster have begun.
 INLINE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;"); }
 INLINE void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
@@ -301,14 +302,15 @@ INLINE void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Whether this is the one lane of a converged warp that acts for it. The compiler knows that it is one, and keeps what
-// that lane computes in uniform registers, where bulk copies take their coordinates from.
+// Whether this lane is the one of a converged warp that is elected to act for it. The compiler knows that one lane is
+// elected, and keeps its values in uniform registers, from which TMA takes coordinates.
 INLINE bool elect() {
     uint32_t elected;
     asm volatile(
         "{.reg .pred one;\n"
         "elect.sync _|one, 0xffffffff;\n"
-        "selp.u32 %0, 1, 0, one;}" : "=r"(elected));
+        "selp.u32 %0, 1, 0, one;}"
+        : "=r"(elected));
     return elected;
 }
 
@@ -322,10 +324,10 @@ INLINE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
-// ---- wgmma: 64 x N += (64 x 32) · (N x 32)ᵀ of FP8, operands in shared memory, asynchronous ------------------------------
+// ---- wgmma: 64 x N += (64 x 32) · (N x 32)ᵀ of FP8, asynchronous, operands in shared memory -------------------------
 
-// The descriptor of an operand whose rows are 128 bytes, swizzled by 128; 8 rows are 1024 bytes apart from the next 8.
-// Adding 2 to it moves 32 bytes along the rows.
+// The descriptor of an operand with rows of 128 bytes and the 128-byte swizzle; groups of 8 rows are 1024 bytes apart.
+// Adding 2 to the descriptor moves 32 bytes along the rows.
 INLINE uint64_t matrix_descriptor(uint32_t address) {
     return (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 16) | ((address & 0x3FFFF) >> 4);
 }
@@ -339,9 +341,9 @@ INLINE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// Keeps the compiler from moving reads and writes of accumulators across the asynchronous products.
+// Keeps the compiler from moving accesses to the accumulators across asynchronous products.
 template <int COUNT>
 INLINE void fence_registers(float (&d)[COUNT]) {
 #pragma unroll
-    for (int i = 0; i < COUNT; i++) asm volatile("" : "+f"(d[i])::"memory");
+    for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

@@ -1,18 +1,19 @@
-// The instructions that CUDA C++ has no name for, as functions: accesses of 16 bytes with hints, and conversions.
+// Instructions that CUDA C++ has no name for: 16-byte accesses with cache hints, and conversions.
 #pragma once
 #include "l2_hints.cuh"
+#include "types.cuh"
 
 enum class Fp8 { E4M3, E5M2 };
 
-// How loads of what is read once pass the caches: through L1; past it; past it, a whole line of L2 at once; past it, and
-// first to leave L2, or last.
+// How data that is read once passes the caches: CACHED, through L1; PAST_L1; LINE, past L1, fetching a whole line into
+// the L2; FIRST_OUT and LAST_OUT, past L1, evicted from the L2 first or last.
 enum class Load { CACHED, PAST_L1, LINE, FIRST_OUT, LAST_OUT };
 
-// Stores that leave L2 in their turn, or first.
+// How stored lines are evicted from the L2: in their turn, or first.
 enum class Store { NORMAL, FIRST_OUT };
 
 template <Load HOW>
-__forceinline__ uint4 load16(const void* address) {
+INLINE uint4 load16(const void* address) {
     uint4 v;
     if constexpr (HOW == Load::CACHED) {
         asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(address));
@@ -33,7 +34,7 @@ __forceinline__ uint4 load16(const void* address) {
 }
 
 template <Store HOW>
-__forceinline__ void store16(void* address, uint4 v) {
+INLINE void store16(void* address, uint4 v) {
     if constexpr (HOW == Store::NORMAL) {
         asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                      : "memory");
@@ -45,7 +46,7 @@ __forceinline__ void store16(void* address, uint4 v) {
 }
 
 template <Store HOW>
-__forceinline__ void store8(void* address, uint2 v) {
+INLINE void store8(void* address, uint2 v) {
     if constexpr (HOW == Store::NORMAL) {
         asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(v.x), "r"(v.y) : "memory");
     } else {
@@ -53,10 +54,10 @@ __forceinline__ void store8(void* address, uint2 v) {
     }
 }
 
-// Four values to four bytes, `a` lowest: rounded to nearest even, saturated, NaN kept.
+// Converts four values to FP8, `a` in the lowest byte: rounded to nearest even, saturated, NaN kept.
 template <Fp8 TYPE>
-__forceinline__ unsigned pack(float a, float b, float c, float d) {
-    unsigned packed;
+INLINE uint32_t pack(float a, float b, float c, float d) {
+    uint32_t packed;
     if constexpr (TYPE == Fp8::E4M3) {
         asm("{.reg .b16 low, high;\n"
             " cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
@@ -75,23 +76,23 @@ __forceinline__ unsigned pack(float a, float b, float c, float d) {
     return packed;
 }
 
-__forceinline__ float half_to_float(unsigned short half) {
+INLINE float half_to_float(uint16_t half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
     return value;
 }
 
 // 1 / x within one unit of the last place; 0 for Inf.
-__forceinline__ float reciprocal(float x) {
+INLINE float reciprocal(float x) {
     float y;
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// Shared memory whose size the launch says.
-#define DYNAMIC_SHARED(TYPE, NAME)                            \
-    extern __shared__ __align__(128) char NAME##_memory[];    \
+// Dynamic shared memory as an object.
+#define DYNAMIC_SHARED(TYPE, NAME)                         \
+    extern __shared__ __align__(128) char NAME##_memory[]; \
     TYPE& NAME = *reinterpret_cast<TYPE*>(NAME##_memory)
 
-// The same value, of which the compiler knows nothing any more.
-__forceinline__ void forget(unsigned& value) { asm volatile("" : "+r"(value)); }
+// The same value, about which the compiler knows nothing: it can neither recompute it nor fold it.
+INLINE void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }

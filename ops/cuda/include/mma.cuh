@@ -1,17 +1,17 @@
-// What a kernel of narrow products takes beside `instructions.cuh`: FP8 widened to 16 bits, the product of a warp, copies
-// to shared memory that nobody waits for yet, and the shared memory of a cluster's other blocks.
+// Instructions for products of few rows, beside `instructions.cuh`: FP8 widened to 16 bits, mma.sync, asynchronous
+// copies to shared memory, prefetches, and the shared memory of the cluster's other blocks.
 #pragma once
 #include "convert.cuh"
 #include "instructions.cuh"
 #include "overlap.cuh"
 
-// Of as many bytes as the launch asks for.
+// Dynamic shared memory, of as many bytes as the launch asks for.
 INLINE char* block_memory() {
     extern __shared__ __align__(128) char memory[];
     return memory;
 }
 
-// Like `load16` past L1, but not moved over what waits: weights are asked for before anything is waited for.
+// `load16` past L1, which the compiler does not move over waits: weights are loaded before anything is waited for.
 INLINE uint4 load_ahead(const void* address) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -20,7 +20,8 @@ INLINE uint4 load_ahead(const void* address) {
     return v;
 }
 
-// Not moved over `wait_for_launches`, as `ld.global.nc` is: before it, of what nothing writes that may still run.
+// Loads, before `wait_for_launches`, what no launch that may still run writes; `ld.global.nc` could be moved over the
+// wait.
 INLINE uint32_t load_constant(const uint32_t* address) {
     uint32_t v;
     asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(address) : "memory");
@@ -33,7 +34,7 @@ INLINE float load_constant(const float* address) {
     return v;
 }
 
-// 16 bytes that a launch before may have written, past the L1, which may hold older ones; zeros where not `inside`.
+// Loads 16 bytes that an earlier launch may have written, past L1, which may hold stale lines; zeros if not `inside`.
 INLINE uint4 load_written(const void* address, bool inside) {
     uint4 v;
     asm volatile(
@@ -56,16 +57,17 @@ INLINE uint32_t load_byte_ahead(const void* address) {
     return v;
 }
 
-// The first `bytes` of 16 to shared memory, and zeros after them; both addresses are multiples of 16.
+// Starts a copy of the first `bytes` of 16 to shared memory, zeros after them; both addresses are multiples of 16.
 INLINE void copy16(void* to, const void* from, int bytes) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes)
+                 : "memory");
 }
 
-// Until the copies that this thread has started before `end_copies` are there.
+// Ends the group of copies that this thread has started; waits until all ended groups have arrived.
 INLINE void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 INLINE void wait_for_copies() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
-// To the same place in the shared memory of block `rank` of the cluster.
+// Stores to the same address in the shared memory of block `rank` of the cluster.
 INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
     asm volatile(
         "{.reg .b32 remote;\n"
@@ -75,15 +77,15 @@ INLINE void store_to_block(float2* to, uint32_t rank, float2 value) {
         : "memory");
 }
 
-// Brings memory to the L2, 16 bytes and their multiples: before any wait too, for what is written later is written there.
+// Prefetches memory to the L2, in multiples of 16 bytes. It may precede the wait: later writes go to the L2 as well.
 INLINE void prefetch(const void* address, uint32_t bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
 }
 
-// Likewise at least 32 bytes from a multiple of 32 on.
+// Prefetches at least 32 bytes, from a multiple of 32 on.
 INLINE void prefetch_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
-// Four values of FP8 as two pairs of float16, the lowest byte first: exactly, NaN and Inf too.
+// Converts four FP8 values to two pairs of float16, the lowest byte first: exactly, NaN and Inf too.
 template <Fp8 TYPE>
 INLINE void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
     if constexpr (TYPE == Fp8::E4M3) {
@@ -93,7 +95,7 @@ INLINE void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
             " cvt.rn.f16x2.e4m3x2 %1, high;}"
             : "=r"(low), "=r"(high)
             : "r"(bytes));
-    } else {  // the upper half of a float16
+    } else {  // E5M2 is the upper half of a float16
         low = __byte_perm(bytes, 0, 0x1404);
         high = __byte_perm(bytes, 0, 0x3424);
     }
@@ -104,7 +106,7 @@ constexpr bool IS_BF16 = false;
 template <>
 constexpr bool IS_BF16<Bf16> = true;
 
-// Two pairs of float16 as four values of e4m3, the lowest first.
+// Rounds two pairs of float16 to four e4m3 values, the lowest first.
 INLINE uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
     uint32_t bytes;
     asm("{.reg .b16 low, high;\n"
@@ -116,7 +118,7 @@ INLINE uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
     return bytes;
 }
 
-// (a - b) * 32 of pairs of float16.
+// (a - b) * 32, for pairs of float16.
 INLINE uint32_t difference_times_32(uint32_t a, uint32_t b) {
     asm("sub.rn.f16x2 %0, %0, %1;\n mul.rn.f16x2 %0, %0, %2;" : "+r"(a) : "r"(b), "r"(0x50005000));
     return a;
@@ -131,7 +133,7 @@ INLINE uint32_t multiply_pairs(uint32_t a, uint32_t b) {
     return a;
 }
 
-// A pair of float16 as a pair of bfloat16, rounded; values of FP8 are not.
+// Converts a pair of float16 to a pair of bfloat16. It rounds, but FP8 values are exact.
 INLINE uint32_t halves_to_bf16(uint32_t pair) {
     uint32_t result;
     asm("{.reg .b16 low, high;\n"
@@ -145,7 +147,7 @@ INLINE uint32_t halves_to_bf16(uint32_t pair) {
     return result;
 }
 
-// Four values of FP8 as two pairs of T, the lowest byte first.
+// Converts four FP8 values to two pairs of T, the lowest byte first.
 template <typename T, Fp8 TYPE>
 INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     to_halves<TYPE>(bytes, low, high);
@@ -155,7 +157,7 @@ INLINE void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     }
 }
 
-// d (16 x 8) += a (16 x 16) · b (16 x 8) of a warp, in the fragments of PTX's mma.m16n8k16.
+// d (16 x 8) += a (16 x 16) · b (16 x 8) for a warp, in the fragments of PTX's mma.m16n8k16.
 template <typename T>
 INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     if constexpr (IS_BF16<T>) {
@@ -171,8 +173,8 @@ INLINE void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
     }
 }
 
-// The right operand of a wgmma 32 bytes deep, not swizzled: matrices, as `load_matrices` has them, of its first 16 bytes,
-// each followed by that of the other 16, eight rows after eight.
+// The descriptor of wgmma's right operand, 32 bytes deep and not swizzled: for every eight rows an 8 x 16-byte matrix,
+// as `load_matrices` has them, of the first 16 bytes, and then one of the other 16.
 INLINE uint64_t descriptor_of_matrices(const void* first) {
     return uint64_t(256 >> 4) << 32 | uint64_t(128 >> 4) << 16 | (shared_address(first) & 0x3FFFF) >> 4;
 }

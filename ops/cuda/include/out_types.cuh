@@ -1,23 +1,22 @@
-// The macros OUT and BIAS as types: names of element types, and `OutType` and `BiasType`. Included by convert.cuh.
+// The macros OUT and BIAS of products as types: `OutType` and `BiasType`. Included by convert.cuh.
 #pragma once
+#include "element.cuh"
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
+template <Element KIND>
+struct TypeOf {
+    using type = float;
+};
+template <>
+struct TypeOf<Element::BF16> {
+    using type = Bf16;
+};
+template <>
+struct TypeOf<Element::FP16> {
+    using type = Fp16;
+};
 
-#if defined(OUT)
-#if OUT == BF16
-using OutType = Bf16;
-#elif OUT == FP16
-using OutType = Fp16;
-#else
-using OutType = float;
-#endif
-#if BIAS == BF16
-using BiasType = Bf16;
-#elif BIAS == FP16
-using BiasType = Fp16;
-#else
-using BiasType = float;
-#endif
+#ifdef OUT
+constexpr bool HAS_BIAS = Element(BIAS) != Element::NONE;
+using OutType = TypeOf<OUT>::type;
+using BiasType = TypeOf<Element(BIAS)>::type;
 #endif

@@ -1,7 +1,8 @@
-// Launches that overlap on a stream (PTX ISA 8.0, griddepcontrol).
+// Programmatic dependent launch (PTX ISA 8.0, griddepcontrol).
 #pragma once
+#include "types.cuh"
 
-// The launch after this one may begin, where it was made to: it waits by itself for what this one writes.
-__device__ __forceinline__ void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-// Until the launches before this one have ended and what they wrote is seen.
-__device__ __forceinline__ void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// Lets the next launch start, if it uses programmatic dependent launch; it waits by itself for what this one writes.
+INLINE void let_next_begin() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Waits until the launches before this one have ended and their writes are visible.
+INLINE void wait_for_launches() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

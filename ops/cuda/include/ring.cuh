@@ -1,8 +1,8 @@
-// Where the stages that bulk copies fill stand in their ring. Macros: STAGES, where there is one ring, `Ring`.
+// The position in a ring of stages that TMA fills. Macros: STAGES, where a kernel has one ring, `Ring`.
 #pragma once
 #include "hopper.cuh"
 
-// Position in a ring of COUNT stages; `parity` of the current pass over it.
+// A stage of a ring of COUNT, and the parity of the current pass over the ring.
 template <int COUNT>
 struct RingOf {
     int stage = 0;

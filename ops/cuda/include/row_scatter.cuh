@@ -1,12 +1,14 @@
-// Maxima of several items over 16 lanes: each lane leaves with that of one item, by half the shuffles of all for all.
+// Maxima of several items over 16 lanes. Each lane ends with the maximum of one item, after half the shuffles that
+// reducing every item in every lane takes.
 //
-// `lanes` are the four bits of a lane's number that tell the 16 apart. COUNT is a power of two up to 16; of fewer items
-// than lanes, several lanes leave with the same one.
+// `lanes` are the four bits of a lane's number that distinguish the 16 lanes. COUNT is a power of two up to 16; with
+// fewer items than lanes, several lanes end with the same item.
 #pragma once
+#include "types.cuh"
 
-// Each lane brings its part of all items, in `amax`, and leaves with the maximum of item `item`, which it sets.
+// Each lane brings its part of all items, in `amax`, and returns the maximum of item `item`, which it sets.
 template <int COUNT>
-__forceinline__ unsigned scatter_max(unsigned (&amax)[COUNT], const int (&lanes)[4], int lane, int& item) {
+INLINE uint32_t scatter_max(uint32_t (&amax)[COUNT], const int (&lanes)[4], int lane, int& item) {
     int count = COUNT;
     item = 0;
 #pragma unroll
@@ -17,8 +19,8 @@ __forceinline__ unsigned scatter_max(unsigned (&amax)[COUNT], const int (&lanes)
             item += upper ? count : 0;
 #pragma unroll
             for (int i = 0; i < count; ++i) {
-                const unsigned kept = upper ? amax[i + count] : amax[i];
-                const unsigned sent = upper ? amax[i] : amax[i + count];
+                const uint32_t kept = upper ? amax[i + count] : amax[i];
+                const uint32_t sent = upper ? amax[i] : amax[i + count];
                 amax[i] = max(kept, __shfl_xor_sync(~0u, sent, lanes[step]));
             }
         } else {
@@ -28,18 +30,18 @@ __forceinline__ unsigned scatter_max(unsigned (&amax)[COUNT], const int (&lanes)
     return amax[0];
 }
 
-// The bits of the lowest lane that leaves with `item`.
+// The bits of the lowest lane that ends with `item`.
 template <int COUNT>
-__forceinline__ int lane_of_item(int item, const int (&lanes)[4]) {
+INLINE int lane_of_item(int item, const int (&lanes)[4]) {
     int lane = 0;
 #pragma unroll
     for (int step = 0, count = COUNT / 2; count > 0; ++step, count /= 2) lane |= item & count ? lanes[step] : 0;
     return lane;
 }
 
-// Whether the lane is the lowest that has its item.
+// Whether the lane is the lowest that ends with its item.
 template <int COUNT>
-__forceinline__ bool leads_item(int lane, const int (&lanes)[4]) {
+INLINE bool leads_item(int lane, const int (&lanes)[4]) {
     int others = 0;
 #pragma unroll
     for (int step = 0, count = COUNT / 2; step < 4; ++step, count /= 2) others |= count == 0 ? lanes[step] : 0;

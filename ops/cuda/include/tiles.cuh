@@ -1,8 +1,9 @@
-// Which output tiles a block works on, one after the other: of one matrix or a batch of them, or of groups of tokens.
+// The tile scheduler: which output tiles a block computes, one after the other, of one matrix, a batch, or groups of
+// tokens.
 //
-// Macros: those of scaled_mm.cu. GROUPED is DENSE; JAGGED_M, where the rows of a and out are tokens, and those of group g
-// are multiplied by matrix g of b; or JAGGED_K, where the tokens, spread, are summed over, and group g is matrix g of out: a
-// group begins at a multiple of SPREAD_UNIT rows.
+// Macros: those of scaled_mm.cu. GROUPED is DENSE; JAGGED_M: rows of a and out are tokens, and the tokens of group g
+// are multiplied by matrix g of b; or JAGGED_K: the product sums over the tokens, which are spread, and group g gives
+// matrix g of out. A group begins at a multiple of SPREAD_UNIT rows.
 #pragma once
 #include "hopper.cuh"
 #include "groups.cuh"
@@ -10,7 +11,7 @@
 constexpr int PAIR_M = SHARE_B ? CLUSTER : 1, PAIR_N = SHARE_B ? 1 : CLUSTER;
 static_assert(GROUPED == DENSE || CLUSTER == 1, "neighbours of a cluster may lie in two groups");
 
-// Of JAGGED_M, `batches` is the number of groups; of JAGGED_K too, and K the extent of the spread tokens.
+// For JAGGED_M and JAGGED_K `batches` is the number of groups; for JAGGED_K, K is the extent of the spread tokens.
 struct Problem {
     int M, N, K, batches;
 
@@ -19,11 +20,11 @@ struct Problem {
     INLINE int tiles() const { return tiles_m() * tiles_n() * batches; }
 };
 
-// An output tile and the k-blocks that a block of threads works on.
+// An output tile, and the K tiles that a block computes of it.
 struct Tile {
     int m, n, batch, k_start, k_stop;
 #if GROUPED == JAGGED_M
-    int stop;  // of the group's rows
+    int stop;  // the row after the group's last
     INLINE int row_stop(const Problem&) const { return stop; }
     INLINE int layer() const { return 0; }
 #else
@@ -31,8 +32,8 @@ struct Tile {
     INLINE int layer() const { return batch; }
 #endif
 #if GROUPED == JAGGED_K
-    int shift;  // of the group's first row, from where it would be if all groups were of whole blocks
-    int units;  // of 32 rows, the K of a wgmma, in a last block that is not whole, else 0: then come zeros or the next group
+    int shift;  // of the group's first row, from where it would be if all groups filled whole K tiles
+    int units;  // parts of 32 rows in a partial last K tile, else 0: after them come zeros or the next group
     INLINE int row_of(int k) const { return k * BK + shift; }
     INLINE int whole_stop() const { return k_stop - (units > 0); }
 #else
@@ -40,10 +41,10 @@ struct Tile {
     INLINE int whole_stop() const { return k_stop; }
 #endif
 
-    // `index` counts the tiles of `tiles_m` rows of them in the order that keeps operands in L2, GROUP rows of tiles at a
-    // time, column by column.
+    // Sets m and n of tile `index` among `tiles_m` x `tiles_n`. Tiles are ordered for reuse in the L2: GROUP rows of
+    // tiles at a time, column by column.
     INLINE void place(int index, int tiles_m, int tiles_n) {
-        if constexpr (B_ONCE) {  // one or two rows of tiles, and the first load waits for this
+        if constexpr (B_ONCE) {  // one or two rows of tiles; the first load waits for this
             m = index & tiles_m - 1;
             n = index >> tiles_m - 1;
         } else {
@@ -66,14 +67,14 @@ struct Walk {
     const Problem& problem;
     const int* offsets;
     Group group;
-    int before = 0;  // tiles of the groups before
+    int before = 0;  // number of tiles of the groups before
 
     INLINE Walk(const Problem& problem, const int* offsets)
         : problem(problem), offsets(offsets), group(offsets, problem.M) {}
 
     INLINE int tiles_m() const { return (group.stop - group.start + BM - 1) / BM; }
 
-    // Whether there is a tile `index`, which may not sink from call to call.
+    // Whether tile `index` exists; `index` may not decrease from call to call.
     INLINE bool reaches(int index) {
         for (int tiles; index >= before + (tiles = tiles_m() * problem.tiles_n());) {
             if (group.group == problem.batches) return false;
@@ -109,7 +110,7 @@ struct Walk {
         tile.batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);
         tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
 #if GROUPED == JAGGED_K
-        const int tokens = problem.K - SPREAD_UNIT * (problem.batches - 1) - 1;  // the most that K rows hold
+        const int tokens = problem.K - SPREAD_UNIT * (problem.batches - 1) - 1;  // the most tokens that K rows can hold
         const int start = tile.batch ? Group::end_of(offsets[tile.batch - 1], 0, tokens) : 0;
         const int stop = Group::end_of(offsets[tile.batch], start, tokens);
         tile.k_start = Spread::first_block(start, tile.batch);

@@ -1,18 +1,22 @@
-// Quantizes x (B, M, N) to FP8, one read and one launch: in blocks of 1 x 128 into a row-major matrix, in blocks of
+// Quantizes x (B, M, N) to FP8 in one read and one launch: in blocks of 1 x 128 into a row-major matrix, in blocks of
 // 128 x 1 into a column-major one, or both; or in blocks of 128 x 128 into either or both.
 //
-// A block of threads takes a tile of 128 columns. A thread holds 8 columns, 16 bytes of a 16-bit type, of ROWS rows one
-// below the other, so that four rows of a column make one 32-bit word of the column-major output. Half a warp spans the
-// 128 columns: maxima of rows never leave it, those of columns meet in shared memory. Row-major output leaves from
-// registers; column-major output is turned around in shared memory and leaves as lines of 128 bytes.
+// Decomposition. A block of threads has a tile of TILE_M x 128. A thread holds 8 columns, 16 bytes of a 16-bit type, of
+// ROWS consecutive rows, so that four rows of a column make one 32-bit word of the column-major output. Half a warp
+// spans the 128 columns: maxima of rows are reduced by shuffles, those of columns through shared memory.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted; SQUARE,
-// blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is a whole one);
-// PARTIAL, N is no multiple of 8; ALIGNED, 16 bytes of x load at once; WARPS, ROWS; BLOCKS, how many share a
-// multiprocessor; GROUP, rows of tiles walked together; LOAD and STORE, of the enums of instructions.cuh; ROW_BYTES, 8 or
-// 16 a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups, and columns hold them
-// spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of one group, and zeros below them up to the next
-// group or the end of the tile.
+// Stores. Row-major output is stored from registers. Column-major output is transposed in shared memory and stored in
+// lines of 128 bytes.
+//
+// Shared memory: the transposed tile (128, 128) in FP8, the columns' maxima of each warp, their inverse scales.
+//
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted;
+// SQUARE, blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is whole);
+// PARTIAL, N is not a multiple of 8; ALIGNED, x loads by 16 bytes; WARPS, ROWS; BLOCKS, resident blocks a
+// multiprocessor; GROUP, rows of tiles that are walked together; LOAD and STORE, of the enums of instructions.cuh;
+// ROW_BYTES, 8 or 16 bytes a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups,
+// and the column-major output holds them spread, each group from a multiple of SPREAD_UNIT on: a tile has tokens of one
+// group, followed by zeros up to the next group or the end of the tile.
 #include "fp8_block.cuh"
 #include "groups.cuh"
 #include "row_scatter.cuh"
@@ -21,27 +25,26 @@
 constexpr int TILE_N = 128;
 constexpr int TILE_M = 2 * WARPS * ROWS;
 constexpr int THREADS = 32 * WARPS;
-constexpr int LINE = 128;  // bytes of a tile's row or column in FP8
+constexpr int LINE = 128;  // bytes of a row or column of a tile in FP8
 constexpr int PIECE = 16;  // bytes of a store
 
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
 static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
 
-// Whether whole tiles go a way of their own where there are others: not where the two would need more registers than a
-// thread has.
+// Whether whole tiles have code of their own; not where both versions would need more registers than a thread has.
 constexpr bool WHOLE_APART = SIXTEEN_BITS || SOURCE != Source::SILU_MUL_GRAD;
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
 
-// The lanes that hold a row differ in these bits; bit 8 tells the two rows of a warp apart. So 8 neighbouring lanes load
-// 128 bytes, and 16 of them store conflict-free in `turned`.
+// The bits of a lane's number that distinguish the lanes of a row; bit 8 distinguishes the two rows of a warp. So 8
+// neighbouring lanes load 128 bytes, and 16 of them store to `turned` without bank conflicts.
 __device__ constexpr int ROW_LANES[4] = {1, 2, 4, 16};
 constexpr int OTHER_ROWS = 8;
 
-// `inside`: how many of the 16 bytes lie in the matrix.
+// Stores a piece of which `inside` bytes lie in the matrix.
 template <bool WHOLE>
-__forceinline__ void store_piece(unsigned char* to, uint4 piece, int inside) {
+INLINE void store_piece(uint8_t* to, uint4 piece, int inside) {
     if (WHOLE || inside >= PIECE) {
         store16<STORE>(to, piece);
     } else {
@@ -50,48 +53,48 @@ __forceinline__ void store_piece(unsigned char* to, uint4 piece, int inside) {
 }
 
 struct Shared {
-    uint4 turned[BY_COLUMN ? TILE_N : 1][LINE / PIECE];  // pieces of a column, exchanged among themselves
-    unsigned amax[BY_COLUMN && !SQUARE ? WARPS : 1][TILE_N];
+    uint4 turned[BY_COLUMN ? TILE_N : 1][LINE / PIECE];  // the transposed tile, pieces of a column swizzled
+    uint32_t amax[BY_COLUMN && !SQUARE ? WARPS : 1][TILE_N];
     float inverse[TILE_N];
 };
 
 struct Place {
-    int chunk;  // of the tile's 8 columns
-    int group;  // of ROWS rows of the tile
-    int row, column;  // of the matrix: the thread's first
+    int octet;  // among the octets of the tile's columns
+    int group;  // among the tile's groups of ROWS rows
+    int row, column;  // the thread's first, in the matrix
 };
 
-// Tiles in bands of GROUP rows, each walked down and then to the right: blocks that run together read long pieces of rows
-// and write long pieces of columns.
-__forceinline__ void place_block(int& block_m, int& block_n) {
+// Orders tiles in bands of GROUP rows of tiles, each walked column by column: blocks that run together read long parts
+// of rows and write long parts of columns.
+INLINE void place_block(int& block_m, int& block_n) {
     if constexpr (GROUP == 1) {
         block_m = blockIdx.y;
         block_n = blockIdx.x;
-        // Gradients of gate and up come from the same tiles: the second finds them in the L2.
+        // The gradients of gate and up come from the same tiles: the second block finds them in the L2.
         if (SOURCE == Source::SILU_MUL_GRAD && gridDim.x % 2 == 0) {
             block_n = block_n / 2 + (block_n % 2) * (gridDim.x / 2);
         }
     } else {
-        const unsigned index = blockIdx.y * gridDim.x + blockIdx.x, band = GROUP * gridDim.x;
-        const unsigned first = index / band * GROUP, within = index % band;
-        const unsigned rows = min(gridDim.y - first, static_cast<unsigned>(GROUP));
+        const uint32_t index = blockIdx.y * gridDim.x + blockIdx.x, band = GROUP * gridDim.x;
+        const uint32_t first = index / band * GROUP, within = index % band;
+        const uint32_t rows = min(gridDim.y - first, uint32_t(GROUP));
         block_m = first + within % rows;
         block_n = within / rows;
     }
 }
 
-// The rows of x in a tile: from `first` to the end of the tile or `stop`. In columns they begin at row `place`, and nothing
-// is written from `limit` on. `none`: they are past the last group.
+// The rows of x in a tile: from `first` to `stop` or the end of the tile. In the column-major output they begin at row
+// `place`, and nothing is written from row `limit` on. `none`: the rows are past the last group.
 struct Rows {
     int first, stop, place, limit;
     bool none;
 };
 
 #if GROUPED
-__forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
-    // The last group that begins in this block or before; rows past all of them are one more where rows are stored. Ends
-    // are loaded beside the beginnings: of the block's rows, nothing waits for two loads.
-    unsigned found = 0;
+INLINE Rows rows_of(int block, int lane, const int* offsets, int groups, int M) {
+    // Finds the last group that begins in this block or before. The rows past all groups count as one more group where
+    // rows are stored. The ends are loaded beside the beginnings: no load depends on another one.
+    uint32_t found = 0;
     int start = 0, stop = 0;
     for (int group = lane; group < groups + BY_ROW; group += 32) {
         const int begins = group == 0 ? 0 : Group::end_of(offsets[group - 1], 0, M);
@@ -102,20 +105,20 @@ __forceinline__ Rows rows_of(int block, int lane, const int* offsets, int groups
     start = __shfl_sync(~0u, start, group % 32);
     stop = __shfl_sync(~0u, stop, group % 32);
     const int first = start + TILE_M * (block - Spread::first_block(start, group));
-    // Up to the next group's rows; the last one's tiles write all that is left.
+    // Up to the next group's rows; the tiles of the last group write all that is left.
     const int limit = Spread::first_row(group == groups - 1 && !BY_ROW ? M : stop, group + 1);
     return {first, stop, Spread::first_row(first, group), min(limit, Spread::first_row(M, groups)), group == groups};
 }
 #endif
 
-// Row-major output of the thread's values, each row by its own inverse scale.
+// Stores the thread's values row-major, each row scaled by its own inverse scale.
 template <bool WHOLE, typename Values, typename Inverse>
-__forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned char* out, int row_m, Place at, int M, int N) {
-    unsigned char* to = out + static_cast<long long>(at.row) * row_m + at.column;
-    const bool odd = at.chunk & 1;
+INLINE void store_rows(const Values& values, Inverse inverse, uint8_t* out, int row_m, Place at, int M, int N) {
+    uint8_t* to = out + int64_t(at.row) * row_m + at.column;
+    const bool odd = at.octet & 1;
 #pragma unroll
     for (int r = 0; r < ROWS; r += 2) {
-        unsigned words[2][2];
+        uint32_t words[2][2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float by = inverse(r + i);
@@ -126,8 +129,8 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
             }
         }
         if constexpr (ROW_BYTES == 16) {
-            // Of two lanes side by side, the even one stores row r of both, the odd one row r + 1.
-            unsigned theirs[2], mine[2];
+            // Two neighbouring lanes exchange halves: the even one stores row r of both, the odd one row r + 1.
+            uint32_t theirs[2], mine[2];
 #pragma unroll
             for (int w = 0; w < 2; ++w) {
                 theirs[w] = __shfl_xor_sync(~0u, odd ? words[0][w] : words[1][w], 1);
@@ -137,12 +140,12 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
                                     : make_uint4(mine[0], mine[1], theirs[0], theirs[1]);
             const int row = r + odd, back = odd ? 8 : 0;
             if (WHOLE || at.row + row < M) {
-                store_piece<WHOLE>(to + static_cast<long long>(row) * row_m - back, piece, N - at.column + back);
+                store_piece<WHOLE>(to + int64_t(row) * row_m - back, piece, N - at.column + back);
             }
         } else {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                unsigned char* address = to + static_cast<long long>(r + i) * row_m;
+                uint8_t* address = to + int64_t(r + i) * row_m;
                 if (WHOLE || (at.row + r + i < M && at.column + 8 <= N)) {
                     store8<STORE>(address, make_uint2(words[i][0], words[i][1]));
                 } else if (at.row + r + i < M) {
@@ -153,28 +156,29 @@ __forceinline__ void store_rows(const Values& values, Inverse inverse, unsigned 
     }
 }
 
-// Column-major output of the whole tile, each column by its own inverse scale. All threads come here together, of which
-// those that are `idle` have no rows. With groups `tokens` of its rows are theirs, and the rest are zeros.
+// Stores the tile column-major, each column scaled by its own inverse scale. All threads call it; `idle` ones have no
+// rows. With groups, the first `tokens` rows are the group's, and zeros follow.
 template <bool WHOLE, typename Values>
-__forceinline__ void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, unsigned char* out, int col_n,
-                   Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
-                   [[maybe_unused]] int tokens = TILE_M) {
+INLINE void store_columns(const Values& values, const float (&inverse)[8], Shared& shared, uint8_t* out, int col_n,
+                          Place at, int tile_m, int tile_n, int M, int N, bool idle = false,
+                          [[maybe_unused]] int tokens = TILE_M) {
     if (!idle) {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
-            unsigned words[ROWS / 4];
+            uint32_t words[ROWS / 4];
 #pragma unroll
             for (int w = 0; w < ROWS / 4; ++w) {
                 words[w] = pack<FP8>(values.at(4 * w, c) * inverse[c], values.at(4 * w + 1, c) * inverse[c],
                                      values.at(4 * w + 2, c) * inverse[c], values.at(4 * w + 3, c) * inverse[c]);
             }
-            // Columns 8 apart, those of neighbouring lanes, begin in different banks.
+            // Columns 8 apart, which neighbouring lanes have, begin in different banks.
             const int byte = ROWS * at.group;
-            auto* to = reinterpret_cast<unsigned char*>(&shared.turned[8 * at.chunk + c][byte / PIECE ^ (at.chunk & 7)]) +
+            auto* to = reinterpret_cast<uint8_t*>(&shared.turned[8 * at.octet + c][byte / PIECE ^ (at.octet & 7)]) +
                        byte % PIECE;
-            if constexpr (ROWS == 4) *reinterpret_cast<unsigned*>(to) = words[0];
+            if constexpr (ROWS == 4) *reinterpret_cast<uint32_t*>(to) = words[0];
             if constexpr (ROWS == 8) *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-            if constexpr (ROWS == 16) *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+            if constexpr (ROWS == 16)
+                *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
         }
     }
     __syncthreads();
@@ -184,43 +188,43 @@ __forceinline__ void store_columns(const Values& values, const float (&inverse)[
         const int column = i / PIECES, piece = i % PIECES;
         if (WHOLE || (tile_n + column < N && tile_m + PIECE * piece < M)) {
             uint4 bytes = shared.turned[column][piece ^ (column / 8 & 7)];
-            // What stands for no token was a zero that a NaN's scale has made NaN, or was not written.
+            // Rows without a token hold zeros, which a NaN scale made NaN, or were not written: store zeros.
             if constexpr (GROUPED && !WHOLE) bytes = first_bytes(bytes, tokens - PIECE * piece);
-            store_piece<WHOLE>(out + static_cast<long long>(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
+            store_piece<WHOLE>(out + int64_t(tile_n + column) * col_n + tile_m + PIECE * piece, bytes,
                                GROUPED ? PIECE : M - tile_m - PIECE * piece);
         }
     }
 }
 
-// What is quantized, of one matrix of a batch from its row `first_row` on, and where to: see the kernel's parameters.
+// The inputs of one matrix of a batch, from row `first_row` on, and its outputs: see the kernel's parameters.
 struct In {
     const void *x, *other;
     const float* rstd;
-    long long first_row;
+    int64_t first_row;
     int M, N, x_m, other_m;
 };
 struct Out {
-    unsigned char* row_data;
+    uint8_t* row_data;
     Stored* row_scale;
-    unsigned char* col_data;
+    uint8_t* col_data;
     Stored* col_scale;
     int row_m, row_scale_lead, col_n, col_scale_lead;
 };
 
-// Quantizes one tile. A WHOLE one has all its rows and columns in the matrix, or all its rows in one group; of any other
-// each access looks at the edges, which takes 1.7 times the instructions.
+// Quantizes one tile. A WHOLE tile has all its rows and columns in the matrix, and all its rows in one group. In any
+// other tile each access checks the edges, which takes 1.7 times the instructions.
 template <bool WHOLE>
-__forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, int block_n, const Rows& rows, Shared& shared,
-                                   int height) {
-    // What the compiler knows of a whole warp decides how it branches.
+INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n, const Rows& rows, Shared& shared,
+                          int height) {
+    // The compiler branches as a warp where it knows that a value is the same in all lanes.
     const int lane = threadIdx.x % 32, warp = WHOLE ? threadIdx.x / 32 : __shfl_sync(~0u, threadIdx.x / 32, 0);
     const int tile_m = block_m * TILE_M, tile_n = block_n * TILE_N;
     Place at;
-    at.chunk = (lane & 7) | (lane & 16) >> 1;
+    at.octet = (lane & 7) | (lane & 16) >> 1;
     at.group = 2 * warp + (lane & OTHER_ROWS) / OTHER_ROWS;
     at.row = rows.first + ROWS * at.group;
-    at.column = tile_n + 8 * at.chunk;
-    // Tiles with few tokens, as small groups end with, are as much work as there are warps that have any.
+    at.column = tile_n + 8 * at.octet;
+    // In tiles of few tokens, as small groups end with, only the warps that have tokens work.
     const bool idle = !WHOLE && GROUPED && rows.first + 2 * ROWS * warp >= rows.stop;
     const bool none = !WHOLE && rows.none;
 
@@ -228,16 +232,16 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
                                      in.other_m);
 
     if constexpr (SQUARE) {
-        const unsigned amax = __reduce_max_sync(~0u, values.amax());
+        const uint32_t amax = __reduce_max_sync(~0u, values.amax());
         if (lane == 0) shared.amax[0][warp] = amax;
         __syncthreads();
-        unsigned largest = 0;
+        uint32_t largest = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[0][w]);
         const Scale scale = block_scale<FP8, FORMAT>(largest);
         if (threadIdx.x == 0) {
-            if (BY_ROW) out.row_scale[static_cast<long long>(block_m) * out.row_scale_lead + block_n] = scale.stored;
-            if (BY_COLUMN) out.col_scale[static_cast<long long>(block_n) * out.col_scale_lead + block_m] = scale.stored;
+            if (BY_ROW) out.row_scale[int64_t(block_m) * out.row_scale_lead + block_n] = scale.stored;
+            if (BY_COLUMN) out.col_scale[int64_t(block_n) * out.col_scale_lead + block_m] = scale.stored;
         }
         values.pack_again();
         if constexpr (BY_ROW) {
@@ -246,14 +250,14 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
         }
         if constexpr (BY_COLUMN) {
             const float i = scale.inverse;
-            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n, in.M,
-                                 in.N);
+            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n,
+                                 in.M, in.N);
         }
         return;
     }
 
     if (BY_COLUMN && !idle) {
-        unsigned amax[8];
+        uint32_t amax[8];
         values.column_amax(amax);
         if (none) {
 #pragma unroll
@@ -262,7 +266,7 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
 #pragma unroll
         for (int c = 0; c < 8; ++c) amax[c] = max(amax[c], __shfl_xor_sync(~0u, amax[c], OTHER_ROWS));
         const bool upper = lane & OTHER_ROWS;
-        *reinterpret_cast<uint4*>(&shared.amax[warp][8 * at.chunk + (upper ? 4 : 0)]) =
+        *reinterpret_cast<uint4*>(&shared.amax[warp][8 * at.octet + (upper ? 4 : 0)]) =
             upper ? make_uint4(amax[4], amax[5], amax[6], amax[7]) : make_uint4(amax[0], amax[1], amax[2], amax[3]);
         values.pack_again();
     } else if (BY_COLUMN) {
@@ -270,13 +274,13 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
     }
 
     if (BY_ROW && !idle) {
-        unsigned amax[ROWS];
+        uint32_t amax[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) amax[r] = values.row_amax(r);
         int row;
         const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, ROW_LANES, lane, row));
         if (leads_item<ROWS>(lane, ROW_LANES) && (WHOLE || at.row + row < rows.stop)) {
-            out.row_scale[static_cast<long long>(block_n) * out.row_scale_lead + at.row + row] = scale.stored;
+            out.row_scale[int64_t(block_n) * out.row_scale_lead + at.row + row] = scale.stored;
         }
         const auto inverse = [&](int r) {
             return __shfl_sync(~0u, scale.inverse, (lane & OTHER_ROWS) | lane_of_item<ROWS>(r, ROW_LANES));
@@ -289,41 +293,41 @@ __forceinline__ void quantize_tile(const In& in, const Out& out, int block_m, in
         if (none) values.clear();
         __syncthreads();
         if (threadIdx.x < TILE_N) {
-            unsigned largest = 0;
+            uint32_t largest = 0;
 #pragma unroll
             for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[w][threadIdx.x]);
             const Scale scale = block_scale<FP8, FORMAT>(largest);
             shared.inverse[threadIdx.x] = scale.inverse;
             if (WHOLE || (tile_n + threadIdx.x < in.N && tile_m < height)) {
-                out.col_scale[static_cast<long long>(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
+                out.col_scale[int64_t(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
             }
         }
         __syncthreads();
         float inverse[8];
 #pragma unroll
-        for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.chunk + c];
-        store_columns<WHOLE>(values, inverse, shared, out.col_data, out.col_n, at, rows.place, tile_n, rows.limit, in.N, idle,
-                             rows.stop - rows.first);
+        for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.octet + c];
+        store_columns<WHOLE>(values, inverse, shared, out.col_data, out.col_n, at, rows.place, tile_n, rows.limit, in.N,
+                             idle, rows.stop - rows.first);
     }
 }
 
 // Row-major data has strides (row_m, 1), column-major data (1, col_n). Scales of rows have strides (1, row_scale_lead),
-// of columns (col_scale_lead, 1); of squares those of their data. A batch is M * x_m elements after the one before.
+// scales of columns (col_scale_lead, 1); scales of squares those of their data. Matrices of a batch are M * x_m apart.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    quantize(const void* x, const void* other, const float* rstd, unsigned char* row_data, Stored* row_scale,
-             unsigned char* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
+    quantize(const void* x, const void* other, const float* rstd, uint8_t* row_data, Stored* row_scale,
+             uint8_t* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
              int row_scale_lead, int col_n, int col_scale_lead, int groups) {
     __shared__ Shared shared;
     int block_m, block_n;
     place_block(block_m, block_n);
     Rows rows{block_m * TILE_M, M, block_m * TILE_M, M, false};
-    int height = M;  // of the tiles whose columns have scales
+    int height = M;  // end of the rows whose columns have scales
 #if GROUPED
     rows = rows_of(block_m, threadIdx.x % 32, offsets, groups, M);
     height = TILE_M * Spread::first_block(M, groups);
 #endif
 
-    const long long batch = blockIdx.z, blocks_m = (M + 127) / 128, blocks_n = (N + 127) / 128;
+    const int64_t batch = blockIdx.z, blocks_m = (M + 127) / 128, blocks_n = (N + 127) / 128;
     const In in{x, other, rstd, batch * M, M, N, x_m, other_m};
     Out out{row_data, row_scale, col_data, col_scale, row_m, row_scale_lead, col_n, col_scale_lead};
     if (BY_ROW) {

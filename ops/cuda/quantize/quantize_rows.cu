@@ -1,12 +1,13 @@
-// Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row; one read and one launch.
+// Quantizes whole rows: x (B, M, N), row-major, to FP8 with one scale for each row, in one read and one launch.
 //
-// ROW_WARPS warps of a block take a row. A thread holds CHUNKS chunks of 8 columns of it, 32 * ROW_WARPS chunks apart.
+// Decomposition. ROW_WARPS warps of a block have a row. A thread holds OCTETS octets of 8 columns of the row, 32 *
+// ROW_WARPS octets apart.
 //
-// Macros: INPUT, FP8 and FORMAT, of the enums Input, Fp8 and Format; WARPS, ROW_WARPS, CHUNKS; LOAD, of the enum of
-// instructions.cuh; EVEN, the threads' chunks are those of the rows and the blocks' rows those of the matrix; PARTIAL, N is
-// no multiple of 8; ALIGNED, 16 bytes of x load at once.
+// Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; WARPS, ROW_WARPS, OCTETS; LOAD, of the enum of
+// instructions.cuh; EVEN, the threads' octets fill the row and the blocks' rows fill the matrix; PARTIAL, N is not a
+// multiple of 8; ALIGNED, x loads by 16 bytes.
 #include "fp8_block.cuh"
-#define ROWS CHUNKS
+#define ROWS OCTETS
 #define SOURCE Source::PLAIN
 #include "values.cuh"
 
@@ -17,14 +18,14 @@ static_assert(WARPS % ROW_WARPS == 0, "warps of a block share no row with those 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
 
-// The largest magnitude of a thread's chunks, as the bits of a float32.
-__forceinline__ unsigned amax_of(const Chunk (&chunks)[CHUNKS]) {
-    unsigned largest = 0;
+// The largest magnitude of a thread's octets, as the bits of a float32.
+INLINE uint32_t amax_of(const Octet (&octets)[OCTETS]) {
+    uint32_t largest = 0;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
+    for (int i = 0; i < OCTETS; ++i) {
 #pragma unroll
-        for (int w = 0; w < CHUNK_WORDS; ++w) {
-            const unsigned word = chunks[i].word[w];
+        for (int w = 0; w < OCTET_WORDS; ++w) {
+            const uint32_t word = octets[i].word[w];
             largest = SIXTEEN_BITS ? __vmaxu2(largest, word & MAGNITUDES) : max(largest, word & 0x7fffffffu);
         }
     }
@@ -33,22 +34,23 @@ __forceinline__ unsigned amax_of(const Chunk (&chunks)[CHUNKS]) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    quantize_rows(const void* x, unsigned char* data, Stored* scale, int M, int N, int x_m, int data_m, int scale_lead) {
-    __shared__ unsigned warp_amax[WARPS];
+    quantize_rows(const void* x, uint8_t* data, Stored* scale, int M, int N, int x_m, int data_m, int scale_lead) {
+    __shared__ uint32_t warp_amax[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * BLOCK_ROWS + warp / ROW_WARPS, first = 8 * (threadIdx.x % (32 * ROW_WARPS));
-    constexpr int APART = 8 * 32 * ROW_WARPS;  // columns
-    const long long layer = blockIdx.z, first_row = layer * M;
+    constexpr int APART = 8 * 32 * ROW_WARPS;  // columns from an octet of a thread to its next
+    const int64_t layer = blockIdx.z, first_row = layer * M;
     const bool there = EVEN || row < M;
 
-    Chunk chunks[CHUNKS];
+    // Load, and reduce the largest magnitude over the row's warps.
+    Octet octets[OCTETS];
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-        Chunk chunk[1];
-        load_chunks<LOAD>(chunk, x, first_row, row, first + i * APART, M, N, x_m);
-        chunks[i] = chunk[0];
+    for (int i = 0; i < OCTETS; ++i) {
+        Octet octet[1];
+        load_octets<LOAD>(octet, x, first_row, row, first + i * APART, M, N, x_m);
+        octets[i] = octet[0];
     }
-    unsigned amax = __reduce_max_sync(~0u, amax_of(chunks));
+    uint32_t amax = __reduce_max_sync(~0u, amax_of(octets));
     if constexpr (ROW_WARPS > 1) {
         if (lane == 0) warp_amax[warp] = amax;
         __syncthreads();
@@ -58,17 +60,18 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Scale found = block_scale<FP8, FORMAT>(amax);
     if (first == 0 && there) scale[layer * scale_lead + row] = found.stored;
 
-    unsigned char* to = data + (first_row + row) * data_m + first;
+    // Epilogue: scale, convert, store.
+    uint8_t* to = data + (first_row + row) * data_m + first;
 #pragma unroll
-    for (int i = 0; i < CHUNKS; ++i) {
-        chunks[i].pack_again();
-        unsigned words[2];
+    for (int i = 0; i < OCTETS; ++i) {
+        octets[i].pack_again();
+        uint32_t words[2];
 #pragma unroll
         for (int w = 0; w < 2; ++w) {
-            words[w] = pack<FP8>(chunks[i].at(4 * w) * found.inverse, chunks[i].at(4 * w + 1) * found.inverse,
-                                 chunks[i].at(4 * w + 2) * found.inverse, chunks[i].at(4 * w + 3) * found.inverse);
+            words[w] = pack<FP8>(octets[i].at(4 * w) * found.inverse, octets[i].at(4 * w + 1) * found.inverse,
+                                 octets[i].at(4 * w + 2) * found.inverse, octets[i].at(4 * w + 3) * found.inverse);
         }
-        const int left = N - first - i * APART;  // columns
+        const int left = N - first - i * APART;  // columns left in the row
         if (EVEN || (there && left >= 8)) {
             store8<Store::NORMAL>(to + i * APART, make_uint2(words[0], words[1]));
         } else if (there) {

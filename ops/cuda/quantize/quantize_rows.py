@@ -1,72 +1,102 @@
-"""Whole rows quantized on Hopper: what is accepted, and the launch of `quantize_rows.cu`."""
+"""Whole rows quantized on Hopper: what is accepted, the configurations, and the launch of `quantize_rows.cu`.
+
+Whole columns whose elements are contiguous are whole rows of the transpose.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.quantize.quantize import CHUNK, Quantized, accepts_rows, is_aligned, outgrows_l2, types
+from fp8fn.ops.cuda.quantize.operands import (
+    CHUNK_COLUMNS,
+    hardware_fault,
+    is_aligned,
+    outgrows_l2,
+    rows_fault,
+    types,
+)
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.layout import WHOLE, is_column_major
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.quantization import PLAIN, Quantization
 
 _CHUNKS: Final = 8  # of a thread at most, so that four blocks or more share the registers of a multiprocessor
 _LONGEST: Final = {2: 32768, 4: 16384}  # columns, by the bytes of an element: 16 warps
 
 
 @dataclass(frozen=True)
-class Tile:
-    """`quantize_rows.cu` says what each is."""
+class RowsConfig:
+    """The macros of `quantize_rows.cu`, which says what each is."""
 
     WARPS: int = 4
     ROW_WARPS: int = 4
     LOAD: str = "PAST_L1"
 
 
-def default_tile(columns: int, element_bytes: int) -> Tile:
+def default_config(columns: int, element_bytes: int) -> RowsConfig:
     """The fewest warps that hold a row."""
     most = _CHUNKS * 2 // element_bytes
-    warps = next(warps for warps in (1, 2, 4, 8, 16) if columns <= 32 * warps * CHUNK * most)
-    return Tile(max(warps, 4), warps)
+    warps = next(warps for warps in (1, 2, 4, 8, 16) if columns <= 32 * warps * CHUNK_COLUMNS * most)
+    return RowsConfig(max(warps, 4), warps)
 
 
-def accepts(x: Tensor, dtype: torch.dtype, target: Target) -> str | None:
-    """None where `plan` takes a row-major `x (..., M, N)`, else the reason why not."""
-    if target.name != "sm90":
-        return f"{target.name} is not sm90"
-    if dtype not in OCP:
-        return f"{dtype} is no type of the hardware"
+def accepts(q: Quantization) -> str | None:
+    """Why the kernel cannot quantize a non-empty `x`, or None."""
+    if q.block not in ((1, WHOLE), (WHOLE, 1)) or q.dual or q.source is not PLAIN or q.offsets is not None:
+        return f"block {q.block}{' and its transpose' * q.dual}{' of groups' * bool(q.groups)} is no whole row"
+    if (reason := hardware_fault(q)) is not None:
+        return reason
+    x = _rows_of(q)
+    if not is_column_major(x.mT):
+        return f"x has strides {q.x.stride()}: elements with one scale are not contiguous"
     if x.shape[-1] > (longest := _LONGEST[x.element_size()]):
         return f"x has rows of {x.shape[-1]}, more than {longest}"
-    return accepts_rows(x)
+    return rows_fault(x)
 
 
-def plan(x: Tensor, out: Quantized, scale: str, target: Target, tile: Tile | None = None) -> CudaLaunch:
-    """The launch on a row-major `x (B?, M, N)`."""
-    *batch, m, n = x.shape
-    if tile is None:
-        tile = default_tile(n, x.element_size())
-        if x.element_size() == 2 and outgrows_l2(x, 3):  # loads of float32 take no hint
-            tile = replace(tile, LOAD="LAST_OUT")
-    chunks, rows = -(-n // (32 * tile.ROW_WARPS * CHUNK)), tile.WARPS // tile.ROW_WARPS
+def configure(q: Quantization) -> RowsConfig:
+    x = _rows_of(q)
+    config = default_config(x.shape[-1], x.element_size())
+    if x.element_size() == 2 and outgrows_l2(x, 3):  # loads of float32 take no hint
+        return replace(config, LOAD="LAST_OUT")
+    return config
+
+
+def plan(q: Quantization, config: RowsConfig) -> tuple[CudaLaunch]:
+    """The launch on a quantization that the kernel accepts."""
+    x, out = _rows_of(q), _output_of(q)
+    m, n = x.shape[-2:]
+    chunks = -(-n // (32 * config.ROW_WARPS * CHUNK_COLUMNS))
+    rows = config.WARPS // config.ROW_WARPS
     macros: dict[str, int | str] = {
-        **types(x, out, scale),
-        "WARPS": tile.WARPS, "ROW_WARPS": tile.ROW_WARPS, "CHUNKS": chunks, "LOAD": f"Load::{tile.LOAD}",
-        "EVEN": int(m % rows == 0 and n == 32 * tile.ROW_WARPS * CHUNK * chunks), "PARTIAL": int(n % CHUNK != 0),
-        "ALIGNED": int(is_aligned(x)),
+        **types(q),
+        "WARPS": config.WARPS, "ROW_WARPS": config.ROW_WARPS, "OCTETS": chunks, "LOAD": f"Load::{config.LOAD}",
+        "EVEN": int(m % rows == 0 and n == 32 * config.ROW_WARPS * CHUNK_COLUMNS * chunks),
+        "PARTIAL": int(n % CHUNK_COLUMNS != 0), "ALIGNED": int(is_aligned(x)),
     }  # fmt: skip
-    return CudaLaunch(
+    launch = CudaLaunch(
         kernel=CudaKernel("quantize_rows.cu", "quantize_rows", tuple(macros.items())),
-        grid=(-(-m // rows), 1, batch[0] if batch else 1),
-        threads=32 * tile.WARPS,
+        grid=(-(-m // rows), 1, q.matrices),
+        threads=32 * config.WARPS,
         shared=0,
         args={
             "x": x, "data": out.data, "scale": out.scale, "M": m, "N": n, "x_m": x.stride(-2),
-            "data_m": out.data.stride(-2), "scale_lead": out.scale.stride(0) if out.scale.dim() == 3 else 0,
+            "data_m": out.data.stride(-2), "scale_lead": out.scale.stride(-3) if out.scale.dim() > 2 else 0,
         },
-        target=target,
+        target=q.target,
         options=macros,
     )  # fmt: skip
+    return (launch,)
+
+
+def _rows_of(q: Quantization) -> Tensor:
+    """`x`, or its transpose for whole columns: one row has one scale."""
+    return q.x.mT if q.block == (WHOLE, 1) else q.x
+
+
+def _output_of(q: Quantization) -> Quantized:
+    return q.out.mT if q.block == (WHOLE, 1) else q.out

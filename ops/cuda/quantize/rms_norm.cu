@@ -1,16 +1,17 @@
-// Normalises rows by their root mean square, multiplies by the weight and quantizes in blocks of 1 x 128: one read of x,
-// of up to 16384 columns, held in registers as it was loaded.
+// Normalizes rows by their root mean square, multiplies by the weight and quantizes in blocks of 1 x 128. x, of up to
+// 16384 columns, is read once and held in registers as loaded.
 //
-// Macros: those of values.cuh, FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, the rows of a block of threads;
-// PASSES, of 2048 columns each, that span a row.
+// Decomposition. A block of 256 threads has ROWS rows, and covers 2048 columns in each of PASSES passes.
+//
+// Macros: those of values.cuh; FP8, FORMAT, BLOCKS and STORE as in quantize.cu; ROWS, rows of a block; PASSES.
 #include "fp8_block.cuh"
 #include "row_sum.cuh"
 #include "row_scatter.cuh"
 #include "values.cuh"
 
-constexpr int ITEMS = 8;  // chunks of a thread
-static_assert(ROWS * PASSES <= ITEMS, "a thread holds up to 8 chunks");
-static_assert(ALIGNED && !PARTIAL, "chunks are whole");
+constexpr int ITEMS = 8;  // octets of a thread
+static_assert(ROWS * PASSES <= ITEMS, "a thread holds up to 8 octets");
+static_assert(ALIGNED && !PARTIAL, "octets are whole");
 
 using Scale = BlockScale<FORMAT>;
 using Stored = StoredScale<FORMAT>::type;
@@ -18,20 +19,21 @@ using Stored = StoredScale<FORMAT>::type;
 // 16 neighbouring lanes share a block of 128 columns.
 __device__ constexpr int BLOCK_LANES[4] = {1, 2, 4, 8};
 
-// x is M rows, of matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout, the scales
-// (matrix_m, ceil(N / 128)) of a matrix have (1, row_scale_lead).
+// x has M rows, matrices of `matrix_m` rows that follow each other. Data has strides (row_m, 1) throughout; the scales
+// of a matrix, (matrix_m, ceil(N / 128)), have strides (1, row_scale_lead).
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    quantize_rms_norm(const void* x, const void* weight, unsigned char* row_data, Stored* row_scale, int M, int N,
+    quantize_rms_norm(const void* x, const void* weight, uint8_t* row_data, Stored* row_scale, int M, int N,
                       int matrix_m, int x_m, int row_m, int row_scale_lead, float eps) {
     __shared__ float sums[ROWS][WARPS];
     __shared__ float rstd[ROWS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int first_row = blockIdx.x * ROWS, first_column = 8 * threadIdx.x;
 
-    Chunk chunks[PASSES][ROWS];
+    // Load, and reduce the sum of squares.
+    Octet octets[PASSES][ROWS];
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-        load_chunks<LOAD>(chunks[p], x, 0, first_row, p * PASS + first_column, M, N, x_m);
+        load_octets<LOAD>(octets[p], x, 0, first_row, p * PASS + first_column, M, N, x_m);
     }
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
@@ -39,8 +41,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll
         for (int p = 0; p < PASSES; ++p) {
 #pragma unroll
-            for (int c = 0; c < 8; ++c) partial[c] = plus_square(partial[c], chunks[p][r].at(c));
-            chunks[p][r].pack_again();
+            for (int c = 0; c < 8; ++c) partial[c] = plus_square(partial[c], octets[p][r].at(c));
+            octets[p][r].pack_again();
         }
         const float sum = sum_of_warp(add_neighbours(partial));
         if (lane == 0) sums[r][warp] = sum;
@@ -49,37 +51,39 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (threadIdx.x < ROWS) rstd[threadIdx.x] = rstd_of(sums[threadIdx.x], N, eps);
     __syncthreads();
 
-    // The normalised values are made twice: for the maxima, and again for the bytes, for they need twice the registers.
-    // Past the last column stand zeros, whose product with an Inf would be a NaN.
-    const auto normalised = [&](int p, int r, int c, const Chunk& by) {
-        return EVEN || p * PASS + first_column < N ? chunks[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
+    // The normalized values are computed twice, for the maxima and for the bytes: to keep them takes twice the
+    // registers. Past the last column are zeros, whose product with an Inf would be a NaN.
+    const auto normalised = [&](int p, int r, int c, const Octet& by) {
+        return EVEN || p * PASS + first_column < N ? octets[p][r].at(c) * rstd[r] * by.at(c) : 0.0f;
     };
-    unsigned amax[ITEMS] = {};
+    uint32_t amax[ITEMS] = {};
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
-        Chunk by[1];
-        load_chunks<Load::CACHED>(by, weight, 0, 0, p * PASS + first_column, 1, N, 0);
+        Octet by[1];
+        load_octets<Load::CACHED>(by, weight, 0, 0, p * PASS + first_column, 1, N, 0);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) {
                 amax[p * ROWS + r] = max(amax[p * ROWS + r], FloatValues::magnitude(normalised(p, r, c, by[0])));
             }
-            chunks[p][r].pack_again();
+            octets[p][r].pack_again();
         }
     }
+    // Find the scales.
     int item;
     const Scale scale = block_scale<FP8, FORMAT>(scatter_max(amax, BLOCK_LANES, lane, item));
     const int item_row = first_row + item % ROWS, block_n = (item / ROWS * PASS + first_column) / 128;
     if (leads_item<ITEMS>(lane, BLOCK_LANES) && item < ROWS * PASSES && item_row < M && 128 * block_n < N) {
-        const long long matrix = item_row / matrix_m, blocks_n = (N + 127) / 128;
+        const int64_t matrix = item_row / matrix_m, blocks_n = (N + 127) / 128;
         row_scale[(matrix * blocks_n + block_n) * row_scale_lead + item_row % matrix_m] = scale.stored;
     }
+    // Quantize and store.
 #pragma unroll
     for (int p = 0; p < PASSES; ++p) {
         const int column = p * PASS + first_column;
-        Chunk by[1];
-        load_chunks<Load::CACHED>(by, weight, 0, 0, column, 1, N, 0);
+        Octet by[1];
+        load_octets<Load::CACHED>(by, weight, 0, 0, column, 1, N, 0);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
             const int from = (lane & 16) | lane_of_item<ITEMS>(p * ROWS + r, BLOCK_LANES);
@@ -89,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
             for (int c = 0; c < 8; ++c) v[c] = normalised(p, r, c, by[0]) * inverse;
             const uint2 piece = make_uint2(pack<FP8>(v[0], v[1], v[2], v[3]), pack<FP8>(v[4], v[5], v[6], v[7]));
             if (EVEN || (first_row + r < M && column < N)) {
-                store8<STORE>(row_data + static_cast<long long>(first_row + r) * row_m + column, piece);
+                store8<STORE>(row_data + int64_t(first_row + r) * row_m + column, piece);
             }
         }
     }

@@ -1,6 +1,6 @@
-// 1 / sqrt(mean(x²) + eps) of each row of x (M, N), whose rows are x_m elements apart.
+// 1 / sqrt(mean(x²) + eps) of each row of x (M, N), whose rows are x_m elements apart; one block a row.
 //
-// Macros: INPUT, PARTIAL and ALIGNED as in quantize.cu; values.cuh takes the others.
+// Macros: INPUT, PARTIAL and ALIGNED as in quantize.cu, and the others that values.cuh needs.
 #include "row_sum.cuh"
 #include "values.cuh"
 
@@ -11,10 +11,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float partial[8] = {};
 #pragma unroll 4
     for (int column = 8 * threadIdx.x; column < N; column += PASS) {
-        Chunk chunk[1];
-        load_chunks<Load::CACHED>(chunk, x, 0, row, column, M, N, x_m);
+        Octet octet[1];
+        load_octets<Load::CACHED>(octet, x, 0, row, column, M, N, x_m);
 #pragma unroll
-        for (int c = 0; c < 8; ++c) partial[c] = plus_square(partial[c], chunk[0].at(c));
+        for (int c = 0; c < 8; ++c) partial[c] = plus_square(partial[c], octet[0].at(c));
     }
     const float sum = sum_of_warp(add_neighbours(partial));
     if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = sum;

@@ -1,19 +1,26 @@
-// Quantizes whole columns as quantize_columns.cu does, by clusters that stay: the copy engine brings the rows of the next
-// panels while those of this one are quantized.
+// Quantizes whole columns, as quantize_columns.cu does, by persistent clusters: TMA loads the rows of the next panels
+// while the rows of this panel are quantized.
 //
-// A cluster of CLUSTER blocks takes one panel of PANEL columns after the other, of a matrix or group, and each block of it
-// some of the panel's chunks of 128 rows. They come through a ring of STAGES chunks in shared memory, for which one more
-// warp asks. Each of the WARPS warps is on its own: it finds the largest magnitudes of one piece, 16 bytes of every row, of
-// the chunks in its stages, tells them the warps of this piece in all blocks, and quantizes its piece of the chunks when it
-// knows theirs. What the ring cannot hold of a panel comes a second time.
+// Decomposition. A cluster of CLUSTER blocks has one panel of PANEL columns after the other, of a matrix or group, and
+// each block some of the panel's chunks of 128 rows. A block has one producer warp and WARPS consumers, which work
+// independently of each other: each consumer finds the largest magnitudes of one piece, 16 bytes of every row, in the
+// chunks of its stages, sends them to the warps of this piece in all blocks, and quantizes its piece when it has
+// received theirs.
 //
-// Large clusters leave multiprocessors idle, for each lies within one GPC. A second launch, of smaller ones, may take the
-// last columns there: it begins beside the first, and ends after it, so that a launch after both waits for both.
+// Pipeline. The chunks come through a ring of STAGES chunks. Of a panel that exceeds the ring, the chunks that were
+// released are loaded a second time.
 //
-// Macros: those of panel.cuh; X_LEAVES, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, a group's chunks begin at a
-// multiple of so many rows; BOX, rows that one copy brings; STAGES; RESIDENT, blocks that share a multiprocessor; HELD,
-// chunks of a panel that stay in registers, so that their stages are free while the warps wait for each other's maxima;
-// PART, of the columns.
+// Two launches. Each cluster lies within one GPC, so large clusters leave multiprocessors idle. A second launch, of
+// smaller clusters, may quantize the last columns there. It starts beside the first one and ends after it, so that a
+// launch after both waits for both.
+//
+// Shared memory: the ring (STAGES, 128, 128 bytes), mbarriers (full, empty, and `TOLD` for each piece of two panels),
+// and the received maxima.
+//
+// Macros: those of panel.cuh; X_LEAVES, of chunk.cuh; GROUPED, as in quantize_columns.cu; BASE, of which a group's
+// first chunk begins at a multiple; BOX, rows of a TMA load; STAGES; RESIDENT, blocks a multiprocessor; HELD, chunks of
+// a panel that stay in registers, so that their stages are free while the warps wait for each other's maxima; PART,
+// which columns the launch has.
 #include "chunk.cuh"
 #include "groups.cuh"
 #include "overlap.cuh"
@@ -21,13 +28,13 @@
 
 enum class Part { ALL, FIRST, SECOND };
 
-static_assert(WARPS % PIECES == 0 && CHUNK % BOX == 0 && CHUNK % BASE == 0);
-constexpr int TEAMS = WARPS / PIECES;  // of a warp for each piece, which take the stages in turn
+static_assert(WARPS % PIECES == 0 && CHUNK_ROWS % BOX == 0 && CHUNK_ROWS % BASE == 0);
+constexpr int TEAMS = WARPS / PIECES;  // teams, of a warp for each piece, that alternate in taking stages
 constexpr int SENDERS = CLUSTER * TEAMS;
 static_assert(STAGES >= TEAMS && (HELD == 0 || TEAMS == 1));
 
-// Where in shared memory lies what follows the ring: barriers, those of `TOLD` for a piece of each of two panels; and for
-// these the largest magnitudes (PIECES, SENDERS, 4), of which those of one are read while the next come in.
+// Offsets in shared memory after the ring. `TOLD` are mbarriers for each piece of two panels, and OF_WARPS the maxima
+// that they announce, (2, PIECES, SENDERS, 4): those of one panel are read while those of the next arrive.
 constexpr int BARRIER = sizeof(uint64_t);
 constexpr int FULL = STAGES * STAGE_BYTES, EMPTY = FULL + STAGES * BARRIER, TOLD = EMPTY + STAGES * BARRIER;
 constexpr int OF_WARPS = TOLD + 2 * PIECES * BARRIER;
@@ -37,33 +44,33 @@ struct Rows {
     bool none;  // they are in no group
 };
 
-__forceinline__ Rows rows_of(int group, const int* offsets, int groups, int M) {
+INLINE Rows rows_of(int group, const int* offsets, int groups, int M) {
     if constexpr (!GROUPED) return {0, M, false};
     const int start = group == 0 ? 0 : Group::end_of(__ldg(offsets + group - 1), 0, M);
     const bool none = group == groups;
     return {start, none ? M : Group::end_of(__ldg(offsets + group), start, M), none};
 }
 
-// The chunks of a block.
+// The chunks of a block: `count` of them, from row `top` on.
 struct Share {
     int top, count;
 
-    __forceinline__ Share(const Rows& rows, int rank) {
+    INLINE Share(const Rows& rows, int rank) {
         const int base = rows.start / BASE * BASE;
-        const int chunks = rows.start < rows.stop ? (rows.stop - base + CHUNK - 1) / CHUNK : 0;
+        const int chunks = rows.start < rows.stop ? (rows.stop - base + CHUNK_ROWS - 1) / CHUNK_ROWS : 0;
         const int first = rank * chunks / CLUSTER;
-        top = base + first * CHUNK;
+        top = base + first * CHUNK_ROWS;
         count = (rank + 1) * chunks / CLUSTER - first;
     }
-    // Of them the last so many stay in the ring until they are quantized.
-    __forceinline__ int kept() const { return min(count, STAGES); }
+    // The last ones stay in the ring until they are quantized: so many.
+    INLINE int kept() const { return min(count, STAGES); }
 };
 
-// What a cluster does: `visit(panel, which, rows, turn)` for one panel of columns `begin` to `end` after the other, of a
-// matrix, of a group or of the rows in none, where there are any. `same` is told what all lanes know alike.
+// Calls `visit(panel, which, rows, turn)` for each panel of columns `begin` to `end` that the cluster has, of a matrix,
+// of a group, or of the rows in no group. `same` marks values that are the same in all lanes.
 template <typename Same, typename Visit>
-__forceinline__ void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
-                                   Visit&& visit) {
+INLINE void for_each_item(int items, int begin, int end, const int* offsets, int groups, int M, Same&& same,
+                          Visit&& visit) {
     const int clusters = gridDim.x / CLUSTER, width = (end - begin + PANEL - 1) / PANEL * PANEL;
     const auto find = [&](int which) {
         const Rows rows = rows_of(which, offsets, groups, M);
@@ -81,80 +88,81 @@ __forceinline__ void for_each_item(int items, int begin, int end, const int* off
     }
 }
 
-// What a lane quantizes of a chunk: 16 rows of one word. Lanes whose rows are 16 apart read them in orders of their own, of
-// which no two meet in a bank: at step i the row i ^ group.
+// A lane's part of a chunk: 16 rows of one word. Lanes whose rows are 16 apart read their rows in different orders, so
+// that no two meet in a bank: at step i a lane reads row i ^ group.
 struct Lane {
-    int group, column;  // of the 16 rows; of the panel
-    unsigned at, turn;  // of its first word in a chunk; how its rows are turned around
+    int group, column;  // which 16 rows; the first column, in the panel
+    uint32_t at, turn;  // address of the first word in a chunk; the order of its rows, for byte_perm
     float inverse[IN_WORD];
 
-    __forceinline__ Lane(int group, int word) : group(group), column(IN_WORD * word) {
+    INLINE Lane(int group, int word) : group(group), column(IN_WORD * word) {
         at = group * ROWS * ROW_BYTES + (group * (ROW_BYTES + 16) ^ word / 4 * 16) + word % 4 * 4;
         turn = 0x3210 ^ group * 0x1111;
     }
 
-    // One column of the words.
-    __forceinline__ uint4 quantized(const unsigned (&words)[ROWS], int place) const {
+    // Quantizes one column of the words.
+    INLINE uint4 quantized(const uint32_t (&words)[ROWS], int place) const {
         const auto value = [&](int i) { return element(words[i], place) * inverse[place]; };
-        unsigned packed[4];
+        uint32_t packed[4];
 #pragma unroll
-        for (int w = 0; w < 4; ++w) packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
+        for (int w = 0; w < 4; ++w)
+            packed[w] = pack<FP8>(value(4 * w), value(4 * w + 1), value(4 * w + 2), value(4 * w + 3));
         return make_uint4(__byte_perm(packed[0], packed[1], turn), __byte_perm(packed[0], packed[1], turn ^ 0x4444),
                           __byte_perm(packed[2], packed[3], turn), __byte_perm(packed[2], packed[3], turn ^ 0x4444));
     }
 };
 
-// Takes what rows `low` to `high` of a chunk hold into the largest magnitudes of the piece whose first of this lane's rows,
-// 32 apart, is at `from`.
-__forceinline__ void take_some(unsigned (&amax)[4], uint32_t from, int low, int high) {
+// Updates the largest magnitudes of a piece by rows `low` to `high` of a chunk. The lane's rows are 32 apart, and the
+// first is at `from`.
+INLINE void take_some(uint32_t (&amax)[4], uint32_t from, int low, int high) {
     const int lane = threadIdx.x % 32;
 #pragma unroll 1
-    for (int row = lane; row < CHUNK; row += 32) {
+    for (int row = lane; row < CHUNK_ROWS; row += 32) {
         if (low <= row && row < high) take_larger(amax, load_shared_words(from + (row - lane) * ROW_BYTES));
     }
 }
 
-// `larger` of two that are magnitudes.
-__forceinline__ unsigned larger_of(unsigned a, unsigned b) { return INPUT == Input::FP32 ? max(a, b) : __vmaxu2(a, b); }
+// The larger of two magnitudes, for each element.
+INLINE uint32_t larger_of(uint32_t a, uint32_t b) { return INPUT == Element::FP32 ? max(a, b) : __vmaxu2(a, b); }
 
-// The largest magnitudes of all lanes' pieces: each lane gets those of the word `lane % 4`.
-__forceinline__ unsigned largest_of_lanes(const unsigned (&amax)[4]) {
+// Reduces over the lanes: each lane gets the largest magnitudes of word `lane % 4` of the piece.
+INLINE uint32_t largest_of_lanes(const uint32_t (&amax)[4]) {
     const bool upper = threadIdx.x & 2, odd = threadIdx.x & 1;
-    const unsigned first = larger_of(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 2));
-    const unsigned second = larger_of(upper ? amax[3] : amax[1], __shfl_xor_sync(~0u, upper ? amax[1] : amax[3], 2));
+    const uint32_t first = larger_of(upper ? amax[2] : amax[0], __shfl_xor_sync(~0u, upper ? amax[0] : amax[2], 2));
+    const uint32_t second = larger_of(upper ? amax[3] : amax[1], __shfl_xor_sync(~0u, upper ? amax[1] : amax[3], 2));
     return larger_of(odd ? second : first, __shfl_xor_sync(~0u, odd ? first : second, 1));
 }
 
-// The largest of lanes that have the same word.
-__forceinline__ unsigned largest_of_word(unsigned largest) {
+// Reduces over the lanes that have the same word.
+INLINE uint32_t largest_of_word(uint32_t largest) {
 #pragma unroll
     for (int mask = 4; mask < 32; mask *= 2) largest = larger_of(largest, __shfl_xor_sync(~0u, largest, mask));
     return largest;
 }
 
-// The same value, of which the compiler knows that all lanes have it, and no more: it keeps what it would find anew.
-__forceinline__ int uniform(unsigned value) {
+// The same value, about which the compiler knows only that all lanes have it: it keeps the value in a uniform register.
+INLINE int uniform(uint32_t value) {
     forget(value);
     return __shfl_sync(~0u, value, 0);
 }
 
-// The position in the ring so many stages on.
-__forceinline__ Ring after(const Ring& ring, int stages) {
-    const unsigned stage = ring.stage + stages;
-    return {static_cast<int>(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
+// The position in the ring `stages` stages on.
+INLINE Ring after(const Ring& ring, int stages) {
+    const uint32_t stage = ring.stage + stages;
+    return {int(stage % STAGES), ring.parity ^ (stage / STAGES & 1)};
 }
 
-// What a team takes of the chunks that lie in the ring from a position on: `index` counts these from 0.
+// The chunks that a team takes from the ring, from a position on; `index` counts from 0 there.
 struct Cursor {
     int team, stage, index = 0;
     uint32_t parity;
 
-    __forceinline__ Cursor(const Ring& from, int team) : team(team), stage(from.stage), parity(from.parity) {
+    INLINE Cursor(const Ring& from, int team) : team(team), stage(from.stage), parity(from.parity) {
         if constexpr (TEAMS > 1) go_to(stage + (team + TEAMS - stage % TEAMS) % TEAMS);
     }
-    __forceinline__ void advance() { go_to(stage + TEAMS); }
+    INLINE void advance() { go_to(stage + TEAMS); }
 
-    __forceinline__ void go_to(int next) {
+    INLINE void go_to(int next) {
         index += next - stage;
         stage = next;
         if (TEAMS == 1 ? stage == STAGES : stage >= STAGES) {
@@ -166,13 +174,14 @@ struct Cursor {
 };
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + 32, RESIDENT)
-    stream_columns(const __grid_constant__ TensorMap x, unsigned char* data, Stored* scale, const int* offsets, int M, int N,
+    stream_columns(const __grid_constant__ TensorMap x, uint8_t* data, Stored* scale, const int* offsets, int M, int N,
                    int begin, int end, int data_n, int scale_lead, int groups, int items) {
     const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     const int rank = blockIdx.x % CLUSTER;
     const uint32_t stages = uniform(shared_address(swizzled_memory()));
     const uint32_t full = stages + FULL, empty = stages + EMPTY;
 
+    // Prologue: initialize the mbarriers.
     if constexpr (PART == Part::FIRST) let_next_begin();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
@@ -193,19 +202,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     Ring ring;
     if (warp == WARPS) {
-        // As the other warps do, the lanes wait for the cluster's blocks to begin: the one that copies, not before it waits
-        // for any of them. It need not, but sanitizers let a block pass a barrier of its cluster only as a whole.
+        // Producer. All lanes wait for the cluster's blocks to begin, as the other warps do; the lane that loads, only
+        // before it waits for a stage to be released. The wait is needless there, but sanitizers want a whole block to
+        // pass it.
         if (lane == 0) {
             bool begun = false;
             prefetch_map(x);
             const Boxes boxes(x);
             const auto same = [](int value) { return value; };
-            for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+            const auto load = [&](int panel, int which, const Rows& rows, int turn) {
                 if (rows.none) return;
                 const Share share(rows, (rank + turn) % CLUSTER);
                 for (int copy = 0; copy < 2 * share.count - share.kept(); ++copy) {
-                    const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK;
-                    const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK);
+                    const int top = share.top + (copy < share.count ? copy : copy - share.count) * CHUNK_ROWS;
+                    const int low = max(rows.start - top, 0) / BOX * BOX, high = min(rows.stop - top, CHUNK_ROWS);
                     const uint32_t barrier = full + ring.stage * BARRIER;
                     if (!begun && ring.parity != 0) {
                         cluster_wait_alone<CLUSTER>();
@@ -219,26 +229,28 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     }
                     ring.advance();
                 }
-            });
+            };
+            for_each_item(items, begin, end, offsets, groups, M, same, load);
             if (!begun) cluster_wait_alone<CLUSTER>();
         } else {
             cluster_wait_alone<CLUSTER>();
         }
         __syncwarp();
     } else {
-        cluster_wait<CLUSTER>();  // the blocks that will be told of maxima have begun
+        // Consumers.
+        cluster_wait<CLUSTER>();  // the blocks that receive maxima have begun
         const int piece = warp % PIECES, team = TEAMS == 1 ? 0 : warp / PIECES;
         Lane mine(lane / 4, 4 * piece + lane % 4);
-        const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale this lane finds
-        // Where in a chunk are the first of the rows that this lane surveys, and 8 of those that it quantizes, in its order.
-        // The compiler would find them anew for each chunk.
-        unsigned surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
+        const int scaled = lane / 4 % IN_WORD;  // the column of its word whose scale the lane finds
+        // Addresses in a chunk of the first of the rows whose maxima this lane finds, and of 8 of those that it
+        // quantizes, in its order. They are kept in registers: the compiler would compute them again for each chunk.
+        uint32_t surveyed = lane * ROW_BYTES + (piece ^ lane % 8) * 16, at_row[8];
         forget(surveyed);
 #pragma unroll
         for (int i = 0; i < 8; ++i) forget(at_row[i] = mine.at ^ i * (ROW_BYTES + 16));
         forget(mine.turn);
         const bool stores_scales = uniform(rank == 0 && team == 0);
-        const auto load_words = [&](unsigned (&words)[ROWS], int stage) {
+        const auto load_words = [&](uint32_t (&words)[ROWS], int stage) {
 #pragma unroll
             for (int i = 0; i < 8; ++i) {
                 const uint32_t row = stages + stage * STAGE_BYTES + at_row[i];
@@ -246,21 +258,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 words[i + 8] = load_shared_word(row + 8 * ROW_BYTES);
             }
         };
-        const auto release = [&](int stage, unsigned loaded) {
+        const auto release = [&](int stage, uint32_t loaded) {
             const uint32_t barrier = once_loaded(empty + stage * BARRIER, loaded, M);
             __syncwarp();
             if (lane == 0) barrier_arrive(barrier);
         };
         const auto same = [](int value) { return uniform(value); };
-        for_each_item(items, begin, end, offsets, groups, M, same, [&](int panel, int which, const Rows& rows, int turn) {
+        const auto quantize = [&](int panel, int which, const Rows& rows, int turn) {
             const Share share(rows, (rank + turn) % CLUSTER);
-            unsigned char* const to = data + share.top + mine.group * ROWS +
-                                      (static_cast<long long>(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
-            // Of this lane's 16 rows of a chunk those that are the item's, of columns that there are.
+            uint8_t* const to = data + share.top + mine.group * ROWS +
+                                (int64_t(GROUPED ? 0 : which) * N + panel + mine.column) * data_n;
+            // Stores those of the lane's 16 rows of a chunk that are the item's, if the column exists.
             const auto store_inside = [&](int chunk, int place, uint4 out) {
-                const int row = share.top + chunk * CHUNK + mine.group * ROWS;
+                const int row = share.top + chunk * CHUNK_ROWS + mine.group * ROWS;
                 if (panel + mine.column + place >= N) return;
-                store_some(to + place * data_n + chunk * CHUNK, out, rows.start - row, rows.stop - row);
+                store_some(to + place * data_n + chunk * CHUNK_ROWS, out, rows.start - row, rows.stop - row);
             };
             if (rows.none) {
 #pragma unroll 1
@@ -270,15 +282,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 return;
             }
 
-            // From which chunk on, how many have no row of another item; how many do not stay in the ring.
+            // The first whole chunk, which has no rows of another item; the number of whole chunks; the chunks to be
+            // loaded again.
             const int first_whole = share.top < rows.start;
-            const unsigned whole = max(share.count - first_whole - (share.top + share.count * CHUNK > rows.stop), 0);
+            const uint32_t whole =
+                max(share.count - first_whole - (share.top + share.count * CHUNK_ROWS > rows.stop), 0);
             const int again = share.count - share.kept();
             const bool comes_again = uniform(again > 0);
 
-            // Of the first chunks so many are held, with the words that this lane quantizes.
-            const int held = first_whole || comes_again ? 0 : min(whole, static_cast<unsigned>(HELD));
-            unsigned words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
+            // Hold the first chunks in registers, in the words that this lane quantizes.
+            const int held = first_whole || comes_again ? 0 : min(whole, uint32_t(HELD));
+            uint32_t words_held[HELD == 0 ? 1 : HELD][ROWS], largest_held = 0;
             Cursor survey(ring, team);
 #pragma unroll
             for (int chunk = 0; chunk < HELD; ++chunk) {
@@ -292,27 +306,29 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             }
             const Cursor behind_held = survey;
 
-            unsigned amax[4] = {0, 0, 0, 0};
+            // Find the largest magnitudes of the other chunks, and release those that are loaded again.
+            uint32_t amax[4] = {0, 0, 0, 0};
 #pragma unroll 1
             for (; survey.index < share.count; survey.advance()) {
                 barrier_wait(full + survey.stage * BARRIER, survey.parity);
                 const uint32_t row = stages + survey.stage * STAGE_BYTES + surveyed;
-                if (static_cast<unsigned>(survey.index - first_whole) < whole) {
+                if (uint32_t(survey.index - first_whole) < whole) {
 #pragma unroll
-                    for (int i = 0; i < CHUNK; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
+                    for (int i = 0; i < CHUNK_ROWS; i += 32) take_larger(amax, load_shared_words(row + i * ROW_BYTES));
                 } else {
-                    const int top = share.top + survey.index * CHUNK;
+                    const int top = share.top + survey.index * CHUNK_ROWS;
                     take_some(amax, row, rows.start - top, rows.stop - top);
                 }
                 if (survey.index < again) release(survey.stage, amax[0] | amax[1] | amax[2] | amax[3]);
             }
             if (comes_again) ring = after(ring, again);
 
-            unsigned largest = largest_of_word(larger_of(largest_of_lanes(amax), largest_held));
+            // Reduce over the lanes, and over all warps of this piece in the cluster; find the scales.
+            uint32_t largest = largest_of_word(larger_of(largest_of_lanes(amax), largest_held));
             if constexpr (SENDERS > 1) {
-                // A warp that sends for turn t has received what all of its piece sent for t - 1; each of these had by then
-                // read what came for t - 2, and the one of team 0 armed that barrier anew. So what is sent for t overwrites
-                // nothing that is still to be read, and counts for t.
+                // A warp that sends for turn t has received what all warps of its piece sent for t - 1. Each of these
+                // had read by then what it received for t - 2, and the warp of team 0 had armed that mbarrier again. So
+                // a value sent for t overwrites nothing that is still to be read, and counts for t.
                 const uint32_t barrier = stages + TOLD + (turn % 2 * PIECES + piece) * BARRIER;
                 const uint32_t of_warps = stages + OF_WARPS + (turn % 2 * PIECES + piece) * SENDERS * 16;
                 const auto word = [&](int w) { return __uint_as_float(__shfl_sync(~0u, largest, w)); };
@@ -329,7 +345,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             const Scale found = block_scale<FP8, FORMAT>(__float_as_uint(element(largest, scaled)));
             const int column = panel + mine.column + scaled;
             if (stores_scales && lane < 4 * IN_WORD && column < N) {
-                scale[static_cast<long long>(which) * scale_lead + column] = found.stored;
+                scale[int64_t(which) * scale_lead + column] = found.stored;
             }
             if constexpr (IN_WORD == 2) {
                 const float other = __shfl_xor_sync(~0u, found.inverse, 4);
@@ -339,9 +355,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                 mine.inverse[0] = found.inverse;
             }
 
-            const unsigned stored_whole = panel + PANEL <= N ? whole : 0;
-            const auto store = [&](unsigned char* first, int chunk, uint4 out, uint4 out_second) {
-                if (static_cast<unsigned>(chunk - first_whole) < stored_whole) {
+            // Quantize and store: the chunks held in registers, then those in the ring, then those that come again.
+            const uint32_t stored_whole = panel + PANEL <= N ? whole : 0;
+            const auto store = [&](uint8_t* first, int chunk, uint4 out, uint4 out_second) {
+                if (uint32_t(chunk - first_whole) < stored_whole) {
                     store16<Store::NORMAL>(first, out);
                     if (IN_WORD == 2) store16<Store::NORMAL>(first + data_n, out_second);
                 } else {
@@ -352,36 +369,37 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
             for (int chunk = 0; chunk < HELD; ++chunk) {
                 if (chunk >= held) break;
-                const unsigned(&words)[ROWS] = words_held[chunk];
-                store(to + chunk * CHUNK, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
+                const uint32_t (&words)[ROWS] = words_held[chunk];
+                store(to + chunk * CHUNK_ROWS, chunk, mine.quantized(words, 0), mine.quantized(words, IN_WORD - 1));
             }
             Cursor at = HELD > 0 && !comes_again ? behind_held : Cursor(ring, team);
-            unsigned char* next = to + at.index * CHUNK;
+            uint8_t* next = to + at.index * CHUNK_ROWS;
 #pragma unroll 1
             while (at.index < share.count) {
                 int chunk = at.index;
-                unsigned char* first = next;
+                uint8_t* first = next;
                 if (comes_again) {
                     chunk += again;
                     if (chunk >= share.count) {
                         chunk -= share.count;
                         barrier_wait(full + at.stage * BARRIER, after(ring, at.index).parity);
                     }
-                    first = to + chunk * CHUNK;
+                    first = to + chunk * CHUNK_ROWS;
                 }
-                unsigned words[ROWS];
+                uint32_t words[ROWS];
                 load_words(words, at.stage);
                 const uint4 out = mine.quantized(words, 0), out_second = mine.quantized(words, IN_WORD - 1);
-                release(at.stage, out.x | out.y | out.z | out.w);  // of all words
+                release(at.stage, out.x | out.y | out.z | out.w);  // bits of all words
                 store(first, chunk, out, out_second);
                 const int passed = at.index;
                 at.advance();
-                next += (at.index - passed) * CHUNK;
+                next += (at.index - passed) * CHUNK_ROWS;
             }
             ring = after(ring, share.count);
-        });
+        };
+        for_each_item(items, begin, end, offsets, groups, M, same, quantize);
     }
     cluster_arrive<CLUSTER>(false);
-    cluster_wait<CLUSTER>();  // a block must not end while another may still tell it its maxima
+    cluster_wait<CLUSTER>();  // a block must not end while another may still send it maxima
     if constexpr (PART == Part::SECOND) wait_for_launches();
 }

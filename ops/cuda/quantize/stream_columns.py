@@ -1,7 +1,4 @@
-"""Whole columns of many rows, by clusters that keep them on chip: tiles and launches of `stream_columns.cu`.
-
-They take a row-major x of any size that the copy engine takes.
-"""
+"""Whole columns of many rows, which clusters keep on chip: configurations and launches of `stream_columns.cu`."""
 
 from __future__ import annotations
 
@@ -10,19 +7,34 @@ from functools import cache
 from typing import Final
 
 import torch
-from torch import Tensor
 
-from fp8fn.ops.cuda.gemm.scaled_mm import as_batch
-from fp8fn.ops.cuda.quantize.chunk import CHUNK_ROWS, PIECES, ROW_BYTES, scale_lead, typical_rows
-from fp8fn.ops.cuda.quantize.quantize import Quantized, outgrows_l2, types
+from fp8fn.ops.cuda.quantize.column_panels import (
+    CHUNK_ROWS,
+    PIECES,
+    ROW_BYTES,
+    columns_fault,
+    columns_of,
+    output_of,
+    panel_columns,
+    panels_of,
+    scale_lead,
+    tensor_map,
+    tma_fault,
+    typical_rows,
+)
+from fp8fn.ops.cuda.quantize.operands import outgrows_l2, types
 from fp8fn.ops.cuda.runtime import driver
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap, function_of
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, function_of
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Target
+
+# Up to so many rows the kernel without rings is as fast or faster.
+_SMALL: Final = 512
 
 
 @dataclass(frozen=True)
-class Stream:
+class StreamConfig:
     """The macros of `stream_columns.cu`, which says what each is."""
 
     CLUSTER: int = 1
@@ -43,132 +55,139 @@ class Stream:
 # The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
 # of a group. The ring has room for the panel and for what comes meanwhile.
 _STREAMS: Final = (
-    (1024, Stream(2, 6, RESIDENT=2, BOX=128)), (2048, Stream(4, 6, RESIDENT=2, BOX=128)),
-    (5120, Stream(8, 6, RESIDENT=2, BOX=128)), (7168, Stream(8, BOX=128)), (10**9, Stream(16, BOX=128)),
+    (1024, StreamConfig(2, 6, RESIDENT=2, BOX=128)), (2048, StreamConfig(4, 6, RESIDENT=2, BOX=128)),
+    (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128)), (7168, StreamConfig(8, BOX=128)),
+    (10**9, StreamConfig(16, BOX=128)),
 )  # fmt: skip
 _STREAMS_OF_FEW: Final = (
-    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, Stream(8, 6, RESIDENT=2, BOX=128, HELD=3)),
-    (10240, Stream(16, 6, RESIDENT=2, BOX=128, HELD=3)), (10**9, Stream(16, BOX=128, HELD=4)),
+    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128, HELD=3)),
+    (10240, StreamConfig(16, 6, RESIDENT=2, BOX=128, HELD=3)), (10**9, StreamConfig(16, BOX=128, HELD=4)),
 )  # fmt: skip
 _STREAMS_OF_GROUPS: Final = (
-    (1280, Stream(2, 6, RESIDENT=2, BASE=128)), (2560, Stream(4, 6, RESIDENT=2)), (5000, Stream(8, 6, RESIDENT=2)),
-    (7168, Stream(8)), (10**9, Stream(16, HELD=4)),
+    (1280, StreamConfig(2, 6, RESIDENT=2, BASE=128)), (2560, StreamConfig(4, 6, RESIDENT=2)),
+    (5000, StreamConfig(8, 6, RESIDENT=2)), (7168, StreamConfig(8)), (10**9, StreamConfig(16, HELD=4)),
 )  # fmt: skip
 _FEW_PANELS: Final = 256
 # On multiprocessors that clusters of 16 leave idle, of up to so many rows, which it holds. Where a panel fills the
 # ring, nothing of the next comes meanwhile, and of its share of the panels it takes such a part.
-_BESIDE: Final = Stream(8, BOX=128, HELD=4)
+_BESIDE: Final = StreamConfig(8, BOX=128, HELD=4)
 _MOST_BESIDE: Final = _BESIDE.CLUSTER * (_BESIDE.STAGES + _BESIDE.HELD) * CHUNK_ROWS
 _FILLED: Final = 0.7
 
 
-def default_stream(rows: int, panels: int, grouped: bool) -> Stream:
+def default_config(rows: int, panels: int, grouped: bool) -> StreamConfig:
     """For so many panels of a matrix, or of groups, of so many rows."""
     few = _STREAMS_OF_FEW if panels <= _FEW_PANELS else _STREAMS
-    return next(tile for most, tile in (_STREAMS_OF_GROUPS if grouped else few) if rows <= most)
+    return next(config for most, config in (_STREAMS_OF_GROUPS if grouped else few) if rows <= most)
 
 
-def plan(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None = None
-) -> tuple[CudaLaunch, ...]:
-    """The launch on all columns of `x (B?, M, N)`, or two where clusters of 16 leave room for others."""
-    m, n = x.shape[-2:]
-    rows, count = typical_rows(m, 0 if offsets is None else offsets.shape[0]), _count(x, offsets)
-    columns = ROW_BYTES // x.element_size()
-    panels = -(-n // columns)
-    tile = default_stream(rows, panels * count, offsets is not None)
-    if tile.CLUSTER == 2 * _BESIDE.CLUSTER and panels * count <= _FEW_PANELS and rows <= _MOST_BESIDE:
+def accepts(q: Quantization) -> str | None:
+    """Why the kernel cannot quantize a non-empty `x`, or None."""
+    return columns_fault(q) or tma_fault(q)
+
+
+def untuned(q: Quantization) -> str | None:
+    """Why the kernel is not the fastest, or None."""
+    rows = typical_rows(q)
+    return f"{rows} rows to keep are no more than {_SMALL}" if rows <= _SMALL else None
+
+
+def configure(q: Quantization) -> StreamConfig:
+    return default_config(typical_rows(q), _panels(q) * _count(q), q.offsets is not None)
+
+
+def plan(q: Quantization, config: StreamConfig) -> tuple[CudaLaunch, ...]:
+    """The launch on all columns, or two where clusters of 16 leave room for others."""
+    rows, n = typical_rows(q), columns_of(q).shape[-1]
+    panels = _panels(q)
+    if config.CLUSTER == 2 * _BESIDE.CLUSTER and panels * _count(q) <= _FEW_PANELS and rows <= _MOST_BESIDE:
         wholes, halves = (
-            _resident(_kernel(x, out, scale, offsets, of, part), of, x.device, target)
-            for of, part in ((tile, "FIRST"), (_BESIDE, "SECOND"))
+            _resident(_kernel(q, of, part), of, q.x.device, q.target)
+            for of, part in ((config, "FIRST"), (_BESIDE, "SECOND"))
         )
-        beside = halves - 2 * -(-wholes // tile.RESIDENT)  # a cluster takes the place of two of half its size
+        beside = halves - 2 * -(-wholes // config.RESIDENT)  # a cluster takes the place of two of half its size
         filled = rows > _BESIDE.CLUSTER * _BESIDE.STAGES * CHUNK_ROWS
         if (taken := int(panels * beside / halves * (_FILLED if filled else 1))) > 0:
-            border = (panels - taken) * columns
+            border = (panels - taken) * panel_columns(q)
             return (
-                plan_part(x, out, scale, target, offsets, tile, wholes, (0, border)),
-                plan_part(x, out, scale, target, offsets, _BESIDE, beside, (border, n)),
+                plan_part(q, config, wholes, (0, border)),
+                plan_part(q, _BESIDE, beside, (border, n)),
             )
-    return (plan_part(x, out, scale, target, offsets, tile),)
+    return (plan_part(q, config),)
 
 
 def plan_part(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor | None, tile: Stream,
-    clusters: int | None = None, span: tuple[int, int] | None = None,
-) -> CudaLaunch:  # fmt: skip
+    q: Quantization, config: StreamConfig, clusters: int | None = None, span: tuple[int, int] | None = None
+) -> CudaLaunch:
     """The launch by so many `clusters`, by default all that fit.
 
     With a `span` of columns it is one of two: the first of them begins at 0, the second overlaps with it.
     """
-    m, n = x.shape[-2:]
+    out, (m, n) = output_of(q), columns_of(q).shape[-2:]
     part = "ALL" if span is None else "SECOND" if span[0] else "FIRST"
     begin, end = span or (0, n)
-    columns = ROW_BYTES // x.element_size()
-    items = -(-(end - begin) // columns) * _count(x, offsets)
-    kernel = _kernel(x, out, scale, offsets, tile, part)
-    clusters = clusters or _resident(kernel, tile, x.device, target)
+    items = panels_of(end - begin, q) * _count(q)
+    kernel = _kernel(q, config, part)
+    clusters = clusters or _resident(kernel, config, q.x.device, q.target)
     return CudaLaunch(
         kernel=kernel,
-        grid=(min(items, clusters) * tile.CLUSTER, 1, 1),
-        threads=32 * (tile.WARPS + 1),
-        shared=tile.shared,
+        grid=(min(items, clusters) * config.CLUSTER, 1, 1),
+        threads=32 * (config.WARPS + 1),
+        shared=config.shared,
         args={
-            # By more a miss would bring of the next panel what another cluster reads at another time: 10 % slower.
-            "x": TensorMap(as_batch(x), (1, tile.BOX, columns), ROW_BYTES, promotion=ROW_BYTES),
-            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "begin": begin, "end": end,
-            "data_n": out.data.stride(-1), "scale_lead": scale_lead(out.scale, offsets is not None),
-            "groups": 0 if offsets is None else offsets.shape[0], "items": items,
+            "x": tensor_map(q, config.BOX), "data": out.data, "scale": out.scale, "offsets": q.offsets,
+            "M": m, "N": n, "begin": begin, "end": end, "data_n": out.data.stride(-1), "scale_lead": scale_lead(q),
+            "groups": q.groups, "items": items,
         },
-        target=target,
+        target=q.target,
         options=dict(kernel.macros),
         overlaps=part == "SECOND",
         constant=("x", "data", "scale", "offsets") if part == "SECOND" else (),  # the first begins when all has ended
     )  # fmt: skip
 
 
-def _count(x: Tensor, offsets: Tensor | None) -> int:
+def _panels(q: Quantization) -> int:
+    return panels_of(columns_of(q).shape[-1], q)
+
+
+def _count(q: Quantization) -> int:
     """Matrices; or groups, and the rows in none."""
-    if offsets is not None:
-        return offsets.shape[0] + 1
-    return x.shape[0] if x.dim() == 3 else 1
+    return q.matrices if q.offsets is None else q.groups + 1
 
 
-def _kernel(
-    x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, tile: Stream, part: str = "ALL"
-) -> CudaKernel:
+def _kernel(q: Quantization, config: StreamConfig, part: str = "ALL") -> CudaKernel:
     macros: dict[str, int | str] = {
-        **types(x, out, scale),
-        "PANEL": ROW_BYTES // x.element_size(),
-        **vars(tile),
-        "X_LEAVES": f"Leaves::{_leaves(x, offsets is not None)}",
-        "GROUPED": int(offsets is not None),
+        **types(q),
+        "PANEL": panel_columns(q),
+        **vars(config),
+        "X_LEAVES": f"Leaves::{_leaves(q)}",
+        "GROUPED": int(q.offsets is not None),
         "PART": f"Part::{part}",
     }
     return CudaKernel("stream_columns.cu", "stream_columns", tuple(macros.items()))
 
 
-def _leaves(x: Tensor, grouped: bool) -> str:
+def _leaves(q: Quantization) -> str:
     """When the lines of x leave the L2: as was the fastest on an H200.
 
     Those of a matrix that is not much larger make room for what is written. Of a larger one a hint gains nothing, and
     costs time where x was just written. That was not timed of groups, whose lines are the last.
     """
-    if grouped:
-        return "LAST" if outgrows_l2(x) else "ANY"
-    return "FIRST" if outgrows_l2(x) and not outgrows_l2(x, 2) else "ANY"
+    if q.offsets is not None:
+        return "LAST" if outgrows_l2(q.x) else "ANY"
+    return "FIRST" if outgrows_l2(q.x) and not outgrows_l2(q.x, 2) else "ANY"
 
 
-def _resident(kernel: CudaKernel, tile: Stream, device: torch.device, target: Target) -> int:
+def _resident(kernel: CudaKernel, config: StreamConfig, device: torch.device, target: Target) -> int:
     """Clusters that run at once; on a device it depends on how many multiprocessors each GPC has."""
     if device.type == "cuda":
         with torch.cuda.device(device):
-            return _resident_on(kernel, tile, torch.cuda.current_device())
-    return max(1, target.cores // tile.CLUSTER) * tile.RESIDENT
+            return _resident_on(kernel, config, target.cubin, torch.cuda.current_device())
+    return max(1, target.cores // config.CLUSTER) * config.RESIDENT
 
 
 @cache
-def _resident_on(kernel: CudaKernel, tile: Stream, device: int) -> int:
+def _resident_on(kernel: CudaKernel, config: StreamConfig, arch: str, device: int) -> int:
     driver.make_context_current(device)  # this thread may not have called CUDA before
-    function = function_of(kernel, tile.shared, device)
-    return driver.resident_clusters(function, tile.CLUSTER, 32 * (tile.WARPS + 1), tile.shared)
+    function = function_of(kernel, arch, config.shared, device)
+    return driver.resident_clusters(function, config.CLUSTER, 32 * (config.WARPS + 1), config.shared)

@@ -1,22 +1,30 @@
-"""Whole columns of many small groups, over which blocks walk: tiles and the launch of `walk_columns.cu`."""
+"""Whole columns of many small groups, over which blocks walk: configurations and the launch of `walk_columns.cu`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Final
 
-from torch import Tensor
-
-from fp8fn.ops.cuda.gemm.scaled_mm import as_batch
-from fp8fn.ops.cuda.quantize.chunk import CHUNK_ROWS, PIECES, ROW_BYTES
-from fp8fn.ops.cuda.quantize.quantize import LARGEST_INT32, Quantized, outgrows_l2, types
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
+from fp8fn.ops.cuda.quantize.column_panels import (
+    CHUNK_ROWS,
+    PIECES,
+    ROW_BYTES,
+    columns_fault,
+    output_of,
+    panel_columns,
+    panels_of,
+    scale_lead,
+    tensor_map,
+    tma_fault,
+)
+from fp8fn.ops.cuda.quantize.operands import LARGEST_INT32, outgrows_l2, types
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.targets import Target
+from fp8fn.ops.quantization import Quantization
 
 
 @dataclass(frozen=True)
-class Walk:
+class WalkConfig:
     """The macros of `walk_columns.cu`, which says what each is."""
 
     STAGES: int = 7
@@ -31,50 +39,58 @@ class Walk:
 
 # As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run
 # further ahead part from those beside them, which read the other pieces of the same rows.
-_WALKS: Final = ((340, Walk(4, BOX=128)), (10**9, Walk()))
+_WALKS: Final = ((340, WalkConfig(4, BOX=128)), (10**9, WalkConfig()))
 # With fewer or more rows the other kernels are as fast or faster.
 _LEAST_WALKED: Final = 64
 _MOST_WALKED: Final = 640
 _LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
 
 
-def default_walk(x: Tensor, groups: int, cores: int) -> Walk | None:
-    """For so many groups of an x `(M, N)`, where they are small and many enough to be walked over."""
-    rows, columns = x.shape
-    panels = -(-columns * x.element_size() // ROW_BYTES)
-    if groups < 2 or rows < groups * _LEAST_WALKED or panels * rows < _LEAST_SHARE * cores:
-        return None
-    if rows > groups * _MOST_WALKED or panels * rows > LARGEST_INT32:
-        return None
-    return next(walk for most, walk in _WALKS if rows <= groups * most)
+def accepts(q: Quantization) -> str | None:
+    """Why the kernel cannot quantize a non-empty `x`, or None."""
+    if q.offsets is None:
+        return "there are no groups"
+    if (reason := columns_fault(q) or tma_fault(q)) is not None:
+        return reason
+    if (steps := panels_of(q.n, q) * q.m) > LARGEST_INT32:
+        return f"{steps} rows of all panels are past 32 bits"
+    return None
 
 
-def plan(
-    x: Tensor, out: Quantized, scale: str, target: Target, offsets: Tensor, tile: Walk | None = None,
-    blocks: int | None = None,
-) -> CudaLaunch:  # fmt: skip
-    """The launch on groups of a row-major x `(M, N)` that the copy engine takes, by so many `blocks`."""
-    m, n = x.shape
-    tile = tile or Walk()
-    most = target.cores * tile.RESIDENT
-    columns = ROW_BYTES // x.element_size()
+def untuned(q: Quantization) -> str | None:
+    """Why the kernel is not the fastest, or None: the groups are small, and many enough to be walked over."""
+    rows, groups = q.m, q.groups
+    if groups < 2 or not groups * _LEAST_WALKED <= rows <= groups * _MOST_WALKED:
+        return f"{rows} rows in {groups} groups are not {_LEAST_WALKED} to {_MOST_WALKED} a group of two or more"
+    if panels_of(q.n, q) * rows < _LEAST_SHARE * q.target.cores:
+        return f"each multiprocessor has fewer than {_LEAST_SHARE} rows of a panel"
+    return None
+
+
+def configure(q: Quantization) -> WalkConfig:
+    return next(config for most, config in _WALKS if q.m <= q.groups * most)
+
+
+def plan(q: Quantization, config: WalkConfig, blocks: int | None = None) -> tuple[CudaLaunch]:
+    """The launch on groups of rows, by so many `blocks`."""
+    out, most = output_of(q), q.target.cores * config.RESIDENT
     macros: dict[str, int | str] = {
-        **types(x, out, scale), "PANEL": columns, "CLUSTER": 1, "WARPS": PIECES,
-        "X_LEAVES": f"Leaves::{'LAST' if outgrows_l2(x) else 'ANY'}", **vars(tile),
+        **types(q), "PANEL": panel_columns(q), "CLUSTER": 1, "WARPS": PIECES,
+        "X_LEAVES": f"Leaves::{'LAST' if outgrows_l2(q.x) else 'ANY'}", **vars(config),
     }  # fmt: skip
-    return CudaLaunch(
+    launch = CudaLaunch(
         kernel=CudaKernel("walk_columns.cu", "walk_columns", tuple(macros.items())),
-        grid=(blocks or _shares(-(-n // columns), most), 1, 1),
+        grid=(blocks or _shares(panels_of(q.n, q), most), 1, 1),
         threads=32 * (PIECES + 1),
-        shared=tile.shared,
+        shared=config.shared,
         args={
-            "x": TensorMap(as_batch(x), (1, tile.BOX, columns), ROW_BYTES, promotion=ROW_BYTES),
-            "data": out.data, "scale": out.scale, "offsets": offsets, "M": m, "N": n, "data_n": out.data.stride(-1),
-            "scale_lead": out.scale.stride(0), "groups": offsets.shape[0],
+            "x": tensor_map(q, config.BOX), "data": out.data, "scale": out.scale, "offsets": q.offsets,
+            "M": q.m, "N": q.n, "data_n": out.data.stride(-1), "scale_lead": scale_lead(q), "groups": q.groups,
         },
-        target=target,
+        target=q.target,
         options=macros,
     )  # fmt: skip
+    return (launch,)
 
 
 def _shares(panels: int, most: int) -> int:

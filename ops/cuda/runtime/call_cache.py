@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,19 +18,21 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared
 # A training step has a few launches for each of its shapes; past the limit the one that was used longest ago goes.
 LIMIT: Final = 4096
 
-Kind: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int]
+Kind: TypeAlias = tuple[torch.Size, tuple[int, ...], torch.dtype, int, int] | None
 Geometry: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 _kept: Final[OrderedDict[Hashable, Any]] = OrderedDict()
 _lock: Final = threading.Lock()
 
 
-def kind(x: Tensor) -> Kind:
-    """All that a plan reads off a tensor: shape, strides, type, device, and its address modulo 16.
+def kind(x: Tensor | None) -> Kind:
+    """All that a plan reads off a tensor: shape, strides, type, device, and its address modulo 16; None for None.
 
     The memory of `x` holds its values: a tensor with a bit that says otherwise has been through the dispatcher, which
     `fp8fn.meta.levels` leaves out of no call on one.
     """
+    if x is None:
+        return None
     return x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16
 
 
@@ -56,12 +58,6 @@ def keep(key: Hashable, value: Any) -> Any:
         return value
 
 
-def prepared(key: Hashable, make: Callable[[], CudaLaunch]) -> Prepared:
-    """The launch that was kept under an equal key, or `make()`, prepared and kept."""
-    found: Prepared | None = recall(key)
-    return found or keep(key, make().prepare())  # made without the lock: it may compile
-
-
 def start(launch: Prepared, addresses: list[int]) -> None:
     """Launch on the current stream of the device that `launch` was prepared on."""
     if launch.device.index == torch._C._cuda_getDevice():
@@ -71,9 +67,8 @@ def start(launch: Prepared, addresses: list[int]) -> None:
             launch.launch(addresses)
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """A launch of a `Call`, and for each of its pointers the tensor that it takes, of inputs and then outputs."""
+class Step(NamedTuple):
+    """A loaded kernel, and for each of its pointers the place of its tensor among a call's inputs and then outputs."""
 
     launch: Prepared
     pointers: tuple[int | None, ...]
@@ -81,28 +76,67 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """Launches on new tensors: allocates `made`, starts the steps, returns the first `returned` of what it made."""
+    """Launches on new tensors: allocates `made`, starts the steps, returns the first `returned` of what it made.
+
+    `zeroed` outputs are set to zero first.
+    """
 
     steps: tuple[Step, ...]
     made: tuple[Geometry, ...]
     returned: int
+    zeroed: bool = False
 
-    def __call__(self, *inputs: Tensor) -> list[Tensor]:
-        device = self.steps[0].launch.device
+    def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
+        device = self.steps[0][0].device
         made = [empty(*geometry, device=device) for geometry in self.made]
-        addresses = [tensor.data_ptr() for tensor in (*inputs, *made)]
+        if self.zeroed:
+            for tensor in made:
+                tensor.zero_()
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (*inputs, *made)]
         window = graph_capture.ahead(device) if (tracked := graph_capture.capturing()) else None
-        for step in self.steps:
-            start(step.launch, [0 if place is None else addresses[place] for place in step.pointers])
+        for launch, places in self.steps:
+            start(launch, [0 if place is None else addresses[place] for place in places])
         if tracked:
-            settled = any(step.launch.settles for step in self.steps)
+            settled = any(launch.settles for launch, _ in self.steps)
             graph_capture.launched(device, frozenset() if settled else window, made)
         if (tape := _recording.tape) is not None:
             tape.append((self, inputs, made))
         return made[: self.returned]
 
 
-Tape: TypeAlias = list[tuple[Call, tuple[Tensor, ...], list[Tensor]]]
+def call_of(launches: Sequence[CudaLaunch], inputs: Sequence[str], outputs: Outputs) -> Call:
+    """Planned launches as a call on tensors of the same kinds, given in the order of `inputs`.
+
+    A launch's pointer is the tensor of its own name, or of the name that the launch's `binds` has for it. Each call
+    allocates the launches' `scratch` after the outputs.
+    """
+    made = dict(outputs.tensors)
+    for launch in launches:
+        scratch = {launch.binds.get(name, name): launch.args[name] for name in launch.scratch}
+        made |= {name: x for name, x in scratch.items() if isinstance(x, Tensor)}
+    places = {name: place for place, name in enumerate((*inputs, *made))}
+    steps = []
+    for launch in launches:
+        names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
+        at = [None if launch.args[name] is None else places[launch.binds.get(name, name)] for name in names]
+        steps.append(Step(launch.prepare(), tuple(at)))
+    return Call(tuple(steps), tuple(map(geometry, made.values())), outputs.returned, outputs.zeroed)
+
+
+@dataclass(frozen=True, eq=False)
+class Outputs:
+    """The tensors that launches write, by name; the first `returned` are results, the others live between launches."""
+
+    tensors: Mapping[str, Tensor]
+    returned: int
+    zeroed: bool = False
+
+    @property
+    def results(self) -> list[Tensor]:
+        return list(self.tensors.values())[: self.returned]
+
+
+Tape: TypeAlias = list[tuple[Call, tuple[Tensor | None, ...], list[Tensor]]]
 
 
 class _Recording(threading.local):

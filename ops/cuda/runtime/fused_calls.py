@@ -8,24 +8,17 @@ nothing but kept calls on the inputs and on what calls before them made, it beco
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from torch import Tensor
 
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.cuda.runtime.call_cache import Call, Geometry, Step, Tape, keep, recall, record
 
+Fused: TypeAlias = tuple[Call, tuple[int | None, ...]]
+"""The launches of a run as one call, and which of the tensors that it makes the run returns."""
 
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """The launches of a run, and which of the tensors that they make it returns; no `call` where that is not all."""
-
-    call: Call | None
-    returned: tuple[int | None, ...] = ()
-
-
-_NOT_ALL_CALLS: Final = Chain(None)
+_NOT_ALL_CALLS: Final = "a run that is more than kept calls"
 
 Results = Sequence[Tensor | None]
 
@@ -37,17 +30,18 @@ def chained(key: Hashable, inputs: Sequence[Tensor], run: Callable[[], Results])
     """
     if graph_capture.capturing():
         return run()
-    found: Chain | None = recall(key)
+    found: Fused | str | None = recall(key)
     if found is None:
         with record() as tape:
             results = run()
         if distinct(inputs):
             keep(key, chain(tape, inputs, results) or _NOT_ALL_CALLS)
         return results
-    if found.call is None:
+    if isinstance(found, str):
         return run()
-    made = found.call(*inputs)
-    return [None if place is None else made[place] for place in found.returned]
+    call, returned = found
+    made = call(*inputs)
+    return [None if place is None else made[place] for place in returned]
 
 
 def distinct(inputs: Sequence[Tensor]) -> bool:
@@ -55,24 +49,26 @@ def distinct(inputs: Sequence[Tensor]) -> bool:
     return len({x.data_ptr() for x in inputs}) == len(inputs)
 
 
-def chain(tape: Tape, inputs: Sequence[Tensor], results: Results) -> Chain | None:
+def chain(tape: Tape, inputs: Sequence[Tensor], results: Results) -> Fused | None:
     """The calls on the tape as one; None where they used, or the run returned, what is no input and made by none."""
     places = {x.data_ptr(): place for place, x in enumerate(inputs)}
     made: list[Tensor] = []
     geometries: list[Geometry] = []
     steps: list[Step] = []
     for call, taken, new in tape:
-        at = [places.get(x.data_ptr()) for x in taken]
-        if None in at:
+        if call.zeroed:
+            return None
+        at = [None if x is None else places.get(x.data_ptr(), -1) for x in taken]
+        if -1 in at:
             return None
         for x in new:
             at.append(places.setdefault(x.data_ptr(), len(inputs) + len(made)))
             made.append(x)
         geometries += call.made
-        for step in call.steps:
-            steps.append(Step(step.launch, tuple(None if p is None else at[p] for p in step.pointers)))
+        for launch, pointers in call.steps:
+            steps.append(Step(launch, tuple(None if p is None else at[p] for p in pointers)))
     order = {id(x): place for place, x in enumerate(made)}
     returned = [None if x is None else order.get(id(x), -1) for x in results]
     if not steps or -1 in returned:
         return None
-    return Chain(Call(tuple(steps), tuple(geometries), len(made)), tuple(returned))
+    return Call(tuple(steps), tuple(geometries), len(made)), tuple(returned)

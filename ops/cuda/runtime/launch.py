@@ -1,11 +1,8 @@
-"""A launch of a CUDA kernel as a value: like `fp8fn.ops.launch.Launch`, for sources that NVRTC compiles."""
+"""A launch of a CUDA kernel as a value, for sources that NVRTC compiles, and the same launch loaded and packed."""
 
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
-import tempfile
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,8 +14,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_kernel
-from fp8fn.ops.launch import Resources
-from fp8fn.ops.targets import Target
+from fp8fn.ops.launch import Launch, Resources, cubin_resources
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +36,8 @@ Argument: TypeAlias = "TensorMap | Tensor | int | float | tuple[int, ...] | None
 
 
 @dataclass(frozen=True, eq=False)
-class CudaLaunch:
-    """One launch, decided but not performed; `args` are the kernel's parameters in order.
+class CudaLaunch(Launch):
+    """One launch of a CUDA kernel; `args` are the kernel's parameters in order.
 
     A tensor is passed as its address, None as a null pointer, `int` as int32, `float` as float32, and a tuple as a
     struct of int32.
@@ -52,13 +48,15 @@ class CudaLaunch:
     threads: int
     shared: int
     args: Mapping[str, Argument]
-    target: Target
     options: Mapping[str, Any] = field(default_factory=dict)
-    reason: str = field(default="")
     overlaps: bool = False
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
     late: bool = False
     """Of one that overlaps, whether the next may begin only when all before it has ended."""
+    binds: Mapping[str, str] = field(default_factory=dict)
+    """The op's tensor behind a pointer argument, by name, where the op has another name for it than the kernel."""
+    scratch: tuple[str, ...] = ()
+    """The pointer arguments that only the launches of one call read and write: none of the op's tensors."""
     constant: tuple[str, ...] = ()
     """The arguments that a launch which overlaps reads before it waits: no launch that may still run writes them."""
 
@@ -73,10 +71,7 @@ class CudaLaunch:
 
     def describe(self) -> str:
         """One line: kernel, the macros that make the tile, grid, target."""
-        shown = ",".join(f"{key}={value}" for key, value in self.options.items())
-        grid = "x".join(str(size) for size in self.grid)
-        because = f" ({self.reason})" if self.reason else ""
-        return f"{self.name}[{shown}] grid={grid} {self.target.name}{because}"
+        return self._described(self.options, self.grid, {})
 
     def run(self) -> None:
         """Launch on the current stream of the tensors' device; compiles where no cubin is cached."""
@@ -90,22 +85,11 @@ class CudaLaunch:
 
     def compile(self, *, verbose: bool = False) -> Compiled:
         """The machine code; needs no device. `verbose` compiles anew and brings ptxas's report."""
-        return compile_kernel(self.kernel, verbose=verbose)
+        return compile_kernel(self.kernel, self.target.cubin, verbose=verbose)
 
     def resources(self) -> Resources:
         """Registers, spills and shared memory of the compiled kernel."""
-        from triton import knobs
-
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(self.compile().cubin)
-            file.flush()
-            command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-            usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-        if found is None:
-            raise RuntimeError(f"cuobjdump says nothing about the registers of {self.name}: {usage!r}")
-        registers, stack, local = (int(group) for group in found.groups())
-        return Resources(registers, (stack + local) // 4, stack + local, self.shared)
+        return cubin_resources(self.compile().cubin, self.name, self.shared)
 
 
 def pointers(args: Mapping[str, Argument]) -> list[int]:
@@ -122,9 +106,9 @@ def pointers(args: Mapping[str, Argument]) -> list[int]:
 
 
 @cache
-def function_of(kernel: CudaKernel, shared: int, device: int) -> int:
+def function_of(kernel: CudaKernel, arch: str, shared: int, device: int) -> int:
     """The loaded kernel; modules live as long as the process, as Triton's and PyTorch's do."""
-    return driver.load_function(compile_kernel(kernel).cubin, kernel.entry, shared, device)
+    return driver.load_function(compile_kernel(kernel, arch).cubin, kernel.entry, shared, device)
 
 
 def _size(arg: Argument) -> int:
@@ -144,7 +128,8 @@ class Prepared:
         self.device = next(t.device for t in tensors if isinstance(t, Tensor))
         with torch.cuda.device(self.device):
             index = torch.cuda.current_device()
-            self._function = ctypes.c_void_p(function_of(launch.kernel, launch.shared, index))
+            function = function_of(launch.kernel, launch.target.cubin, launch.shared, index)
+            self._function = ctypes.c_void_p(function)
             driver.make_context_current(index)  # for descriptors; this thread may not have called CUDA before
         self._index = index
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan

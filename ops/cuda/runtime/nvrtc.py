@@ -48,8 +48,11 @@ class Compiled:
     log: str
 
 
-def compile_kernel(kernel: CudaKernel, arch: str = "sm_90a", *, verbose: bool = False) -> Compiled:
-    """The cubin of a kernel, from the cache where it is there; `verbose` always compiles, for ptxas's report."""
+def compile_kernel(kernel: CudaKernel, arch: str, *, verbose: bool = False) -> Compiled:
+    """The cubin of a kernel for `Target.cubin`, from the cache where it is there.
+
+    `verbose` always compiles, for ptxas's report.
+    """
     source, headers, options = _input(kernel, arch)
     if verbose:
         return _compile(source, kernel.file, headers, (*options, "--ptxas-options=-v"))
@@ -61,7 +64,7 @@ def compile_kernel(kernel: CudaKernel, arch: str = "sm_90a", *, verbose: bool = 
     return compiled
 
 
-def cache_path(kernel: CudaKernel, arch: str = "sm_90a") -> Path:
+def cache_path(kernel: CudaKernel, arch: str) -> Path:
     """The file that has a kernel's cubin once it is compiled."""
     digest = hashlib.sha256(repr((*_input(kernel, arch), version())).encode()).hexdigest()
     return cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"

@@ -22,18 +22,26 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops import mm_a16w8 as op
+from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import SCALES, Config, accepts, choose_config, plan
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, accepts, choose_config
+from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block, empty_scale
-from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target, target_of
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import GFX942, SM89, SM100, Target, target_of
+from fp8fn.ops.tuning.weight import WeightProblem
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import planned, weight_product, with_parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BLOCKS = list(SCALES)
 POISON = {E4M3: 0x7F, E5M2: 0x7C}  # NaN, and Inf where there is one
+
+plan = partial(planned, gemv_a16w8)
+plan_many = partial(planned, many)
 
 by_block = pytest.mark.parametrize("block", BLOCKS, ids=str)
 by_layout = pytest.mark.parametrize("contiguous", ["K", "N"])
@@ -64,9 +72,9 @@ def emulated(
     shape = (*(x.shape[:-2] or w.shape[:-2]), x.shape[-2], w.shape[-1])
     memory = torch.full((torch.Size(shape).numel() + 64,), 7.0, dtype=out)
     found = memory[:-64].view(shape)
-    operands = (x, w.data, w.scale, w.block, bias, found, SM90)
-    assert accepts(*operands) is None
-    emulate(plan(*operands, config), backwards=backwards)
+    given = weight_product(x, w, found, bias=bias)
+    assert accepts(given) is None
+    emulate(plan(given, config), backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
 
@@ -120,7 +128,7 @@ def test_every_division_of_the_work(contiguous: str, config: Config) -> None:
         shape = m, n
         found, launches = torch.empty(2, *shape), []
         for out, backwards in zip(found, (False, True), strict=True):
-            launches.append(plan(x, w.data, w.scale, block, None, out, SM90, config))
+            launches.append(plan(weight_product(x, w, out), config))
             emulate(launches[-1], backwards=backwards)
         assert_right(found[0], x, w)
         assert torch.equal(found[0], found[1])
@@ -240,9 +248,9 @@ def many_rows(
     n = w.shape[-1]
     memory = torch.full((x[..., 0].numel() * n + 1024,), 7.0, dtype=x.dtype, device=x.device)
     out = memory[512:-512].view(*x.shape[:-1], n).fill_(torch.nan)
-    given = (x, w.data, w.scale, w.block, bias, out, target)
-    assert many.accepts(*given) is None
-    launch = many.plan(*given, config, constant=constant)
+    given = weight_product(x, w, out, target, bias=bias, constant=constant)
+    assert many.accepts(given) is None
+    launch = plan_many(given, config)
     if x.device.type == "cpu":
         emulate(launch, backwards=backwards)
     else:
@@ -324,21 +332,20 @@ def test_what_is_empty_is_no_launch() -> None:
 def operands(
     m: int = 1, n: int = 2304, k: int = 6144, block: Block = (128, 128), *, contiguous: str = "K",
     x: torch.dtype = BF16, fp8: torch.dtype = E4M3, batch: tuple[int, ...] = (), bias: torch.dtype | None = None,
-) -> Any:  # fmt: skip
+    constant: bool = False,
+) -> WeightProduct:  # fmt: skip
     """Unwritten ones for `accepts` and `plan`."""
     of_x, out = (torch.empty(*batch, m, size, dtype=x, device="meta") for size in (k, n))
     w = torch.empty(*batch, n, k, dtype=fp8, device="meta").mT
     w = w if contiguous == "K" else torch.empty(*batch, k, n, dtype=fp8, device="meta")
     added = None if bias is None else torch.empty(n, dtype=bias, device="meta")
-    return of_x, w, empty_scale(w, block, "fp32"), block, added, out, SM90
+    scaled = ScaledTensor(w, empty_scale(w, block, "fp32"), block)
+    return weight_product(of_x, scaled, out, bias=added, constant=constant)
 
 
 def test_what_is_refused() -> None:
-    def refusal(change: dict[int, Any], **kwargs: Any) -> str | None:
-        given = list(operands(**kwargs))
-        for i, value in change.items():
-            given[i] = value
-        return accepts(*given)
+    def refusal(change: dict[str, Any], **kwargs: Any) -> str | None:
+        return accepts(with_parts(operands(**kwargs), **change))
 
     assert refusal({}) is None
     assert refusal({}, m=128) is None
@@ -349,33 +356,32 @@ def test_what_is_refused() -> None:
         ({}, {"x": FP32}, "not 16 bits"),
         ({}, {"block": (1, 128)}, r"blocks of \(1, 128\)"),
         ({}, {"k": 6150}, "w has a stride of 6150 bytes, no multiple of 16"),
-        ({6: SM100}, {}, "sm100 is not sm90"),
-        ({6: SM89}, {}, "sm89 is not sm90"),
-        ({6: GFX942}, {}, "gfx942 is not sm90"),
-        ({1: torch.empty(6144, 2 * 2304, dtype=E4M3, device="meta")[:, ::2]}, {}, "w has stride 2"),
-        ({1: torch.empty(6144, 2304, dtype=torch.float8_e4m3fnuz, device="meta")}, {}, "e4m3fnuz"),
-        ({2: torch.empty(48, 18, dtype=torch.float8_e8m0fnu, device="meta")}, {}, "scales of torch.float8_e8m0fnu"),
+        ({"target": SM100}, {}, "sm100 is not sm90"),
+        ({"target": SM89}, {}, "sm89 is not sm90"),
+        ({"target": GFX942}, {}, "gfx942 is not sm90"),
+        ({"data": torch.empty(6144, 2 * 2304, dtype=E4M3, device="meta")[:, ::2]}, {}, "w has stride 2"),
+        ({"data": torch.empty(6144, 2304, dtype=torch.float8_e4m3fnuz, device="meta")}, {}, "e4m3fnuz"),
+        ({"scale": torch.empty(48, 18, dtype=torch.float8_e8m0fnu, device="meta")}, {}, "scales of torch.float8_e8m0"),
     ]  # fmt: skip
     for change, kwargs, message in expected:
         assert re.search(message, refusal(change, **kwargs) or ""), message
-    many = operands(m=1, n=16, k=16, batch=(70000,))
-    assert "batch of 70000" in str(accepts(*many))
+    assert "batch of 70000" in str(accepts(operands(m=1, n=16, k=16, batch=(70000,))))
 
 
 def launches() -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, and of the other types, blocks and layouts of some."""
     for k, n in DECODE:
         for m in (1, 4, 16):
-            yield plan(*operands(m, n, k))
+            yield plan(operands(m, n, k))
     for batch, m, n, k in BATCHED:
         if m <= 128:
-            yield plan(*operands(m, n, k, batch=(batch,)))
+            yield plan(operands(m, n, k, batch=(batch,)))
     for block in BLOCKS:
         for x, fp8 in ((BF16, E5M2), (FP16, E4M3)):
             for m in (1, 16, 32, 64):
-                yield plan(*operands(m, 2304, 6144, block, x=x, fp8=fp8, bias=FP32))
+                yield plan(operands(m, 2304, 6144, block, x=x, fp8=fp8, bias=FP32))
                 if m <= 16:
-                    yield plan(*operands(m, 2304, 6144, block, contiguous="N", x=x, fp8=fp8))
+                    yield plan(operands(m, 2304, 6144, block, contiguous="N", x=x, fp8=fp8))
 
 
 @needs_nvrtc
@@ -389,7 +395,7 @@ def test_no_configuration_spills() -> None:
 @needs_nvrtc
 @by_layout
 def test_weights_load_by_16_bytes_before_x_is_waited_for(contiguous: str, tmp_path: Path) -> None:
-    launch = plan(*operands(1, contiguous=contiguous))
+    launch = plan(operands(1, contiguous=contiguous))
     assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     wide = [i for i, text in enumerate(sass) if re.search(r"LDG\.E\.NA\.128", text)]
@@ -405,7 +411,7 @@ def test_the_default_configuration() -> None:
     """At the shapes of decoding each warp has something to do, and the rule gives what was the fastest on an H200."""
     for k, n in DECODE:
         for m in (1, 4, 16):
-            chosen = choose_config(m, n, k, 1, True, 132)
+            chosen = choose_config(WeightProblem(m, n, k))
             rows, depth, width = chosen.ROWS, 64 * chosen.WARPS_K * chosen.CLUSTER, chosen.BN
             assert rows == (16 if m == 16 else 8)
             assert depth <= max(k, 64)
@@ -418,14 +424,14 @@ def test_the_default_configuration() -> None:
         (16, 6144, 1536): "16x64 warps4x2 unroll2 cluster8 resident2",
         (16, 2048, 6144): "16x128 warps8x1 unroll2 cluster4 resident2",
     }.items():
-        assert str(choose_config(m, n, k, 1, True, 132)) == name
-    assert str(choose_config(1, 512, 128, 128, True, 132)) == "8x128 warps8x1 unroll1 cluster1 resident2"
-    assert choose_config(32, 512, 128, 128, True, 132).TILES == 2
+        assert str(choose_config(WeightProblem(m, n, k))) == name
+    assert str(choose_config(WeightProblem(1, 512, 128, 128))) == "8x128 warps8x1 unroll1 cluster1 resident2"
+    assert choose_config(WeightProblem(32, 512, 128, 128)).TILES == 2
 
 
 def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
     def choose(m: int, n: int, batches: int = 1) -> tuple[int, int, int]:
-        config = many.choose_config(m, n, 4096, batches, 132)
+        config = many.choose_config(WeightProblem(m, n, 4096, batches))
         assert config.TURNS is not (config.RESIDENT > 0)
         return config.BM, config.BN, config.K_PARTS
 
@@ -441,7 +447,7 @@ def test_a_short_k_is_in_flight_as_a_whole() -> None:
     """Of one k-block, or shared by two warpgroups: the tiles that were the fastest on an H200."""
 
     def choose(batches: int, m: int, n: int, k: int) -> tuple[int, int, int]:
-        config = many.choose_config(m, n, k, batches, 132)
+        config = many.choose_config(WeightProblem(m, n, k, batches))
         return config.BM, config.BN, config.K_PARTS
 
     assert choose(16, 128, 512, 128) == choose(64, 128, 512, 128) == choose(128, 128, 512, 128) == (128, 64, 1)
@@ -456,7 +462,7 @@ def test_a_short_k_is_in_flight_as_a_whole() -> None:
     assert choose(64, 32, 128, 512) == choose(1, 32, 14336, 6144) == choose(64, 1, 128, 256) == (32, 64, 2)
     assert choose(64, 32, 512, 512) == choose(16, 32, 4096, 384) == (32, 128, 1)
     for k, in_flight in ((100, 1), (129, 1), (512, 1), (513, 0)):
-        launch = many.plan(*operands(64, 512, k, batch=(4,)))
+        launch = plan_many(operands(64, 512, k, batch=(4,)))
         assert (launch.options["ONCE"], launch.options["IN_FLIGHT"]) == (int(k <= 128), in_flight)
         assert launch.options["X_STAGES"] == launch.options["W_STAGES"] * launch.options["SLICES"]
         assert launch.options["PERSISTENT"] == 0 or launch.grid[0] <= 132
@@ -467,8 +473,8 @@ def test_which_kernel_serves_few_rows() -> None:
     """That of many where a batch has tiles for most multiprocessors, or K is short; as was timed on an H200."""
 
     def entry(m: int, n: int, k: int, *batch: int, constant: bool = False) -> str:
-        x, w, scale, block, bias, out, target = operands(m, n, k, batch=batch)
-        return op._plan(x, w, scale, block, bias, out, target, constant).name
+        (launch,) = op.MM_A16W8.plan(operands(m, n, k, batch=batch, constant=constant))
+        return launch.name
 
     few, many, split, tiles = "gemv_a16w8", "mm_a16w8", "splitk_a16w8", "a16w8_tiles"
     assert [entry(m, 6144, 2048) for m in (65, 128)] == [many] * 2
@@ -483,7 +489,7 @@ def test_which_kernel_serves_few_rows() -> None:
 @by_block
 def test_many_rows_take_the_weight_from_registers_and_spill_none(block: Block, tmp_path: Path) -> None:
     for x, fp8, bias in ((BF16, E4M3, None), (FP16, E5M2, FP32)):
-        launch = many.plan(*operands(4096, 4096, 4096, block, x=x, fp8=fp8, batch=(16,), bias=bias))
+        launch = plan_many(operands(4096, 4096, 4096, block, x=x, fp8=fp8, batch=(16,), bias=bias))
         assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
         sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
         width, slices = launch.options["WIDTH"], launch.options["SLICES"]
@@ -497,7 +503,7 @@ def test_many_rows_take_the_weight_from_registers_and_spill_none(block: Block, t
 @pytest.mark.parametrize("constant", [False, True])
 def test_a_constant_weight_of_few_tiles_is_read_before_the_wait(constant: bool, k: int, tmp_path: Path) -> None:
     """And its scales; x, the bias and the output are not."""
-    launch = many.plan(*operands(32, 128, k, batch=(64,), bias=FP32), constant=constant)
+    launch = plan_many(operands(32, 128, k, batch=(64,), bias=FP32, constant=constant))
     assert launch.options["W_CONSTANT"] == constant
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     copying, multiplying = [i for i, text in enumerate(sass) if "ACQBULK" in text]  # those who wait
@@ -515,7 +521,7 @@ def test_a_constant_weight_of_few_tiles_is_read_before_the_wait(constant: bool, 
 
 def test_large_tiles_wait_for_a_constant_weight() -> None:
     def early(m: int, n: int, k: int) -> int:
-        return int(many.plan(*operands(m, n, k, batch=(64,)), constant=True).options["W_CONSTANT"])
+        return int(plan_many(operands(m, n, k, batch=(64,), constant=True)).options["W_CONSTANT"])
 
     assert [early(m, 128, k) for m in (32, 64, 128) for k in (128, 512)] == [1] * 6
     assert [early(m, 128, 640) for m in (32, 64, 128)] == [1, 0, 0]
@@ -531,28 +537,26 @@ def test_no_default_of_many_rows_spills(block: Block) -> None:
         (16, 32, 512, 128), (64, 32, 128, 512), (64, 32, 512, 512), (32, 64, 1024, 256),
     ):  # fmt: skip
         for constant in (False, True) if k <= 512 else (False,):
-            launch = many.plan(*operands(m, n, k, block, batch=(batches,), bias=FP32), constant=constant)
+            given = operands(m, n, k, block, batch=(batches,), bias=FP32, constant=constant)
+            launch = plan_many(given)
             assert_well_compiled(launch.compile(verbose=True).log, launch.shared)
 
 
 def test_what_the_kernel_of_many_rows_refuses_and_copies() -> None:
-    def refusal(change: dict[int, Any], **kwargs: Any) -> str | None:
-        given = list(operands(300, **kwargs))
-        for i, value in change.items():
-            given[i] = value
-        return many.accepts(*given)
+    def refusal(change: dict[str, Any], **kwargs: Any) -> str | None:
+        return many.accepts(with_parts(operands(300, **kwargs), **change))
 
     assert refusal({}) is None
     for change, kwargs, message in (
         ({}, {"contiguous": "N"}, "w.mT has stride 2304"),
         ({}, {"x": FP32}, "x has dtype torch.float32"),
-        ({5: torch.empty(300, 2304, device="meta")}, {}, "out torch.float32"),
+        ({"out": torch.empty(300, 2304, device="meta")}, {}, "out torch.float32"),
         ({}, {"n": 2300}, "out has a stride of 4600 bytes"),
         ({}, {"block": (1, -1)}, r"blocks of \(1, -1\)"),
-        ({6: SM100}, {}, "sm100 is not sm90"),
+        ({"target": SM100}, {}, "sm100 is not sm90"),
     ):  # fmt: skip
         assert re.search(message, refusal(change, **kwargs) or ""), message
-    launch = many.plan(*operands(300, 200, 136, batch=(3,)))
+    launch = plan_many(operands(300, 200, 136, batch=(3,)))
     boxes = {name: arg.box for name, arg in launch.args.items() if isinstance(arg, TensorMap)}
     assert boxes == {"x": (1, 128, 64), "w": (1, 64, 128), "out": (1, 32, 64)}
     assert launch.args["problem"] == (300, 200, 136, 3)
@@ -640,7 +644,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
     for m, n, k in ((5, 80, 704), (19, 272, 208), (70, 1040, 6160)):
         x, w = on_gpu(m, n, k, (128, 128), contiguous="N" if config.TILES == 8 else "K")
         out = torch.full((m, n), torch.nan, device="cuda")
-        plan(x, w.data, w.scale, w.block, None, out, target_of(x.device), config).run()
+        plan(weight_product(x, w, out, target_of(x.device)), config).run()
         assert snr(out, exact(x, w)) > 50
 
 

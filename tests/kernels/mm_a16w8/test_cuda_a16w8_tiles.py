@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,18 @@ from test_mm_a16w8 import CLASSES, exact
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
-from fp8fn.ops.cuda.gemm.a16w8_tiles import PARTS, Config, accepts, configure, plan, untuned
+from fp8fn.ops.cuda.gemm import a16w8_tiles
+from fp8fn.ops.cuda.gemm.a16w8_tiles import PARTS, Config, accepts, choose_config, untuned
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.targets import SM90, Target
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning.weight import WeightProblem
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import planned, weight_product, with_parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+plan = partial(planned, a16w8_tiles)
 SHORT = ((256, 16384), (384, 2048), (512, 4096), (1008, 4096), (1024, 16384))  # (K, N)
 CROWDED = ((2048, 4096), (1024, 14336), (5120, 5120))  # (K, N), whose launches would not find room at once
 LARGE = ((4096, 28672), (14336, 4096), (4096, 4096), (28672, 8192))  # (K, N)
@@ -41,9 +47,9 @@ def emulated(
     """Into memory that was 7 before; what lies behind it must be as it was."""
     memory = torch.full((x.shape[-2] * w.shape[-1] + 64,), 7.0, dtype=out)
     found = memory[:-64].view(x.shape[-2], w.shape[-1])
-    given = (x, w.data, w.scale, w.block, bias)
-    assert accepts(*given, found.bfloat16(), SM90) is None or config is not None
-    emulate(plan(*given, found, SM90, config, constant=constant), backwards=backwards)
+    given = weight_product(x, w, found, bias=bias, constant=constant)
+    assert accepts(replace(given, out=found.bfloat16())) is None or config is not None
+    emulate(plan(given, config), backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
 
@@ -52,10 +58,9 @@ def assert_right(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None 
     assert snr(found, exact(x, w, bias)) > 100
 
 
-def unwritten(*args: Any, out: torch.dtype | None = None, **kwargs: Any) -> Any:
-    given = list(operands(*args, **kwargs))
-    given[5] = given[5].to(out or given[5].dtype)
-    return given
+def unwritten(*args: Any, out: torch.dtype | None = None, **kwargs: Any) -> WeightProduct:
+    given = operands(*args, **kwargs)
+    return replace(given, out=given.out.to(out or given.out.dtype))
 
 
 CONFIGS = [
@@ -247,32 +252,33 @@ def test_the_op_keeps_its_call_and_takes_pointers_in_order() -> None:
     ],
 )
 def test_what_another_kernel_takes(given: dict[str, Any], reason: str) -> None:
-    found = accepts(*unwritten(**({"m": 4} | given)))
+    found = accepts(unwritten(**({"m": 4} | given)))
     assert found is not None
     assert reason in found
 
 
 def test_k_of_pieces_of_x() -> None:
-    x, w, *rest = unwritten(4, k=6160)
-    assert accepts(x[:, :6152], w[:6152], *rest) is None
-    assert accepts(x[:, :6148], w[:6148], *rest) == "K=6148 is no multiple of 8"
+    whole = unwritten(4, k=6160)
+
+    def first(k: int) -> WeightProduct:
+        return with_parts(whole, x=whole.x[:, :k], data=whole.w.data[:k])
+
+    assert accepts(first(6152)) is None
+    assert accepts(first(6148)) == "K=6148 is no multiple of 8"
 
 
 def test_one_row_by_short_columns_is_left_to_registers() -> None:
-    x, w, *_ = unwritten(1, 6144, 2048)
-    assert "one row" in (untuned(x, w, False) or "")
-    assert untuned(x, w, True) is None
-    x, w, *_ = unwritten(2, 6144, 2048)
-    assert untuned(x, w, False) is None
+    assert "one row" in (untuned(unwritten(1, 6144, 2048)) or "")
+    assert untuned(unwritten(1, 6144, 2048, constant=True)) is None
+    assert untuned(unwritten(2, 6144, 2048)) is None
 
 
 @pytest.mark.parametrize(
     ("m", "n", "k", "left"), [(8, 512, 128, True), (8, 4096, 112, True), (8, 4096, 128, False), (9, 512, 64, False)]
 )
 def test_no_more_than_a_stage_is_left_to_registers(m: int, n: int, k: int, left: bool) -> None:
-    x, w, *_ = unwritten(m, n, k)
-    assert ("no more than a stage" in (untuned(x, w, False) or "")) == left
-    assert untuned(x, w, True) is None
+    assert ("no more than a stage" in (untuned(unwritten(m, n, k)) or "")) == left
+    assert untuned(unwritten(m, n, k, constant=True)) is None
 
 
 def test_the_default_configuration() -> None:
@@ -333,10 +339,11 @@ def test_the_default_configuration() -> None:
         (16, 5120, 5120, False): "16x192 stages4 cluster4 resident1 late",
         (4, 4608, 4608, False): "8x128 stages5 cluster6 resident2 late",
     }.items():
-        assert str(configure(m, n, k, (128, 128), 2, 132, constant=constant)) == name
-    assert configure(16, 1536, 7168, (128, 128), 2, 132, constant=True).CLUSTER == 14
-    assert configure(16, 1536, 7168, (128, 128), 2, 114, constant=True).CLUSTER <= 8  # GPCs may be too small for 16
-    assert configure(4, 384, 6144, (128, 128), 2, 114).CLUSTER == 8
+        assert str(choose_config(WeightProblem(m, n, k, constant=constant))) == name
+    assert choose_config(WeightProblem(16, 1536, 7168, constant=True)).CLUSTER == 14
+    fewer = choose_config(WeightProblem(16, 1536, 7168, constant=True, cores=114))
+    assert fewer.CLUSTER <= 8  # GPCs may be too small for 16
+    assert choose_config(WeightProblem(4, 384, 6144, cores=114)).CLUSTER == 8
 
 
 @pytest.mark.parametrize("rows", CLASSES[:3], ids=str)
@@ -346,25 +353,26 @@ def test_the_default_configuration() -> None:
 )
 def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[int, int]) -> None:
     for block in BLOCKS:
-        for parts in PARTS.values():
+        for dtype in PARTS:
             for constant in (False, True):
-                assert len({configure(m, *size, block, parts, 132, constant=constant) for m in rows}) == 1
+                problems = [WeightProblem(m, *size, 1, block, dtype, constant=constant) for m in rows]
+                assert len(set(map(choose_config, problems))) == 1
 
 
 def launches(m: int) -> Iterator[CudaLaunch]:
     """The kernels of the shapes that are measured, by `m` rows, and of other types of some."""
     for k, n in (*DECODE, *SHORT, *LARGE, (3072, 3072)):
-        yield plan(*unwritten(m, n, k))
-        yield plan(*unwritten(m, n, k), constant=True)
+        yield plan(unwritten(m, n, k))
+        yield plan(unwritten(m, n, k, constant=True))
         if (k, n) not in LARGE:
             for constant in (False, True):
-                yield plan(*unwritten(m, n, k, x=FP16), constant=constant)
+                yield plan(unwritten(m, n, k, x=FP16, constant=constant))
     for k, n in CROWDED:
         for x in (BF16, FP16):
-            yield plan(*unwritten(m, n, k, x=x))
+            yield plan(unwritten(m, n, k, x=x))
     if m in (1, 16):
         for block in BLOCKS:
-            yield plan(*unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32), constant=True)
+            yield plan(unwritten(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32, constant=True))
 
 
 @needs_nvrtc
@@ -379,7 +387,7 @@ def test_no_configuration_spills_or_waits_for_each_product(m: int) -> None:
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("m", [1, 8, 16])
 def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant: bool, tmp_path: Path) -> None:
-    launch = plan(*unwritten(m, bias=FP32), constant=constant)
+    launch = plan(unwritten(m, bias=FP32, constant=constant))
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     waits = [i for i, text in enumerate(sass) if "ACQBULK" in text]
     assert len(waits) == (1 if constant else 2)  # the warp that copies a constant weight needs none
@@ -406,7 +414,7 @@ def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: Target)
                 torch.cuda.synchronize()
                 given = (x, w.data, w.scale, w.block, bias)
                 wide = torch.full((m, n), torch.nan, device="cuda")
-                plan(*given, wide, SM90, constant=constant).run()
+                plan(weight_product(x, w, wide, bias=bias, constant=constant)).run()
                 expected = exact(x, w, bias)
                 assert snr(wide, expected) > 75
                 found = torch.ops.fp8fn.mm_a16w8(*given, None, constant)
@@ -421,7 +429,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
             x, w = on_gpu(m, n, k, (128, 128), x=dtype)
             out = torch.full((m, n), torch.nan, device="cuda")
             torch.cuda.synchronize()
-            plan(x, w.data, w.scale, w.block, None, out, SM90, config, constant=True).run()
+            plan(weight_product(x, w, out, constant=True), config).run()
             assert snr(out, exact(x, w)) > 75
 
 
@@ -434,10 +442,10 @@ def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: Target) -> None:
         held, shared = (torch.full((m, n), torch.nan, device="cuda") for _ in range(2))
         torch.cuda.synchronize()
         for out, each in ((held, config), (shared, replace(config, HELD=0, READY=0, X_OVER=False))):
-            plan(x, w.data, w.scale, w.block, None, out, SM90, each, constant=True).run()
+            plan(weight_product(x, w, out, constant=True), each).run()
         assert snr(held, exact(x, w)) > 75
         assert torch.equal(held, shared)
-        plan(x, w.data, w.scale, w.block, None, shared.fill_(torch.nan), SM90, replace(config, READY=0)).run()
+        plan(weight_product(x, w, shared.fill_(torch.nan)), replace(config, READY=0)).run()
         assert torch.equal(held, shared)
 
 

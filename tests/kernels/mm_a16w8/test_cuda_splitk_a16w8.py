@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,18 @@ from test_mm_a16w8 import exact
 from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
-from fp8fn.ops.cuda.gemm.splitk_a16w8 import Config, accepts, configure, plan, untuned
+from fp8fn.ops.cuda.gemm import splitk_a16w8
+from fp8fn.ops.cuda.gemm.splitk_a16w8 import Config, accepts, choose_config, untuned
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import SM90, SM100, Target
+from fp8fn.ops.targets import SM100, Target
+from fp8fn.ops.tuning.weight import WeightProblem
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import planned, weight_product, with_parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-BLOCK = (128, 128)
+plan = partial(planned, splitk_a16w8)
 LARGE = ((4096, 14336), (14336, 4096), (5120, 5120), (7168, 512), (8192, 8192))  # (K, N)
 
 
@@ -41,9 +45,9 @@ def emulated(
     shape = (*(x.shape[:-2] or w.shape[:-2]), x.shape[-2], w.shape[-1])
     memory = torch.full((torch.Size(shape).numel() + 64,), 7.0, dtype=out)
     found = memory[:-64].view(shape)
-    given = (x, w.data, w.scale, w.block, bias, found, SM90)
-    assert accepts(*given) is None
-    emulate(plan(*given, config, constant=constant), backwards=backwards)
+    given = weight_product(x, w, found, bias=bias, constant=constant)
+    assert accepts(given) is None
+    emulate(plan(given, config), backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
 
@@ -148,23 +152,20 @@ def test_the_op_takes_it_and_keeps_its_call() -> None:
 
 
 def test_what_is_refused() -> None:
-    def refusal(change: dict[int, Any], **kwargs: Any) -> str | None:
-        given = list(operands(32, **kwargs))
-        for i, value in change.items():
-            given[i] = value
-        return accepts(*given)
+    def refusal(change: dict[str, Any], **kwargs: Any) -> str | None:
+        return accepts(with_parts(operands(32, **kwargs), **change))
 
     assert refusal({}) is None
     for change, kwargs, message in (
-        ({6: SM100}, {}, "sm100 is not sm90"),
+        ({"target": SM100}, {}, "sm100 is not sm90"),
         ({}, {"x": FP32}, "x has dtype torch.float32"),
         ({}, {"block": (1, -1)}, r"blocks of \(1, -1\)"),
         ({}, {"contiguous": "N"}, "w.mT "),
-        ({0: torch.empty(32, 6148, dtype=BF16, device="meta")[:, :6144]}, {}, "x has a stride of 12296 bytes"),
+        ({"x": torch.empty(32, 6148, dtype=BF16, device="meta")[:, :6144]}, {}, "x has a stride of 12296 bytes"),
         ({}, {"k": 1 << 24, "block": (128, 1)}, "the scales of K=16777216 do not fit into shared memory"),
     ):
         assert re.search(message, refusal(change, **kwargs) or ""), message  # type: ignore[arg-type]
-    assert "129 rows a matrix" in (accepts(*operands(129)) or "")
+    assert "129 rows a matrix" in (accepts(operands(129)) or "")
 
 
 def test_the_default_configuration() -> None:
@@ -202,11 +203,11 @@ def test_the_default_configuration() -> None:
         (128, 1536, 1536, True): "32x64 stages6 cluster2 resident2 late held5",
         (32, 192, 14336, True): "16x64 stages7 cluster16 resident2 held6",
     }.items():
-        assert str(configure(m, n, k, 1, (128, 128), 132, constant=constant)) == name
+        assert str(choose_config(WeightProblem(m, n, k, constant=constant))) == name
     for k, n in (*DECODE, *LARGE):
         for m in (17, 64, 128):
             for block in BLOCKS:
-                chosen = configure(m, n, k, 4, block, 132)
+                chosen = choose_config(WeightProblem(m, n, k, 4, block))
                 assert chosen.shared(k, block) <= (227 << 10) // chosen.RESIDENT - (1 << 10)
                 assert (1 if chosen.HELD else 2) <= chosen.STAGES
                 assert max(1, k // (128 if chosen.HELD else 256)) >= chosen.CLUSTER
@@ -218,8 +219,8 @@ def test_which_products_it_serves() -> None:
     timed on an H200."""
 
     def entry(m: int, n: int, k: int, *batch: int, **kwargs: Any) -> str:
-        x, w, scale, block, bias, out, target = operands(m, n, k, batch=batch, **kwargs)
-        return op._plan(x, w, scale, block, bias, out, target).name
+        (launch,) = op.MM_A16W8.plan(operands(m, n, k, batch=batch, **kwargs))
+        return launch.name
 
     few, many, tiles, split = "gemv_a16w8", "mm_a16w8", "a16w8_tiles", "splitk_a16w8"
     assert [entry(m, 2304, 6144) for m in (16, 17, 64, 128, 129)] == [tiles, split, split, split, many]
@@ -238,18 +239,18 @@ def test_which_products_it_serves() -> None:
     assert [entry(m, 512, 1024, 64) for m in (16, 17)] == [few, many]
     assert entry(32, 2300, 6144) == entry(32, 2300, 256) == split  # rows of the output are no multiple of 16 bytes
     assert entry(32, 2304, 6144, contiguous="N") == few
-    assert untuned(32, 8192, 120, 8, BLOCK, 132) == "K=120 is one stage"
-    assert untuned(8, 2304, 6144, 1, BLOCK, 132) == "M=8 is few rows"
-    assert untuned(32, 28672, 4096, 1, BLOCK, 132) == "448 tiles of 64 columns keep most multiprocessors busy"
+    assert untuned(operands(32, 8192, 120, batch=(8,))) == "K=120 is one stage"
+    assert untuned(operands(8, 2304, 6144)) == "M=8 is few rows"
+    assert untuned(operands(32, 28672, 4096)) == "448 tiles of 64 columns keep most multiprocessors busy"
 
 
 def launches() -> Iterator[CudaLaunch]:
     for i, (k, n) in enumerate((*DECODE, *LARGE)):
         for m in (16, 32, 64, 128):
-            yield plan(*operands(m, n, k), constant=i % 2 == 0)
+            yield plan(operands(m, n, k, constant=i % 2 == 0))
     for m in (32, 64):
         for block in BLOCKS:
-            yield plan(*operands(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32))
+            yield plan(operands(m, 2300, 6144, block, x=FP16, fp8=E5M2, bias=FP32))
 
 
 @needs_nvrtc
@@ -262,7 +263,7 @@ def test_no_configuration_spills_or_waits_for_each_product() -> None:
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("m", [32, 64])
 def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant: bool, tmp_path: Path) -> None:
-    launch = plan(*operands(m, bias=FP32), constant=constant)
+    launch = plan(operands(m, bias=FP32, constant=constant))
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     multiplying, copying = [i for i, text in enumerate(sass) if "ACQBULK" in text]  # those who wait
 
@@ -283,7 +284,7 @@ def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant
 def test_machine_code_of_a_whole_part_has_a_constant_weight_widened_before_it_waits(
     constant: bool, tmp_path: Path
 ) -> None:
-    launch = plan(*operands(16, 1536, 768, bias=FP32), Config(16, 4, 3, 2, HELD=3), constant=constant)
+    launch = plan(operands(16, 1536, 768, bias=FP32, constant=constant), Config(16, 4, 3, 2, HELD=3))
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     (waiting,) = [i for i, text in enumerate(sass) if "ACQBULK" in text]  # no warp that copies waits by itself
     for pattern in (r"UTMALDG", r"\bLDG\.", "F2FP.F16.E4M3"):  # the weight, its scales, its values widened
@@ -305,7 +306,7 @@ def test_values_on_a_gpu(m: int, block: Block, hopper: Target) -> None:
         expected = exact(x, w)
         for constant in (False, True):
             out = torch.full((m, n), torch.nan, device="cuda")
-            plan(x, w.data, w.scale, w.block, None, out, hopper, constant=constant).run()
+            plan(weight_product(x, w, out, hopper, constant=constant)).run()
             assert snr(out, expected) > 100
         found = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block)
         assert snr(found, expected) > (45 if x_dtype == BF16 else 60)
@@ -320,7 +321,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, block: Block, hoppe
         bias = torch.randn(n, device="cuda")
         for constant in (False, True):
             out = torch.full((*batch, m, n), torch.nan, device="cuda")
-            plan(x, w.data, w.scale, w.block, bias, out, hopper, config, constant=constant).run()
+            plan(weight_product(x, w, out, hopper, bias=bias, constant=constant), config).run()
             assert snr(out, exact(x, w, bias)) > 100
 
 

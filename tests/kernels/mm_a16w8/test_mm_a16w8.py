@@ -22,11 +22,13 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import gemv_a16w8
+from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.formats import FP8_DTYPES
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
-from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, plan_mm_a16w8
+from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, configure, plan_mm_a16w8
+from support.products import planned, weight_product
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LABELS = [sample.label for sample in SAMPLES["mm_a16w8"]()]
@@ -67,7 +69,8 @@ def interpreted(
     x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: Config | None = SMALL, wide: bool = False
 ) -> Tensor:
     out = torch.full((*(x.shape[:-2] or w.shape[:-2]), x.shape[-2], w.shape[-1]), 7.0)
-    launch = plan_mm_a16w8(x, w.data, w.scale, w.block, bias, out, SM90, config)
+    given = weight_product(x, w, out, bias=bias)
+    (launch,) = plan_mm_a16w8(given, config or configure(given))
     launch.constexprs["WIDE"] |= wide  # type: ignore[index]
     launch.interpret()
     return out
@@ -167,12 +170,14 @@ def test_a_bad_scale_or_row_stays_where_it_is(block: Block, dtype: torch.dtype, 
         assert torch.equal(found[~touched], clean[~touched])
 
 
-def offline(target: Target, block: Block, m: int, dtype: torch.dtype = BF16, n: int = 4096) -> Launch:
+def offline(target: Target, block: Block, m: int, dtype: torch.dtype = BF16, n: int = 4096) -> TritonLaunch:
     """A weight's forward or, with N contiguous, the input's gradient."""
     x, out = (torch.empty(m, size, dtype=dtype, device="meta") for size in (4096, n))
     w = torch.empty(n, 4096, dtype=native_e4m3(target), device="meta").mT
     w = w.contiguous() if block[0] == 1 else w
-    return plan_mm_a16w8(x, w, empty_scale(w, block, "e8m0" if 32 in block else "fp32"), block, None, out, target)
+    scaled = ScaledTensor(w, empty_scale(w, block, "e8m0" if 32 in block else "fp32"), block)
+    given = weight_product(x, scaled, out, target)
+    return plan_mm_a16w8(given, configure(given))[0]
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block not in ((-1, -1), (128, 1))], ids=str)
@@ -309,7 +314,7 @@ def test_rows_have_the_same_bits_in_any_company(block: Block, dtype: torch.dtype
 
 CLASSES = [range(1, 2), range(2, 9), range(9, 17), range(17, 33), range(33, 65)]
 # What of a configuration of `gemv_a16w8` orders a sum over K.
-ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "CHUNK")
+ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "K_CHUNK")
 
 
 @pytest.mark.parametrize("rows", CLASSES, ids=str)
@@ -319,14 +324,15 @@ def test_which_numbers_of_rows_have_one_configuration(rows: range, size: tuple[i
     n, k = size
     for block, target, dtype in product(BLOCKS, (SM89, SM90, SM100, GFX942, GFX950), (BF16, FP32)):
         assert len({choose_config(m, n, block, dtype, target) for m in rows}) == 1
-    for block, batch, column_major in product(gemv_a16w8.SCALES, (1, 16), (True, False)):
+    for block, batch, column_major in product(SCALES, (1, 16), (True, False)):
         w = torch.empty(batch, n, -(-k // 16) * 16, dtype=E4M3, device="meta")[..., :k].mT
         w = w if column_major else torch.empty(batch, k, -(-n // 16) * 16, dtype=E4M3, device="meta")[..., :n]
         orders, scale = set(), empty_scale(w, block, "fp32")
         for m in rows:
             x, out = (torch.empty(batch, m, size, dtype=BF16, device="meta") for size in (k, n))
-            if gemv_a16w8.accepts(x, w, scale, block, None, out, SM90) is None:
-                options = gemv_a16w8.plan(x, w, scale, block, None, out, SM90).options
+            given = weight_product(x, ScaledTensor(w, scale, block), out)
+            if gemv_a16w8.accepts(given) is None:
+                options = planned(gemv_a16w8, given).options
                 orders.add(tuple(options[name] for name in ORDERING))
         assert len(orders) == (1 if column_major or rows.stop <= 33 else 0)  # else another kernel's, which has one
 

@@ -23,12 +23,15 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops import reference
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
-from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
+from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.moe_gemm import configure, plan_moe_gemm
 from fp8fn.ops.tuning.mx import Config
+from support.products import routed_product
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMATS: Final[dict[str, tuple[Any, ...]]] = {
@@ -155,8 +158,8 @@ def interpreted(
     config: Config | None = None, wide: bool = False,
 ) -> Tensor:  # fmt: skip
     out = torch.zeros(a.shape[0] * a_div, w.shape[-1])
-    operands = (a.data, a.scale, a.block, w.data, w.scale, w.block)
-    launch = plan_moe_gemm(*operands, *layout, a_div, weights, out, SM90, config)
+    given = routed_product(a, w, layout, a_div, out, SM90, weights)
+    (launch,) = plan_moe_gemm(given, config or configure(moe.problem_of(given)))
     launch.constexprs["WIDE"] |= wide  # type: ignore[index]
     launch.interpret()
     return out
@@ -310,15 +313,18 @@ def test_compiled_with_changing_numbers_of_tokens(fresh_dynamo: None) -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def offline(target: Target, kind: str, block_m: int, tiles: int = 256, n: int = 2048, k: int = 4096) -> Launch:
+def offline(target: Target, kind: str, block_m: int, tiles: int = 256, n: int = 2048, k: int = 4096) -> TritonLaunch:
     dtype, (a_block, w_block, scale) = native_e4m3(target), FORMATS[kind]
     a = torch.empty(64, k, dtype=dtype, device="meta")
     w = torch.empty(32, n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, a_block, scale), empty_scale(w, w_block, scale)
     ids, experts, number = (torch.empty(n, dtype=torch.int32, device="meta") for n in (tiles * block_m, tiles, 1))
     out, weights = torch.empty(512, n, dtype=BF16, device="meta"), torch.empty(512, device="meta")
-    operands = (a, scales[0], a_block, w, scales[1], w_block)
-    return plan_moe_gemm(*operands, ids, experts, number, 8, weights, out, target)
+    left, right = Quantized(a, scales[0], a_block), Quantized(w, scales[1], w_block)
+    given = RoutedProduct(
+        a=left, w=right, routing=Routing(ids, experts, number), a_div=8, out=out, target=target, token_weights=weights
+    )  # fmt: skip
+    return plan_moe_gemm(given, configure(moe.problem_of(given)))[0]
 
 
 @pytest.mark.parametrize("kind", ["mx", "blockwise"])

@@ -32,11 +32,14 @@ from fp8fn.ops.cuda.gemm.gemv_mx import accepts, configure, plan
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import choose, problem_of
+from fp8fn.ops.mx_mm import MX_MM, choose, problem_of
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX950, SM89, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import mx_product, routed_product, scaled_product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -69,7 +72,7 @@ def emulated(
     found = memory[:-64].view(shape)
     problem = problem_of(a.data, b.data, SM90, a.scale, b.scale)
     assert accepts(problem) is None
-    (launch,) = plan(a.data, a.scale, b.data, b.scale, bias, found, SM90, config or configure(problem))
+    (launch,) = plan(scaled_product(a, b, found, SM90, bias=bias), config or configure(problem))
     emulate(launch, backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
@@ -311,10 +314,10 @@ def emulated_moe(
     shape = (a.shape[0] * a_div, w.shape[-1])
     memory = torch.full((shape[0] * shape[1] + 64,), 7.0, dtype=out)
     found = memory[:-64].view(shape).zero_()
-    problem = moe.problem_of(a.data, a.scale, a.block, w.data, w.scale, *layout[:2], found, SM90)
-    assert gemv_mx.accepts_moe(problem, a.data, a.scale, w.data, w.scale) is None
-    config = config or gemv_mx.configure_moe(problem)
-    launch = gemv_mx.plan_moe(a.data, a.scale, w.data, w.scale, *layout, a_div, weights, found, SM90, config)
+    given = routed_product(a, w, layout, a_div, found, SM90, weights)
+    problem = moe.problem_of(given)
+    assert gemv_mx.accepts_moe(problem) is None
+    (launch,) = gemv_mx.plan_moe(given, config or gemv_mx.configure_moe(problem))
     emulate(launch, backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
@@ -384,23 +387,24 @@ def test_the_op_of_routed_tokens_keeps_its_launch() -> None:
                 )  # fmt: skip
                 near_by_hand(found, by_hand(a, w, layout, a_div, weights))
             assert [launch.name for launch in launches] == ["gemv_mx"]
-            assert launches[0].reason == "cuda_moe by default"
+            assert launches[0].reason == "cuda_moe by default; not hip_moe: sm90 is not gfx950"
 
 
-def unwritten_moe(tokens: int, n: int = 1536, k: int = 6144, experts: int = 128) -> Any:
+def unwritten_moe(tokens: int, n: int = 1536, k: int = 6144, experts: int = 128) -> RoutedProduct:
     ids = tokens * 4
     tiles = most_tiles(ids, experts, 16)
     a, w = (torch.empty(*shape, dtype=E4M3, device="meta") for shape in ((tokens, k), (experts, n, k)))
     layout = [torch.empty(size, dtype=torch.int32, device="meta") for size in (tiles * 16, tiles, 1)]
     scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(w.mT, (32, 1), "e8m0")
     out = torch.empty(ids, n, dtype=BF16, device="meta")
-    return a, scales[0], (1, 32), w.mT, scales[1], (32, 1), *layout, 4, None, out, SM90
+    left, right = Quantized(a, scales[0], (1, 32)), Quantized(w.mT, scales[1], (32, 1))
+    return RoutedProduct(a=left, w=right, routing=Routing(*layout), a_div=4, out=out, target=SM90)
 
 
 @needs_nvrtc
 @pytest.mark.parametrize("tokens", [1, 4, 16, 64, 512, 4096])
 def test_routed_tokens_spill_nothing(tokens: int) -> None:
-    launch = moe.plan(*unwritten_moe(tokens))
+    (launch,) = moe.MOE_GEMM.plan(unwritten_moe(tokens))
     assert isinstance(launch, CudaLaunch)
     assert launch.resources().spills == 0, launch.describe()
     assert launch.shared <= 227 << 10
@@ -408,16 +412,21 @@ def test_routed_tokens_spill_nothing(tokens: int) -> None:
 
 def test_what_routed_tokens_are_refused() -> None:
     problem = MoeProblem(ids=8, n=1536, k=6144, experts=128, tiles=8, block_m=16, target=SM90)
-    far = torch.empty_strided((2, 2**31), (2**31, 1), device="meta")
     assert gemv_mx.accepts_moe(problem) is None
-    for changed, tensors, reason in (
-        ({"target": GFX950}, (), "gfx950 is not sm90"),
-        ({"a_block": (1, 128)}, (), "are not those of MX"),
-        ({"k_lines": False}, (), "not in consecutive bytes"),
-        ({"tiles": 70000}, (), "70000 tiles of 16 ids"),
-        ({}, (far,), "a stride of 2147483648"),
+    for changed, reason in (
+        ({"target": GFX950}, "gfx950 is not sm90"),
+        ({"a_block": (1, 128)}, "are not those of MX"),
+        ({"k_lines": False}, "not in consecutive bytes"),
+        ({"tiles": 70000}, "70000 tiles of 16 ids"),
+        ({"longest_step": 2**31}, "a stride of 2147483648"),
     ):
-        assert reason in str(gemv_mx.accepts_moe(replace(problem, **changed), *tensors))
+        assert reason in str(gemv_mx.accepts_moe(replace(problem, **changed)))
+    near = unwritten_moe(2)
+    far = torch.empty_strided((2, 192), (2**31, 1), dtype=E8M0, device="meta")
+    for part in ("a", "w"):
+        moved = replace(near, **{part: getattr(near, part)._replace(scale=far)})
+        assert moe.problem_of(moved).longest_step == 2**31
+    assert moe.problem_of(near).longest_step == 1536 * 6144
 
 
 def test_the_choice_and_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -445,7 +454,8 @@ def test_the_choice_and_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         assert choose(problem).name != "cuda_gemv"
     assert choose(on(SM90), faults={"cuda_gemv": "no NVRTC"}).name == "triton_few"
     monkeypatch.setattr(nvrtc, "unavailable", lambda: "no libnvrtc.so is here")
-    launch, *_ = mx_mm.plan(*unwritten(1), SM90) or ()
+    a, a_scale, b, b_scale, bias, out = unwritten(1)
+    launch, *_ = MX_MM.plan(mx_product((a, b), (a_scale, b_scale), out, SM90, bias=bias))
     assert launch.name == "mx_mm"
     assert "not cuda_gemv: no libnvrtc.so is here" in launch.reason
 
@@ -488,7 +498,7 @@ def unwritten(
 def planned(*args: Any, **kwargs: Any) -> CudaLaunch:
     a, a_scale, b, b_scale, bias, out = unwritten(*args, **kwargs)
     problem = problem_of(a, b, SM90, a_scale, b_scale)
-    return plan(a, a_scale, b, b_scale, bias, out, SM90, configure(problem))[0]
+    return plan(mx_product((a, b), (a_scale, b_scale), out, SM90, bias=bias), configure(problem))[0]
 
 
 def launches() -> Iterator[CudaLaunch]:

@@ -26,6 +26,7 @@ from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.targets import GFX950, SM90, SM100, Target, target_of
 from fp8fn.ops.tuning.mx import Problem
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import mx_product, scaled_product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -51,7 +52,7 @@ def emulated(
     if config is None:
         assert accepts(problem) is None
         config = configure(problem)
-    (launch,) = plan(a.data, a.scale, b.data, b.scale, bias, found, SM90, config, constant=constant)
+    (launch,) = plan(scaled_product(a, b, found, SM90, bias=bias, constant=constant), config)
     emulate(launch, backwards=backwards)
     assert (memory[-64:] == 7.0).all()
     return found
@@ -235,7 +236,8 @@ def planned(m: int, n: int = 2304, k: int = 6144, *, constant: bool = False, **k
     a, a_scale, b, b_scale, bias, out = unwritten(m, n, k, **kwargs)
     problem = problem_of(a, b, SM90, a_scale, b_scale, constant=constant)
     assert accepts(problem) is None
-    return plan(a, a_scale, b, b_scale, bias, out, SM90, configure(problem), constant=constant)[0]
+    product = mx_product((a, b), (a_scale, b_scale), out, SM90, bias=bias, constant=constant)
+    return plan(product, configure(problem))[0]
 
 
 def launches() -> Iterator[CudaLaunch]:

@@ -20,6 +20,8 @@ from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
 from fp8fn.ops.hip.moe_gemm import plan_moe
 from fp8fn.ops.hip.mx_mm import lines
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.targets import GFX950
 from support.hip_on_host import needs_compiler, run_on_host
 from support.mx_decode import (
@@ -201,7 +203,7 @@ def test_weights_beyond_2_gib() -> None:
     args = dict(launch.args)
     args["w"] = far_apart(args["w"], 2**31 + 64)  # type: ignore[arg-type]
     args["w_expert"] = type(args["w_expert"])(2**31 + 64)  # type: ignore[arg-type, call-arg, misc]
-    far_launch = HipLaunch(launch.kernel, launch.grid, launch.threads, args, GFX950)
+    far_launch = HipLaunch(launch.kernel, launch.grid, launch.threads, args, target=GFX950)
     on_host(Product((far_launch,), (args["w"], *product.inputs), *list(vars(product).values())[2:]))  # type: ignore[arg-type]
 
 
@@ -238,12 +240,11 @@ def test_what_plans_refuse() -> None:
 def test_what_the_plan_of_routed_tokens_refuses() -> None:
     product = routed(Routed(4, 2, 3, 16, 9, 64, 2, 8))
     args: Any = product.launches[0].args
-    given = (
-        args["a"], args["a_scale"], args["w"].mT, args["w_scale"], args["sorted_token_ids"], args["expert_ids"],
-        args["num_tokens_post_padded"], 2, None, product.out, GFX950,
-    )  # fmt: skip
+    layout = Routing(args["sorted_token_ids"], args["expert_ids"], args["num_tokens_post_padded"])
+    a, w = Quantized(args["a"], args["a_scale"], (1, 32)), Quantized(args["w"].mT, args["w_scale"], (32, 1))
+    given = RoutedProduct(a=a, w=w, routing=layout, a_div=2, out=product.out, target=GFX950)
     with pytest.raises(ValueError, match="block_n=4 and K=64"):
-        plan_moe(*given, HipConfig(block_n=4))
+        plan_moe(given, HipConfig(block_n=4))
 
 
 def test_lines() -> None:
@@ -266,7 +267,9 @@ def test_splits_that_would_be_empty_are_left_out() -> None:
 
 def probe(entry: str, *args: Tensor | int, threads: int = 64, **macros: int) -> HipLaunch:
     named = {str(i): arg for i, arg in enumerate(args)}
-    return HipLaunch(HipKernel("probes.hip", entry, "gfx950", tuple(macros.items())), (1, 1, 1), threads, named, GFX950)
+    return HipLaunch(
+        HipKernel("probes.hip", entry, "gfx950", tuple(macros.items())), (1, 1, 1), threads, named, target=GFX950
+    )
 
 
 def probes() -> dict[str, tuple[Sequence[Tensor | int], dict[int, Tensor]]]:

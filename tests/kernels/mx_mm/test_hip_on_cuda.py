@@ -53,7 +53,7 @@ def cases() -> Iterator[Dense]:
 def test_compiles_for_cuda(rows: int) -> None:
     for types in ((BF16, None), (FP16, BF16), (FP32, FP16)):
         (launch,) = dense(Dense("gemv", rows, 8, 64, HipConfig(rows=rows), *types)).launches
-        assert nvrtc.compile_kernel(cuda_kernel(launch)).cubin[:4] == b"\x7fELF"
+        assert nvrtc.compile_kernel(cuda_kernel(launch), "sm_90a").cubin[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
@@ -73,7 +73,7 @@ def test_values_on_a_gpu(case: Dense) -> None:
         else:
             args[name] = (value & 0xFFFFFFFF, value >> 32) if isinstance(value, Wide) else value
     threads = launch.threads // 2  # of as many warps as there were waves
-    CudaLaunch(cuda_kernel(launch), launch.grid, threads, 0, args, target_of(torch.device("cuda"))).run()
+    CudaLaunch(cuda_kernel(launch), launch.grid, threads, 0, args, target=target_of(torch.device("cuda"))).run()
     found = args["out"]
     assert isinstance(found, Tensor)
     replace(product, out=found.cpu()).check()

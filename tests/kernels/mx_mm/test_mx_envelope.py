@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,11 +28,14 @@ from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.envelope import accepts_gemv, accepts_mfma, accepts_moe, configure_moe, untuned_moe
 from fp8fn.ops.hip.launch import HipLaunch, check_parameters
 from fp8fn.ops.hip.runtime import HipError
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import KERNELS, choose, plan, problem_of
+from fp8fn.ops.mx_mm import KERNELS, MX_MM, _problem, choose, problem_of
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
-from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, parse
+from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row
+from support.mx_tables import mx_table
+from support.products import mx_product, routed_product
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
@@ -56,11 +61,10 @@ def meta(m: int, n: int, k: int, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...
 
 def planned(
     m: int, n: int, k: int, table: str | None = None, out: torch.dtype = BF16
-) -> tuple[Launch | HipLaunch, ...]:
-    rows = None if table is None else parse(f"arch,K,N,M,kernel,options\n{table}\n")
-    launches = plan(*meta(m, n, k), None, torch.empty(m, n, dtype=out, device="meta"), GFX950, rows)  # type: ignore[misc]
-    assert launches is not None
-    return launches
+) -> tuple[TritonLaunch | HipLaunch, ...]:
+    rows = None if table is None else mx_table(table)
+    product = unwritten(torch.empty(m, n, dtype=out, device="meta"), k)
+    return choose(_problem(product), rows).plan(product)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("m", [1, 2, 4, 8, 16, 32, 64])
@@ -90,7 +94,7 @@ def test_every_dense_shape_has_its_kernel_and_configuration(shape: tuple[int, in
             ("hip_gemv", f"M={m} is above 16"),
             ("hip_mfma", f"M={m} is above 16, for tables alone" if k != 192 else "K=192 is no multiple of 128"),
         )
-        assert isinstance(launches[0], Launch)
+        assert isinstance(launches[0], TritonLaunch)
 
 
 @pytest.mark.parametrize("m", [3, 5, 6, 7, 9, 11, 15])
@@ -195,9 +199,9 @@ def test_what_spans_2_gib() -> None:
     assert problem_of(a, b, GFX950, a_scale, b_scale).largest == 2**31
     assert problem_of(a, b[:, :-1], GFX950, a_scale, b_scale[:, :-1]).largest == 2**31 - 4096
     assert choose(problem_of(a, b[:, :-1], GFX950, a_scale, b_scale)).name == "hip_mfma"
-    launches = plan(a, a_scale, b, b_scale, None, torch.empty(16, 2**19, dtype=BF16, device="meta"), GFX950)
-    assert launches is not None
-    assert isinstance(launches[0], Launch)
+    out = torch.empty(16, 2**19, dtype=BF16, device="meta")
+    launches = MX_MM.plan(mx_product((a, b), (a_scale, b_scale), out, GFX950))
+    assert isinstance(launches[0], TritonLaunch)
     assert "not hip_mfma: a tensor spans 2147483648 bytes" in launches[0].describe()
     # An output of float32, scales with long strides, and one line whose stride would not fit an argument.
     assert problem_of(*(meta(16, 2**25, 32)[i] for i in (0, 2)), GFX950).largest == 2**31  # type: ignore[misc]
@@ -206,7 +210,7 @@ def test_what_spans_2_gib() -> None:
     assert problem_of(a[:1].as_strided((1, 128), (2**32, 1)), b, GFX950).largest == 2**32
 
 
-TABLE: Final = """arch,K,N,M,kernel,options
+TABLE: Final = """
 gfx950,6144,2304,4,hip_mfma,n_sub=4 k_splits=8
 gfx950,6144,2304,16,hip_gemv,
 gfx950,6144,2304,32,hip_mfma,n_sub=2 k_splits=4
@@ -230,18 +234,18 @@ gfx942,6144,2304,32,hip_mfma,
 def test_a_table_names_kernels_and_where_triton_is_faster(
     m: int, name: str, config: HipConfig | None, source: str
 ) -> None:
-    choice = choose(on(GFX950, m=m), parse(TABLE))
+    choice = choose(on(GFX950, m=m), mx_table(TABLE))
     assert (choice.name, choice.source) == (name, source)
     if config is not None:
         assert choice.config == config
     if m in (64, 8):
         assert choice.refused[:2] == (("hip_gemv", "the table has use_hip=0"), ("hip_mfma", "the table has use_hip=0"))
-    assert parse(TABLE)["gfx950", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 1, "k_splits": 1}, use_hip=False)
+    assert mx_table(TABLE)["gfx950", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 1, "k_splits": 1}, use_hip=False)
 
 
 def test_a_table_of_another_architecture_is_no_way_in() -> None:
     problem = replace(on(GFX950, m=32), target=GFX942)
-    assert choose(problem, parse(TABLE)).refused[0] == ("hip_mfma", "the table names it, but gfx942 is not gfx950")
+    assert choose(problem, mx_table(TABLE)).refused[0] == ("hip_mfma", "the table names it, but gfx942 is not gfx950")
 
 
 def test_the_options_of_a_row_reach_the_launch() -> None:
@@ -274,7 +278,7 @@ def test_plans_compile_to_kernels_that_take_their_arguments() -> None:
 def test_no_configuration_spills(entry: str) -> None:
     launches = {launch.kernel: launch for launch in (*variants.dense(BF16), *variants.routed(BF16))}
     for kernel, launch in launches.items():
-        if kernel.entry == entry and ("BIAS", "BF16") not in kernel.macros:
+        if kernel.entry == entry and ("BIAS", "Element::BF16") not in kernel.macros:
             check_parameters(launch.compile(), entry, launch.format)
             found = launch.resources()
             assert (found.spills, found.scratch) == (0, 0)
@@ -289,10 +293,11 @@ def test_all_that_a_table_can_name_is_compiled_ahead() -> None:
     for k in (96, 640, 6144):
         for m, n_sub, splits in ((m, n, s) for m in out for n in (1, 2, 4) for s in (1, 2, 4, 8)):
             for name, options in (("hip_gemv", ""), ("hip_mfma", f"n_sub={n_sub} k_splits={splits}")):
-                table = parse(f"arch,K,N,M,kernel,options\ngfx950,{k},2304,{m},{name},{options}\n")
+                table = mx_table(f"gfx950,{k},2304,{m},{name},{options}")
                 for added in (None, bias):
-                    launches = plan(*meta(m, 2304, k), added, out[m], GFX950, table)  # type: ignore[misc]
-                    assert {launch.kernel for launch in launches or () if isinstance(launch, HipLaunch)} <= kernels
+                    product = replace(unwritten(out[m], k), bias=added)
+                    launches = choose(_problem(product), table).plan(product)
+                    assert {launch.kernel for launch in launches if isinstance(launch, HipLaunch)} <= kernels
 
 
 def test_aot_compiles_every_kernel_in_hip_once(
@@ -330,21 +335,27 @@ def test_wrong_use_of_aot_for_gfx950_exits_2(
 
 
 @pytest.fixture
-def gfx950(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def gfx950(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The CPU passes for a gfx950: Triton's kernels are interpreted; the names of all that are launched."""
     launched: list[str] = []
 
-    def interpret(launch: Launch) -> None:
+    def interpret(launch: TritonLaunch) -> None:
         launched.append(launch.name)
         launch.interpret()
 
     for module in (mx_mm, moe_gemm):
         monkeypatch.setattr(module.targets, "target_of", lambda device: GFX950)
-        monkeypatch.setattr(module, "_FAULTS", {})
-    monkeypatch.setattr(Launch, "run", interpret)
+    monkeypatch.setattr(TritonLaunch, "run", interpret)
     monkeypatch.setattr(HipLaunch, "run", lambda launch: launched.append(launch.name))
     monkeypatch.setattr(HipLaunch, "fault", lambda launch: None)
-    return launched
+    faults = mx_mm.MX_MM.faults, moe_gemm.MOE_GEMM.faults
+    with patch.dict(faults[0], clear=True), patch.dict(faults[1], clear=True):
+        yield launched
+
+
+def unwritten(out: Tensor, k: int) -> ScaledProduct:
+    a, a_scale, b, b_scale = meta(*out.shape, k)
+    return mx_product((a, b), (a_scale, b_scale), out, GFX950)
 
 
 def product(a: ScaledTensor, b: ScaledTensor) -> Tensor:
@@ -438,10 +449,10 @@ def test_what_no_kernel_takes_is_an_error_before_any_launch(gfx950: list[str]) -
         (KERNELS[1], HipConfig(k_splits=5), "k_splits=5"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
-            kernel.plan(*meta(17, 48, 128), None, out, GFX950, config)
+            kernel.plan(unwritten(out, 128), config)
     for kernel, config in ((KERNELS[0], HipConfig(rows=16)), (KERNELS[1], HipConfig())):
         with pytest.raises(ValueError, match="K=100; it must be a multiple of 32"):
-            kernel.plan(*meta(16, 48, 100), None, out[:16], GFX950, config)
+            kernel.plan(unwritten(out[:16], 100), config)
     assert not gfx950
 
 
@@ -532,13 +543,12 @@ def test_routed_tokens_without_the_kernel_in_hip(gfx950: list[str], monkeypatch:
     assert asked == ["mxfp8_moe"]
     assert gfx950 == ["moe_gemm"] * 2
     out = torch.empty(4, 40)
-    launch = moe_gemm.plan(
-        a.data, a.scale, (1, 32), w.data, w.scale, (32, 1), *LAYOUT, 2, None, out, GFX950, "of a reason"
-    )  # fmt: skip
-    assert isinstance(launch, Launch)
-    assert launch.reason == "not hip_moe: of a reason"
+    moe_gemm.MOE_GEMM.faults["hip_moe"] = "of a reason"
+    (launch,) = moe_gemm.MOE_GEMM.plan(routed_product(a, w, LAYOUT, 2, out, GFX950))
+    assert isinstance(launch, TritonLaunch)
+    assert launch.reason.startswith("triton_moe by default; not hip_moe: of a reason; not cuda_moe: ")
 
 
 def test_the_names_say_which_kernels_are_in_hip() -> None:
-    assert [kernel.name for kernel in KERNELS if kernel.hip] == ["hip_gemv", "hip_mfma"]
+    assert [kernel.name for kernel in KERNELS if kernel.backend == "hip"] == ["hip_gemv", "hip_mfma"]
     assert (envelope.GEMV_ROWS, envelope.MFMA_ROWS, envelope.MOST_BYTES) == (16, 64, 2**31 - 1)

@@ -22,17 +22,19 @@ from test_machine_code import assert_no_spills
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
-from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
-from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.mx_mm import KERNELS, choose, plan
+from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
+from support.mx_tables import mx_table
+from support.products import mx_product, scaled_product
+from support.quantizers import accepts_rms_norm, accepts_silu_mul
 
 BF16, FP32 = torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Batches = tuple[tuple[int, ...], tuple[int, ...]]
-TRITON = tuple(kernel for kernel in KERNELS if kernel.triton)
+TRITON = tuple(kernel for kernel in KERNELS if kernel.backend == "triton")
 NAMES = [kernel.name for kernel in TRITON]
 # Small tiles, so that few elements make several along every axis.
 SMALL: Final = {
@@ -89,7 +91,7 @@ def interpreted(
 ) -> Tensor:  # fmt: skip
     out = torch.full((*(a.shape[:-2] or b.shape[:-2]), a.shape[-2], b.shape[-1]), 7.0)
     kernel = TRITON[NAMES.index(name)]
-    for launch in kernel.plan(a.data, a.scale, b.data, b.scale, bias, out, GFX950, config or SMALL[name]):
+    for launch in kernel.plan(scaled_product(a, b, out, GFX950, bias=bias), config or SMALL[name]):
         launch.constexprs["WIDE"] |= wide  # type: ignore[index]
         launch.interpret()
     return out
@@ -203,7 +205,7 @@ def test_a_shared_sum_has_one_order(splits: int) -> None:
     found = interpreted("triton_few", a, b, bias, config)
     assert_near(found, a, b, bias)
     assert torch.equal(found, interpreted("triton_few", a, b, bias, config))
-    launches = TRITON[0].plan(a.data, a.scale, b.data, b.scale, bias, torch.empty(5, 40), SM90, config)
+    launches = TRITON[0].plan(scaled_product(a, b, torch.empty(5, 40), SM90, bias=bias), config)
     assert len(launches) == (1 if splits == 1 else 2)
     assert launches[0].args["steps"] * launches[0].grid[1] >= math.ceil(500 / 64)
 
@@ -242,10 +244,10 @@ def test_a_foreign_type_goes_to_pytorch_and_says_why() -> None:
         assert [name for name, _ in choice.refused] == [kernel.name for kernel in KERNELS]
         assert f"triton_few: {dtype} has no kernel on {target.name}" in choice.describe()
     a, b = operands(4, 40, 64, dtypes=(torch.float8_e4m3fnuz, torch.float8_e4m3fnuz))
-    assert plan(a.data, a.scale, b.data, b.scale, None, torch.empty(4, 40), SM90) is None
+    assert MX_MM.plan(scaled_product(a, b, torch.empty(4, 40), SM90)) == ()
 
 
-TABLE = """arch,K,N,M,kernel,options
+TABLE = """
 sm90,6144,2304,8,triton_widened,BN=64 num_warps=8
 sm90,6144,2304,16,triton_few,SPLITS=8
 sm90,6144,2304,32,triton_few,
@@ -254,7 +256,7 @@ sm90,6144,2304,64,hip_mfma,n_sub=2
 
 
 def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> None:
-    table = parse(TABLE)
+    table = mx_table(TABLE)
     assert table["sm90", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 2})
     choice = choose(on(SM90, m=8), table)
     assert (choice.name, choice.source) == ("triton_widened", "the table")
@@ -271,18 +273,18 @@ def test_a_table_comes_before_the_default_and_is_no_way_around_an_envelope() -> 
     )
     for other in (on(SM90, m=8, batch=2), on(SM100, m=8), on(SM90, m=4), on(SM90, m=8, k=3072)):
         assert choose(other, table).source == "default"
-    with pytest.raises(ValueError, match="columns arch,K,N,M,kernel,options"):
-        parse("K,N,M\n1,2,3\n")
+    with pytest.raises(ValueError, match="columns arch,K,N,M,kernel,options, this one"):
+        parse({"format": 1, "columns": ["K", "N", "M"], "rows": [[1, 2, 3]]})
 
 
-def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[Launch, ...]:
+def offline(target: Target, name: str, m: int, n: int = 4096, k: int = 4096) -> tuple[TritonLaunch, ...]:
     dtype = native_e4m3(target)
     a, b = torch.empty(m, k, dtype=dtype, device="meta"), torch.empty(n, k, dtype=dtype, device="meta").mT
     scales = empty_scale(a, (1, 32), "e8m0"), empty_scale(b, (32, 1), "e8m0")
     kernel = TRITON[NAMES.index(name)]
     config = kernel.configure(on(target, m=m, n=n, k=k))
     out = torch.empty(m, n, dtype=BF16, device="meta")
-    return kernel.plan(a, scales[0], b, scales[1], None, out, target, config)
+    return kernel.plan(mx_product((a, b), scales, out, target), config)
 
 
 @pytest.mark.parametrize("m", [16, 32, 64, 4096])
@@ -377,8 +379,7 @@ def test_what_a_problem_is_and_that_its_offsets_are_wide_past_32_bits() -> None:
 def test_the_log_says_which_kernel_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="fp8fn"):
         a, b = operands(70, 40, 64)
-        launches = plan(a.data, a.scale, b.data, b.scale, None, torch.empty(70, 40), SM90)
-    assert launches is not None
+        launches = MX_MM.plan(scaled_product(a, b, torch.empty(70, 40), SM90))
     assert "triton_widened by default; not hip_gemv: sm90 is not gfx950; not hip_mfma: sm90 is not" in caplog.text
     assert "not cuda_gemv: M=70 is above 64" in caplog.text
     assert "M=70 is above 16" in launches[0].describe()

@@ -19,15 +19,15 @@ from test_cuda_scaled_mm import instructions, needs_nvrtc
 from test_cuda_scaled_mm_values import skip_below
 from test_triton_quantize import HARD, assert_same_bits, random
 
-from fp8fn.ops import quantize, quantize_produced
-from fp8fn.ops.cuda.quantize.fused_quantize import accepts_rms_norm, accepts_silu_mul
-from fp8fn.ops.cuda.quantize.quantize import Quantized, Tile, accepts, plan_quantize, plan_quantize_both
+from fp8fn.ops import quantize, quantize_fused
+from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig, plan
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import SCALE_FORMATS
-from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import OCP, SM89, SM90, target_of
 from support.cuda_emulator import emulate, extent, hopper_on_cpu, needs_compiler
+from support.quantizers import accepts, accepts_rms_norm, accepts_silu_mul, quantization, tensors
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = OCP
@@ -47,7 +47,7 @@ def over(cases: list[tuple[str, str]]) -> pytest.MarkDecorator:
 
 
 FORMATS = [(dtype, scale) for dtype in OCP for scale in SCALE_FORMATS]
-FUNCTIONS: dict[str, Callable[..., Sequence[Tensor]]] = {**vars(quantize), **vars(quantize_produced)}
+FUNCTIONS: dict[str, Callable[..., Sequence[Tensor]]] = {**vars(quantize), **vars(quantize_fused)}
 GUARD: Final = 512
 MARK: Final = 0xA5
 
@@ -260,19 +260,16 @@ def test_a_kept_call_takes_other_tensors_of_its_kind(source: str, kind: str) -> 
 
 
 @needs_compiler
-@pytest.mark.parametrize("tile", [
-    Tile(ROW_BYTES=8), Tile(GROUP=2), Tile(GROUP=8, LOAD="LINE"), Tile(WARPS=4, ROWS=16, STORE="FIRST_OUT"),
-    Tile(WARPS=16, ROWS=4, LOAD="FIRST_OUT"), Tile(WARPS=8, ROWS=4), Tile(WARPS=4, ROWS=2),
+@pytest.mark.parametrize("config", [
+    QuantizeConfig(ROW_BYTES=8), QuantizeConfig(GROUP=2), QuantizeConfig(GROUP=8, LOAD="LINE"),
+    QuantizeConfig(WARPS=4, ROWS=16, STORE="FIRST_OUT"), QuantizeConfig(WARPS=16, ROWS=4, LOAD="FIRST_OUT"),
+    QuantizeConfig(WARPS=8, ROWS=4), QuantizeConfig(WARPS=4, ROWS=2),
 ], ids=str)  # fmt: skip
-def test_other_tiles(tile: Tile) -> None:
+def test_other_configurations(config: QuantizeConfig) -> None:
     x = random(400, 264)
-    row, col = (Quantized(empty_data(x, block, E4M3), empty_scale(x, block, "fp32")) for block in (ROW, COLUMN))
-    if tile.rows == 128:
-        emulate(plan_quantize_both(x, row, col, False, "fp32", SM90, tile))
-        Problem("quantize", "dual", x).assert_right((*row, *col))
-    else:
-        emulate(plan_quantize(x, row, ROW, "fp32", SM90, tile))
-        Problem("quantize", "row", x).assert_right(row)
+    q = quantization(x, ROW, dual=config.rows == 128)
+    emulate(*plan(q, config))
+    Problem("quantize", "dual" if q.dual else "row", x).assert_right(tensors(q))
 
 
 def test_outputs_have_the_documented_strides(where: str) -> None:

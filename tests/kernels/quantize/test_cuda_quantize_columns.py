@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import Any, Final, TypeAlias
 
@@ -15,26 +15,28 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
-from fp8fn.ops.cuda.quantize import stream_columns, walk_columns
-from fp8fn.ops.cuda.quantize.quantize import Quantized, batched
-from fp8fn.ops.cuda.quantize.quantize_columns import _LARGE_GPCS, _TALL, _TILES, Tile, default_tile
+from fp8fn.ops.cuda.quantize import quantize_rows, stream_columns, walk_columns
+from fp8fn.ops.cuda.quantize.quantize_columns import _CONFIGS, _LARGE_GPCS, _TALL, ColumnsConfig, default_config
 from fp8fn.ops.cuda.quantize.stream_columns import (
     _BESIDE,
     _STREAMS,
     _STREAMS_OF_FEW,
     _STREAMS_OF_GROUPS,
-    Stream,
-    default_stream,
+    StreamConfig,
 )
-from fp8fn.ops.cuda.quantize.walk_columns import Walk, default_walk
+from fp8fn.ops.cuda.quantize.stream_columns import (
+    default_config as default_stream,
+)
+from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.groups import empty_grouped
-from fp8fn.ops.layout import empty_data, empty_scale
-from fp8fn.ops.quantize import quantize_kernel
-from fp8fn.ops.quantize_grouped import quantize_grouped_kernel
-from fp8fn.ops.targets import SM90, SM100
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.quantize import QUANTIZE, quantize_kernel
+from fp8fn.ops.quantize_grouped import QUANTIZE_GROUPED, quantize_grouped_kernel
+from fp8fn.ops.targets import SM100
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
+from support.quantizers import marked, quantization
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -42,17 +44,23 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 # With the rows that a block keeps: a part, with the rest read twice; or all of them.
-SMALL: Final = ((Tile(128, 1, 2), 32), (Tile(64, 4, 2), 16), (Tile(128, 3, 4), None), (Tile(64, 1, 8), 576))
+SMALL: Final = (
+    (ColumnsConfig(128, 1, 2), 32),
+    (ColumnsConfig(64, 4, 2), 16),
+    (ColumnsConfig(128, 3, 4), None),
+    (ColumnsConfig(64, 1, 8), 576),
+)
 
 
 # Rings that hold a panel's chunks, and that do not; of one warp a piece, and of two; with chunks held in registers.
 STREAMS: Final = (
-    Stream(1, 2), Stream(2, 3, BOX=128), Stream(3, 2, 16, BASE=128), Stream(4, 8, BOX=16), Stream(1, 3, 16),
-    Stream(2, 5, 16, BOX=64), Stream(1, 6, HELD=2), Stream(2, 4, BOX=64, HELD=3),
+    StreamConfig(1, 2), StreamConfig(2, 3, BOX=128), StreamConfig(3, 2, 16, BASE=128), StreamConfig(4, 8, BOX=16),
+    StreamConfig(1, 3, 16), StreamConfig(2, 5, 16, BOX=64), StreamConfig(1, 6, HELD=2),
+    StreamConfig(2, 4, BOX=64, HELD=3),
 )  # fmt: skip
 
 # Rings that hold most of the groups below, and that hold hardly one.
-WALKS: Final = (Walk(13), Walk(3, BOX=128), Walk(2, BOX=16))
+WALKS: Final = (WalkConfig(13), WalkConfig(3, BOX=128), WalkConfig(2, BOX=16))
 
 _OF_MATRICES: Final = tuple(dict.fromkeys((*(tile for _, tile in (*_STREAMS, *_STREAMS_OF_FEW)), _BESIDE)))
 _OF_GROUPS: Final = tuple(tile for _, tile in _STREAMS_OF_GROUPS)
@@ -60,11 +68,11 @@ _ALL_STREAMS: Final = tuple(dict.fromkeys((*_OF_MATRICES, *_OF_GROUPS)))
 
 _ALL_WALKS: Final = tuple(walk for _, walk in walk_columns._WALKS)
 
-Config: TypeAlias = "tuple[Tile, int | None] | Stream | Walk | None"
+Config: TypeAlias = "tuple[ColumnsConfig, int | None] | StreamConfig | WalkConfig | None"
 
 
 def same(found: Any, wanted: Any) -> bool:
-    for got, want in zip(found, wanted, strict=True):
+    for got, want in zip(found[:2], wanted, strict=True):
         if got.shape != want.shape or got.stride() != want.stride() or got.dtype != want.dtype:
             return False
         if not torch.equal(got.float().cpu().nan_to_num(12345.0), want.float().cpu().nan_to_num(12345.0)):
@@ -72,46 +80,37 @@ def same(found: Any, wanted: Any) -> bool:
     return True
 
 
-def planned(x: Tensor, out: Quantized, scale: str, offsets: Tensor | None, config: Config) -> tuple[CudaLaunch, ...]:
+def planned(q: Quantization, config: Config = None) -> tuple[CudaLaunch, ...]:
     if config is None:
-        return columns.plan(x, out, scale, SM90, offsets)
-    if isinstance(config, Stream):
-        clusters = None if x.is_cuda else 2  # each with panel after panel
-        return (stream_columns.plan_part(x, out, scale, SM90, offsets, config, clusters),)
-    if isinstance(config, Walk):
-        assert offsets is not None
-        return (walk_columns.plan(x, out, scale, SM90, offsets, config, None if x.is_cuda else 3),)
-    return (columns.plan_panels(x, out, scale, SM90, offsets, *config),)
+        launches = (QUANTIZE if q.offsets is None else QUANTIZE_GROUPED).plan(q)
+        assert all(isinstance(launch, CudaLaunch) for launch in launches)
+        return launches  # type: ignore[return-value]
+    if isinstance(config, StreamConfig):
+        clusters = None if q.x.is_cuda else 2  # each with panel after panel
+        return (stream_columns.plan_part(q, config, clusters),)
+    if isinstance(config, WalkConfig):
+        return walk_columns.plan(q, config, None if q.x.is_cuda else 3)
+    return columns.plan(q, *config)
 
 
-def empty(x: Tensor, offsets: Tensor | None, dtype: torch.dtype = E4M3, scale: str = "fp32") -> Quantized:
-    """Outputs in which what is left out shows."""
-    if offsets is None:
-        out = Quantized(empty_data(x, (-1, 1), dtype), empty_scale(x, (-1, 1), scale))
-    else:
-        out = Quantized(*empty_grouped(x, offsets.shape[0], (-1, 1), dtype, scale))
-    for part in out:
-        part.view(torch.uint8).fill_(0x55)
-    return out
-
-
-def referred(x: Tensor, offsets: Tensor | None) -> Any:
-    """What the reference makes of it, in E4M3."""
-    if offsets is None:
-        return reference.quantize(x, (-1, 1), E4M3, "fp32")
-    return reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
+def referred(q: Quantization) -> Any:
+    """What the reference makes of it."""
+    form = q.block, q.dtype, q.scale
+    if q.offsets is None:
+        return reference.quantize(q.x, *form)
+    return reference.quantize_grouped(q.x, q.offsets, *form)
 
 
 def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
-    out = empty(x, None, dtype, scale)
-    run(planned(batched(x), out.batch, scale, None, config))
-    return out
+    q = marked(quantization(x, (-1, 1), dtype=dtype, scale=scale))
+    run(planned(q, config))
+    return q.out
 
 
 def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Quantized:
-    out = empty(x, offsets, dtype, scale)
-    run(planned(x, out, scale, offsets, config))
-    return out
+    q = marked(quantization(x, (-1, 1), dtype=dtype, scale=scale, offsets=offsets))
+    run(planned(q, config))
+    return q.out
 
 
 def run(launches: tuple[CudaLaunch, ...]) -> None:
@@ -134,7 +133,7 @@ def test_matrices_have_the_references_bits(config: Config, backwards: bool) -> N
             ((2, 3, 33, 70), BF16, "fp32", E4M3),
         ):
             x = torch.randn(shape, dtype=dtype)
-            assert columns.accepts(x, (-1, 1), fp8, SM90) is None
+            assert columns.accepts(quantization(x, (-1, 1), dtype=fp8)) is None
             wanted = reference.quantize(x, (-1, 1), fp8, scale)
             assert same(quantized(x, fp8, scale, config), wanted), (shape, dtype)
 
@@ -193,8 +192,11 @@ def test_streamed_groups_have_the_references_bits(config: Config, backwards: boo
 
 
 @needs_compiler
-@pytest.mark.parametrize("tiles", [(Stream(2, 4, HELD=2), Stream(3, 3)), (Stream(1, 3), Stream(1, 6, BOX=128, HELD=4))])
-def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
+@pytest.mark.parametrize(
+    "tiles",
+    [(StreamConfig(2, 4, HELD=2), StreamConfig(3, 3)), (StreamConfig(1, 3), StreamConfig(1, 6, BOX=128, HELD=4))],
+)
+def test_two_launches_divide_the_columns(tiles: tuple[StreamConfig, StreamConfig]) -> None:
     """In either order: neither reads what the other writes."""
     for shape, border, dtype, sizes in (
         ((1100, 200), 128, BF16, None),
@@ -206,16 +208,15 @@ def test_two_launches_divide_the_columns(tiles: tuple[Stream, Stream]) -> None:
         x = torch.randn(shape, dtype=dtype)
         offsets = None if sizes is None else torch.tensor(sizes).cumsum(0).int()
         for order in (1, -1):
-            out = empty(x, offsets)
+            q = marked(quantization(x, (-1, 1), offsets=offsets))
             spans = ((0, border), (border, shape[-1]))
             first, second = (
-                stream_columns.plan_part(x, out.batch if offsets is None else out, "fp32", SM90, offsets, tile, 2, span)
-                for tile, span in zip(tiles, spans, strict=True)
+                stream_columns.plan_part(q, tile, 2, span) for tile, span in zip(tiles, spans, strict=True)
             )
             assert (first.overlaps, second.overlaps) == (False, True)
             with hopper_on_cpu():
                 run((first, second)[::order])
-            assert same(out, referred(x, offsets)), (shape, sizes, order)
+            assert same(q.out, referred(q)), (shape, sizes, order)
 
 
 @needs_compiler
@@ -257,12 +258,11 @@ def test_a_walk_may_be_cut_anywhere(blocks: int) -> None:
     ):
         offsets = torch.tensor(sizes).cumsum(0).int()
         x = torch.randn(sum(sizes) + rest, 136, dtype=BF16)
-        out = Quantized(*empty_grouped(x, len(sizes), (-1, 1), E5M2, "fp32"))
-        out.data.view(torch.uint8).fill_(0x55)
-        out.scale.fill_(-1)
+        q = marked(quantization(x, (-1, 1), dtype=E5M2, offsets=offsets))
+        q.out.scale.fill_(-1)
         with hopper_on_cpu():
-            run((walk_columns.plan(x, out, "fp32", SM90, offsets, Walk(4), blocks),))
-        assert same(out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
+            run(walk_columns.plan(q, WalkConfig(4), blocks))
+        assert same(q.out, reference.quantize_grouped(x, offsets, (-1, 1), E5M2, "fp32"))
 
 
 @needs_compiler
@@ -272,7 +272,8 @@ def test_a_walk_begins_at_the_right_one_of_many_groups() -> None:
     x = torch.randn(int(offsets[-1]), 64, dtype=BF16)
     with hopper_on_cpu():
         assert same(
-            grouped(x, offsets, E4M3, "fp32", Walk(5)), reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
+            grouped(x, offsets, E4M3, "fp32", WalkConfig(5)),
+            reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32"),
         )
 
 
@@ -314,53 +315,57 @@ def test_the_ops_take_it() -> None:
         assert same(quantize_kernel(x.mT, (1, -1)), reference.quantize(x.mT, (1, -1), E4M3, "fp32"))
         wanted = reference.quantize_grouped(x, offsets, (-1, 1), E4M3, "fp32")
         with pytest.MonkeyPatch.context() as patch:  # of two blocks for the emulator, not of 16
-            patch.setattr(stream_columns, "_STREAMS_OF_GROUPS", ((10**9, Stream(2, 6)),))
+            patch.setattr(stream_columns, "_STREAMS_OF_GROUPS", ((10**9, StreamConfig(2, 6)),))
             assert same(quantize_grouped_kernel(x, offsets, (-1, 1)), wanted)
         for rest in (x[:, 1:], x[:1].expand(520, 72), x[:200]):
             assert same(quantize_kernel(rest, (-1, 1)), reference.quantize(rest, (-1, 1), E4M3, "fp32"))
     assert [launch.name for launch in launches] == ["stream_columns"] * 3 + ["quantize_columns"] * 3
     meta = torch.empty(200, 72, device="meta", dtype=BF16)
-    assert columns.accepts(meta.mT, (-1, 1), E4M3, SM90) is None  # as rows
-    assert "no whole column" in str(columns.accepts(meta, (-1, -1), E4M3, SM90))
-    assert columns.accepts(meta, (1, -1), E4M3, SM90) is None
-    assert "not sm90" in str(columns.accepts(meta, (-1, 1), E4M3, SM100))
-    assert "no type" in str(columns.accepts(meta, (-1, 1), torch.float8_e4m3fnuz, SM90))
+    rows = quantization(meta.mT, (-1, 1)), quantization(meta, (1, -1))
+    for q in rows:
+        assert "are contiguous" in str(columns.accepts(q))
+        assert quantize_rows.accepts(q) is None
+    assert "no whole column" in str(columns.accepts(quantization(meta, (-1, -1))))
+    assert "not sm90" in str(columns.accepts(quantization(meta, (-1, 1), target=SM100)))
+    assert "no type" in str(columns.accepts(quantization(meta, (-1, 1), dtype=torch.float8_e4m3fnuz)))
 
 
 def test_the_tile_keeps_the_rows_where_a_cluster_can() -> None:
     for rows, cores in product((1, 512, 513, 1040, 4000, 6500, 8192, 13056, 16640, 27000), (114, 132)):
-        tile = default_tile(rows, cores)
+        tile = default_config(rows, cores)
         assert rows <= tile.rows(rows) * tile.CLUSTER
         assert tile.overhead + tile.rows(rows) * tile.PANEL <= 227 << 10
-    assert default_tile(10**6, 132) == _TALL
-    assert (default_tile(8192, 114).CLUSTER, default_tile(8192, 132).CLUSTER) == (8, 16)
+    assert default_config(10**6, 132) == _TALL
+    assert (default_config(8192, 114).CLUSTER, default_config(8192, 132).CLUSTER) == (8, 16)
     assert _TALL.rows(10**6) * _TALL.CLUSTER == _TALL.most_rows
     for most, tile in (
-        *_TILES,
+        *_CONFIGS,
         *_LARGE_GPCS,
     ):  # blocks that share the 228 KB of a multiprocessor, which keeps 1 of each
         assert tile.RESIDENT * (tile.overhead + tile.rows(most) * tile.PANEL + 1024) <= 228 << 10
     x = torch.empty(640, 64, device="meta", dtype=BF16)
     offsets = torch.empty(4, device="meta", dtype=torch.int32)
-    launch = columns.plan_panels(x, Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32")), "fp32", SM90, offsets)
+    q = quantization(x, (-1, 1), offsets=offsets)
+    (launch,) = columns.plan(q, columns.configure(q))
     assert launch.args["kept"] == 224  # of 160, an eighth more, and what a group's first sector may hold of another
 
 
-def launches_of(plan: Callable[..., CudaLaunch], tile: Tile | Stream) -> Iterator[CudaLaunch]:
+def launches_of(tile: ColumnsConfig | StreamConfig) -> Iterator[CudaLaunch]:
     """Of matrices and of groups, in 16 bits and in 32."""
     for dtype, width in ((BF16, 512), (FP32, 500)):
         x = torch.empty(1000, width, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
-        out = Quantized(empty_data(x, (-1, 1), E4M3), empty_scale(x, (-1, 1), "fp32"))
-        groups = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-        yield plan(x, out, "fp32", SM90, None, tile)
-        yield plan(x, groups, "fp32", SM90, offsets, tile)
+        for q in (quantization(x, (-1, 1)), quantization(x, (-1, 1), offsets=offsets)):
+            if isinstance(tile, StreamConfig):
+                yield stream_columns.plan_part(q, tile)
+            else:
+                yield from columns.plan(q, tile)
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("tile", [*(tile for _, tile in (*_TILES, *_LARGE_GPCS)), _TALL], ids=str)
-def test_machine_code(tile: Tile) -> None:
-    for launch in launches_of(columns.plan_panels, tile):
+@pytest.mark.parametrize("tile", [*(tile for _, tile in (*_CONFIGS, *_LARGE_GPCS)), _TALL], ids=str)
+def test_machine_code(tile: ColumnsConfig) -> None:
+    for launch in launches_of(tile):
         used = launch.resources()
         assert used.spills == 0
         assert used.registers * launch.threads * tile.RESIDENT <= 65536
@@ -368,8 +373,8 @@ def test_machine_code(tile: Tile) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("tile", _ALL_STREAMS, ids=str)
-def test_machine_code_of_streams(tile: Stream) -> None:
-    for launch in launches_of(stream_columns.plan_part, tile):
+def test_machine_code_of_streams(tile: StreamConfig) -> None:
+    for launch in launches_of(tile):
         if tile not in (_OF_MATRICES if launch.args["offsets"] is None else _OF_GROUPS):
             continue
         used = launch.resources()
@@ -380,12 +385,11 @@ def test_machine_code_of_streams(tile: Stream) -> None:
 
 @needs_nvrtc
 @pytest.mark.parametrize("tile", _ALL_WALKS, ids=str)
-def test_machine_code_of_walks(tile: Walk) -> None:
+def test_machine_code_of_walks(tile: WalkConfig) -> None:
     for dtype, width in ((BF16, 512), (FP16, 512), (FP32, 500)):
         x = torch.empty(1000, width, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
-        out = Quantized(*empty_grouped(x, 4, (-1, 1), E4M3, "fp32"))
-        launch = walk_columns.plan(x, out, "fp32", SM90, offsets, tile)
+        (launch,) = walk_columns.plan(quantization(x, (-1, 1), offsets=offsets), tile)
         used = launch.resources()
         assert used.spills == 0
         assert used.registers * launch.threads * tile.RESIDENT <= 65536
@@ -400,7 +404,7 @@ def test_the_ring_holds_the_rows_and_more() -> None:
         chunks = -(-(rows + (tile.BASE - 1) * grouped) // (128 * tile.CLUSTER))
         assert chunks < tile.STAGES, (rows, panels, grouped)
     assert default_stream(8192, 80, False).RESIDENT == 2
-    assert default_stream(8192, 1280, False) == Stream(16, BOX=128)
+    assert default_stream(8192, 1280, False) == StreamConfig(16, BOX=128)
 
 
 def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +414,7 @@ def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.Monk
             stream_columns, "_resident", lambda kernel, tile, *_: resident[tile.CLUSTER] * tile.RESIDENT
         )
         offsets = torch.empty(groups, device="meta", dtype=torch.int32) if groups else None
-        found = columns.plan(x, empty(x, offsets), "fp32", SM90, offsets)
+        found = planned(quantization(x, (-1, 1), offsets=offsets))
         return [
             (launch.options["CLUSTER"], launch.grid[0], launch.args["begin"], launch.args["end"]) for launch in found
         ]
@@ -431,7 +435,7 @@ def test_what_clusters_of_16_leave_idle_takes_its_share(monkeypatch: pytest.Monk
 def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
     def name(x: Tensor, count: int = 0) -> str:
         offsets = torch.empty(count, device="meta", dtype=torch.int32) if count else None
-        return " ".join(launch.name for launch in columns.plan(x, empty(x, offsets), "fp32", SM90, offsets))
+        return " ".join(launch.name for launch in planned(quantization(x, (-1, 1), offsets=offsets)))
 
     x = torch.empty(16640, 72, device="meta", dtype=BF16)
     assert [name(x), name(x[:512]), name(x[:513])] == ["stream_columns", "quantize_columns", "stream_columns"]
@@ -443,17 +447,23 @@ def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
     assert name(x[:1].expand(1000, 72)) == "quantize_columns"  # one row again and again
 
 
+def default_walk(x: Tensor, groups: int) -> WalkConfig | None:
+    """Where the groups are small and many enough to be walked over."""
+    q = quantization(x, (-1, 1), offsets=torch.empty(groups, device="meta", dtype=torch.int32))
+    return walk_columns.configure(q) if walk_columns.untuned(q) is None else None
+
+
 def test_blocks_walk_over_equal_parts_of_panels() -> None:
     x = torch.empty(16640, 8192, device="meta", dtype=BF16)
-    assert default_walk(x, 64, 132) == Walk(4, BOX=128)  # its ring holds the mean group, wherever it begins
-    assert default_walk(x, 32, 132) == Walk(7, RESIDENT=2)
-    assert default_walk(x, 16, 132) is None
-    assert default_walk(x[:, :1024], 64, 132) is None
+    assert default_walk(x, 64) == WalkConfig(4, BOX=128)  # its ring holds the mean group, wherever it begins
+    assert default_walk(x, 32) == WalkConfig(7, RESIDENT=2)
+    assert default_walk(x, 16) is None
+    assert default_walk(x[:, :1024], 64) is None
     offsets = torch.empty(64, device="meta", dtype=torch.int32)
     for width, blocks in ((8192, 256), (5120, 240), (7168, 224), (6144, 264), (16384 + 8192, 264), (2048, 256)):
         x = torch.empty(16640, width, device="meta", dtype=BF16)
-        out = Quantized(*empty_grouped(x, 64, (-1, 1), E4M3, "fp32"))
-        assert walk_columns.plan(x, out, "fp32", SM90, offsets).grid == (blocks, 1, 1)
+        (launch,) = walk_columns.plan(quantization(x, (-1, 1), offsets=offsets), WalkConfig())
+        assert launch.grid == (blocks, 1, 1)
 
 
 @pytest.mark.gpu
@@ -462,7 +472,7 @@ def test_a_launch_after_two_that_divide_the_columns_waits_for_both(groups: int) 
     """And both for what wrote x: eagerly, on a stream of their own, and replayed as a graph."""
     offsets = torch.tensor([16500], device="cuda", dtype=torch.int32) if groups else None
     inputs = [torch.randn(16640, 5120, device="cuda", dtype=BF16) * 2**i for i in range(3)]
-    wanted = [referred(x, offsets) for x in inputs]
+    wanted = [referred(quantization(x, (-1, 1), offsets=offsets)) for x in inputs]
     x = torch.empty_like(inputs[0])
     right = torch.zeros((), device="cuda", dtype=torch.int64)
 
@@ -476,7 +486,7 @@ def test_a_launch_after_two_that_divide_the_columns_waits_for_both(groups: int) 
     for i in range(30):
         step(i % 3)
     assert right.item() == 30
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.StreamConfig()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for i in range(30):
@@ -497,11 +507,18 @@ def test_clusters_have_the_references_bits() -> None:
     target = targets.target_of(torch.device("cuda"))
     if target.name != "sm90" or nvrtc.unavailable() is not None:
         pytest.skip("the kernel is Hopper's, compiled by NVRTC")
-    tiles: list[Config] = [(tile, None) for _, tile in (*_TILES, *_LARGE_GPCS)]
-    tiles += [(_TALL, None), (Tile(128, 4, 2), 32), (Tile(64, 8, 4), 48), *STREAMS, *_ALL_STREAMS, None]
+    tiles: list[Config] = [(tile, None) for _, tile in (*_CONFIGS, *_LARGE_GPCS)]
+    tiles += [
+        (_TALL, None),
+        (ColumnsConfig(128, 4, 2), 32),
+        (ColumnsConfig(64, 8, 4), 48),
+        *STREAMS,
+        *_ALL_STREAMS,
+        None,
+    ]
     for config in (*tiles, *WALKS, *_ALL_WALKS):
         for shape, dtype in (((3000, 136), BF16), ((2, 1000, 104), FP16), ((700, 64), FP32), ((5, 8), BF16)):
-            if isinstance(config, Walk):
+            if isinstance(config, WalkConfig):
                 break  # of groups alone
             x = torch.randn(shape, device="cuda", dtype=dtype)
             wanted = reference.quantize(x, (-1, 1), E4M3, "fp32")

@@ -11,15 +11,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize import quantize_rows as rows
-from fp8fn.ops.cuda.quantize.quantize import Quantized
-from fp8fn.ops.cuda.quantize.quantize_rows import default_tile
+from fp8fn.ops.cuda.quantize.quantize_rows import default_config
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.quantize import quantize_kernel
-from fp8fn.ops.targets import SM90, SM100
+from fp8fn.ops.targets import SM100
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
+from support.quantizers import quantization
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -83,21 +81,22 @@ def test_rows_that_do_not_follow_each_other() -> None:
 
 
 def test_the_fewest_warps_hold_a_row() -> None:
-    found = [default_tile(columns, 2).ROW_WARPS for columns in (1, 2048, 2049, 5120, 8192, 8193, 32768)]
+    found = [default_config(columns, 2).ROW_WARPS for columns in (1, 2048, 2049, 5120, 8192, 8193, 32768)]
     assert found == [1, 1, 2, 4, 4, 8, 16]
-    assert [default_tile(columns, 4).ROW_WARPS for columns in (1024, 1025, 16384)] == [1, 2, 16]
+    assert [default_config(columns, 4).ROW_WARPS for columns in (1024, 1025, 16384)] == [1, 2, 16]
     x = torch.empty(4, 32769, device="meta", dtype=BF16)
-    assert "more than 32768" in str(columns.accepts(x, (1, -1), E4M3, SM90))
-    assert "not sm90" in str(columns.accepts(x, (1, -1), E4M3, SM100))
-    assert columns.accepts(x[:, 1:], (1, -1), E4M3, SM90) is None
+    assert "more than 32768" in str(rows.accepts(quantization(x, (1, -1))))
+    assert "not sm90" in str(rows.accepts(quantization(x, (1, -1), target=SM100)))
+    assert rows.accepts(quantization(x[:, 1:], (1, -1))) is None
 
 
 @needs_nvrtc
 @pytest.mark.parametrize(("dtype", "width"), [(BF16, 5120), (BF16, 8192), (FP32, 16384), (FP16, 3001)], ids=str)
 def test_machine_code(dtype: torch.dtype, width: int) -> None:
     x = torch.empty(64, width, device="meta", dtype=dtype)
-    out = Quantized(empty_data(x, (1, -1), E4M3), empty_scale(x, (1, -1), "fp32"))
-    used = rows.plan(x, out, "fp32", SM90).resources()
+    q = quantization(x, (1, -1))
+    (launch,) = rows.plan(q, rows.configure(q))
+    used = launch.resources()
     assert used.spills == 0
     assert used.registers <= 64
 

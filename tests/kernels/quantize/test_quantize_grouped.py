@@ -25,16 +25,16 @@ from fp8fn import GroupedScaledTensor, ScaledTensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.groups import empty_grouped, most_tokens, spread_blocks, spread_rows, unit_of
-from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import Block
+from fp8fn.ops.quantization import empty_grouped_dual
 from fp8fn.ops.quantize_grouped import (
     GROUPED_BLOCKS,
-    empty_grouped_dual,
     quantize_grouped_dual_kernel,
     quantize_grouped_kernel,
 )
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
-from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
+from fp8fn.ops.triton.launch import TritonLaunch, resources
+from support.quantizers import plan_quantize_grouped, plan_quantize_grouped_dual
 
 E4M3 = torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -93,14 +93,14 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 def interpreted(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
     out = poisoned(empty_grouped(x, offsets.shape[0], block, dtype, scale))
-    for launch in plan_quantize_grouped(x, offsets, *out, block, scale, SM90):
+    for launch in plan_quantize_grouped(x, offsets, out, block, scale, SM90):
         launch.interpret()
     return out
 
 
 def interpreted_dual(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str) -> tuple[Tensor, ...]:
     out = poisoned(empty_grouped_dual(x, offsets.shape[0], (1, 128), dtype, scale))
-    plan_quantize_grouped_dual(x, offsets, *out, scale, SM90).interpret()
+    plan_quantize_grouped_dual(x, offsets, out, scale, SM90).interpret()
     return out
 
 
@@ -215,7 +215,7 @@ def test_1024_groups() -> None:
     sizes = tuple(int(i % 5 == 0) for i in range(1024))
     x, offsets, blocks = random(sum(sizes), 1), ends_of(sizes), 50
     out = poisoned(empty_grouped(x, 1024, SPREAD, E4M3, "pow2"))
-    (launch,) = plan_quantize_grouped(x, offsets, *out, SPREAD, "pow2", SM90)
+    (launch,) = plan_quantize_grouped(x, offsets, out, SPREAD, "pow2", SM90)
     assert launch.grid == (1024 + sum(sizes) // 128, 1, 1)
     dataclasses.replace(launch, grid=(blocks, 1, 1)).interpret()
     data, scales = by_loop(x, sizes, SPREAD, E4M3, "pow2")
@@ -273,8 +273,8 @@ def test_a_block_stores_its_own_tokens_alone() -> None:
     whole = empty_grouped(x, 2, WHOLE, E4M3, "fp32")
     both = empty_grouped_dual(x, 2, (1, 128), E4M3, "fp32")
     planned = (
-        *plan_quantize_grouped(x, offsets, *whole, WHOLE, "fp32", SM90),
-        plan_quantize_grouped_dual(x, offsets, *both, "fp32", SM90),
+        *plan_quantize_grouped(x, offsets, whole, WHOLE, "fp32", SM90),
+        plan_quantize_grouped_dual(x, offsets, both, "fp32", SM90),
     )
     for launch in planned:
         launch.interpret()
@@ -300,7 +300,7 @@ def test_no_tokens_and_no_columns(block: Block) -> None:
         sizes = (m // 2, m - m // 2)
         assert_all_equal_the_loop(random(m, n), sizes, E4M3, "fp32")
         x, out = random(m, n), empty_grouped(random(m, n), 2, block, E4M3, "fp32")
-        assert plan_quantize_grouped(x, ends_of(sizes), *out, block, "fp32", SM90) == ()
+        assert plan_quantize_grouped(x, ends_of(sizes), out, block, "fp32", SM90) == ()
 
 
 @pytest.mark.parametrize("block", GROUPED_BLOCKS, ids=str)
@@ -326,16 +326,16 @@ def test_offsets_of_any_stride() -> None:
                 assert_same_bits(got, want)
 
 
-def launches(target: Target, x: Tensor, groups: int) -> list[Launch]:
+def launches(target: Target, x: Tensor, groups: int) -> list[TritonLaunch]:
     """Every kernel's launch on `x`, whose values no planner reads."""
     offsets = torch.empty(groups, dtype=torch.int32, device=x.device)
     dtype = native_e4m3(target)
-    planned: list[Launch] = []
+    planned: list[TritonLaunch] = []
     for block in GROUPED_BLOCKS:
         out = empty_grouped(x, groups, block, dtype, "fp32")
-        planned += plan_quantize_grouped(x, offsets, *out, block, "fp32", target)
+        planned += plan_quantize_grouped(x, offsets, out, block, "fp32", target)
     both = empty_grouped_dual(x, groups, (1, 128), dtype, "fp32")
-    return [*planned, plan_quantize_grouped_dual(x, offsets, *both, "fp32", target)]
+    return [*planned, plan_quantize_grouped_dual(x, offsets, both, "fp32", target)]
 
 
 @pytest.mark.parametrize("block", GROUPED_BLOCKS, ids=str)
@@ -343,12 +343,12 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
     """And plain PyTorch for a type that the device lacks, and for nothing."""
     names: list[str] = []
 
-    def run(launch: Launch) -> None:
+    def run(launch: TritonLaunch) -> None:
         names.append(launch.name)
         launch.interpret()
 
     monkeypatch.setattr(targets, "target_of", lambda device: SM89)
-    monkeypatch.setattr(Launch, "run", run)
+    monkeypatch.setattr(TritonLaunch, "run", run)
     tokens, offsets, dual = random(140, 33), ends_of((100, 0, 30)), (1, block[0])
     for x, dtype in ((tokens, E4M3), (tokens, torch.float8_e4m3fnuz), (tokens[:0], E4M3)):
         out = quantize_grouped_kernel(x, offsets, block, dtype)
@@ -399,13 +399,13 @@ def test_wide_offsets_address_the_same_elements() -> None:
     offsets = ends_of(sizes)
     for block in GROUPED_BLOCKS:
         out = poisoned(empty_grouped(x, 3, block, E4M3, "fp32"))
-        for launch in plan_quantize_grouped(x, offsets, *out, block, "fp32", SM90):
+        for launch in plan_quantize_grouped(x, offsets, out, block, "fp32", SM90):
             launch.constexprs["WIDE"] = True  # type: ignore[index]
             launch.interpret()
         for got, want in zip(out, by_loop(x, sizes, block, E4M3, "fp32"), strict=True):
             assert_same_bits(got, want)
     both = poisoned(empty_grouped_dual(x, 3, (1, 128), E4M3, "fp32"))
-    launch = plan_quantize_grouped_dual(x, offsets, *both, "fp32", SM90)
+    launch = plan_quantize_grouped_dual(x, offsets, both, "fp32", SM90)
     launch.constexprs["WIDE"] = True  # type: ignore[index]
     launch.interpret()
     for got, want in zip(both, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"), strict=True):

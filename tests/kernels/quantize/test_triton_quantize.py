@@ -16,8 +16,8 @@ from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.reference.quantize import quantize
 from fp8fn.ops.targets import SM90
-from fp8fn.ops.triton.quantize import Tile, plan_quantize
-from fp8fn.ops.triton.quantize_dual import plan_quantize_dual
+from fp8fn.ops.triton.quantize import BlockTile
+from support.quantizers import plan_quantize, plan_quantize_dual
 
 E4M3 = torch.float8_e4m3fn
 
@@ -32,7 +32,7 @@ def interpreted(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tupl
 def interpreted_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
     col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
-    plan_quantize_dual(x, row, row_scales, col, col_scales, block, scale, SM90).interpret()
+    plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, SM90).interpret()
     return row, row_scales, col, col_scales
 
 
@@ -157,9 +157,9 @@ def test_dual_every_stride(view: str) -> None:
     assert_dual_equals_reference(VIEWS[view](), (1, 128), E4M3, "fp32")
 
 
-@pytest.mark.parametrize("tile", [Tile(1, 64, 4), Tile(4, 512, 4), Tile(16, 16, 4)], ids=str)
+@pytest.mark.parametrize("tile", [BlockTile(1, 64, 4), BlockTile(4, 512, 4), BlockTile(16, 16, 4)], ids=str)
 @pytest.mark.parametrize("block", [(1, -1), (-1, -1)], ids=str)
-def test_whole_axes_in_any_tile(block: Block, tile: Tile) -> None:
+def test_whole_axes_in_any_tile(block: Block, tile: BlockTile) -> None:
     x = random(33, 300)
     data, scales = empty_data(x, block, E4M3), empty_scale(x, block, "fp32")
     for launch in plan_quantize(x, data, scales, block, "fp32", SM90, tile):
@@ -221,7 +221,7 @@ def test_wide_offsets_reach_elements_past_32_bits(block: Block | str, axis: int)
         out += [far(torch.zeros(3, 3, 3, dtype=torch.uint8), strides).view(E4M3), torch.zeros_like(scales)]
         assert data.shape == out[-2].shape
     if block == "dual":
-        launches = (plan_quantize_dual(source, *out, (1, 128), "fp32", SM90),)
+        launches = (plan_quantize_dual(source, out, (1, 128), "fp32", SM90),)
     else:
         launches = plan_quantize(source, *out, orders[0], "fp32", SM90)
     for launch in launches:

@@ -17,18 +17,27 @@ from test_cuda_scaled_mm_values import FEW
 
 import fp8fn
 from fp8fn.ops import groups, reference
-from fp8fn.ops.cuda.gemm import scaled_grouped_mm as products
+from fp8fn.ops.cuda.gemm import scaled_mm as products
 from fp8fn.ops.cuda.gemm.scaled_mm import Config
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize import quantize_grouped as quantizers
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.quantization import PLAIN, SILU_MUL, SILU_MUL_GRAD, Source
+from fp8fn.ops.quantize_grouped import quantize_grouped_dual_kernel, quantize_grouped_kernel
+from fp8fn.ops.quantize_grouped_fused import (
+    quantize_silu_mul_grad_grouped_dual_kernel,
+    quantize_silu_mul_grouped_dual_kernel,
+)
 from fp8fn.ops.targets import GFX942, SM90, Target
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
-from fp8fn.ops.tuning.grouped import choose_config, problem_of
-from fp8fn.ops.tuning.problem import Problem
+from fp8fn.ops.tuning.grouped import choose_config
+from fp8fn.ops.tuning.problem import Problem, problem_of
 from support.cuda_emulator import emulate, hopper_on_cpu, needs_compiler
+from support.products import Parts
+from support.quantizers import quantization, silu_mul_grad_of_groups, silu_mul_of_groups
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -80,9 +89,9 @@ def test_quantizers_have_the_references_bits(sizes: list[int], rest: int, backwa
         for dtype, columns, scale, fp8 in cases:
             x = torch.randn(tokens, columns, dtype=dtype)
             x[sum(sizes) :] = torch.nan  # of no group's business
-            assert quantizers.accepts(x, offsets, fp8, SM90) is None
-            one = quantizers.call_quantize_grouped(x, offsets, fp8, scale, SM90)(x, offsets)
-            both = quantizers.call_quantize_grouped_dual(x, offsets, fp8, scale, SM90)(x, offsets)
+            assert quantize.accepts(quantization(x, (128, 1), dtype=fp8, scale=scale, offsets=offsets)) is None
+            one = quantize_grouped_kernel(x, offsets, (128, 1), fp8, scale)
+            both = quantize_grouped_dual_kernel(x, offsets, (1, 128), fp8, scale)
             assert same(one, reference.quantize_grouped(x, offsets, (128, 1), fp8, scale))
             assert same(both, reference.quantize_grouped_dual(x, offsets, (1, 128), fp8, scale))
     assert len(launches) == 2 * len(cases)  # one each
@@ -97,7 +106,7 @@ def test_hard_values_stay_in_their_blocks() -> None:
     x[:, 16:24] *= 1e-39
     x[:, 24:32] *= 1e38
     with hopper_on_cpu():
-        found = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, "fp32", SM90)(x, offsets)
+        found = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3)
     assert same(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"))
     scales = found[3]
     assert scales.isfinite().sum() == scales.numel() - 3
@@ -113,8 +122,8 @@ def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale:
     x = torch.randn(sum(sizes) + rest, 40, dtype=BF16)
     x[:, 3], x[:, 4] = torch.nan, torch.inf
     with hopper_on_cpu():
-        one = quantizers.call_quantize_grouped(x, offsets, E4M3, scale, SM90)(x, offsets)
-        both = quantizers.call_quantize_grouped_dual(x, offsets, E4M3, scale, SM90)(x, offsets)
+        one = quantize_grouped_kernel(x, offsets, (128, 1), E4M3, scale)
+        both = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3, scale)
     filled = torch.zeros(one[0].shape[0], dtype=torch.bool)
     filled[groups.spread_place(offsets, x.shape[0])[: sum(sizes)]] = True
     for data in (one[0], both[2]):
@@ -129,7 +138,7 @@ def test_offsets_that_sink_or_pass_the_tokens_touch_nothing_outside(tokens: int)
     with hopper_on_cpu():
         for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
             offsets = torch.tensor(values, dtype=torch.int32)
-            quantizers.call_quantize_grouped_dual(x, offsets, E4M3, "fp32", SM90)(x, offsets)
+            quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3)
 
 
 @needs_compiler
@@ -142,11 +151,12 @@ def test_the_gated_activation_and_its_gradient(sizes: list[int], rest: int) -> N
         hidden = torch.randn(tokens, 2 * inner, dtype=dtype)
         gate, up = hidden.chunk(2, -1)
         grad = torch.randn(tokens, inner, dtype=dtype)
-        with hopper_on_cpu():
-            assert quantizers.accepts_silu_mul(gate, up, offsets, (1, 128), E4M3, SM90) is None
-            assert quantizers.accepts_silu_mul_grad(grad, hidden, offsets, (1, 128), E4M3, SM90) is None
-            forward = quantizers.call_silu_mul(gate, up, offsets, E4M3, "fp32", SM90)(gate, up, offsets)
-            backward = quantizers.call_silu_mul_grad(grad, hidden, offsets, E4M3, "fp32", SM90)(grad, hidden, offsets)
+        with hopper_on_cpu() as launches:
+            assert quantize.accepts(silu_mul_of_groups(gate, up, offsets)) is None
+            assert quantize.accepts(silu_mul_grad_of_groups(grad, hidden, offsets)) is None
+            forward = quantize_silu_mul_grouped_dual_kernel(gate, up, offsets, (1, 128), E4M3)
+            backward = quantize_silu_mul_grad_grouped_dual_kernel(grad, hidden, offsets, (1, 128), E4M3)
+        assert len(launches) == 2
         for found, produced in (
             (forward, reference.silu_mul(gate, up)),
             (backward, reference.silu_mul_grad(grad, hidden)),
@@ -172,16 +182,19 @@ def test_the_gradient_is_autograds() -> None:
 
 def test_refusals_of_the_quantizers() -> None:
     x, offsets = torch.empty(64, 64, device="meta", dtype=BF16), torch.empty(3, device="meta", dtype=torch.int32)
-    refuse = quantizers.accepts
-    assert "not sm90" in str(refuse(x, offsets, E4M3, GFX942))
-    assert "no type" in str(refuse(x, offsets, torch.float8_e4m3fnuz, SM90))
-    assert "strides" in str(refuse(x.mT, offsets, E4M3, SM90))
-    assert "stride 2" in str(refuse(x, torch.empty(6, device="meta", dtype=torch.int32)[::2], E4M3, SM90))
-    assert "one scale" in str(quantizers.accepts_silu_mul(x, x, offsets, (1, -1), E4M3, SM90))
+
+    def refuse(x: Tensor, offsets: Tensor = offsets, **form: Any) -> str | None:
+        return quantize.accepts(quantization(x, (128, 1), offsets=offsets, **form))
+
+    assert "not sm90" in str(refuse(x, target=GFX942))
+    assert "no type" in str(refuse(x, dtype=torch.float8_e4m3fnuz))
+    assert "strides" in str(refuse(x.mT))
+    assert "stride 2" in str(refuse(x, torch.empty(6, device="meta", dtype=torch.int32)[::2]))
+    assert "one scale" in str(quantize.accepts(silu_mul_of_groups(x, x, offsets, (1, -1))))
     many = torch.empty(128 * 65534, 8, device="meta", dtype=BF16)
-    assert "blocks of rows" in str(refuse(many, offsets, E4M3, SM90))
+    assert "blocks of rows" in str(refuse(many))
     odd = torch.empty(64, 12, device="meta", dtype=BF16), torch.empty(64, 24, device="meta", dtype=BF16)
-    assert "multiple of 8" in str(quantizers.accepts_silu_mul_grad(*odd, offsets, (1, 128), E4M3, SM90))
+    assert "multiple of 8" in str(quantize.accepts(silu_mul_grad_of_groups(*odd, offsets)))
 
 
 # ---- products over tokens, in the emulator ---------------------------------------------------------------------------
@@ -202,11 +215,19 @@ def beside_nan(x: Tensor, sizes: list[int]) -> Tensor:
     return bad
 
 
+def grouped_product(
+    operands: tuple[Any, ...], bias: Tensor | None, out: Tensor, target: Target = SM90
+) -> ScaledProduct:
+    *parts, offsets = operands
+    return Parts(*parts, bias, out).product(target, offsets=offsets)
+
+
 def emulated(operands: tuple[Any, ...], config: Config, *, backwards: bool = False) -> Tensor:
     a, _, _, b, _, _, offsets = operands
-    assert products.accepts(*operands, None, SM90) is None
     out = torch.full((offsets.shape[0], a.shape[0], b.shape[1]), 7.0)
-    emulate(products.plan(*operands, None, out, SM90, config), backwards=backwards)
+    product = grouped_product(operands, None, out)
+    assert products.accepts(product) is None
+    emulate(products.plan(product, config)[0], backwards=backwards)
     return out
 
 
@@ -239,7 +260,7 @@ def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, c
     for given in ((x, y), (beside_nan(x, sizes), beside_nan(y, sizes))):
         operands = summed(*given, offsets)
         outs.append(emulated(operands, config, backwards=bool(outs)))
-        want = reference.scaled_grouped_mm(*operands, None, FP32)
+        want = reference.scaled_grouped_mm(Quantized(*operands[:3]), Quantized(*operands[3:6]), operands[6], None, FP32)
         torch.testing.assert_close(outs[-1], want, rtol=1e-4, atol=1e-4, equal_nan=True)
         left, right = (operands[0].mT, operands[1].mT), operands[3:5]
         rows, columns = (
@@ -296,13 +317,14 @@ def planned(kind: str, config: Config, out_dtype: torch.dtype = BF16, bias: bool
     ops = operands(kind, m, n, k, experts)
     out = torch.empty((experts, m, n) if kind.startswith("summed") else (m, n), device="meta", dtype=out_dtype)
     biases = torch.empty(experts, n, device="meta", dtype=BF16) if bias else None
-    assert products.accepts(*ops, biases, SM90) is None
-    return products.plan(*ops, biases, out, SM90, config)
+    product = grouped_product(ops, biases, out)
+    assert products.accepts(product) is None
+    return products.plan(product, config)[0]
 
 
 def problem(kind: str) -> Problem:
-    a, _, a_block, b, _, b_block, _ = operands(kind, 1000, 512, 1024, 4)
-    return problem_of(a, a_block, b, b_block, 4, torch.empty(1000, 512, device="meta", dtype=BF16))
+    out = torch.empty(1000, 512, device="meta", dtype=BF16)
+    return problem_of(grouped_product(operands(kind, 1000, 512, 1024, 4), None, out))
 
 
 @needs_nvrtc
@@ -316,15 +338,15 @@ def test_no_tile_that_may_be_chosen_spills(kind: str) -> None:
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("source", ["PLAIN", "SILU_MUL", "SILU_MUL_GRAD"])
+@pytest.mark.parametrize("source", [PLAIN, SILU_MUL, SILU_MUL_GRAD], ids=lambda source: source.macro)
 @pytest.mark.parametrize("tokens", [1000, 2048])
-def test_no_quantizer_spills(tokens: int, source: str) -> None:
+def test_no_quantizer_spills(tokens: int, source: Source) -> None:
     for dtype in (BF16, FP32):
         x = torch.empty(tokens, 512, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
-        row, col = quantizers._both(x, offsets, E4M3, "fp32")
-        other = {"PLAIN": None, "SILU_MUL": x, "SILU_MUL_GRAD": x[:, :256]}[source]
-        launch = quantize.plan(x, row, col, False, "fp32", SM90, source=source, other=other, offsets=offsets)
+        other = {PLAIN: None, SILU_MUL: x, SILU_MUL_GRAD: x[:, :256]}[source]
+        q = quantization(x, (1, 128), source=source, other=other, offsets=offsets, dual=True)
+        (launch,) = quantize.plan(q, quantize.configure(q))
         assert launch.resources().spills == 0, dtype
 
 
@@ -332,9 +354,8 @@ def test_the_grid_is_no_larger_than_the_tiles() -> None:
     config = Config(MATH=3, DEPTH=1)
     assert planned("rows", config).grid == (4 * (1000 // 192 + 4 + 1), 1, 1)
     assert planned("summed", config).grid == (4 * 6 * 4, 1, 1)
-    many = products.plan(
-        *operands("rows", 32768, 7168, 2048, 8), None, torch.empty(32768, 7168, device="meta", dtype=BF16), SM90, config
-    )
+    out = torch.empty(32768, 7168, device="meta", dtype=BF16)
+    (many,) = products.plan(grouped_product(operands("rows", 32768, 7168, 2048, 8), None, out), config)
     assert many.grid == (132, 1, 1)
 
 
@@ -342,7 +363,9 @@ def test_refusals_of_the_products() -> None:
     def refusal(kind: str = "rows", target: Target = SM90, **changed: Any) -> str:
         names = ("a", "a_scale", "a_block", "b", "b_scale", "b_block", "offsets")
         ops = {**dict(zip(names, operands(kind, 64, 64, 256, 4), strict=True)), "bias": None, **changed}
-        return str(products.accepts(*ops.values(), target))
+        *parts, offsets, bias = ops.values()
+        out = torch.empty(64, 64, device="meta", dtype=BF16)
+        return str(products.accepts(grouped_product((*parts, offsets), bias, out, target)))
 
     assert refusal() == "None"
     assert "not sm90" in refusal(target=GFX942)
@@ -402,7 +425,7 @@ class Rows:
     ) -> Tensor:
         """Into memory that was NaN before; rows of no group must be zeros. On the CPU it is emulated."""
         out = torch.full(self.shape, torch.nan, device=self.bias.device, dtype=dtype)
-        launch = products.plan(*self.operands, bias, out, target, config)
+        (launch,) = products.plan(grouped_product(self.operands, bias, out, target), config)
         if out.device.type == "cpu":
             emulate(launch, backwards=backwards)
         else:
@@ -447,10 +470,10 @@ def test_products_over_tokens(sizes: list[int], rest: int, hopper: Target) -> No
         a = torch.ops.fp8fn.quantize_grouped(x, offsets)
         b = torch.ops.fp8fn.quantize_grouped(g, offsets)
         ops = (a[0].mT, a[1].mT, (1, 128), *b, (128, 1), offsets)
-        want = reference.scaled_grouped_mm(*ops, None, torch.float32).double()
+        want = reference.scaled_grouped_mm(Quantized(*ops[:3]), Quantized(*ops[3:6]), ops[6], None, FP32).double()
         for config in tiles(problem("summed")):
             out = torch.full((len(sizes), m, n), torch.nan, device="cuda", dtype=out_dtype)
-            products.plan(*ops, None, out, hopper, config).run()
+            products.plan(grouped_product(ops, None, out, hopper), config)[0].run()
             assert error(out, want) < 4e-3, config
             assert not any(out[expert].any() for expert, size in enumerate(sizes) if size == 0)
 
@@ -464,7 +487,7 @@ def test_no_token_of_the_next_group_is_multiplied_on_the_device(sizes: list[int]
     for config in tiles(problem("summed")):
         outs = torch.full((2, len(sizes), 300, 136), torch.nan, device="cuda", dtype=BF16)
         for operands, out in zip((clean, bad), outs, strict=True):
-            products.plan(*operands, None, out, hopper, config).run()
+            products.plan(grouped_product(operands, None, out, hopper), config)[0].run()
         assert torch.equal(outs[0, ::2], outs[1, ::2]), config
 
 

@@ -16,18 +16,20 @@ pytest.importorskip("triton")
 
 from fp8fn.ops import reference
 from fp8fn.ops.groups import empty_grouped
-from fp8fn.ops.launch import Launch, resources
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
+from fp8fn.ops.triton.gemm_config import GemmConfig
+from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
-from fp8fn.ops.triton.scaled_mm import Config
+from support.products import Parts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 # Small tiles, so that few elements make several tiles along every axis.
-SMALL = Config(32, 64, 4, 2, GROUP=2)
+SMALL = GemmConfig(32, 64, 4, 2, GROUP=2)
 ENDS = (0, 1, 1, 34, 161, 163, 170)  # two empty groups; one over several tiles; three rows belong to none
 
 ROW_PAIRS: tuple[tuple[Block, Block], ...] = (
@@ -63,11 +65,12 @@ def by_k(
 
 
 def interpreted(
-    operands: Operands, out_dtype: torch.dtype = torch.float32, config: Config = SMALL, wide: bool = False
+    operands: Operands, out_dtype: torch.dtype = torch.float32, config: GemmConfig = SMALL, wide: bool = False
 ) -> Tensor:
-    a, _, _, b, _, _, offsets, _ = operands
-    out = empty_grouped_output(a, b, offsets, out_dtype).fill_(7.0)
-    launch = plan_scaled_grouped_mm(*operands, out, SM90, config)
+    *flat, offsets, bias = operands
+    out = empty_grouped_output(flat[0], flat[3], offsets, out_dtype).fill_(7.0)
+    product = Parts(*flat, bias, out).product(SM90, offsets=offsets)  # type: ignore[arg-type]
+    (launch,) = plan_scaled_grouped_mm(product, config)
     if wide:
         launch.constexprs["WIDE"] = True  # type: ignore[index]
     launch.interpret()
@@ -75,7 +78,8 @@ def interpreted(
 
 
 def expected(operands: Operands, out_dtype: torch.dtype = torch.float32) -> Tensor:
-    return reference.scaled_grouped_mm(*operands, out_dtype)
+    a, b = Quantized(*operands[:3]), Quantized(*operands[3:6])
+    return reference.scaled_grouped_mm(a, b, *operands[6:], out_dtype)
 
 
 def assert_near(operands: Operands, out_dtype: torch.dtype = torch.float32, **how: Any) -> Tensor:
@@ -195,9 +199,9 @@ def test_bias_and_output_types(bias: torch.dtype | None, out_dtype: torch.dtype)
 
 
 @pytest.mark.parametrize(
-    "config", [Config(16, 64, 4, 2), Config(64, 128, 4, 2, HALVES=True), Config(256, 64, 8, 2)], ids=str
+    "config", [GemmConfig(16, 64, 4, 2), GemmConfig(64, 128, 4, 2, HALVES=True), GemmConfig(256, 64, 8, 2)], ids=str
 )
-def test_configurations(config: Config) -> None:
+def test_configurations(config: GemmConfig) -> None:
     assert_near(by_rows(173, 200, 150, ends_of(*ENDS)), config=config)
     assert_near(by_k(150, 200, 173, ends_of(*ENDS)), config=config)
 
@@ -267,7 +271,7 @@ KINDS = ("forward", "dgrad", "rowwise", "wgrad", "wgrad_few", "wgrad_rowwise")
 
 def product(
     target: Target, kind: str, tokens: int = 8192, n: int = 4096, k: int = 2048, groups: int = 8, config: Any = None
-) -> Launch:
+) -> TritonLaunch:
     dtype = native_e4m3(target)
     offsets = torch.empty(groups, dtype=torch.int32, device="meta")
     if kind.startswith("wgrad"):
@@ -283,7 +287,8 @@ def product(
         along_k = kind != "dgrad"
         b_args = (empty_data(w, b_block, dtype, along_k), empty_scale(w, b_block, "fp32", along_k), b_block)
     out = empty_grouped_output(a_args[0], b_args[0], offsets, None)
-    return plan_scaled_grouped_mm(*a_args, *b_args, offsets, None, out, target, config)
+    product = Parts(*a_args, *b_args, None, out).product(target, offsets=offsets)
+    return plan_scaled_grouped_mm(product, config)[0]
 
 
 INSTRUCTIONS = {

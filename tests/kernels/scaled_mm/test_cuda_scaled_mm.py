@@ -6,13 +6,12 @@ import itertools
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -28,8 +27,10 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.candidates import tiles
+from support.products import Parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -101,17 +102,17 @@ class Problem:
         self.target = SM90
 
     @property
-    def operands(self) -> Any:
-        return (
-            self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, self.out, self.target
+    def product(self) -> ScaledProduct:
+        parts = Parts(
+            self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, self.out
         )  # fmt: skip
+        return parts.product(self.target)
 
     def plan(self, config: Config | None = None) -> CudaLaunch:
-        planner: Callable[..., CudaLaunch] = plan
-        return planner(*self.operands, config or Config())
+        return plan(self.product, config or Config())[0]
 
     def refusal(self) -> str | None:
-        return accepts(*self.operands)
+        return accepts(self.product)
 
 
 def assert_well_compiled(log: str, shared: int) -> None:
@@ -497,7 +498,7 @@ def test_macros_follow_blocks_types_and_bias() -> None:
         "forward": ("VECTOR", "BLOCK"), "wgrad": ("VECTOR", "VECTOR"), "rowwise": ("LINE", "LINE"),
         "tensorwise": ("WHOLE", "WHOLE"),
     }  # fmt: skip
-    for dtype, name in ((BF16, "BF16"), (FP16, "FP16"), (FP32, "FP32")):
+    for dtype, name in ((BF16, "Element::BF16"), (FP16, "Element::FP16"), (FP32, "Element::FP32")):
         macros = dict(Problem(out=dtype, bias=dtype).plan().kernel.macros)
         assert (macros["OUT"], macros["BIAS"]) == (name, name)
     assert dict(Problem().plan().kernel.macros)["BIAS"] == 0
@@ -700,7 +701,7 @@ def bad_kernel() -> CudaKernel:
 
 
 def test_scales_of_columns_cannot_be_folded_over_two_k_blocks() -> None:
-    """In the tensor core's sum all columns of a tile would have to keep their scales; README tells what was tried."""
+    """In the tensor core's sum all columns of a tile would have to keep their scales, see docs/tuning.md."""
     x = torch.randn(4096, 2048, generator=torch.Generator().manual_seed(0))
     scale = fp8fn.quantize(x, (BK, 1), scale="pow2").scale
     same = scale[0::2] == scale[1::2]
@@ -712,4 +713,4 @@ def test_scales_of_columns_cannot_be_folded_over_two_k_blocks() -> None:
 @needs_nvrtc
 def test_a_source_that_does_not_compile_says_why() -> None:
     with pytest.raises(nvrtc.CompilationError, match=r"does not compile row_rstd\.cu(?s:.*)error"):
-        compile_kernel(bad_kernel(), verbose=True)
+        compile_kernel(bad_kernel(), SM90.cubin, verbose=True)

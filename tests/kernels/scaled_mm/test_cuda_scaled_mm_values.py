@@ -19,9 +19,11 @@ from test_cuda_scaled_mm import BF16, CONFIGS, E4M3, E5M2, FP16, FP32, KINDS, VA
 from fp8fn.ops.cuda.gemm.scaled_mm import Config, accepts, plan
 from fp8fn.ops.cuda.runtime.launch import pointers
 from fp8fn.ops.layout import matrix_strides
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize, spread
 from fp8fn.ops.targets import SM90, Target
 from support.cuda_emulator import emulate, needs_compiler
+from support.products import Parts
 
 
 class Operands:
@@ -65,6 +67,10 @@ class Operands:
         b = self.b.double().abs() * spread(self.b_scale.double(), self.b.shape, self.b_block)
         return a @ b
 
+    def into(self, out: Tensor) -> ScaledProduct:
+        parts = Parts(self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out)
+        return parts.product(self.target)
+
     def product(self, config: Config, dtype: torch.dtype = FP32, *, backwards: bool = False, seed: int = 0) -> Tensor:
         """Into memory that was NaN before; what lies before and after the output must be as it was."""
         batch = self.a.shape[:-2] or self.b.shape[:-2]
@@ -73,12 +79,13 @@ class Operands:
         memory = torch.full((size + 2 * self.GUARD,), float("nan"), dtype=dtype, device=self.device)
         memory[: self.GUARD] = memory[self.GUARD + size :] = 7.0
         out = memory[self.GUARD : self.GUARD + size].view(shape)
-        operands = (self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out, self.target)
-        assert accepts(*operands) is None
+        product = self.into(out)
+        assert accepts(product) is None
+        (launch,) = plan(product, config)
         if self.device == "cpu":
-            emulate(plan(*operands, config), backwards=backwards, seed=seed)
+            emulate(launch, backwards=backwards, seed=seed)
         else:
-            plan(*operands, config).run()
+            launch.run()
         assert (memory[: self.GUARD] == 7.0).all()
         assert (memory[self.GUARD + size :] == 7.0).all()
         return out
@@ -390,10 +397,7 @@ def test_a_scale_a_line_beside_one_for_all(hopper: Target) -> None:
 def test_a_thousand_runs_give_one_bit_pattern(config: str, hopper: Target) -> None:
     operands = Operands("forward", (513, 777, 1111), hopper, bias=BF16)
     out = torch.full((513, 777), float("nan"), dtype=BF16, device="cuda")
-    launch = plan(
-        operands.a, operands.a_scale, operands.a_block, operands.b, operands.b_scale, operands.b_block, operands.bias,
-        out, hopper, CONFIGS[config],
-    )  # fmt: skip
+    (launch,) = plan(operands.into(out), CONFIGS[config])
     prepared, addresses = launch.prepare(), pointers(launch.args)
     first, differing = None, torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):

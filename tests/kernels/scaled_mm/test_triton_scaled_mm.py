@@ -14,14 +14,15 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.reference.quantize import dequantize, quantize
 from fp8fn.ops.targets import GFX942, SM89, SM90, Target
 from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
-from fp8fn.ops.triton.scaled_mm import Config
+from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.scaled_mm_tma import TmaConfig
+from support.products import Parts
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
 # Small tiles, so that few elements make several tiles along every axis.
-SMALL = Config(32, 64, 4, 2, GROUP=2)
+SMALL = GemmConfig(32, 64, 4, 2, GROUP=2)
 SMALL_TMA = TmaConfig(BM=64, BN=64, GROUP=2)
 
 PAIRS: tuple[tuple[Block, Block], ...] = (
@@ -63,13 +64,14 @@ class Operands:
         config: Any = None, wide: bool = False,
     ) -> Tensor:  # fmt: skip
         out = torch.full(self.expected().shape, 7.0, dtype=out_dtype)
-        operands = (self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out, target)
+        operands = Parts(self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out)
+        product = operands.product(target)
         if kernel == "tma":
             assert scaled_mm_tma._tma_fault(self.a) is None
             assert scaled_mm_tma._tma_fault(self.b.mT) is None
-            launch = scaled_mm_tma.plan_scaled_mm_tma(*operands, config=config or SMALL_TMA)
+            (launch,) = scaled_mm_tma.plan_scaled_mm_tma(product, config or SMALL_TMA)
         else:
-            launch = scaled_mm.plan_scaled_mm(*operands, config=config or SMALL)
+            (launch,) = scaled_mm.plan_scaled_mm(product, config or SMALL)
         if wide:
             launch.constexprs["WIDE"] = True  # type: ignore[index]
         launch.interpret()
@@ -124,10 +126,10 @@ def test_tma_configurations(a_block: Block, b_block: Block, config: TmaConfig) -
 
 
 @pytest.mark.parametrize(
-    "config", [Config(16, 64, 4, 2), Config(128, 128, 4, 2, HALVES=True), Config(256, 64, 8, 2)], ids=str
+    "config", [GemmConfig(16, 64, 4, 2), GemmConfig(128, 128, 4, 2, HALVES=True), GemmConfig(256, 64, 8, 2)], ids=str
 )
 @pytest.mark.parametrize(("a_block", "b_block"), [((1, 128), (128, 128)), ((128, 128), (128, 1))], ids=str)
-def test_pointer_configurations(a_block: Block, b_block: Block, config: Config) -> None:
+def test_pointer_configurations(a_block: Block, b_block: Block, config: GemmConfig) -> None:
     for shape in ((256, 256, 256), (150, 200, 200)):
         operands = Operands(*shape, a_block, b_block)
         assert relative_error(operands.product(config=config), operands.expected()) < 1e-6
@@ -217,9 +219,10 @@ def test_output_without_tma_alignment_is_stored_through_pointers() -> None:
     operands = Operands(70, 130, 300, (1, 128), (128, 128))
     wide = torch.zeros(70, 131, dtype=torch.bfloat16)
     for out in (wide[:, :130], wide[:, 1:]):
-        launch = scaled_mm_tma.plan_scaled_mm_tma(
-            operands.a, operands.a_scale, (1, 128), operands.b, operands.b_scale, (128, 128), None, out, SM90, SMALL_TMA
-        )
+        flat = Parts(
+            operands.a, operands.a_scale, (1, 128), operands.b, operands.b_scale, (128, 128), None, out
+        )  # fmt: skip
+        (launch,) = scaled_mm_tma.plan_scaled_mm_tma(flat.product(SM90), SMALL_TMA)
         assert launch.constexprs["OUT_TMA"] is False
         launch.interpret()
         torch.testing.assert_close(out, operands.expected().bfloat16(), rtol=2**-7, atol=1e-3)
@@ -246,10 +249,11 @@ def meta(m: int, n: int, k: int) -> dict[str, Any]:
 
 def test_offsets_are_wide_only_where_they_must_be() -> None:
     for planner in (scaled_mm.plan_scaled_mm, scaled_mm_tma.plan_scaled_mm_tma):
-        assert planner(**meta(8192, 8192, 8192), target=SM90).constexprs["WIDE"] is False
+        assert planner(Parts(**meta(8192, 8192, 8192)).product(SM90))[0].constexprs["WIDE"] is False
         # Llama-3.1-405B's gate_up at 32768 tokens: the output has 3.5e9 elements.
-        assert planner(**meta(32768, 106496, 16384), target=SM90).constexprs["WIDE"] is True
-    assert scaled_mm.plan_scaled_mm(**meta(128, 128, 2**25), target=SM89).constexprs["WIDE"] is True
+        assert planner(Parts(**meta(32768, 106496, 16384)).product(SM90))[0].constexprs["WIDE"] is True
+    deep = Parts(**meta(128, 128, 2**25)).product(SM89)
+    assert scaled_mm.plan_scaled_mm(deep)[0].constexprs["WIDE"] is True
 
 
 @pytest.mark.parametrize("kernel", ["pointer", "tma"])
@@ -266,7 +270,7 @@ def test_what_tma_cannot_take_is_named() -> None:
     a, b, out = good["a"], good["b"], good["out"]
 
     def reason(target: Target = SM90, **changed: Any) -> str | None:
-        return scaled_mm_tma.accepts(**{**good, **changed}, target=target)
+        return scaled_mm_tma.accepts(Parts(**{**good, **changed}).product(target))
 
     assert reason() is None
     assert reason(target=SM89) == "sm89 is not sm90"

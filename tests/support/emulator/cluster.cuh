@@ -1,4 +1,4 @@
-// The functions of ops/cuda/include/cluster.cuh for the CPU.
+// The CPU's version of ops/cuda/include/cluster.cuh.
 #pragma once
 #include "hopper.cuh"
 
@@ -14,8 +14,8 @@ template <int TOGETHER>
 void cluster_wait_alone() {
     cluster_wait<TOGETHER>();
 }
-inline unsigned load_of_block(const unsigned* address, unsigned rank) {
+inline uint32_t load_of_block(const uint32_t* address, uint32_t rank) {
     if (rank != cluster_rank()) reach_block(rank);
     const auto offset = reinterpret_cast<const char*>(address) - block_memory();
-    return *reinterpret_cast<const unsigned*>(memories[rank] + offset);
+    return *reinterpret_cast<const uint32_t*>(memories[rank] + offset);
 }

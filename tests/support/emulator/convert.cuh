@@ -1,4 +1,4 @@
-// The types and functions of ops/cuda/include/convert.cuh and hopper.cuh that emulated kernels use, for the CPU.
+// The CPU's version of ops/cuda/include/convert.cuh.
 #pragma once
 #include <stdint.h>
 

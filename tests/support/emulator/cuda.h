@@ -1,10 +1,10 @@
-// Enough of CUDA C++ to run kernels on CPU tensors: the threads of a block, or of a cluster of them, are coroutines of
-// one CPU thread.
+// Enough of CUDA C++ to run kernels on CPU tensors: the threads of a block, or of a cluster of blocks, are coroutines
+// of one CPU thread.
 //
-// The emulator is an adversary. Each warp runs as far as it can before another one does, in both orders of the warps. What
-// is asynchronous on the hardware (copies, products, the end of the launch before) happens as late as it may, and until
-// then whoever looks finds poison, bytes of 0xff, which are a NaN of every type of float and -1 of integers. So a kernel
-// that waits too little computes NaN, or stops at a fault with a message.
+// The emulator is an adversary. Each warp runs as far as it can before another one runs, in both orders of the warps.
+// Asynchronous operations (copies, products, the end of the launch before) happen as late as they may. Until then their
+// destination holds poison: bytes of 0xff, which are NaN in every type of float and -1 in integers. So a
+// kernel that waits too little computes NaN, or stops at a fault with a message.
 #pragma once
 #include <setjmp.h>
 #include <stdint.h>
@@ -13,23 +13,24 @@
 #include <string.h>
 #include <ucontext.h>
 
+#include "types.cuh"
+
 #define __global__
 #define __device__
 #define __shared__ static __attribute__((section("shared_static")))
-#define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __cluster_dims__(...)
 
 struct Index {
-    unsigned x, y, z;
+    uint32_t x, y, z;
 };
 inline Index threadIdx, blockIdx, gridDim;
 
 struct alignas(16) uint4 {
-    unsigned x, y, z, w;
+    uint32_t x, y, z, w;
 };
 struct alignas(8) uint2 {
-    unsigned x, y;
+    uint32_t x, y;
 };
 struct alignas(16) float4 {
     float x, y, z, w;
@@ -39,8 +40,8 @@ struct alignas(8) float2 {
 };
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
-inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 
 template <typename To, typename From>
 To bits_of(From value) {
@@ -49,25 +50,21 @@ To bits_of(From value) {
     memcpy(&bits, &value, sizeof(To));
     return bits;
 }
-inline unsigned __float_as_uint(float value) { return bits_of<unsigned>(value); }
-inline float __uint_as_float(unsigned bits) { return bits_of<float>(bits); }
+inline uint32_t __float_as_uint(float value) { return bits_of<uint32_t>(value); }
+inline float __uint_as_float(uint32_t bits) { return bits_of<float>(bits); }
 
-inline unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
+inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
-inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
+inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
-inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
-    const unsigned long bytes = low | static_cast<unsigned long>(high) << 32;
-    unsigned result = 0;
+inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+    const uint64_t bytes = low | uint64_t(high) << 32;
+    uint32_t result = 0;
     for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline unsigned __vmaxu2(unsigned a, unsigned b) {
-    return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
-}
-inline unsigned __vmaxs2(unsigned a, unsigned b) {
-    return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u;
-}
+inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
+inline uint32_t __vmaxs2(uint32_t a, uint32_t b) { return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
@@ -76,7 +73,7 @@ inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, 
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float a) { return __builtin_expf(a); }
 
-// A list that grows; the standard library's takes longer to compile than most kernels.
+// A list that grows. The standard library's takes longer to compile than most kernels.
 template <typename T>
 struct List {
     T* values;
@@ -88,7 +85,7 @@ struct List {
     }
     T* begin() { return values; }
     T* end() { return values + count; }
-    // Takes out those that `done` is true of.
+    // Removes the values for which `done` is true.
     template <typename Done>
     void take_out(Done done) {
         int left = 0;
@@ -98,30 +95,30 @@ struct List {
     }
 };
 
-// ---- memory: what each tensor of the launch covers, and the first access that is not to be ---------------------------
+// ---- memory: the extent of each tensor of the launch, and the first invalid access ----------------------------------
 
 struct Span {
-    unsigned long start, end;
+    uint64_t start, end;
 };
 inline const Span* tensors;
 inline int tensor_count;
 inline char fault[300];
 
-// Where the launch goes wrong for the first time; what follows may go wrong for that.
-#define FAULT(...)                                                                                          \
-    do {                                                                                                    \
-        if (fault[0] == 0) {                                                                                \
-            const int told = snprintf(fault, sizeof(fault), __VA_ARGS__);                                   \
+// Reports the first fault of the launch; later ones may follow from it.
+#define FAULT(...)                                                                                                  \
+    do {                                                                                                            \
+        if (fault[0] == 0) {                                                                                        \
+            const int told = snprintf(fault, sizeof(fault), __VA_ARGS__);                                           \
             snprintf(fault + told, sizeof(fault) - told, "; block (%u, %u, %u), thread %u", blockIdx.x, blockIdx.y, \
-                     blockIdx.z, threadIdx.x);                                                              \
-        }                                                                                                   \
+                     blockIdx.z, threadIdx.x);                                                                      \
+        }                                                                                                           \
     } while (false)
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-// Whether `needed` bytes at an address that is a multiple of `bytes` lie in one tensor; else the access is left out.
-inline bool allowed(const char* what, const void* to, unsigned long bytes, unsigned long needed) {
-    const auto address = reinterpret_cast<unsigned long>(to);
+// Whether an access at a multiple of `bytes` has `needed` bytes in one tensor; else it is reported and left out.
+inline bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t needed) {
+    const auto address = reinterpret_cast<uint64_t>(to);
     bool inside = false;
     for (int i = 0; i < tensor_count; ++i) inside |= address >= tensors[i].start && address + needed <= tensors[i].end;
     const bool aligned = address % bytes == 0;
@@ -130,28 +127,28 @@ inline bool allowed(const char* what, const void* to, unsigned long bytes, unsig
     return inside && aligned;
 }
 #pragma GCC pop_options
-// Accesses that begin in a tensor stay in its page, so that a load may go past its end.
-inline bool may_load(const void* from, unsigned long bytes) { return allowed("load", from, bytes, 1); }
-inline bool may_store(const void* to, unsigned long bytes) { return allowed("store", to, bytes, bytes); }
+// A load that begins in a tensor stays in its page, so it may pass the tensor's end.
+inline bool may_load(const void* from, uint64_t bytes) { return allowed("load", from, bytes, 1); }
+inline bool may_store(const void* to, uint64_t bytes) { return allowed("store", to, bytes, bytes); }
 
 template <typename T>
 T __ldg(const T* address) {
     return may_load(address, sizeof(T)) ? *address : T{};
 }
 
-// ---- threads: each runs until it waits for others ------------------------------------------------------------------
+// ---- threads: each runs until it waits for others -------------------------------------------------------------------
 
 struct Thread {
-    jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
-    const unsigned* round;  // what it waits for: that this is no longer `mine`; null where it waits for nothing
-    unsigned mine;
+    jmp_buf at;  // where it waits: a jump there takes no system call, as swapcontext does
+    const uint32_t* round;  // it waits until this is no longer `mine`; null if it does not wait
+    uint32_t mine;
     bool begun, done;
-    bool stepped_back;  // it could go on, and lets all others go first
+    bool stepped_back;  // it could go on, but lets all others run first
 };
 struct Warp {
-    unsigned long slot[32];
+    uint64_t slot[32];
     int arrived;
-    unsigned round;
+    uint32_t round;
 };
 inline constexpr int MOST_BLOCKS = 8, MOST_THREADS = 3072, STACK = 64 << 10, BLOCK_MEMORY = 227 << 10;
 inline Thread threads[MOST_THREADS];  // block after block of the cluster
@@ -160,33 +157,34 @@ alignas(64) inline char stacks[MOST_THREADS][STACK];
 inline jmp_buf scheduler;
 inline int thread_count, block_count, current, block_arrived[MOST_BLOCKS], cluster_arrived;
 inline int threads_begun[MOST_BLOCKS], threads_done[MOST_BLOCKS];
-inline unsigned block_round[MOST_BLOCKS], cluster_round;
-inline bool early;  // whether what is asynchronous happens at once instead, as early as it may
+inline uint32_t block_round[MOST_BLOCKS], cluster_round;
+inline bool early;  // whether asynchronous operations happen at once, as early as they may
 
-inline unsigned cluster_rank() { return current / thread_count; }
+inline uint32_t cluster_rank() { return current / thread_count; }
 
-// Shared memory of the size that a launch asks for.
+// Dynamic shared memory.
 alignas(1024) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
 inline char* block_memory() { return memories[cluster_rank()]; }
 
 inline void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
 }
-// Whoever was waited for lets all others go on first, where threads are `polite`: what it gave away too early, they take.
+// If threads are `polite`, a thread that others waited for lets all of them run first: they take what it released too
+// early.
 inline bool polite;
 inline void step_back() {
     if (!polite) return;
     threads[current].stepped_back = true;
     wait_for_others();
 }
-// Until `round` is no longer what it is.
-inline void wait_for_change(const unsigned& round) {
+// Waits until `round` changes.
+inline void wait_for_change(const uint32_t& round) {
     Thread& thread = threads[current];
     thread.round = &round, thread.mine = round;
     wait_for_others();
 }
 
-// What no launch can go on after: it ends there, with this as its fault.
+// Ends the launch with a fault after which it cannot go on.
 inline bool broken;
 template <typename... Values>
 void break_off(const char* why, Values... values) {
@@ -195,15 +193,15 @@ void break_off(const char* why, Values... values) {
     wait_for_others();
 }
 
-// Whether this one is the last of `count`, with whom the round ends.
-inline bool arrive(int& arrived, unsigned& round, int count) {
+// Whether this arrival is the last of `count`, which ends the round.
+inline bool arrive(int& arrived, uint32_t& round, int count) {
     if (++arrived < count) return false;
     arrived = 0;
     ++round;
     return true;
 }
-inline void meet(int& arrived, unsigned& round, int count) {
-    const unsigned mine = round;
+inline void meet(int& arrived, uint32_t& round, int count) {
+    const uint32_t mine = round;
     if (arrive(arrived, round, count)) return;
     while (round == mine) wait_for_change(round);
 }
@@ -212,11 +210,13 @@ inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count *
 inline void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 
-// That a block of the cluster may be spoken to: its shared memory exists.
-inline void reach_block(unsigned rank) {
-    if (rank >= static_cast<unsigned>(block_count)) break_off("block %u is none of the cluster's", rank);
-    if (threads_begun[rank] == 0) break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
-    if (threads_done[rank] == thread_count) break_off("block %u of the cluster, whose shared memory is accessed, may have ended", rank);
+// Checks that a block of the cluster runs, so that its shared memory exists.
+inline void reach_block(uint32_t rank) {
+    if (rank >= uint32_t(block_count)) break_off("block %u is none of the cluster's", rank);
+    if (threads_begun[rank] == 0)
+        break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
+    if (threads_done[rank] == thread_count)
+        break_off("block %u of the cluster, whose shared memory is accessed, may have ended", rank);
 }
 
 template <typename T>
@@ -230,52 +230,55 @@ T exchanged(T value, int from) {
     return received;
 }
 template <typename T>
-T __shfl_xor_sync(unsigned, T value, int mask) {
+T __shfl_xor_sync(uint32_t, T value, int mask) {
     return exchanged(value, (current % 32) ^ mask);
 }
 template <typename T>
-T __shfl_sync(unsigned, T value, int lane) {
+T __shfl_sync(uint32_t, T value, int lane) {
     return exchanged(value, lane % 32);
 }
-inline unsigned __ballot_sync(unsigned, bool value) {
-    unsigned votes = 0;
-    for (int lane = 0; lane < 32; ++lane) votes |= static_cast<unsigned>(__shfl_sync(~0u, value, lane)) << lane;
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+    uint32_t votes = 0;
+    for (int lane = 0; lane < 32; ++lane) votes |= uint32_t(__shfl_sync(~0u, value, lane)) << lane;
     return votes;
 }
-inline bool __all_sync(unsigned, bool value) { return __ballot_sync(~0u, value) == ~0u; }
-inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
-inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+inline bool __all_sync(uint32_t, bool value) { return __ballot_sync(~0u, value) == ~0u; }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
     return value;
 }
 
-// ---- the launch before, of one that overlaps --------------------------------------------------------------------------
+// ---- the launch before, of a launch that overlaps it ----------------------------------------------------------------
 
-// It ends only when no thread comes further without that, but for every third cluster, before which it has ended. Until then
-// all that it may write, or read, holds poison: `hidden` are the spans of memory that are not promised to be constant.
+// The launch before ends only when no thread can go on without its end, or, for every third cluster, before the cluster
+// begins. Until then all memory that it may write or read holds poison: `hidden` are the spans of memory that are not
+// declared constant.
 inline const Span* hidden;
 inline int hidden_count;
-inline char* kept_back;  // what they hold
-inline unsigned launches_ended;
-inline bool overlaps, waited;  // whether the launch may begin before that, and a thread of the cluster has waited for it
-inline bool must_settle;  // the launch after this one begins only when the launch before it has ended
+inline char* kept_back;  // the contents of the hidden memory
+inline uint32_t launches_ended;
+inline bool overlaps;  // whether the launch may start before the launch before has ended
+inline bool waited;  // whether a thread of the cluster has waited for that end
+inline bool must_settle;  // the next launch starts only when the launch before this one has ended
 
 inline bool is_hidden(const void* address) {
-    const auto at = reinterpret_cast<unsigned long>(address);
+    const auto at = reinterpret_cast<uint64_t>(address);
     for (int i = 0; i < hidden_count && launches_ended == 0; ++i)
         if (at >= hidden[i].start && at < hidden[i].end) return true;
     return false;
 }
-// An asynchronous copy may read its source at any time from here on.
+// An asynchronous copy may read its source from here on.
 inline void read_ahead(const void* address) {
-    if (is_hidden(address)) break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
+    if (is_hidden(address))
+        break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
 }
 inline void hide(bool has_ended) {
     launches_ended = has_ended || hidden_count == 0;
     waited = false;
     char* to = kept_back;
     for (int i = 0; i < hidden_count && !launches_ended; ++i) {
-        const unsigned long bytes = hidden[i].end - hidden[i].start;
+        const uint64_t bytes = hidden[i].end - hidden[i].start;
         memcpy(to, reinterpret_cast<void*>(hidden[i].start), bytes);
         memset(reinterpret_cast<void*>(hidden[i].start), 0xff, bytes);
         to += bytes;
@@ -287,8 +290,8 @@ inline void reveal() {
     const char* from = kept_back;
     for (int i = 0; i < hidden_count; ++i) {
         auto* const start = reinterpret_cast<char*>(hidden[i].start);
-        const unsigned long bytes = hidden[i].end - hidden[i].start;
-        // All are 0xff where the first is, and each is what the one before it is.
+        const uint64_t bytes = hidden[i].end - hidden[i].start;
+        // All bytes are 0xff if the first is, and each byte equals the one before.
         if (start[0] != static_cast<char>(0xff) || memcmp(start, start + 1, bytes - 1) != 0)
             FAULT("something was written, of the %lu bytes from %p on, without wait_for_launches", bytes, start);
         memcpy(start, from, bytes);
@@ -300,20 +303,21 @@ inline void wait_for_launches() {
     while (launches_ended == 0) wait_for_change(launches_ended);
 }
 inline void let_next_begin() {
-    if (must_settle && launches_ended == 0) break_off("a late launch has the next begin before the one before has ended");
+    if (must_settle && launches_ended == 0)
+        break_off("a late launch has the next begin before the one before has ended");
 }
 
-// ---- launches ------------------------------------------------------------------------------------------------------
+// ---- launches -------------------------------------------------------------------------------------------------------
 
 inline void (*kernel)(void*);
 inline void* parameters;
 
-// Static `__shared__` of the kernel, of which each block has its own: that of block `present` is in place.
+// Static `__shared__` memory of the kernel. Each block has its own; that of block `present` is in place.
 extern char __start_shared_static[] __attribute__((weak, visibility("hidden")));
 extern char __stop_shared_static[] __attribute__((weak, visibility("hidden")));
 inline char* static_memories[MOST_BLOCKS];
 inline int present;
-inline long static_bytes() { return __stop_shared_static - __start_shared_static; }
+inline int64_t static_bytes() { return __stop_shared_static - __start_shared_static; }
 inline void have_present(int block) {
     if (block == present) return;
     memcpy(static_memories[present], __start_shared_static, static_bytes());
@@ -321,7 +325,7 @@ inline void have_present(int block) {
     present = block;
 }
 
-// What other headers have done where a cluster begins, a thread ends and a cluster ends.
+// Actions of the other headers when a cluster begins, a thread ends, and a cluster ends.
 struct Hooks {
     void (*begin_cluster)();
     void (*end_thread)();
@@ -340,7 +344,7 @@ inline void run_thread() {
     wait_for_others();
 }
 
-// Comes back when the current thread waits or is done.
+// Returns when the current thread waits or is done.
 [[gnu::noinline]] inline void resume() {
     Thread& thread = threads[current];
     if (_setjmp(scheduler) != 0) return;
@@ -355,13 +359,13 @@ inline void run_thread() {
     setcontext(&context);
 }
 
-// In which order warps, and the lanes of each, run: as they are numbered, backwards, or, of a seed that is not 0, at random.
+// The order in which warps and their lanes run: by number, backwards, or, for a seed other than 0, random.
 struct Order {
     bool backwards;
-    unsigned seed;
+    uint32_t seed;
     int warp[MOST_THREADS / 32];
 
-    unsigned draw(unsigned below) {
+    uint32_t draw(uint32_t below) {
         seed = seed * 1664525 + 1013904223;
         return (seed >> 8) % below;
     }
@@ -387,7 +391,7 @@ inline bool is_ready(const Thread& thread) {
     return !thread.done && !thread.stepped_back && (thread.round == nullptr || *thread.round != thread.mine);
 }
 
-// Runs a warp as far as it comes, and returns whether it came further.
+// Runs a warp as far as it can, and returns whether it advanced.
 inline bool run_warp(int warp, bool backwards, Index first) {
     bool ran = false;
     for (bool more = true; more && !broken;) {
@@ -396,7 +400,7 @@ inline bool run_warp(int warp, bool backwards, Index first) {
             const int thread = warp * 32 + (backwards ? 31 - i : i);
             if (!is_ready(threads[thread])) continue;
             current = thread;
-            threadIdx = {static_cast<unsigned>(thread % thread_count), 0, 0};
+            threadIdx = {uint32_t(thread % thread_count), 0, 0};
             blockIdx = {first.x + thread / thread_count, first.y, first.z};
             have_present(thread / thread_count);
             resume();
@@ -405,7 +409,7 @@ inline bool run_warp(int warp, bool backwards, Index first) {
     }
     return ran;
 }
-// The first warp in the order that comes further goes on, so that the others are left behind as far as they can be.
+// The first warp in the order that can advance runs on, so that the others fall behind as far as possible.
 inline void run_cluster(Order& order, int warp_count, Index first) {
     order.next(warp_count);
     for (bool left = true; left && !broken;) {
@@ -427,9 +431,10 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
 }
 #pragma GCC pop_options
 
-// What is right in every order has the barriers that it needs: clusters take turns in them, and for every fourth what is
-// asynchronous happens early. Returns the first fault, or an empty text.
-inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards, unsigned seed) {
+// Runs a launch. A kernel that is right in every order has the barriers that it needs: clusters alternate between
+// orders, and for every fourth cluster asynchronous operations happen early. Returns the first fault, or an empty text.
+inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards,
+                          uint32_t seed) {
     kernel = run;
     parameters = with;
     gridDim = grid;
@@ -439,18 +444,19 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
     broken = false;
     const int all = count * cluster;
     if (cluster > MOST_BLOCKS || all > MOST_THREADS) {
-        snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for", cluster, count);
+        snprintf(fault, sizeof(fault), "%d blocks of %d threads are a larger cluster than the emulator has room for",
+                 cluster, count);
         return fault;
     }
-    unsigned long bytes = 0;
+    uint64_t bytes = 0;
     for (int i = 0; i < hidden_count; ++i) bytes += hidden[i].end - hidden[i].start;
     kept_back = static_cast<char*>(malloc(bytes));
     for (int i = 0; i < cluster; ++i) static_memories[i] = static_cast<char*>(malloc(static_bytes()));
     Order order{backwards, seed};
-    unsigned index = 0;
-    for (unsigned z = 0; z < grid.z; ++z)
-        for (unsigned y = 0; y < grid.y; ++y)
-            for (unsigned x = 0; x < grid.x && !broken; x += cluster, ++index) {
+    uint32_t index = 0;
+    for (uint32_t z = 0; z < grid.z; ++z)
+        for (uint32_t y = 0; y < grid.y; ++y)
+            for (uint32_t x = 0; x < grid.x && !broken; x += cluster, ++index) {
                 memset(memories, 0xff, sizeof(memories[0]) * cluster);
                 if (static_bytes() > 0) memset(__start_shared_static, 0xff, static_bytes());
                 for (int i = 0; i < cluster; ++i) memset(static_memories[i], 0xff, static_bytes());
@@ -460,7 +466,8 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 memset(threads_done, 0, sizeof(threads_done));
                 cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
-                for (int t = 0; t < all; ++t) threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
+                for (int t = 0; t < all; ++t)
+                    threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
                 for (int i = 0; i < hook_count; ++i) hooks[i].begin_cluster();
                 if (seed == 0) order.backwards = backwards != (index % 2 == 1);
                 polite = order.backwards;
@@ -468,7 +475,7 @@ inline const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 hide(index % 3 == 1);
                 run_cluster(order, all / 32, {x, y, z});
                 reveal();
-                // What follows it takes the launch before for ended, too.
+                // The launch after this one also takes the launch before for ended.
                 if (overlaps && !waited) FAULT("a launch that overlaps ends without wait_for_launches");
                 for (int i = 0; i < hook_count && !broken; ++i) hooks[i].end_cluster();
             }

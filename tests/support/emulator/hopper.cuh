@@ -1,30 +1,28 @@
-// The mbarriers, copies and barriers of ops/cuda/include/hopper.cuh for the CPU.
+// The CPU's version of ops/cuda/include/hopper.cuh: mbarriers, TMA, other copies, and barriers.
 #pragma once
-#include <stdint.h>
-
 #include "cuda.h"
+#include "types.cuh"
 
-#define INLINE inline
 #define __grid_constant__
 
-// As cuda_emulator.py writes it; sizes in elements, strides in bytes.
+// A tensor map as cuda_emulator.py writes it: sizes in elements, strides in bytes.
 struct TensorMap {
     uint64_t start, element, swizzle, size[3], box[3], stride[3], unused[4];
 };
 
-// An address of shared memory is its distance from that of the cluster's first block.
+// An address of shared memory is its distance from the shared memory of the cluster's first block.
 inline uint32_t shared_address(const void* pointer) {
-    return static_cast<uint32_t>(static_cast<const char*>(pointer) - memories[0]);
+    return uint32_t(static_cast<const char*>(pointer) - memories[0]);
 }
 inline uint32_t address_in(uint32_t rank, uint32_t address) {
     if (rank != cluster_rank()) reach_block(rank);
-    return address + (static_cast<int>(rank) - static_cast<int>(cluster_rank())) * BLOCK_MEMORY;
+    return address + (int(rank) - int(cluster_rank())) * BLOCK_MEMORY;
 }
 
-// ---- the two proxies: threads, and the copy engine with the tensor cores ----------------------------------------------
+// ---- the two proxies: threads, and the async proxy of TMA and the tensor cores --------------------------------------
 
-// Of each KiB of shared memory, how often the emulator has seen it written.
-inline unsigned writings[MOST_BLOCKS * BLOCK_MEMORY / 1024];
+// How often the emulator has seen each KiB of shared memory written.
+inline uint32_t writings[MOST_BLOCKS * BLOCK_MEMORY / 1024];
 inline void written(uint32_t address, int bytes) {
     for (uint32_t i = address / 1024; i <= (address + bytes - 1) / 1024; ++i) ++writings[i];
 }
@@ -33,7 +31,8 @@ inline void poison(uint32_t address, int bytes) {
     written(address, bytes);
 }
 
-// Of 16 bytes each the thread, counted from 1, that has written there and made no fence since; of a KiB how many there are.
+// For each 16 bytes, the thread, counted from 1, that wrote there and has executed no fence since; for each KiB, how
+// many such pieces it has.
 inline uint16_t unfenced[MOST_BLOCKS * BLOCK_MEMORY / 16], unfenced_count[MOST_BLOCKS * BLOCK_MEMORY / 1024];
 inline List<uint32_t> unfenced_of[MOST_THREADS];
 inline void written_by_thread(uint32_t address, int bytes) {
@@ -45,25 +44,27 @@ inline void written_by_thread(uint32_t address, int bytes) {
         unfenced_of[current].add(i);
     }
 }
-inline int fences[MOST_THREADS];  // the round of the block's barrier in which a thread made its last
+inline int fences[MOST_THREADS];  // the round of the block's barrier in which a thread executed its last fence
 inline void fence_async() {
     for (const uint32_t i : unfenced_of[current])
         if (unfenced[i] == current + 1) unfenced[i] = 0, --unfenced_count[i / 64];
     unfenced_of[current].count = 0;
-    fences[current] = static_cast<int>(block_round[cluster_rank()]);
+    fences[current] = int(block_round[cluster_rank()]);
 }
-// `bytes` from a multiple of 16 on are read by the copy engine or a tensor core.
+// The async proxy reads `bytes` from a multiple of 16 on.
 inline void read_by_engine(const char* who, uint32_t address, int bytes) {
     for (uint32_t k = address / 1024; k <= (address + bytes - 1) / 1024; ++k) {
         if (unfenced_count[k] == 0) continue;
         for (uint32_t i = max(k * 64, address / 16); i < min(k * 64 + 64, (address + bytes) / 16); ++i)
-            if (unfenced[i]) break_off("%s reads what thread %d wrote without fence_async", who, (unfenced[i] - 1) % thread_count);
+            if (unfenced[i])
+                break_off("%s reads what thread %d wrote without fence_async", who, (unfenced[i] - 1) % thread_count);
     }
 }
 
-// ---- mbarriers --------------------------------------------------------------------------------------------------------
+// ---- mbarriers ------------------------------------------------------------------------------------------------------
 
-// What is under way lands at the wait for its barrier, one after the other until the phase ends; its place holds poison.
+// Data in flight lands at the wait for its mbarrier, one landing after the other until the phase ends; until then its
+// place holds poison.
 struct BulkCopy {
     uint32_t at_shared;
     TensorMap map;
@@ -74,11 +75,11 @@ struct Word {
 };
 constexpr int MOST_WORDS = 16;
 struct Landing {
-    enum { of_box, of_value, of_words } kind;  // kernels have macros in capitals
-    int next;  // of the same barrier, or free
+    enum { of_box, of_value, of_words } kind;  // in lower case, since macros of kernels are in capitals
+    int next;  // the next landing of the same mbarrier, or the next free place
     BulkCopy box;
     Word words[MOST_WORDS];
-    int count;  // of the words
+    int count;  // number of words
     uint32_t to;
     char value[16];
     int bytes;
@@ -89,11 +90,11 @@ inline int free_landing = -1, used_landings, under_way;
 
 struct Barrier {
     int arrivals, left, bytes;
-    unsigned phase, changes;
-    int first, last;  // of the landings
+    uint32_t phase, changes;
+    int first, last;  // landings in flight
     bool fenced;
 };
-// Barriers themselves are kept apart; where they lie in shared memory stands that there is one.
+// mbarriers are kept here; their place in shared memory holds a mark.
 inline Barrier barriers[MOST_BLOCKS * BLOCK_MEMORY / 8];
 inline constexpr uint64_t IS_BARRIER = 0x7265697272616220;
 inline List<uint32_t> made_barriers[MOST_THREADS];
@@ -120,7 +121,7 @@ inline void barrier_init_fence() {
     for (const uint32_t barrier : made_barriers[current]) barrier_at(barrier).fenced = true;
     made_barriers[current].count = 0;
 }
-// A barrier that another block or the copy engine arrives at.
+// An mbarrier at which another block or TMA arrives.
 inline Barrier& barrier_of_others(uint32_t address) {
     Barrier& barrier = barrier_at(address);
     if (!barrier.fenced) break_off("a barrier is used from outside of its block without barrier_init_fence");
@@ -138,7 +139,7 @@ inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     arrive_at(barrier_of_others(address_in(rank, barrier)));
     step_back();
 }
-// The machine code does not branch between these loads and the arrival: a warp's lanes go on together.
+// The machine code does not branch between these loads and the arrival, so a warp's lanes go on together.
 inline uint32_t once_loaded(uint32_t barrier, uint32_t, int) {
     meet_warp();
     return barrier;
@@ -150,24 +151,25 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-// Bytes of the box from or to the tensor, 16 at a time; what lies outside of it is zeros, and is not stored.
+// Moves the box between the tensor and shared memory, 16 bytes at a time. Outside of the tensor are zeros, which are
+// not stored.
 inline int move(const BulkCopy& copy, bool to_shared) {
     const TensorMap& map = copy.map;
-    const long bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
+    const int64_t bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
     if (row_bytes % 16 != 0) break_off("a bulk copy moves rows of %ld bytes", row_bytes);
-    for (long z = 0; z < static_cast<long>(map.box[2]); ++z)
-        for (long y = 0; y < static_cast<long>(map.box[1]); ++y) {
-            const long in_y = copy.at[1] + y, in_z = copy.at[2] + z;
-            const bool row_inside = in_y >= 0 && in_y < static_cast<long>(map.size[1]) && in_z >= 0 &&
-                                    in_z < static_cast<long>(map.size[2]);
-            for (long x = 0; x < static_cast<long>(map.box[0]); x += of_piece) {
-                const long in_x = copy.at[0] + x, first = in_x < 0 ? -in_x : 0;
-                const long stop = static_cast<long>(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
+    for (int64_t z = 0; z < int64_t(map.box[2]); ++z)
+        for (int64_t y = 0; y < int64_t(map.box[1]); ++y) {
+            const int64_t in_y = copy.at[1] + y, in_z = copy.at[2] + z;
+            const bool row_inside =
+                in_y >= 0 && in_y < int64_t(map.size[1]) && in_z >= 0 && in_z < int64_t(map.size[2]);
+            for (int64_t x = 0; x < int64_t(map.box[0]); x += of_piece) {
+                const int64_t in_x = copy.at[0] + x, first = in_x < 0 ? -in_x : 0;
+                const int64_t stop = int64_t(map.size[0]) - in_x < of_piece ? map.size[0] - in_x : of_piece;
                 uint32_t shared = copy.at_shared + (z * map.box[1] + y) * row_bytes + x * bytes;
                 if (map.swizzle == 128) shared ^= shared >> 3 & 0x70;
                 if (to_shared) memset(memories[0] + shared, 0, 16);
                 if (!row_inside || first >= stop) continue;
-                const long count = (stop - first) * bytes;
+                const int64_t count = (stop - first) * bytes;
                 auto* const there = reinterpret_cast<char*>(map.start) + (in_x + first) * bytes + in_y * map.stride[1] +
                                     in_z * map.stride[2];
                 if (!allowed("copy", there, bytes, count)) continue;
@@ -220,7 +222,7 @@ inline void barrier_wait(uint32_t address, uint32_t parity) {
     }
 }
 
-// ---- copies -----------------------------------------------------------------------------------------------------------
+// ---- copies ---------------------------------------------------------------------------------------------------------
 
 inline void prefetch_map(const TensorMap&) {}
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
@@ -231,7 +233,8 @@ inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x,
 inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
     tma_load(to, map, barrier, x, y, z);
 }
-inline void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint16_t blocks) {
+inline void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z,
+                               uint16_t blocks) {
     for (uint32_t rank = 0; rank < 16; ++rank)
         if (blocks >> rank & 1) tma_load(address_in(rank, to), map, address_in(rank, barrier), x, y, z);
 }
@@ -239,15 +242,15 @@ inline void tma_prefetch(const TensorMap&, int, int, int) {}
 inline uint64_t first_out_policy() { return 0; }
 inline uint64_t last_out_policy() { return 0; }
 
-// A thread's bulk stores read shared memory when it waits for that, as late as they may, or, where `early`, at once; so
-// that what lies there must not change in between. They are waited for by groups.
+// A thread's bulk stores read shared memory when the thread waits for them, as late as they may, or at once if `early`.
+// The memory that they read must not change in between. Groups of stores are waited for together.
 struct BulkStore {
     BulkCopy copy;
     int group;
     char* seen;
 };
 inline List<BulkStore> bulk_stores[MOST_THREADS];
-inline int store_groups[MOST_THREADS];  // that a thread has begun
+inline int store_groups[MOST_THREADS];  // number of groups that a thread has begun
 inline void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
     const int bytes = bytes_of(map);
     if (is_hidden(reinterpret_cast<const void*>(map.start))) break_off("a bulk store without wait_for_launches");
@@ -270,7 +273,7 @@ void tma_store_wait_read() {
     });
 }
 
-// A thread's words are copied when those of its barrier are waited for.
+// A thread's words are copied when their mbarrier is waited for.
 inline Word words[MOST_THREADS][MOST_WORDS];
 inline int word_count[MOST_THREADS];
 inline void copy_word(uint32_t to, const void* from, bool valid) {
@@ -306,14 +309,14 @@ void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
     send(barrier_of_others(address_in(rank, barrier)), landing);
 }
 
-// Four matrices of 16 bits, of which each lane of the warp gives the address of a row.
+// Four matrices of 16-bit values; each lane of the warp gives the address of a row.
 template <bool TURNED>
 struct Matrices {
     uint32_t rows[32];
 
     explicit Matrices(uint32_t row) {
         exchanged(row, 0);
-        for (int from = 0; from < 32; ++from) rows[from] = static_cast<uint32_t>(warps[current / 32].slot[from]);
+        for (int from = 0; from < 32; ++from) rows[from] = uint32_t(warps[current / 32].slot[from]);
     }
     // The first or second value of a lane's word of matrix `i`.
     char* value(int i, int second) const {
@@ -362,7 +365,7 @@ void block_sync() {
 }
 
 inline int named_arrived[MOST_BLOCKS][16];
-inline unsigned named_round[MOST_BLOCKS][16];
+inline uint32_t named_round[MOST_BLOCKS][16];
 template <int COUNT>
 void named_arrive(int id) {
     arrive(named_arrived[cluster_rank()][id], named_round[cluster_rank()][id], COUNT);
@@ -377,8 +380,8 @@ void sync_first() {
 }
 inline void warpgroup_sync(int id) { named_sync<128>(id); }
 
-// A barrier of a cluster in two halves, which each thread takes in turn: the round in which it has arrived.
-inline unsigned cluster_promised[MOST_THREADS];
+// The two halves of a cluster's barrier: the round in which each thread has arrived.
+inline uint32_t cluster_promised[MOST_THREADS];
 inline bool has_promised[MOST_THREADS];
 inline void cluster_arrive() {
     if (has_promised[current]) break_off("a thread arrives at the cluster's barrier, and had not waited before");
@@ -407,12 +410,13 @@ inline const bool watches_hopper = watch({
         free_landing = -1;
     },
     [] {
-        if (bulk_stores[current].count > 0) break_off("a thread ends while its bulk stores may still read shared memory");
+        if (bulk_stores[current].count > 0)
+            break_off("a thread ends while its bulk stores may still read shared memory");
     },
     [] {
         if (under_way > 0) FAULT("a cluster ends while copies to its shared memory are under way");
     },
 });
 
-// As of Hopper in what is added to it: 2 for 32 bytes along the rows.
+// As on Hopper, adding 2 to the descriptor moves 32 bytes along the rows.
 inline uint64_t matrix_descriptor(uint32_t address) { return address >> 4; }

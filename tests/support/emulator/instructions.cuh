@@ -1,4 +1,4 @@
-// The functions of ops/cuda/include/instructions.cuh for the CPU.
+// The CPU's version of ops/cuda/include/instructions.cuh.
 #pragma once
 #include "cuda.h"
 
@@ -21,32 +21,32 @@ void store8(void* address, uint2 v) {
     if (may_store(address, 8)) memcpy(address, &v, 8);
 }
 
-// Rounded to nearest even, saturated.
+// Converts to FP8, rounded to nearest even, saturated.
 template <Fp8 TYPE>
-unsigned to_fp8(float value) {
+uint32_t to_fp8(float value) {
     constexpr int MANTISSA = TYPE == Fp8::E4M3 ? 3 : 2, OFFSET = TYPE == Fp8::E4M3 ? 7 : 15;
     constexpr double LARGEST = TYPE == Fp8::E4M3 ? 448 : 57344;
-    const unsigned sign = __float_as_uint(value) >> 31 << 7;
+    const uint32_t sign = __float_as_uint(value) >> 31 << 7;
     if (value != value) return sign | 0x7f;
     const double magnitude = __builtin_fmin(__builtin_fabs(value), LARGEST);
     if (magnitude == 0) return sign;
     int exponent;
     __builtin_frexp(magnitude, &exponent);
-    exponent = max(exponent - 1, 1 - OFFSET);  // subnormals share the least normal exponent
-    const auto steps = static_cast<unsigned>(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
-    return sign | (steps + (static_cast<unsigned>(exponent + OFFSET - 1) << MANTISSA));
+    exponent = max(exponent - 1, 1 - OFFSET);  // subnormals have the least normal exponent
+    const auto steps = uint32_t(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
+    return sign | (steps + (uint32_t(exponent + OFFSET - 1) << MANTISSA));
 }
 template <Fp8 TYPE>
-unsigned pack(float a, float b, float c, float d) {
+uint32_t pack(float a, float b, float c, float d) {
     return to_fp8<TYPE>(a) | to_fp8<TYPE>(b) << 8 | to_fp8<TYPE>(c) << 16 | to_fp8<TYPE>(d) << 24;
 }
 #define DYNAMIC_SHARED(TYPE, NAME) TYPE& NAME = *reinterpret_cast<TYPE*>(block_memory())
-inline float half_to_float(unsigned short half) { return static_cast<float>(bits_of<_Float16>(half)); }
-// As far off as the hardware may be: the other one of the two floats that 1 / x lies between, the farther one.
+inline float half_to_float(uint16_t half) { return float(bits_of<_Float16>(half)); }
+// As inexact as the hardware may be: of the two floats that 1 / x lies between, the one that is farther from it.
 inline float reciprocal(float x) {
     const float nearest = 1.0f / x, rest = __builtin_fmaf(-x, nearest, 1.0f);
     if (__builtin_fabsf(nearest) < __FLT_MIN__) return 0.0f;
     if (!__builtin_isfinite(nearest) || rest == 0.0f) return nearest;
     return __uint_as_float(__float_as_uint(nearest) + (rest > 0.0f ? 1 : -1));
 }
-inline void forget(unsigned&) {}
+inline void forget(uint32_t&) {}

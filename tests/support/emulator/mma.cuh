@@ -1,4 +1,4 @@
-// The functions of ops/cuda/include/mma.cuh for the CPU.
+// The CPU's version of ops/cuda/include/mma.cuh.
 #pragma once
 #include "convert.cuh"
 #include "overlap.cuh"
@@ -14,11 +14,12 @@ inline uint4 load_written(const void* address, bool inside) {
 
 inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
 
-// A thread's copies are made when it waits for those that `end_copies` has ended before, as late as they may be.
+// A thread's copies are made when it waits for them, as late as they may be; `end_copies` marks those that a wait is
+// for.
 struct Copy {
     char* to;
     const char* from;
-    int bytes;  // the rest of 16 is zeros
+    int bytes;  // the rest of 16 becomes zeros
     bool ended;
 };
 inline List<Copy> copies[MOST_THREADS];
@@ -48,11 +49,11 @@ inline void wait_for_copies() {
 
 inline void store_to_block(float2* to, uint32_t rank, float2 value) {
     if (rank != cluster_rank()) reach_block(rank);
-    const long blocks = static_cast<long>(rank) - cluster_rank();
+    const int64_t blocks = int64_t(rank) - cluster_rank();
     *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
 }
-inline void prefetch(const void* address, unsigned bytes) {
-    for (unsigned i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
+inline void prefetch(const void* address, uint32_t bytes) {
+    for (uint32_t i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
 }
 inline void prefetch_line(const void* address) { may_load(address, 1); }
 
@@ -81,14 +82,15 @@ constexpr bool IS_BF16<Bf16> = true;
 
 template <typename T>
 float of_pair(uint32_t pair, int upper) {
-    return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)});
+    return float(T{uint16_t(pair >> 16 * upper)});
 }
 template <Fp8 TYPE>
 void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
     widen<Fp16, TYPE>(bytes, low, high);
 }
 inline uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
-    return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0), of_pair<Fp16>(high, 1));
+    return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0),
+                           of_pair<Fp16>(high, 1));
 }
 inline uint32_t difference_times_32(uint32_t a, uint32_t b) {
     auto of = [&](int i) { return (of_pair<Fp16>(a, i) - of_pair<Fp16>(b, i)) * 32.0f; };
@@ -99,7 +101,7 @@ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
     return pack<T>(of_pair<T>(a, 0) * of_pair<T>(b, 0), of_pair<T>(a, 1) * of_pair<T>(b, 1));
 }
 
-// The fragments of a warp's lanes, where all of them can read.
+// The fragments of a warp's lanes, readable by all of them.
 struct Fragments {
     uint32_t a[4], b[2];
 };
@@ -111,28 +113,28 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     meet_warp();
     const Fragments* warp = fragments + current / 32 * 32;
     const int lane = current % 32;
-    auto half = [](uint32_t pair, int upper) { return static_cast<float>(T{static_cast<uint16_t>(pair >> 16 * upper)}); };
+    auto half = [](uint32_t pair, int upper) { return float(T{uint16_t(pair >> 16 * upper)}); };
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         double sum = d[i];
         for (int k = 0; k < 16; ++k) {
             const int pair = k % 8 / 2;
-            sum += static_cast<double>(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
+            sum += double(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
                    half(warp[column * 4 + pair].b[k / 8], k % 2);
         }
-        d[i] = static_cast<float>(sum);
+        d[i] = float(sum);
     }
     meet_warp();
 }
 
-// ---- wgmma: products in flight, of which nothing is to be seen nor to be changed until they are waited for ------------
+// ---- wgmma: until a product is waited for, its result is not visible, and its operands must not change --------------
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 inline constexpr int MOST_SUMS = 128, MOST_IN_FLIGHT = 8;
 inline constexpr uint32_t POISON = 0x7fc0dead;
 
-// Accumulators of a thread, which lie at `at` and hold POISON there.
+// Accumulators of a thread, at address `at`, where POISON stands while products are in flight.
 struct Sums {
     float* at;
     int count, group;
@@ -143,14 +145,14 @@ struct LeftRegisters {
     uint32_t values[4];
     int group;
 };
-// Part of an operand in shared memory, and how often that had been written.
+// Part of an operand in shared memory, and how often it had been written when the product started.
 struct Operand {
-    uint32_t first, stop;  // KiB
-    unsigned writings;
+    uint32_t first, stop;  // in KiB
+    uint32_t writings;
     int group;
 };
 struct InFlight {
-    int group, count;  // groups that were committed; of the sums
+    int group, count;  // committed groups; accumulators in flight
     bool fenced;
     Sums sums[MOST_IN_FLIGHT];
     List<LeftRegisters> registers;
@@ -158,30 +160,31 @@ struct InFlight {
 };
 inline InFlight in_flight[MOST_THREADS];
 
-inline unsigned writings_of(uint32_t first, uint32_t stop) {
-    unsigned sum = 0;
+inline uint32_t writings_of(uint32_t first, uint32_t stop) {
+    uint32_t sum = 0;
     for (uint32_t i = first; i < stop; ++i) sum += writings[i];
     return sum;
 }
-// `rows` rows of 128 bytes.
+// Notes that a product reads `rows` rows of 128 bytes.
 inline void take_operand(uint64_t descriptor, int rows) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, first = address / 1024, stop = first + (rows + 7) / 8;
+    const uint32_t address = uint32_t(descriptor) * 16, first = address / 1024, stop = first + (rows + 7) / 8;
     read_by_engine("wgmma", first * 1024, rows * 128);
-    if (current % 32 == 0)  // once for a warp
+    if (current % 32 == 0)  // once a warp
         in_flight[current].operands.add({first, stop, writings_of(first, stop), in_flight[current].group});
 }
 inline void take_registers_of_left(const uint32_t (&a)[4]) {
     in_flight[current].registers.add({a, {a[0], a[1], a[2], a[3]}, in_flight[current].group});
 }
 
-// The sums that a product adds to: what is in flight, or what lies there.
+// The accumulators that a product adds to: those in flight, or those at `d`.
 inline float* begin_product(float* d, int count) {
     InFlight& mine = in_flight[current];
     if (!mine.fenced) break_off("wgmma without wgmma_fence before its group");
     int i = 0;
     while (i < mine.count && mine.sums[i].at != d) ++i;
     if (i == mine.count) {
-        if (i == MOST_IN_FLIGHT || count > MOST_SUMS) break_off("more products in flight than the emulator has room for");
+        if (i == MOST_IN_FLIGHT || count > MOST_SUMS)
+            break_off("more products in flight than the emulator has room for");
         ++mine.count;
         mine.sums[i].at = d, mine.sums[i].count = count;
         memcpy(mine.sums[i].values, d, count * sizeof(float));
@@ -249,20 +252,20 @@ inline const bool watches_mma = watch({
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-// Of operands that bulk copies have put into shared memory, swizzled, in rows of 128 bytes.
+// A byte of an operand in rows of 128 bytes, swizzled by TMA.
 inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
-    const uint32_t address = static_cast<uint32_t>(descriptor) * 16, within = address % 128 + byte;
+    const uint32_t address = uint32_t(descriptor) * 16, within = address % 128 + byte;
     return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
 }
 
-// The fragments of the warp's lanes, once all of them have come; the warps of a warpgroup do not wait for each other.
+// The fragments of the warp's lanes, when all lanes have arrived; the warps of a warpgroup do not wait for each other.
 inline const Fragments* shown(const uint32_t (&a)[4]) {
     fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
     take_registers_of_left(a);
     meet_warp();
     return fragments + current / 32 * 32;
 }
-// Of a warp's 16 rows and all columns those elements that a thread has; `product` of row, column and k.
+// Computes a thread's elements of a warp's 16 rows and all columns; `product` gives the products at row, column and k.
 template <int OF_K, int COUNT, typename Product>
 void multiply(float (&accumulators)[COUNT], int onto, Product product) {
     const int lane = current % 32;
@@ -271,7 +274,7 @@ void multiply(float (&accumulators)[COUNT], int onto, Product product) {
         const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         double sum = onto ? d[i] : 0.0;
         for (int k = 0; k < OF_K; ++k) sum += product(row, column, k);
-        d[i] = static_cast<float>(sum);
+        d[i] = float(sum);
     }
 }
 
@@ -286,13 +289,13 @@ struct Values {
 template <Fp8 TYPE>
 inline const Values<TYPE> values;
 
-// Of matrices at a pointer, which all threads of the block wrote before they last met, or swizzled ones, whose addresses in
-// shared memory are small.
+// The right operand: matrices at a pointer, which all threads of the block wrote before their last barrier, or swizzled
+// ones, whose addresses in shared memory are small numbers.
 inline void take_right(uint64_t descriptor, int columns) {
     if (descriptor >> 32 == 0) return take_operand(descriptor, columns);
     const int block = cluster_rank();
     for (int i = 0; i < thread_count; ++i)
-        if (fences[block * thread_count + i] != static_cast<int>(block_round[block]) - 1)
+        if (fences[block * thread_count + i] != int(block_round[block]) - 1)
             break_off("wgmma reads what thread %d wrote without fence_async", i);
 }
 inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
@@ -306,7 +309,7 @@ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     take_right(b, 2 * COUNT);
     multiply<32>(d, onto, [&](int row, int column, int k) {
         const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-        return static_cast<double>(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
+        return double(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
     });
     meet_warp();
 }
@@ -317,8 +320,7 @@ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
     take_operand(a, 64);
     take_operand(b, 2 * COUNT);
     multiply<32>(d, onto, [&](int row, int column, int k) {
-        return static_cast<double>(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) *
-               values<A_FP8>.of[*swizzled(b, column, k)];
+        return double(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) * values<A_FP8>.of[*swizzled(b, column, k)];
     });
 }
 #endif
@@ -331,7 +333,7 @@ void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     multiply<16>(d, onto, [&](int row, int column, int k) {
         const uint32_t left = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
         const auto* right = reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k));
-        return static_cast<double>(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
+        return double(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
     });
     meet_warp();
 }

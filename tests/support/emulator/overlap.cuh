@@ -1,3 +1,3 @@
-// The functions of ops/cuda/include/overlap.cuh for the CPU, which the scheduler has.
+// The CPU's version of ops/cuda/include/overlap.cuh, whose functions the scheduler in cuda.h has.
 #pragma once
 #include "cuda.h"

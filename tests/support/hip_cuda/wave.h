@@ -1,26 +1,29 @@
-// In the place of ops/hip/wave.h, to run its portable part on an NVIDIA GPU: a wave is a warp, and buffers are checked
-// by the code.
+// Replaces ops/hip/wave.h to run its portable part on an NVIDIA GPU: a wave is a warp, and the code checks the bounds
+// of buffers.
 #pragma once
 
 #define INLINE __device__ __forceinline__
 #define KERNEL(THREADS) extern "C" __global__ __launch_bounds__(THREADS)
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
+using uint8_t = unsigned char;
+using uint16_t = unsigned short;
+using uint32_t = unsigned int;
+using int64_t = long long;
+
+enum class Element { NONE, BF16, FP16, FP32 };  // NONE, which 0 is too: there is no such tensor
 
 constexpr int WAVE = 32;
 
-typedef float2 Pair;
-typedef uint4 Words;
+using Pair = float2;
+using Words = uint4;
 
 struct Bf16 {
-    unsigned short bits;
+    uint16_t bits;
     INLINE explicit Bf16(float value) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value)); }
-    INLINE explicit operator float() const { return __uint_as_float(unsigned(bits) << 16); }
+    INLINE explicit operator float() const { return __uint_as_float(uint32_t(bits) << 16); }
 };
 struct Fp16 {
-    unsigned short bits;
+    uint16_t bits;
     INLINE explicit Fp16(float value) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value)); }
     INLINE explicit operator float() const {
         float value;
@@ -29,17 +32,17 @@ struct Fp16 {
     }
 };
 
-template <int KIND>
+template <Element KIND>
 struct TypeOf {
-    typedef float type;
+    using type = float;
 };
 template <>
-struct TypeOf<BF16> {
-    typedef Bf16 type;
+struct TypeOf<Element::BF16> {
+    using type = Bf16;
 };
 template <>
-struct TypeOf<FP16> {
-    typedef Fp16 type;
+struct TypeOf<Element::FP16> {
+    using type = Fp16;
 };
 
 INLINE int thread_index() { return threadIdx.x; }
@@ -48,22 +51,22 @@ INLINE void keep_order() {}
 INLINE int uniform(int value) { return value; }
 
 struct Buffer {
-    const unsigned char* from;
-    unsigned size;
+    const uint8_t* from;
+    uint32_t size;
 };
-constexpr unsigned OUTSIDE = 0x80000000;
+constexpr uint32_t OUTSIDE = 0x80000000;
 
-INLINE Buffer buffer_of(const unsigned char* from, int size) { return {from, unsigned(size)}; }
-INLINE Words load16(Buffer buffer, unsigned offset) {
+INLINE Buffer buffer_of(const uint8_t* from, int size) { return {from, uint32_t(size)}; }
+INLINE Words load16(Buffer buffer, uint32_t offset) {
     if (offset + 16 > buffer.size) return Words{0, 0, 0, 0};
     return __ldg(reinterpret_cast<const Words*>(buffer.from + offset));
 }
-INLINE unsigned load1(Buffer buffer, unsigned offset) { return offset < buffer.size ? __ldg(buffer.from + offset) : 0; }
+INLINE uint32_t load1(Buffer buffer, uint32_t offset) { return offset < buffer.size ? __ldg(buffer.from + offset) : 0; }
 
 template <bool UPPER>
-INLINE Pair widened(unsigned word) {
-    const unsigned short two = UPPER ? word >> 16 : word;
-    unsigned halves;
+INLINE Pair widened(uint32_t word) {
+    const uint16_t two = UPPER ? word >> 16 : word;
+    uint32_t halves;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
     Pair pair;
     asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high;}"

@@ -1,8 +1,8 @@
-// In the place of ops/hip/wave.h, to run kernels on CPU tensors: the lanes of a block are coroutines of one CPU thread,
-// and an operation of a wave happens once all of its lanes have come to it, on the values of all.
+// Replaces ops/hip/wave.h to run kernels on CPU tensors: the lanes of a block are coroutines of one CPU thread, and an
+// operation of a wave takes place when all of its lanes have reached it, on the values of all lanes.
 //
-// A fault, the first of which `emulate` returns, is: an operation that not all lanes of a wave come to, a value that is
-// not uniform, a barrier that a part of a wave does not come to, a load that is misaligned or within its buffer but
+// Faults, the first of which `emulate` returns, are: an operation that not all lanes of a wave reach, a value that is
+// not uniform, a barrier that only part of a wave reaches, a load that is misaligned, or that is within its buffer but
 // outside of all tensors.
 #pragma once
 #include <math.h>
@@ -14,12 +14,10 @@
 
 #define INLINE inline
 #define KERNEL(THREADS) extern "C"
-// Of a section of their own, so that what a block left there can be poisoned.
+// In a section of its own, so that what a block left there can be poisoned.
 #define __shared__ static __attribute__((section("lds")))
 
-#define BF16 1
-#define FP16 2
-#define FP32 3
+enum class Element { NONE, BF16, FP16, FP32 };  // NONE, which 0 is too: there is no such tensor
 
 #ifndef LANES
 #define LANES 64
@@ -39,7 +37,7 @@ struct Pair {
     float x, y;
 };
 struct alignas(16) Words {
-    unsigned x, y, z, w;
+    uint32_t x, y, z, w;
 };
 struct alignas(16) Sums {
     float x, y, z, w;
@@ -49,33 +47,33 @@ inline Sums operator+(Sums a, Sums b) { return {a.x + b.x, a.y + b.y, a.z + b.z,
 struct Bf16 {
     uint16_t bits;
     explicit Bf16(float value) {
-        const unsigned whole = bits_of<unsigned>(value);
+        const uint32_t whole = bits_of<uint32_t>(value);
         bits = value != value ? 0x7fff : (whole + 0x7fff + (whole >> 16 & 1)) >> 16;
     }
-    explicit operator float() const { return bits_of<float>(unsigned(bits) << 16); }
+    explicit operator float() const { return bits_of<float>(uint32_t(bits) << 16); }
 };
 
-template <int KIND>
+template <Element KIND>
 struct TypeOf {
-    typedef float type;
+    using type = float;
 };
 template <>
-struct TypeOf<BF16> {
-    typedef Bf16 type;
+struct TypeOf<Element::BF16> {
+    using type = Bf16;
 };
 template <>
-struct TypeOf<FP16> {
-    typedef _Float16 type;
+struct TypeOf<Element::FP16> {
+    using type = _Float16;
 };
 
 // ---- lanes: each runs until it waits for others ---------------------------------------------------------------------
 
-typedef void (*Operation)(void* (&of_lanes)[WAVE]);
+using Operation = void (*)(void* (&of_lanes)[WAVE]);
 
 enum State { READY, AT_OPERATION, AT_BARRIER, DONE };
 
 struct Lane {
-    jmp_buf at;  // where it waits: to jump there takes no system call, as swapcontext does
+    jmp_buf at;  // where it waits: a jump there takes no system call, as swapcontext does
     bool begun;
     State state;
     Operation operation;
@@ -100,7 +98,7 @@ inline void wait_as(State state) {
     if (_setjmp(lanes[current].at) == 0) _longjmp(scheduler, 1);
 }
 
-// All lanes of the wave come here with the same operation, which replaces their values.
+// Called by all lanes of the wave with the same operation, which replaces their values.
 template <typename T>
 void together(Operation operation, T& value) {
     lanes[current].operation = operation;
@@ -131,7 +129,7 @@ float exchanged(float value) {
         [](void*(&of_lanes)[WAVE]) {
             float before[WAVE];
             for (int i = 0; i < WAVE; ++i) before[i] = *static_cast<float*>(of_lanes[i]);
-            // Within eight lanes the fourth bit is exchanged by turning them around.
+            // Within eight lanes the fourth bit is exchanged by reversing the order of the lanes.
             for (int i = 0; i < WAVE; ++i) *static_cast<float*>(of_lanes[i]) = before[i ^ (MASK == 4 ? 7 : MASK)];
         },
         value);
@@ -153,16 +151,16 @@ inline const Span* tensors;
 inline int tensor_count;
 
 struct Buffer {
-    const unsigned char* from;
-    unsigned size;
+    const uint8_t* from;
+    uint32_t size;
 };
-constexpr unsigned OUTSIDE = 0x80000000;
+constexpr uint32_t OUTSIDE = 0x80000000;
 
-inline Buffer buffer_of(const unsigned char* from, int size) { return {from, unsigned(size)}; }
+inline Buffer buffer_of(const uint8_t* from, int size) { return {from, uint32_t(size)}; }
 
-// `bytes` at an offset: zero where they are past the end of the buffer, which is all that may be outside of tensors.
-inline unsigned loaded(Buffer buffer, unsigned offset, unsigned bytes) {
-    unsigned value = 0;
+// Loads `bytes` at an offset; zero past the end of the buffer, where alone a load may be outside of all tensors.
+inline uint32_t loaded(Buffer buffer, uint32_t offset, uint32_t bytes) {
+    uint32_t value = 0;
     if (uint64_t(offset) + bytes > buffer.size) return value;
     const auto address = reinterpret_cast<uint64_t>(buffer.from) + offset;
     bool inside = false;
@@ -171,25 +169,25 @@ inline unsigned loaded(Buffer buffer, unsigned offset, unsigned bytes) {
     if (inside) memcpy(&value, buffer.from + offset, bytes);
     return value;
 }
-inline Words load16(Buffer buffer, unsigned offset) {
+inline Words load16(Buffer buffer, uint32_t offset) {
     const bool aligned = reinterpret_cast<uint64_t>(buffer.from + offset) % 16 == 0;
     if (!aligned && offset != OUTSIDE) report("a load at %u is misaligned", offset);
     return {loaded(buffer, offset, 4), loaded(buffer, offset + 4, 4), loaded(buffer, offset + 8, 4),
             loaded(buffer, offset + 12, 4)};
 }
-inline unsigned load1(Buffer buffer, unsigned offset) { return loaded(buffer, offset, 1); }
+inline uint32_t load1(Buffer buffer, uint32_t offset) { return loaded(buffer, offset, 1); }
 
 // ---- numbers --------------------------------------------------------------------------------------------------------
 
-inline float of_e4m3(unsigned byte) {
+inline float of_e4m3(uint32_t byte) {
     const int exponent = byte >> 3 & 15, mantissa = byte & 7;
     const float sign = byte & 0x80 ? -1.0f : 1.0f;
     if (exponent == 15 && mantissa == 7) return NAN;
     return sign * (exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9));
 }
 template <bool UPPER>
-Pair widened(unsigned word) {
-    const unsigned half = UPPER ? word >> 16 : word;
+Pair widened(uint32_t word) {
+    const uint32_t half = UPPER ? word >> 16 : word;
     return {of_e4m3(half & 0xff), of_e4m3(half >> 8 & 0xff)};
 }
 inline Pair multiply_add(Pair a, Pair b, Pair c) { return {fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y)}; }
@@ -200,17 +198,17 @@ inline float not_a_number() { return NAN; }
 
 struct Product {
     const Words *a, *b;
-    unsigned a_scale, b_scale;
+    uint32_t a_scale, b_scale;
     Sums sums;
 };
 
-inline double of_e8m0(unsigned byte) { return (byte & 0xff) == 255 ? NAN : ldexp(1.0, int(byte & 0xff) - 127); }
+inline double of_e8m0(uint32_t byte) { return (byte & 0xff) == 255 ? NAN : ldexp(1.0, int(byte & 0xff) - 127); }
 
-// Element k of line `line` of the left operand or the right one, times its scale.
+// Element k of line `line` of the left or the right operand, times its scale.
 inline double element(void* (&of_lanes)[WAVE], bool right, int line, int k) {
     auto lane = [&](int group) { return static_cast<Product*>(of_lanes[line + 16 * group]); };
     const Product* holder = lane(k % 64 / 16);
-    const auto* bytes = reinterpret_cast<const unsigned char*>((right ? holder->b : holder->a) + k / 64);
+    const auto* bytes = reinterpret_cast<const uint8_t*>((right ? holder->b : holder->a) + k / 64);
     const Product* scale = lane(k / 32);
     return of_e4m3(bytes[k % 16]) * of_e8m0(right ? scale->b_scale : scale->a_scale);
 }
@@ -233,7 +231,7 @@ inline void multiply_all(void* (&of_lanes)[WAVE]) {
         }
     }
 }
-inline Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], unsigned a_scale, unsigned b_scale, Sums sums) {
+inline Sums multiply_scaled(const Words (&a)[2], const Words (&b)[2], uint32_t a_scale, uint32_t b_scale, Sums sums) {
     Product product{a, b, a_scale, b_scale, sums};
     together(multiply_all, product);
     return product.sums;
@@ -253,7 +251,7 @@ inline void run_lane() {
     wait_as(DONE);
 }
 
-// Comes back when the current lane waits or is done.
+// Returns when the current lane waits or is done.
 [[gnu::noinline]] inline void resume() {
     Lane& lane = lanes[current];
     if (_setjmp(scheduler) != 0) return;
@@ -268,7 +266,7 @@ inline void run_lane() {
     setcontext(&context);
 }
 
-// Runs a wave to a barrier, or to its end.
+// Runs a wave up to a barrier or its end.
 inline void run_wave(Lane* wave, bool backwards) {
     while (!fault[0]) {
         for (int i = 0; i < WAVE; ++i) {
@@ -287,7 +285,7 @@ inline void run_wave(Lane* wave, bool backwards) {
     }
 }
 
-// `backwards` lets the last wave and lane run first: what is right in both orders has the barriers that it needs.
+// `backwards` lets the last wave and lane run first: a kernel that is right in both orders has the barriers it needs.
 inline const char* launch(void (*run)(void*), void* with, const int* grid, int threads, bool backwards) {
     kernel = run;
     parameters = with;

@@ -8,25 +8,20 @@ out the sums and `eps`.
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Final
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import fused_quantize
-from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
+from fp8fn.ops.cuda.quantize import rms_norm
+from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantize import (
-    check_quantize,
-    kernel_takes,
-    quantize_dual_kernel,
-    quantize_kernel,
-)
+from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
+from fp8fn.ops.quantize import check_quantize, checked_block, quantize_dual_kernel, quantize_kernel, unserved
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
 _NORM: Final = f"Tensor x, Tensor weight, float eps=1e-06, {_FORMAT}, Tensor? rstd=None"
@@ -36,8 +31,6 @@ SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT}) 
 SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT}) -> {_TWO}"
 RMS_NORM_SCHEMA: Final = f"quantize_rms_norm({_NORM}) -> {_ONE}"
 RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual({_NORM}) -> {_TWO}"
-
-_log = logging.getLogger("fp8fn")
 
 
 def check_silu_mul(
@@ -117,14 +110,16 @@ def quantize_rms_norm_dual_reference(
 def quantize_silu_mul_kernel(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
-    data, scales = _silu_mul("quantize_silu_mul", gate, up, block, dtype, scale, dual=False)
+    pair = checked_block("quantize_silu_mul", block)
+    data, scales = QUANTIZE_SILU_MUL((gate, up), (False, pair, dtype, scale))
     return data, scales
 
 
 def quantize_silu_mul_dual_kernel(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    row, row_scale, col, col_scale = _silu_mul("quantize_silu_mul_dual", gate, up, block, dtype, scale, dual=True)
+    pair = checked_block("quantize_silu_mul_dual", block)
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL((gate, up), (True, pair, dtype, scale))
     return row, row_scale, col, col_scale
 
 
@@ -132,7 +127,9 @@ def quantize_rms_norm_kernel(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    data, scales = _rms_norm("quantize_rms_norm", x, weight, eps, block, dtype, scale, rstd, dual=False)
+    pair = checked_block("quantize_rms_norm", block)
+    rstd, eps = _statistics(rstd, eps)
+    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd), (False, pair, dtype, scale, eps))
     return data, scales
 
 
@@ -140,53 +137,67 @@ def quantize_rms_norm_dual_kernel(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32", rstd: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    row, row_scale, col, col_scale = _rms_norm(
-        "quantize_rms_norm_dual", x, weight, eps, block, dtype, scale, rstd, dual=True
-    )  # fmt: skip
+    pair = checked_block("quantize_rms_norm_dual", block)
+    rstd, eps = _statistics(rstd, eps)
+    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd), (True, pair, dtype, scale, eps))
     return row, row_scale, col, col_scale
 
 
-def _silu_mul(
-    name: str, gate: Tensor, up: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, *, dual: bool
-) -> Sequence[Tensor]:
-    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, name)
-    key = (name, pair, fp8, scale, kind(gate), kind(up))
-    call = recall(key)
-    if call is None:
-        target = targets.target_of(gate.device)
-        if not _cuda_takes(name, gate, fp8, lambda: fused_quantize.accepts_silu_mul(gate, up, pair, fp8, target)):
-            return _quantized(reference.silu_mul(gate, up), pair, fp8, scale, dual)
-        call = keep(key, fused_quantize.call_silu_mul(gate, up, pair, fp8, scale, target, dual=dual))
-    return call(gate, up)  # type: ignore[no-any-return]
+def _statistics(rstd: Tensor | None, eps: float) -> tuple[Tensor | None, float]:
+    """As kernels read them: contiguous. Beside `rstd`, no kernel reads `eps`, so all values of it share kept calls."""
+    return (None, eps) if rstd is None else (rstd.contiguous(), 0.0)
 
 
-def _rms_norm(
-    name: str, x: Tensor, weight: Tensor, eps: float, block: Sequence[int], dtype: torch.dtype | None, scale: str,
-    rstd: Tensor | None, *, dual: bool,
-) -> Sequence[Tensor]:  # fmt: skip
-    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, name, rstd)
-    check_eps(name, eps, rstd)
-    if rstd is not None:
-        rstd, eps = rstd.contiguous(), 0.0
-    key = (name, eps, pair, fp8, scale, kind(x), kind(weight), rstd is not None)
-    call = recall(key)
-    if call is None:
-        target = targets.target_of(x.device)
-        if not _cuda_takes(name, x, fp8, lambda: fused_quantize.accepts_rms_norm(x, weight, pair, fp8, target)):
-            return _quantized(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, dual)
-        call = keep(key, fused_quantize.call_rms_norm(x, weight, eps, pair, fp8, scale, target, rstd, dual=dual))
-    return call(x, weight) if rstd is None else call(x, weight, rstd)  # type: ignore[no-any-return]
+def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
+    (gate, up), (dual, block, dtype, scale) = tensors, values
+    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, f"quantize_silu_mul{'_dual' * dual}")
+    return Quantization(
+        x=gate, other=up, source=SILU_MUL, block=pair, dtype=fp8, scale=scale, dual=dual,
+        target=targets.target_of(gate.device),
+    )  # fmt: skip
 
 
-def _cuda_takes(name: str, x: Tensor, dtype: torch.dtype, accepts: Callable[[], str | None]) -> bool:
-    """Whether one kernel computes and quantizes; else PyTorch's do the one and `quantize` the other."""
-    if not kernel_takes(x, dtype):
-        return False
-    reason = accepts() or nvrtc.unavailable()
-    if reason is not None and _log.isEnabledFor(logging.DEBUG):
-        _log.debug("%s %s unfused: %s", name, tuple(x.shape), reason)
-    return reason is None
+def _rms_norm_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
+    (x, weight, rstd), (dual, block, dtype, scale, eps) = tensors, values
+    op = f"quantize_rms_norm{'_dual' * dual}"
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, op, rstd)
+    check_eps(op, eps, rstd)
+    return Quantization(
+        x=x, other=weight, rstd=rstd, eps=eps, source=RMS_NORM, block=pair, dtype=fp8, scale=scale, dual=dual,
+        target=targets.target_of(x.device),
+    )  # fmt: skip
 
 
-def _quantized(y: Tensor, block: Block, dtype: torch.dtype, scale: str, dual: bool) -> Sequence[Tensor]:
-    return quantize_dual_kernel(y, block, dtype, scale) if dual else quantize_kernel(y, block, dtype, scale)
+def _unserved(q: Quantization) -> str | None:
+    return unserved(q) or cuda_blocks.accepts(q)
+
+
+def _reference(q: Quantization) -> Sequence[Tensor]:
+    """Computed by plain PyTorch in float32, then quantized by the other op."""
+    assert q.other is not None
+    y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.rms_norm(q.x, q.other, q.eps, q.rstd)
+    return (quantize_dual_kernel if q.dual else quantize_kernel)(y, q.block, q.dtype, q.scale)
+
+
+QUANTIZE_SILU_MUL: Final = Dispatch(
+    op="quantize_silu_mul",
+    inputs=("gate", "up"),
+    operands=_silu_mul_operands,
+    problem=lambda q: q,
+    kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
+    reference=_reference,
+    unserved=_unserved,
+)
+
+QUANTIZE_RMS_NORM: Final = Dispatch(
+    op="quantize_rms_norm",
+    inputs=("x", "weight", "rstd"),
+    operands=_rms_norm_operands,
+    problem=lambda q: q,
+    kernels=(
+        Kernel("cuda_rows", rms_norm.accepts, rms_norm.configure, rms_norm.plan),
+        Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, rms_norm.plan_blocks),
+    ),
+    reference=_reference,
+    unserved=_unserved,
+)

@@ -1,12 +1,11 @@
 """The ops that quantize, by rows and by groups of tokens, an expert's gated activation and the gradient of it.
 
-As in `fp8fn.ops.quantize_produced` the arithmetic before is float32, and nothing is rounded in between; on a GPU `silu`
+As in `fp8fn.ops.quantize_fused` the arithmetic before is float32, and nothing is rounded in between; on a GPU `silu`
 and its derivative have an error under 1e-5 of their terms.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -14,13 +13,18 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
-from fp8fn.ops.cuda.quantize import quantize_grouped as cuda
-from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.call_cache import keep, kind, recall
+from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.groups import check_ends
+from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantize import kernel_takes
-from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped, quantize_grouped_dual_kernel
+from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization
+from fp8fn.ops.quantize import unserved
+from fp8fn.ops.quantize_grouped import (
+    DUAL_BLOCKS,
+    check_quantize_grouped,
+    checked_block,
+    quantize_grouped_dual_kernel,
+)
 
 _FORMAT: Final = 'Tensor offsets, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
 _RESULTS: Final = "(Tensor, Tensor, Tensor, Tensor)"
@@ -31,7 +35,6 @@ SILU_MUL_GRAD_SCHEMA: Final = (
 
 _SILU_MUL: Final = "quantize_silu_mul_grouped_dual"
 _SILU_MUL_GRAD: Final = "quantize_silu_mul_grad_grouped_dual"
-_log = logging.getLogger("fp8fn")
 
 Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -87,44 +90,64 @@ def quantize_silu_mul_grouped_dual_kernel(
     gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32",
 ) -> Results:  # fmt: skip
-    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
-    inputs, target = (gate, up, offsets), targets.target_of(gate.device)
-    return _quantized(
-        _SILU_MUL, inputs, pair, fp8, scale, reference.silu_mul,
-        lambda: cuda.accepts_silu_mul(*inputs, pair, fp8, target),
-        lambda: cuda.call_silu_mul(*inputs, fp8, scale, target),
-    )  # fmt: skip
+    pair = checked_block(_SILU_MUL, block, DUAL_BLOCKS)
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (pair, dtype, scale))
+    return row, row_scale, col, col_scale
 
 
 def quantize_silu_mul_grad_grouped_dual_kernel(
     grad: Tensor, hidden: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32",
 ) -> Results:  # fmt: skip
-    pair, fp8 = check_silu_mul_grad_grouped(grad, hidden, offsets, block, dtype, scale)
-    inputs, target = (grad, hidden, offsets), targets.target_of(grad.device)
-    return _quantized(
-        _SILU_MUL_GRAD, inputs, pair, fp8, scale, reference.silu_mul_grad,
-        lambda: cuda.accepts_silu_mul_grad(*inputs, pair, fp8, target),
-        lambda: cuda.call_silu_mul_grad(*inputs, fp8, scale, target),
+    pair = checked_block(_SILU_MUL_GRAD, block, DUAL_BLOCKS)
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL_GRAD_GROUPED((grad, hidden, offsets), (pair, dtype, scale))
+    return row, row_scale, col, col_scale
+
+
+def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
+    (gate, up, offsets), (block, dtype, scale) = tensors, values
+    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
+    return Quantization(
+        x=gate, other=up, source=SILU_MUL, offsets=offsets, block=pair, dtype=fp8, scale=scale, dual=True,
+        target=targets.target_of(gate.device),
     )  # fmt: skip
 
 
-def _quantized(
-    name: str, inputs: tuple[Tensor, Tensor, Tensor], block: Block, dtype: torch.dtype, scale: str,
-    produce: Callable[[Tensor, Tensor], Tensor], refusal: Callable[[], str | None], plan: Callable[[], Any],
-) -> Results:  # fmt: skip
-    """By one launch where the kernel takes it, else `produce` first, in float32."""
-    key = (name, block, dtype, scale, *map(kind, inputs))
-    call = recall(key)
-    if call is None:
-        first, second, offsets = inputs
-        if not kernel_takes(first, dtype):
-            return reference.quantize_grouped_dual(produce(first, second), offsets, block, dtype, scale)
-        reason = refusal() or nvrtc.unavailable()
-        if reason is not None:
-            if _log.isEnabledFor(logging.DEBUG):
-                _log.debug("%s %s in two steps: %s", name, tuple(first.shape), reason)
-            return quantize_grouped_dual_kernel(produce(first, second), offsets, block, dtype, scale)
-        call = keep(key, plan())
-    row, row_scale, col, col_scale = call(*inputs)
-    return row, row_scale, col, col_scale
+def _silu_mul_grad_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
+    (grad, hidden, offsets), (block, dtype, scale) = tensors, values
+    pair, fp8 = check_silu_mul_grad_grouped(grad, hidden, offsets, block, dtype, scale)
+    return Quantization(
+        x=hidden, other=grad, source=SILU_MUL_GRAD, offsets=offsets, block=pair, dtype=fp8, scale=scale, dual=True,
+        target=targets.target_of(grad.device),
+    )  # fmt: skip
+
+
+def _unserved(q: Quantization) -> str | None:
+    return unserved(q) or cuda_blocks.accepts(q)
+
+
+def _reference(q: Quantization) -> Sequence[Tensor]:
+    """Computed by plain PyTorch in float32, then quantized: by the other op where the format has a kernel."""
+    assert q.other is not None
+    assert q.offsets is not None
+    y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.silu_mul_grad(q.other, q.x)
+    quantize = reference.quantize_grouped_dual if unserved(q) is not None else quantize_grouped_dual_kernel
+    return quantize(y, q.offsets, q.block, q.dtype, q.scale)
+
+
+def _dispatch(op: str, inputs: tuple[str, str, str], operands: Callable[[Any, Any], Quantization]) -> Dispatch:
+    return Dispatch(
+        op=op,
+        inputs=inputs,
+        operands=operands,
+        problem=lambda q: q,
+        kernels=(Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),),
+        reference=_reference,
+        unserved=_unserved,
+    )
+
+
+QUANTIZE_SILU_MUL_GROUPED: Final = _dispatch(_SILU_MUL, ("gate", "up", "offsets"), _silu_mul_operands)
+QUANTIZE_SILU_MUL_GRAD_GROUPED: Final = _dispatch(
+    _SILU_MUL_GRAD, ("grad", "hidden", "offsets"), _silu_mul_grad_operands
+)

@@ -1,0 +1,152 @@
+"""The tables in `docs/` from the committed results: `python -m fp8fn bench docs [--check]`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from fp8fn.bench import compile_time, decode, generate, isa, record, tables
+from fp8fn.bench.overhead import BARS
+from fp8fn.bench.tables import provenance
+from fp8fn.ops import tuning
+from fp8fn.ops.cuda.gemm.cublaslt import RECIPES
+from fp8fn.ops.tuning import compare, table
+
+FOLDER: Final = record.RESULTS.parent
+
+
+def overhead(run: dict[str, Any]) -> str:
+    """Microseconds of a call, of its work alone, and the difference beside its bar."""
+    lines = ["| call | µs | its work alone, µs | overhead, µs | bar, µs |", "|---|---|---|---|---|"]
+    names = {"quantize": "`torch.ops.fp8fn.quantize`", "gemm": "`fp8fn.gemm`, no_grad"}
+    for name, row in run["results"].items():
+        times = " | ".join(f"{row[key]:.1f}" for key in ("call_us", "work_us", "extra_us"))
+        lines.append(f"| {names[name]} | {times} | {BARS[name]:.0f} |")
+    return "\n".join([*lines, "", provenance(run)])
+
+
+def host(run: dict[str, Any]) -> str:
+    """Host microseconds of each call, and seconds of the import and the first call, beside their bars."""
+    lines = ["| call | time | bar |", "|---|---|---|"]
+    for name, row in run["results"].items():
+        bar = "" if row["bar"] is None else f"{row['bar']:g} {row['unit']}"
+        lines.append(f"| {name} | {row['value']:.3g} {row['unit']} | {bar} |")
+    return "\n".join([*lines, "", provenance(run)])
+
+
+def compiled(run: dict[str, Any]) -> str:
+    """Median wall and processor seconds of a compilation, each with its growth over plain Inductor."""
+    lines = ["| compiled by | wall time, s | growth | processor time, s | growth | bar |", "|---|---|---|---|---|---|"]
+    names = {"inductor": "Inductor", "substitution": "Inductor inside `substitution()`", "fp8fn": '`backend="fp8fn"`'}
+    seconds = run["results"]["seconds"]
+    for name, samples in seconds.items():
+        median, more = compile_time.medians(samples), compile_time.growth(seconds, name)
+        grown = ["" if name == compile_time.PLAIN else f"{100 * each:+.1f} %" for each in more]
+        bar = f"{100 * compile_time.BAR:.0f} %" if name == compile_time.CHECKED else ""
+        cells = names[name], f"{median.wall:.1f}", grown[0], f"{median.processor:.1f}", grown[1], bar
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Medians of {len(seconds['inductor'])}. {provenance(run)}"])
+
+
+def tuned(document: dict[str, Any]) -> str:
+    """For each kind of scales in a tuning table: TFLOP/s of the configurations chosen, of cuBLASLt, and their ratio."""
+    found = table.parse(document)
+    lines = [
+        "| scales | products | fp8fn, TFLOP/s | cuBLASLt, TFLOP/s | ratio | lowest ratio |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kinds, name in RECIPES.items():
+        pairs = [(p.operations / e.us / 1e6, p.operations / e.peer_us / 1e6)
+                 for p, e in found.entries.items() if p.kinds == kinds and e.peer_us is not None]  # fmt: skip
+        ours, theirs = (compare.geomean(column) for column in zip(*pairs, strict=True))
+        least = min(mine / other for mine, other in pairs)
+        lines.append(f"| {name} | {len(pairs)} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.3f}x | {least:.2f}x |")
+    origin = found.origin
+    return "\n".join(
+        [*lines, "", f"{found.chip.name}; torch {origin['torch']}, NVRTC {origin['NVRTC']}; {origin['date']}."]
+    )
+
+
+class Table(NamedTuple):
+    """The text between `<!-- marker -->` and `<!-- /marker -->`, which `make` writes from the JSON of `path`."""
+
+    marker: str
+    path: Path
+    make: Callable[[dict[str, Any]], str]
+
+
+def _committed(marker: str, make: Callable[[dict[str, Any]], str], name: str = "") -> Table:
+    return Table(marker, record.RESULTS / f"{name or marker.replace('-', '_')}.json", make)
+
+
+# The generated tables of each page of `docs/`.
+PAGES: Final[Mapping[str, Sequence[Table]]] = {
+    "benchmarks.md": (
+        _committed("forward", tables.forward),
+        _committed("small", tables.small),
+        _committed("wgrad", tables.wgrad),
+        _committed("quant", tables.quant),
+        _committed("linear", tables.linear),
+        _committed("llm84", tables.llm84),
+        _committed("decoder", tables.linear),
+        _committed("moe-forward", tables.forward),
+        _committed("moe-wgrad", tables.wgrad),
+        _committed("moe-mlp", tables.linear),
+        _committed("moe-layer", tables.layers),
+        _committed("moe-quant", tables.quant),
+        _committed("moe-weights", tables.quant),
+        _committed("decode-summary", decode.summary, "decode"),
+        _committed("decode", decode.table),
+        _committed("decode-rows", decode.table),
+        _committed("decode-batched", decode.table),
+        _committed("decode-batched-large", decode.table),
+        _committed("decode-mx", decode.table),
+        _committed("decode-mx-moe", decode.table),
+        _committed("generate", generate.table),
+        _committed("host", host),
+        _committed("overhead", overhead),
+        _committed("compile", compiled),
+    ),
+    "tuning.md": (Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),),
+    "amd.md": (
+        _committed("isa-gfx950", isa.table, "isa-gfx950"),
+        _committed("isa-gfx942", isa.table, "isa-gfx942"),
+    ),
+}
+
+
+def rewritten(text: str, tables: Sequence[Table]) -> str:
+    """The text of a page with its tables made again."""
+    for marker, path, make in tables:
+        parts = re.split(rf"(<!-- /?{marker} -->\n)", text)
+        if len(parts) != 5:
+            raise ValueError(f"needs one place between <!-- {marker} --> and <!-- /{marker} -->")
+        text = f"{parts[0]}{parts[1]}{make(record.read(path))}\n{parts[3]}{parts[4]}"
+    return text
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the tables of every page of `docs/` in the checkout; with --check, only says which pages would change."""
+    parser = argparse.ArgumentParser(prog="python -m fp8fn bench docs", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a table is stale")
+    args = parser.parse_args(argv)
+    stale = False
+    for name, page_tables in PAGES.items():
+        page = FOLDER / name
+        try:
+            text = page.read_text(encoding="utf-8")
+            new = rewritten(text, page_tables)
+        except OSError as error:
+            parser.error(f"{error.filename} can't be read ({error.strerror}): run this command in a checkout of fp8fn")
+        except ValueError as error:
+            parser.error(f"{page} is not fp8fn's page ({error}): run this command in a checkout of fp8fn")
+        if args.check:
+            stale |= new != text
+            print(f"{page} is stale: python -m fp8fn bench docs" if new != text else f"{page} is up to date")
+        elif new != text:
+            page.write_text(new, encoding="utf-8")
+            print(f"wrote {page}")
+    return int(stale)

@@ -1,0 +1,79 @@
+"""Operands as the kernels of products take them: views, types as macros, what TMA can address, steps in memory."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.limits import TMA_ALIGNMENT, round_up
+from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
+
+TYPES: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+INPUTS: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16"}
+OUT: Final = {torch.bfloat16: "Element::BF16", torch.float16: "Element::FP16", torch.float32: "Element::FP32"}
+SCALES: Final[dict[Block, str]] = {(128, 128): "BLOCK", (128, 1): "VECTOR", (WHOLE, 1): "LINE", (WHOLE, WHOLE): "LINE"}
+
+
+def map_fault(x: Tensor) -> str | None:
+    """Why TMA cannot address a matrix or a batch of them, or None."""
+    if x.stride(-1) != 1 and x.shape[-1] != 1:
+        return f"has stride {x.stride(-1)} along its contiguous axis, not 1"
+    for axis in range(x.dim() - 1):
+        if x.shape[axis] > 1 and (x.stride(axis) * x.element_size() % TMA_ALIGNMENT or x.stride(axis) == 0):
+            return f"has a stride of {x.stride(axis) * x.element_size()} bytes, no multiple of 16"
+    if x.shape[-2] > 1 and x.stride(-2) < x.shape[-1]:
+        return f"has lines of {x.shape[-1]} elements at a stride of {x.stride(-2)}"
+    if x.data_ptr() % TMA_ALIGNMENT:  # meta tensors answer too: their base is 0
+        return "starts at an address that is no multiple of 16"
+    return None
+
+
+def as_batch(x: Tensor) -> Tensor:
+    """`(M, K)` → `(1, M, K)`; strides of axes of size 1, which may be anything, become ones that a descriptor takes."""
+    batches, (rows, columns) = x.shape[0] if x.dim() == 3 else 1, x.shape[-2:]
+    lead = x.stride(-2) if rows > 1 else round_up(columns, TMA_ALIGNMENT // x.element_size())
+    return x.as_strided((batches, rows, columns), (x.stride(0) if batches > 1 else lead * rows, lead, 1))
+
+
+def is_k_contiguous(w: Tensor) -> bool:
+    """Whether the columns of `w (B?, K, N)` are lines in memory, as `nn.Linear` keeps them; or single elements."""
+    return w.shape[-2] == 1 or (w.stride(-2) == 1 and (w.stride(-1) != 1 or w.shape[-1] == 1))
+
+
+def has_pieces(x: Tensor) -> bool:
+    """Whether the rows of `x` load by 16 bytes."""
+    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+    return aligned and all(step % 8 == 0 for size, step in zip(x.shape[:-1], x.stride(), strict=False) if size > 1)
+
+
+def types_of(product: WeightProduct) -> dict[str, int | str]:
+    """The macros that say what the operands are."""
+    return {
+        "INPUT": INPUTS[product.x.dtype], "FP8": f"Fp8::{TYPES[product.w.data.dtype].upper()}",
+        "SCALE": SCALES[product.w.block], "OUT": OUT[product.out.dtype],
+        "BIAS": 0 if product.bias is None else OUT[product.bias.dtype],
+    }  # fmt: skip
+
+
+def column_steps(product: WeightProduct) -> dict[str, int]:
+    """The arguments that say where scales and biases of columns lie, in the order of the kernels."""
+    scale, bias = product.w.scale, product.bias
+    return {
+        "s_batch": batch_step(scale), "s_k": scale.stride(-2), "s_n": scale_step(product.w),
+        "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
+        "bias_n": 0 if bias is None else bias.stride(-1),
+    }  # fmt: skip
+
+
+def batch_step(x: Tensor) -> int:
+    """From a matrix to the next; 0 where one serves the whole batch."""
+    return x.stride(0) if x.dim() == 3 else 0
+
+
+def scale_step(w: Quantized) -> int:
+    """From the scale of a column, or a block of them, to the next; 0 where one serves all."""
+    return 0 if w.block == (WHOLE, WHOLE) else w.scale.stride(-1)

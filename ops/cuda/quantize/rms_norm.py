@@ -1,0 +1,124 @@
+"""`rms_norm(x, weight)` quantized on Hopper: by whole rows in one launch, or by blocks after the rows' statistics.
+
+`rms_norm.cu` quantizes in blocks `(1, 128)` and holds whole rows. Other blocks, both orientations at once, and rows of
+more than 16384 columns take a small launch of `row_rstd.cu` for the rows' statistics, and a second read of `x` by
+`quantize.cu`. Given statistics save the first of these launches.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.quantize import quantize
+from fp8fn.ops.cuda.quantize.operands import CHUNK_COLUMNS, input_type, is_aligned, types
+from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.quantization import Quantization
+
+# `rms_norm.cu`: 256 threads with 8 chunks of 8 columns each.
+_PASS: Final = 2048
+_CHUNKS: Final = 8
+_CHUNKWISE: Final[dict[str, int | str]] = {
+    "SOURCE": "Source::PLAIN", "PARTIAL": 0, "ALIGNED": 1, "LOAD": "Load::PAST_L1", "STORE": "Store::NORMAL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """The blocks of `rms_norm.cu` on a multiprocessor."""
+
+    BLOCKS: int = 1
+
+
+def accepts(q: Quantization) -> str | None:
+    """Why `rms_norm.cu` cannot quantize in one launch, or None: whole rows fit, in chunks of 8 aligned columns."""
+    if (reason := quantize.accepts(q)) is not None:
+        return reason
+    assert q.other is not None
+    if q.block != (1, 128) or q.dual:
+        return f"block {q.block}{' and its transpose' * q.dual} is not (1, 128) alone"
+    if q.rstd is not None:
+        return "the statistics are given"
+    if q.n > _PASS * _CHUNKS or q.n % CHUNK_COLUMNS:
+        return f"x has {q.n} columns, more than {_PASS * _CHUNKS} or no multiple of {CHUNK_COLUMNS}"
+    if not (is_aligned(q.x) and is_aligned(q.other)):
+        return "rows of x, or weight, do not begin at multiples of 16 bytes"
+    return None
+
+
+def configure(q: Quantization) -> NormConfig:
+    """As many blocks as have the registers."""
+    even = _is_even(q)
+    if q.x.element_size() == 2:
+        return NormConfig(3 if even else 2)
+    return NormConfig(2 if even else 1)
+
+
+def plan(q: Quantization, config: NormConfig) -> tuple[CudaLaunch]:
+    """The launch of `quantize(rms_norm(x, weight), (1, 128))`."""
+    macros: dict[str, int | str] = {
+        **types(q), **_CHUNKWISE, "EVEN": int(_is_even(q)), "ROWS": _rows(q), "PASSES": _passes(q),
+        "BLOCKS": config.BLOCKS,
+    }  # fmt: skip
+    rows, out = q.m * q.matrices, q.out
+    launch = CudaLaunch(
+        kernel=CudaKernel("rms_norm.cu", "quantize_rms_norm", tuple(macros.items())),
+        grid=(-(-rows // _rows(q)), 1, 1),
+        threads=256,
+        shared=0,
+        args={
+            "x": q.x, "weight": q.other, "row_data": out.data, "row_scale": out.scale, "M": rows, "N": q.n,
+            "matrix_m": q.m, "x_m": q.x.stride(-2), "row_m": out.data.stride(-2),
+            "row_scale_lead": out.scale.stride(-1), "eps": q.eps,
+        },
+        target=q.target,
+        options=macros,
+        binds={"row_data": "data", "row_scale": "scale"},
+    )  # fmt: skip
+    return (launch,)
+
+
+def plan_blocks(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch, ...]:
+    """The launches of `row_rstd.cu`, where the statistics are not given, and of `quantize.cu`."""
+    if q.rstd is not None:
+        return quantize.plan(q, config)
+    rstd = torch.empty(q.x.shape[:-1], dtype=torch.float32, device=q.x.device)
+    statistics, binds = plan_row_rstd(q, rstd), {"rstd": "statistics"}
+    (launch,) = quantize.plan(replace(q, rstd=rstd, into=q.outs), config)
+    return replace(statistics, binds=binds), replace(launch, binds={**launch.binds, **binds})
+
+
+def plan_row_rstd(q: Quantization, rstd: Tensor) -> CudaLaunch:
+    """The launch of `rstd (..., M) = 1 / sqrt(mean(x²) + eps)`."""
+    macros: dict[str, int | str] = {
+        **_CHUNKWISE, "INPUT": input_type(q.x), "EVEN": 0, "ROWS": 1, "PARTIAL": int(q.n % CHUNK_COLUMNS != 0),
+        "ALIGNED": int(is_aligned(q.x)),
+    }  # fmt: skip
+    return CudaLaunch(
+        kernel=CudaKernel("row_rstd.cu", "row_rstd", tuple(macros.items())),
+        grid=(rstd.numel(), 1, 1),
+        threads=256,
+        shared=0,
+        args={"x": q.x, "rstd": rstd, "M": rstd.numel(), "N": q.n, "x_m": q.x.stride(-2), "eps": q.eps},
+        target=q.target,
+        options=macros,
+        scratch=("rstd",),
+    )
+
+
+def _passes(q: Quantization) -> int:
+    return -(-q.n // _PASS)
+
+
+def _rows(q: Quantization) -> int:
+    """Rows of a block: as many as its chunks hold."""
+    return 1 << (_CHUNKS // _passes(q)).bit_length() - 1
+
+
+def _is_even(q: Quantization) -> bool:
+    return q.n == _passes(q) * _PASS and q.m * q.matrices % _rows(q) == 0

@@ -1,0 +1,258 @@
+"""The dispatch of every op: its kernels as values, the choice among them, and the calls that are kept.
+
+An op is a `Dispatch`: a list of `Kernel`s, and how its arguments become operands. The first call on tensors of some
+kinds checks the arguments, chooses a kernel, plans its launches and keeps them. Each later call on tensors of the same
+kinds only looks the launches up and starts them. The key is made of everything that the plan is made from, so that no
+argument can be left out of it. `explain`, the log and the tests read the same `Choice`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Protocol, TypeAlias
+
+from torch import Tensor
+
+from fp8fn.ops import targets
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.targets import Target
+
+Refusal: TypeAlias = str | None
+"""Why not, or None."""
+
+_log = logging.getLogger("fp8fn")
+
+
+class Operands(Protocol):
+    """An op's arguments after the checks, for one target, with the outputs that a kernel fills."""
+
+    @property
+    def target(self) -> Target: ...
+
+    @property
+    def outputs(self) -> Outputs: ...
+
+
+def takes_all(_: Any) -> None:
+    """A kernel's `accepts` where there is nothing that it refuses."""
+
+
+def no_config(_: Any) -> None:
+    """A kernel's `configure` where its plan decides, or there is nothing to decide."""
+
+
+def _nothing(_: Any) -> None:
+    return None
+
+
+def _itself(operands: Any) -> Any:
+    return operands
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of an op.
+
+    Args:
+        accepts: why the kernel can't compute a problem, or None.
+        configure: the kernel's own configuration of a problem that it accepts.
+        plan: the launches, in order, that fill the outputs.
+        untuned: why the kernel should not serve a problem that no table names it for, or None.
+        source: who decides where `configure` does: the word for the log.
+        named_only: whether the kernel serves only where a table names it.
+    """
+
+    name: str
+    accepts: Callable[[Any], Refusal]
+    configure: Callable[[Any], Any]
+    plan: Callable[[Any, Any], tuple[Launch, ...]]
+    untuned: Callable[[Any], Refusal] = takes_all
+    source: str = "default"
+    named_only: bool = False
+
+    @property
+    def backend(self) -> str:
+        """`"cuda"`, `"hip"` or `"triton"`: what compiles the kernel; the first part of its name."""
+        return self.name.partition("_")[0]
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a table of measurements says of a problem.
+
+    `kernel` is the fastest one, if any is named; `configure` makes its configuration from the kernel's own, and
+    `source` is the table's name. `slower` are kernels that the table has found to be slower, each with the reason.
+    """
+
+    kernel: str | None
+    source: str
+    configure: Callable[[Any], Any]
+    slower: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel of a problem, None for plain PyTorch; who chose it; and why not those before it in the list."""
+
+    kernel: Kernel | None
+    config: Any
+    source: str
+    refused: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return "reference" if self.kernel is None else self.kernel.name
+
+    def describe(self) -> str:
+        """One line for the log and for `explain`."""
+        others = "".join(f"; not {name}: {reason}" for name, reason in self.refused)
+        return f"{self.name} by {self.source}{others}"
+
+    def plan(self, operands: Operands) -> tuple[Launch, ...]:
+        """The launches, each with this choice as its reason; none where plain PyTorch serves."""
+        if self.kernel is None:
+            return ()
+        launches = self.kernel.plan(operands, self.config)
+        return tuple(replace(launch, reason=self._reason(launch)) for launch in launches)
+
+    def _reason(self, launch: Launch) -> str:
+        """The plan's own reason first, where it has one."""
+        return f"{launch.reason}; {self.describe()}" if launch.reason else self.describe()
+
+
+def choose(
+    problem: Any, kernels: Sequence[Kernel], named: Named | None = None, faults: Mapping[str, str] | None = None
+) -> Choice:
+    """The kernel that a table names, where it accepts the problem, else the first of the list that does.
+
+    `faults` are kernels that this machine can't compile or load, by name, each with the reason.
+    """
+    refusals = dict(faults or {})
+    refused: list[tuple[str, str]] = []
+    if named is not None:
+        refusals |= named.slower
+    if named is not None and named.kernel is not None:
+        kernel = next((kernel for kernel in kernels if kernel.name == named.kernel), None)
+        reason = "no kernel has the name" if kernel is None else refusals.get(named.kernel) or kernel.accepts(problem)
+        if kernel is not None and reason is None:
+            return Choice(kernel, named.configure(kernel.configure(problem)), named.source)
+        refused.append((named.kernel, f"{named.source} names it, but {reason}"))
+    for kernel in kernels:
+        if kernel.named_only:
+            continue
+        reason = refusals.get(kernel.name) or kernel.accepts(problem) or kernel.untuned(problem)
+        if reason is None:
+            return Choice(kernel, kernel.configure(problem), kernel.source, tuple(refused))
+        refused.append((kernel.name, reason))
+    return Choice(None, None, "default", tuple(refused))
+
+
+Tensors: TypeAlias = tuple[Tensor | None, ...]
+Values: TypeAlias = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Dispatch:
+    """An op: from its arguments to its results, on a device that has kernels.
+
+    Args:
+        op: the name of the op.
+        inputs: the names of the op's tensors, in the order of `tensors`.
+        operands: checks the arguments, `tensors` and `values`, and allocates the outputs.
+        kernels: the op's kernels, the preferred ones first.
+        reference: the results where no kernel serves: by plain PyTorch, or by other ops.
+        problem: what the kernels decide by; the operands themselves by default.
+        unserved: why no kernel takes some operands at all, or None. It is asked before the outputs are allocated.
+        settled: tensors that take the place of the op's, where kernels don't take these as they lie, or None.
+        named: what a table says of a problem, or None.
+        by_value: whether problems are equal by value, so that a choice may be kept for equal ones.
+    """
+
+    op: str
+    inputs: tuple[str, ...]
+    operands: Callable[[Tensors, Values], Any]
+    kernels: tuple[Kernel, ...]
+    reference: Callable[[Any], Sequence[Tensor]]
+    problem: Callable[[Any], Any] = _itself
+    unserved: Callable[[Any], Refusal] = _nothing
+    settled: Callable[[Any], Tensors | None] = _nothing
+    named: Callable[[Any], Named | None] = _nothing
+    by_value: bool = False
+    faults: dict[str, str] = field(default_factory=dict)
+    """Kernels that could not be compiled or loaded in this process, by name, each with the reason."""
+
+    def __call__(self, tensors: Tensors, values: Values) -> Sequence[Tensor]:
+        """The results; `values` are the arguments that are not tensors, each hashable."""
+        key = (self.op, values, *map(kind, tensors))
+        call = recall(key)
+        if call is not None:  # the key holds everything that the checks read
+            return call(*tensors)  # type: ignore[no-any-return]
+        return self._first(key, tensors, values)
+
+    def choose(self, operands: Any) -> Choice:
+        """The kernel for operands, from which `plan` makes the launches."""
+        problem = self.problem(operands)
+        faults = (*self.faults.items(), *self._missing())
+        if self.by_value:
+            return _choice_by_value(self, problem, faults)
+        return choose(problem, self.kernels, self.named(problem), dict(faults))
+
+    def plan(self, operands: Any) -> tuple[Launch, ...]:
+        """The launches for operands; none where plain PyTorch serves."""
+        return self._chosen(operands)[1]
+
+    def _first(self, key: Hashable, tensors: Tensors, values: Values) -> Sequence[Tensor]:
+        operands = self.operands(tensors, values)
+        targets.check_supported(operands.target, next(x.device for x in tensors if x is not None))
+        if (reason := self.unserved(operands)) is not None:
+            _log.debug("%s %s: no kernel: %s", self.op, operands, reason)
+            return self.reference(operands)
+        outputs: Outputs = operands.outputs
+        if all(x.numel() == 0 for x in outputs.results):
+            return outputs.results
+        if (settled := self.settled(operands)) is not None:
+            return self(settled, values)
+        launches = self.plan_loadable(operands)
+        if not launches:
+            return self.reference(operands)
+        if all(isinstance(launch, CudaLaunch) for launch in launches):
+            call: Any = call_of(launches, self.inputs, outputs)  # type: ignore[arg-type]
+        else:
+            call = launches[0].call() if len(launches) == 1 else None
+        if call is not None:
+            return keep(key, call)(*tensors)  # type: ignore[no-any-return]
+        for launch in launches:
+            launch.run()
+        return outputs.results
+
+    def plan_loadable(self, operands: Any) -> tuple[Launch, ...]:
+        """As `plan`; where a kernel can be neither compiled nor loaded on this machine, the next one takes over."""
+        while True:
+            choice, launches = self._chosen(operands)
+            fault = next((fault for launch in launches if (fault := launch.fault()) is not None), None)
+            if fault is None:
+                return launches
+            self.faults[choice.name] = fault
+
+    def _chosen(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
+        choice = self.choose(operands)
+        launches = choice.plan(operands)
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("%s %s: %s", self.op, operands, launches[0].describe() if launches else choice.describe())
+        return choice, launches
+
+    def _missing(self) -> tuple[tuple[str, str], ...]:
+        """The kernels in CUDA C++, each with the reason, where nothing compiles them."""
+        reason = nvrtc.unavailable()
+        return () if reason is None else tuple((k.name, reason) for k in self.kernels if k.backend == "cuda")
+
+
+@lru_cache(maxsize=4096)
+def _choice_by_value(dispatch: Dispatch, problem: Hashable, faults: tuple[tuple[str, str], ...]) -> Choice:
+    return choose(problem, dispatch.kernels, dispatch.named(problem), dict(faults))

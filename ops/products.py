@@ -1,0 +1,158 @@
+"""The operands of products, checked, with the output that a kernel fills and the target that it is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fp8fn.ops.cuda.runtime.call_cache import Outputs
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.targets import Chip, Target
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaledProduct:
+    """`out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)` of quantized operands; a matrix serves a whole batch.
+
+    With `offsets (E,)` the product is one of groups: of rows of `a` beside `b (E, K, N)`, or of parts of K. `constant`:
+    nothing that may still run writes `b`.
+    """
+
+    a: Quantized
+    b: Quantized
+    out: Tensor
+    target: Target
+    bias: Tensor | None = None
+    offsets: Tensor | None = None
+    constant: bool = False
+    chip: Chip | None = None
+    """Whose tables are read; by default the chip of the tensors' device."""
+
+    def __str__(self) -> str:
+        return f"{tuple(self.a.data.shape)} x {tuple(self.b.data.shape)}"
+
+    @property
+    def m(self) -> int:
+        return self.out.shape[-2]
+
+    @property
+    def n(self) -> int:
+        return self.out.shape[-1]
+
+    @property
+    def k(self) -> int:
+        return self.a.data.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        return self.out.shape[0] if self.out.ndim == 3 else 1
+
+    @property
+    def group_ends(self) -> Tensor:
+        """The offsets of a product of groups."""
+        assert self.offsets is not None
+        return self.offsets
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs({"out": self.out}, 1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WeightProduct:
+    """`out (B?, M, N) = x (B?, M, K) @ w (B?, K, N) + bias` of 16 or 32 bits by a quantized weight.
+
+    `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`. `constant`:
+    nothing that may still run writes `w`.
+    """
+
+    x: Tensor
+    w: Quantized
+    out: Tensor
+    target: Target
+    bias: Tensor | None = None
+    constant: bool = False
+
+    @property
+    def m(self) -> int:
+        return self.out.shape[-2]
+
+    @property
+    def n(self) -> int:
+        return self.out.shape[-1]
+
+    @property
+    def k(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        return self.out.shape[0] if self.out.ndim == 3 else 1
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs({"out": self.out}, 1)
+
+    def as_matrix(self) -> WeightProduct:
+        """The same product; a batch of `x` whose rows follow one another, by one weight, is one matrix."""
+        x, bias = self.x, self.bias
+        one_weight = x.ndim == 3 and self.w.data.ndim == 2 and (bias is None or bias.ndim == 1)
+        if one_weight and (x.shape[1] == 1 or x.stride(0) == x.shape[1] * x.stride(1)):
+            return replace(self, x=x.flatten(0, 1), out=self.out.flatten(0, 1))
+        return self
+
+
+class Routing(NamedTuple):
+    """Which rows each expert multiplies, as `fp8fn.sort_tokens` makes it: tiles of ids, each of one expert."""
+
+    sorted_token_ids: Tensor
+    expert_ids: Tensor
+    num_tokens_post_padded: Tensor
+
+    @property
+    def tiles(self) -> int:
+        return self.expert_ids.shape[0]
+
+    @property
+    def block_m(self) -> int:
+        """The number of ids in a tile, of which there is one at least."""
+        return self.sorted_token_ids.shape[0] // self.tiles
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RoutedProduct:
+    """`out[id] (N) = token_weights[id] * (a[id // a_div] (K) @ w[expert] (K, N))` for each id of the routing.
+
+    `a` is `(R, K)`, `w` `(E, K, N)` and `out` `(R * a_div, N)`. `out`, the routing's tensors and `token_weights` are
+    contiguous. Rows of no id stay as they are.
+    """
+
+    a: Quantized
+    w: Quantized
+    routing: Routing
+    a_div: int
+    out: Tensor
+    target: Target
+    token_weights: Tensor | None = None
+
+    @property
+    def ids(self) -> int:
+        return self.out.shape[0]
+
+    @property
+    def n(self) -> int:
+        return self.out.shape[1]
+
+    @property
+    def k(self) -> int:
+        return self.a.data.shape[1]
+
+    @property
+    def experts(self) -> int:
+        return self.w.data.shape[0]
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs({"out": self.out}, 1, zeroed=True)

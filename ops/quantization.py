@@ -1,0 +1,138 @@
+"""`Quantization`: what a quantizer reads, in which format it stores, where; an op passes it whole to its kernels."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.runtime.call_cache import Outputs
+from fp8fn.ops.groups import empty_grouped
+from fp8fn.ops.layout import Block, contracts_rows, empty_data, empty_scale, swap
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.targets import Target
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is quantized: `x`, or what a kernel computes from `x` and `other`, under the names that the op has for them.
+
+    `macro` is the name in `values.cuh`.
+    """
+
+    macro: str
+    x: str = "x"
+    other: str = ""
+
+
+PLAIN: Final = Source("PLAIN")
+SILU_MUL: Final = Source("SILU_MUL", "gate", "up")
+RMS_NORM: Final = Source("RMS_NORM", "x", "weight")
+SILU_MUL_GRAD: Final = Source("SILU_MUL_GRAD", "hidden", "grad")
+
+# The names of an op's outputs: in its block, and in the transposed one.
+OUTPUTS: Final = (("data", "scale"), ("dual_data", "dual_scale"))
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Quantization:
+    """A matrix or a batch `(..., M, N)` to be quantized in `block`, and if `dual` in its transpose as well.
+
+    Args:
+        x: the matrix, or the first operand of `source`.
+        other: the second operand of `source`.
+        rstd: of each row, the factor `1 / sqrt(mean(x²) + eps)` of `RMS_NORM`; None to compute it.
+        eps: of `RMS_NORM` without `rstd`.
+        offsets: the ends (E,) of groups of rows. No column block holds rows of two groups.
+        into: the outputs to fill; by default new ones, in the op's layout.
+    """
+
+    x: Tensor
+    block: Block
+    dtype: torch.dtype
+    scale: str
+    target: Target
+    dual: bool = False
+    source: Source = PLAIN
+    other: Tensor | None = None
+    rstd: Tensor | None = None
+    eps: float = 0.0
+    offsets: Tensor | None = None
+    into: tuple[Quantized, ...] = ()
+
+    @property
+    def m(self) -> int:
+        return self.x.shape[-2]
+
+    @property
+    def n(self) -> int:
+        return self.x.shape[-1]
+
+    @property
+    def matrices(self) -> int:
+        return math.prod(self.x.shape[:-2])
+
+    @property
+    def groups(self) -> int:
+        """The number of groups; 0 where the rows are not grouped."""
+        return 0 if self.offsets is None else self.offsets.shape[0]
+
+    @property
+    def operands(self) -> dict[str, Tensor]:
+        """The matrices that the source reads, by the op's names."""
+        named = {self.source.x: self.x}
+        if self.other is not None:
+            named[self.source.other] = self.other
+        return named
+
+    @cached_property
+    def outs(self) -> tuple[Quantized, ...]:
+        """The outputs in `block`, and if `dual` in its transpose; uninitialised unless given as `into`."""
+        return self.into or self._empty()
+
+    @property
+    def out(self) -> Quantized:
+        """The output in `block`."""
+        return self.outs[0]
+
+    @property
+    def outputs(self) -> Outputs:
+        named = {
+            name: tensor
+            for names, out in zip(OUTPUTS, self.outs, strict=False)
+            for name, tensor in zip(names, out[:2], strict=True)
+        }
+        return Outputs(named, len(named))
+
+    def _empty(self) -> tuple[Quantized, ...]:
+        x, block, dtype, scale = self.x, self.block, self.dtype, self.scale
+        if self.dual:
+            if self.offsets is None:
+                tensors = empty_dual(x, block, dtype, scale)
+            else:
+                tensors = empty_grouped_dual(x, self.groups, block, dtype, scale)
+            return Quantized(*tensors[:2], block), Quantized(*tensors[2:], swap(block))
+        if self.offsets is not None:
+            return (Quantized(*empty_grouped(x, self.groups, block, dtype, scale), block),)
+        return (Quantized(empty_data(x, block, dtype), empty_scale(x, block, scale), block),)
+
+
+def empty_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised outputs of `quantize_dual(x, block)`."""
+    column_major = contracts_rows(block)
+    return (
+        empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major),
+        empty_data(x, swap(block), dtype, not column_major), empty_scale(x, swap(block), scale, not column_major),
+    )  # fmt: skip
+
+
+def empty_grouped_dual(
+    x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised outputs of `quantize_grouped_dual(x, offsets, block)`."""
+    row = empty_data(x, block, dtype), empty_scale(x, block, scale)
+    return *row, *empty_grouped(x, groups, swap(block), dtype, scale)

@@ -1,0 +1,116 @@
+"""A launch of a Triton kernel as a value: to be run, interpreted on CPU tensors, or compiled for another target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.launch import Launch, Resources, cubin_resources
+from fp8fn.ops.targets import Target
+
+if TYPE_CHECKING:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import CompiledKernel
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+Argument: TypeAlias = "Tensor | TensorDescriptor | int | float | None"
+
+
+@dataclass(frozen=True, eq=False)
+class TritonLaunch(Launch):
+    """One launch of a Triton kernel.
+
+    `args` and `constexprs`, in this order, are all parameters of `kernel` in the order of its signature. `options` are
+    the compiler's (`num_warps`, `num_stages`, and `matrix_instr_nonkdim` and the like of a backend).
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    args: Mapping[str, Argument]
+    constexprs: Mapping[str, Any]
+    options: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.__name__)
+
+    def describe(self) -> str:
+        """One line: kernel, constexprs that make the tile, grid, options, target."""
+        tile = {name: value for name, value in self.constexprs.items() if name in ("BM", "BN", "BK")}
+        return self._described(tile, self.grid, self.options)
+
+    def run(self) -> None:
+        """Launch on the current stream of the tensors' device; compiles at the first call of a specialisation."""
+        device = self._device_index()
+        if device == torch.cuda.current_device():
+            self._run()
+        else:
+            with torch.cuda.device(device):
+                self._run()
+
+    def _run(self) -> None:
+        self.kernel.run(*self.args.values(), *self.constexprs.values(), grid=self.grid, warmup=False, **self.options)
+
+    def interpret(self) -> None:
+        """Execute on CPU tensors by Triton's interpreter, with the casts and products of the hardware."""
+        from fp8fn.ops.triton.interpreter import interpret
+
+        interpret(self.kernel, self.grid, {**self.args, **self.constexprs})
+
+    def compile(self, target: Target | GPUTarget | None = None) -> CompiledKernel:
+        """Compile without a device, as the JIT would for these arguments; `.asm` of the result has every stage.
+
+        The tensors may lie on any device, `meta` too: only type, address modulo 16 and size of storage are read.
+        """
+        import triton
+        from triton.compiler import ASTSource
+        from triton.compiler.compiler import make_backend
+        from triton.runtime.jit import create_function_from_signature
+
+        chosen = self.target if target is None else target
+        gpu = chosen.to_triton() if isinstance(chosen, Target) else chosen
+        backend = make_backend(gpu)
+        # The JIT's own binder and packer, so that what is compiled here is what a device would run.
+        bind = create_function_from_signature(self.kernel.signature, self.kernel.params, backend)
+        bound, specialization, options = bind(*self.args.values(), *self.constexprs.values(), **self.options)
+        parsed, signature, constexprs, attrs = self.kernel._pack_args(
+            backend, dict(self.options), bound, specialization, options
+        )
+        source_type: Any = ASTSource
+        if self.kernel.is_gluon():
+            from triton.experimental.gluon._runtime import GluonASTSource
+
+            source_type = GluonASTSource
+        source = source_type(self.kernel, signature, constexprs, attrs)
+        return triton.compile(source, target=gpu, options=parsed.__dict__)
+
+    def resources(self, target: Target | None = None) -> Resources:
+        """Registers, spills and shared memory of the compiled kernel."""
+        return resources(self.compile(target))
+
+    def _device_index(self) -> int:
+        for arg in self.args.values():
+            tensor = getattr(arg, "base", arg) if not isinstance(arg, Tensor) else arg
+            if isinstance(tensor, Tensor):
+                return tensor.get_device()
+        raise ValueError(f"launch of {self.name} has no tensor among its arguments, so no device")
+
+
+def resources(compiled: CompiledKernel) -> Resources:
+    """Read from the machine code: the cubin's resource usage, or the metadata of the AMDGPU assembly."""
+    if "amdgcn" in compiled.asm:
+        text = compiled.asm["amdgcn"]
+
+        def note(key: str) -> int:
+            found = re.search(rf"\.{key}:\s+(\d+)", text)
+            return int(found.group(1)) if found else 0
+
+        # Spilled scalar registers are not counted: they go to lanes of vector registers, not to memory.
+        spills, scratch = note("vgpr_spill_count"), note("private_segment_fixed_size")
+        return Resources(note("vgpr_count"), spills, scratch, int(compiled.metadata.shared))
+    return cubin_resources(compiled.asm["cubin"], compiled.name, int(compiled.metadata.shared))

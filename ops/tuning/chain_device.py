@@ -1,0 +1,127 @@
+"""A GPU as the bench of an op's products: chains of them by several weights in a CUDA graph, each checked first."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm, reference
+from fp8fn.ops.kernel import Dispatch
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
+from fp8fn.ops.sort_tokens import sort_tokens
+from fp8fn.ops.targets import Chip, Target
+from fp8fn.ops.tuning import mx
+from fp8fn.ops.tuning.op_sweep import Named
+from fp8fn.ops.tuning.sweep import Call, Clock
+from fp8fn.ops.tuning.weight import WeightProblem
+
+_MOST_COPIES: Final = 64
+_WEIGHT_BYTES: Final = 160 << 20  # of all copies: more than the L2
+_TOLERANCE: Final = 1e-2  # bfloat16 rounds to 2e-3
+_LOG: Final = logging.getLogger("fp8fn")
+
+
+@dataclass(frozen=True)
+class ChainBench:
+    """`OpBench` of one CUDA device; `make` is the product of a problem, with a weight of its own at each call."""
+
+    device: torch.device
+    target: Target
+    chip: Chip
+    clock: Clock
+    op: Dispatch
+    make: Callable[[Any, torch.device, Target], Any]
+
+    def calls(self, problem: Any, candidates: Mapping[str, Named]) -> tuple[dict[str, Call], int]:
+        """As `OpBench.calls`; what fails or is wrong is left out, with a warning."""
+        torch.manual_seed(0)
+        first = self.make(problem, self.device, self.target)
+        w = first.b if isinstance(first, ScaledProduct) else first.w
+        copies = max(2, min(_MOST_COPIES, -(-_WEIGHT_BYTES // w.data.numel())))
+        products = [first, *(self.make(problem, self.device, self.target) for _ in range(copies - 1))]
+        (expected,) = self.op.reference(products[-1])
+        found: dict[str, Call] = {}
+        for name, (kernel, config) in candidates.items():
+            try:
+                found[name] = self._chain(products, kernel, config, expected)
+            except Exception as error:
+                _LOG.warning("tune: %s by %s is left out: %s: %s", problem, name, type(error).__name__, error)
+        return found, len(products)
+
+    def _chain(self, products: Sequence[Any], name: str, config: Any, expected: Tensor) -> Call:
+        """The products one after another as a graph, whose last result is right."""
+        kernel = next(kernel for kernel in self.op.kernels if kernel.name == name)
+        if (reason := kernel.accepts(self.op.problem(products[0]))) is not None:
+            raise ValueError(reason)
+        launches = [launch for product in products for launch in kernel.plan(product, config)]
+        last = products[-1].out.zero_()  # rows of no id stay zero
+        for launch in launches:
+            launch.run()
+        torch.cuda.synchronize(self.device)
+        error = float((last.double() - expected.double()).norm() / expected.double().norm())
+        if not error <= _TOLERANCE:
+            raise RuntimeError(f"its result is off by {error:.1e}")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for launch in launches:
+                launch.run()
+
+        def call(_keeps_tensors: Sequence[Any] = launches) -> None:
+            graph.replay()
+
+        return call
+
+
+def weight_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
+    return ChainBench(device, target, chip, clock, mm_a16w8.MM_A16W8, _weight_product)
+
+
+def mx_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
+    return ChainBench(device, target, chip, clock, mx_mm.MX_MM, _mx_product)
+
+
+def moe_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
+    return ChainBench(device, target, chip, clock, moe_gemm.MOE_GEMM, _routed_product)
+
+
+def _weight_product(problem: WeightProblem, device: torch.device, target: Target) -> WeightProduct:
+    lead = (problem.batch,) if problem.batch > 1 else ()
+    x = torch.randn(*lead, problem.m, problem.k, device=device).to(problem.x_dtype)
+    w = torch.randn(*lead, problem.k, problem.n, device=device)
+    data, scale = reference.quantize(w, problem.block, torch.float8_e4m3fn, "fp32")
+    out = torch.empty(*lead, problem.m, problem.n, dtype=problem.x_dtype, device=device)
+    operand = Quantized(_in_lines(data), scale, problem.block)
+    return WeightProduct(x=x, w=operand, out=out, target=target, constant=problem.constant)
+
+
+def _mx_product(problem: mx.Problem, device: torch.device, target: Target) -> ScaledProduct:
+    a = _mx(torch.randn(problem.m, problem.k, device=device))
+    b = _mx(torch.randn(problem.n, problem.k, device=device)).mT
+    out = torch.empty(problem.m, problem.n, dtype=torch.bfloat16, device=device)
+    return ScaledProduct(a=a, b=b, out=out, target=target, constant=problem.constant)
+
+
+def _routed_product(problem: mx.MoeProblem, device: torch.device, target: Target) -> RoutedProduct:
+    """Of tokens that choose among the experts at random, as many ids as the problem has."""
+    a = _mx(torch.randn(problem.ids, problem.k, device=device))
+    w = _mx(torch.randn(problem.experts, problem.n, problem.k, device=device)).mT
+    chosen = torch.randint(0, problem.experts, (problem.ids, 1), device=device)
+    out = torch.empty(problem.ids, problem.n, dtype=torch.bfloat16, device=device)
+    routing = Routing(*sort_tokens(chosen, problem.experts, problem.block_m))
+    return RoutedProduct(a=a, w=w, routing=routing, a_div=1, out=out, target=target)
+
+
+def _mx(x: Tensor) -> Quantized:
+    """In blocks of 32 along the last axis."""
+    return Quantized(*reference.quantize(x, (1, 32), torch.float8_e4m3fn, "e8m0"), (1, 32))
+
+
+def _in_lines(data: Tensor) -> Tensor:
+    """With columns that are lines in memory."""
+    return data.view(torch.uint8).mT.contiguous().mT.view(data.dtype)

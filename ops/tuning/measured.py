@@ -1,0 +1,235 @@
+"""Tables of what was measured of an op's problems on a chip: the fastest kernel and its configuration; JSON.
+
+As `table.py` has it: the user's file in the cache comes before a shipped one, each is read once in a process, a file
+that cannot be read and a row that is none are left out with a warning, and a file is replaced whole, under a lock.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+from filelock import FileLock
+
+from fp8fn.ops.code_cache import replace_whole, warn_once
+from fp8fn.ops.targets import Chip
+from fp8fn.ops.tuning.table import user_path as dense_path
+
+FORMAT: Final = 1
+_VALUES: Final = ("kernel", "config", "times_us", "spread_us")
+_LARGEST_SIZE: Final = 2**31
+_FOLDER: Final = Path(__file__).parent / "tables"
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the table of an op has.
+
+    Args:
+        op: the name of the op.
+        keys: the names of the values that a row is found by.
+        problem: the problem of a row's values on a chip; ValueError where they are none.
+        candidates: the configurations in which each kernel, by name, computes a problem, the kernel's own first.
+        default: the kernel and the configuration that the op chooses where no table names one.
+    """
+
+    op: str
+    keys: tuple[str, ...]
+    problem: Callable[[Key, Chip], Any]
+    candidates: Callable[[Any], Mapping[str, Sequence[Any]]]
+    default: Callable[[Any], tuple[str, Any]]
+
+    @property
+    def columns(self) -> list[str]:
+        return [*self.keys, *_VALUES]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The fastest kernel and its configuration, the median µs of all that were timed, and what they have to differ by.
+
+    The times are by the names of `candidate_name`.
+    """
+
+    kernel: str
+    config: Any
+    times: Mapping[str, float]
+    spread: float
+
+    @property
+    def us(self) -> float:
+        return self.times[candidate_name(self.kernel, self.config)]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of one op on one chip, and where they come from: versions, date and command, as text."""
+
+    form: Form
+    chip: Chip
+    rows: Mapping[Key, Row]
+    origin: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
+
+
+def options_of(config: Any) -> Any:
+    """The fields of a configuration as JSON has them."""
+    return json.loads(json.dumps(asdict(config)))
+
+
+def candidate_name(kernel: str, config: Any) -> str:
+    return f"{kernel} {config}"
+
+
+def lookup(form: Form, chip: Chip, key: Key) -> tuple[Row, str] | None:
+    """The row of the first table of a chip that has one, and the table's name."""
+    for table in tables(form, chip):
+        if key in table.rows:
+            return table.rows[key], table.name
+    return None
+
+
+def tables(form: Form, chip: Chip) -> tuple[Table, ...]:
+    """The user's table of a chip, then the shipped one."""
+    return _tables(form, chip, user_path(form, chip))
+
+
+@cache
+def _tables(form: Form, chip: Chip, path: Path) -> tuple[Table, ...]:
+    shipped = _FOLDER / path.name
+    found = [_read_users(form, path, chip), read(form, shipped) if shipped.exists() else None]
+    return tuple(table for table in found if table is not None)
+
+
+def forget() -> None:
+    """Reads the files again when they are next asked for."""
+    _tables.cache_clear()
+
+
+def user_path(form: Form, chip: Chip) -> Path:
+    """The user's file for an op on a chip, in `FP8FN_CACHE_DIR`."""
+    path = dense_path(chip)
+    return path.with_name(f"{form.op}-{path.name}")
+
+
+def users(form: Form, chip: Chip) -> Table:
+    """The user's table as it is on disk now, empty where there is none."""
+    return _read_users(form, user_path(form, chip), chip) or Table(form, chip, {})
+
+
+def _read_users(form: Form, path: Path, chip: Chip) -> Table | None:
+    faults: list[str] = []
+    again = f"`python -m fp8fn tune --op {form.op}`"
+    try:
+        table = read(form, path, faults)
+        if table.chip != chip:
+            raise ValueError(f"is of {table.chip}")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        warn_once(f"tuning: {path} is left out: {error}; delete it, or run {again} again")
+        return None
+    if faults:
+        more = f", and {len(faults) - 1} more rows of it" if len(faults) > 1 else ""
+        warn_once(f"tuning: {path}: {faults[0]}; it is left out{more}. Run {again} again")
+    return table if table.rows or not faults else None
+
+
+def read(form: Form, path: Path, faults: list[str] | None = None) -> Table:
+    """The table of a file; OSError or ValueError where it is none.
+
+    A row that is none is a ValueError too, or a sentence in `faults`, where that is given.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError as error:
+        raise ValueError("its JSON is nested too deeply") from error
+    return replace(parse(form, document, faults), name=path.name)
+
+
+def parse(form: Form, document: Any, faults: list[str] | None = None) -> Table:
+    """The table of a file's contents; `faults` as in `read`."""
+    head = {"format": FORMAT, "op": form.op, "columns": form.columns}
+    if not isinstance(document, dict) or any(document.get(key) != value for key, value in head.items()):
+        raise ValueError(f"it is no table of {form.op} of format {FORMAT}")
+    name, count, rows, origin = (document.get(key) for key in ("chip", "multiprocessors", "rows", "origin"))
+    if not isinstance(name, str) or type(count) is not int or count < 1 or not isinstance(rows, list):
+        raise ValueError("it needs a chip, a number of multiprocessors, and a list of rows")
+    found: dict[Key, Row] = {}
+    for number, values in enumerate(rows, 1):
+        try:
+            key, row = _row(form, Chip(name, count), values)
+            found[key] = row
+        except (TypeError, ValueError) as error:
+            if faults is None:
+                raise ValueError(f"row {number} {error}") from error
+            faults.append(f"row {number} {error}")
+    return Table(form, Chip(name, count), found, origin if isinstance(origin, dict) else {})
+
+
+def _row(form: Form, chip: Chip, values: Any) -> tuple[Key, Row]:
+    """ValueError where it is none, to go on after "row 3 "."""
+    if not isinstance(values, list) or len(values) != len(form.columns):
+        raise ValueError(f"is no list of {len(form.columns)} values")
+    *keys, kernel, options, times, spread = values
+    key = tuple(tuple(value) if isinstance(value, list) else value for value in keys)
+    configs = form.candidates(form.problem(key, chip))
+    if kernel not in list(configs):
+        raise ValueError(f"has the kernel {kernel!r:.40}, which is not one of {', '.join(configs)}")
+    config = next((config for config in configs[kernel] if options_of(config) == options), None)
+    if config is None:
+        raise ValueError(f"has the configuration {options!r:.160}, in which {kernel} can't multiply its problem")
+    if not isinstance(times, dict) or not all(map(_is_time, times.values())):
+        raise ValueError(f"has {times!r:.80} as times_us, which have to be positive numbers")
+    if candidate_name(kernel, config) not in times:
+        raise ValueError(f"has no time of its configuration {candidate_name(kernel, config)}")
+    if spread != 0 and not _is_time(spread):
+        raise ValueError(f"has {spread!r:.80} as spread_us, which has to be a number of at least 0")
+    return key, Row(kernel, config, {str(name): float(us) for name, us in times.items()}, float(spread))
+
+
+def check_sizes(**sizes: Any) -> None:
+    """ValueError where one is no positive whole number, to go on after "row 3 "."""
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size < _LARGEST_SIZE:
+            raise ValueError(f"has {size!r:.40} as {name}, which has to be a positive whole number")
+
+
+def _is_time(value: Any) -> bool:
+    """Whether a value is a positive number; NaN and infinity are not less than 1e300."""
+    return type(value) in (int, float) and 0 < value < 1e300
+
+
+def write(path: Path, table: Table) -> None:
+    """Replaces the file whole; OSError where it can't be written."""
+    head = {
+        "format": FORMAT, "op": table.form.op, "chip": table.chip.name, "multiprocessors": table.chip.multiprocessors,
+        "origin": dict(table.origin),
+    }  # fmt: skip
+    rows = [_values(key, row) for key, row in sorted(table.rows.items(), key=lambda row: repr(row[0]))]
+    lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
+    text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "columns": {json.dumps(table.form.columns)}'
+    text += ',\n "rows": [' + (f"\n{lines}\n " if lines else "") + "]\n}\n"
+    replace_whole(path, text.encode())
+
+
+def _values(key: Key, row: Row) -> list[Any]:
+    times = {name: max(round(us, 3), 0.001) for name, us in row.times.items()}
+    return [*key, row.kernel, options_of(row.config), times, round(row.spread, 3)]
+
+
+def add(table: Table) -> Table:
+    """Puts rows into the user's table, before all else that is there by now, and returns it."""
+    path = user_path(table.form, table.chip)
+    path.parent.mkdir(0o755, parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        before = _read_users(table.form, path, table.chip)
+        merged = replace(table, rows={**(before.rows if before else {}), **table.rows}, name=path.name)
+        write(path, merged)
+    return merged

@@ -1,0 +1,48 @@
+"""Which kernel and configuration of an op is fastest for a problem: all candidates take turns, as `sweep` has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol, TypeAlias
+
+from fp8fn.ops.targets import Chip
+from fp8fn.ops.tuning.measured import Form, Key, Row, candidate_name
+from fp8fn.ops.tuning.sweep import Call, Clock, decide, measure, turns_for
+
+_WARM_S: Final = 0.2
+_GUESS_US: Final = 300.0  # of a call, which is a chain of products: it decides how often a turn repeats it
+
+Named: TypeAlias = tuple[str, Any]
+"""A kernel's name, and a configuration of it."""
+
+
+class OpBench(Protocol):
+    """A device on which an op's problems are timed."""
+
+    @property
+    def chip(self) -> Chip: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    def calls(self, problem: Any, candidates: Mapping[str, Named]) -> tuple[dict[str, Call], int]:
+        """What to time, by name, and how many products a call makes; left out is what does not run or is wrong."""
+
+
+def tune(form: Form, key: Key, bench: OpBench) -> Row:
+    """Measures the problem of a key; RuntimeError where no candidate runs."""
+    problem = form.problem(key, bench.chip)
+    candidates = {
+        candidate_name(kernel, config): (kernel, config)
+        for kernel, configs in form.candidates(problem).items()
+        for config in configs
+    }
+    default = candidate_name(*form.default(problem))
+    calls, products = bench.calls(problem, candidates)
+    if not calls:
+        raise RuntimeError(f"{form.op} {key}: none of {len(candidates)} candidates runs on {bench.chip.name}")
+    bench.clock.warm(_WARM_S)
+    entry = decide(measure(calls, bench.clock, turns_for(_GUESS_US), stays=default), default)
+    kernel, config = candidates[entry.config]
+    times = {name: us / products for name, us in entry.times.items()}
+    return Row(kernel, config, times, entry.spread / products)

@@ -1,0 +1,37 @@
+"""Products of rows by an FP8 weight as the configurations of their kernels see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fp8fn.ops.cuda.gemm.operands import is_k_contiguous
+from fp8fn.ops.layout import Block
+from fp8fn.ops.products import WeightProduct
+
+
+class WeightProblem(NamedTuple):
+    """`out (batch, m, n) = x (batch, m, k) @ w (batch, k, n)` on `cores` multiprocessors.
+
+    A scale holds for `block` of w. `k_lines`: the columns of w are lines in memory. `constant`: as of `fp8fn.gemm`.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    block: Block = (128, 128)
+    x_dtype: torch.dtype = torch.bfloat16
+    k_lines: bool = True
+    constant: bool = False
+    cores: int = 132
+
+
+def weight_problem(product: WeightProduct) -> WeightProblem:
+    """The problem of a product; a batch of `x` whose rows follow one another, by one weight, is one matrix."""
+    product = product.as_matrix()
+    return WeightProblem(
+        m=product.m, n=product.n, k=product.k, batch=product.batch, block=product.w.block, x_dtype=product.x.dtype,
+        k_lines=is_k_contiguous(product.w.data), constant=product.constant, cores=product.target.cores,
+    )  # fmt: skip

@@ -1,0 +1,5 @@
+// The CPU's version of ops/cuda/include/types.cuh.
+#pragma once
+#include <stdint.h>
+
+#define INLINE inline
