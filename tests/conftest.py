@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,20 +16,28 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
+from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
-from support import emulated
+from support import build_cache, emulated, shuffle
+from support.file_order import FileOrder
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    shuffle.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Inductor's caches know an op by its name: none that other sources have filled, unless one is given.
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="fp8fn-tests-")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if not hasattr(config, "workerinput"):  # workers inherit what is set here
+        build_cache.prune()
+        _set_caches(config)
+    _keep_machine_code(config)
+    config.pluginmanager.register(FileOrder(config), "fp8fn-file-order")
     # The tensors are small: on two busy cores, a second thread made 288 tests take 57 s in place of 2.
     torch.set_num_threads(1)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)  # what another plugin orders is shuffled, too
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     reasons = {"emulated": emulated.missing()}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA or HIP device, and torch.cuda.is_available() is False"
@@ -35,6 +45,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, reason in reasons.items():
             if reason and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    yield
+    shuffle.shuffle(items)
+
+
+def _set_caches(config: pytest.Config) -> None:
+    """Names the caches of this run and its child processes, where the environment does not."""
+    fp8fn_cache = tempfile.mkdtemp(prefix="fp8fn-tests-")
+    config.add_cleanup(lambda: shutil.rmtree(fp8fn_cache, ignore_errors=True))
+    inductor = (
+        build_cache.folder()
+        / "inductor"
+        / build_cache.digest((torch.__version__, torch.version.git_version, sys.version, build_cache.host_compiler()))
+    )
+    caches = {
+        "FP8FN_CACHE_DIR": fp8fn_cache,
+        # Triton finds a kernel by the contents of the sources and of the compiler.
+        "TRITON_CACHE_DIR": str(build_cache.folder() / "triton"),
+        # Inductor finds C++ by its text and by the command that compiles it; graphs by their nodes, which name an op
+        # and not its sources. The tag, new in every run, keeps this run from graphs that other sources made.
+        "TORCHINDUCTOR_CACHE_DIR": str(inductor),
+        "TORCH_COMPILE_CACHE_KEY_TAG": secrets.token_hex(8),
+    }
+    for name, value in caches.items():
+        os.environ.setdefault(name, value)
+    torch.compiler.config.cache_key_tag = os.environ["TORCH_COMPILE_CACHE_KEY_TAG"]
+
+
+def _keep_machine_code(config: pytest.Config) -> None:
+    """What NVRTC compiles is kept below fp8fn's own cache, whose tests still judge what that cache does."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(
+        nvrtc, "_compile", build_cache.by_content(nvrtc._compile, lambda: build_cache.loaded_library("nvrtc"))
+    )
+    config.add_cleanup(patch.undo)
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +95,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture
 def hopper() -> targets.Target:
     """The GPU, for a test of kernels that are Hopper's."""
-    from fp8fn.ops.cuda.runtime import nvrtc
-
     target = targets.target_of(torch.device("cuda"))
     if target.name != "sm90" or nvrtc.unavailable():
         pytest.skip(nvrtc.unavailable() or f"the kernels are Hopper's, and this device is {target.name}")

@@ -209,7 +209,7 @@ def configure(product: WeightProduct) -> Config:
 
 
 def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target) -> Config:
-    """The default configuration; none of them spills (tests/kernels/mm_a16w8/test_mm_a16w8.py).
+    """The default configuration; none of them spills (tests/kernels/mm_a16w8/test_op.py).
 
     Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
     the products do, and the conversion: the more rows share a converted tile, the less of it.

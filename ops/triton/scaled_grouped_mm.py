@@ -280,7 +280,7 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
 
 
 def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> GemmConfig:
-    """The configuration of groups of `m` rows in the mean; none spills (test_triton_scaled_grouped_mm.py)."""
+    """The configuration of groups of `m` rows in the mean; none spills (scaled_grouped_mm/test_triton.py)."""
     config = choose_config(m, n, k, target)
     if not along_k and target.arch in (89, 120) and config.BM == 64:
         # The weight is turned around in registers: 6 of them spill from a tile of 128 columns.

@@ -195,7 +195,7 @@ def _choose(product: ScaledProduct) -> tuple[GemmConfig, str]:
 
 
 def choose_config(m: int, n: int, k: int, target: Target) -> GemmConfig:
-    """The default configuration; none of them spills (tests/kernels/test_machine_code.py)."""
+    """The default configuration; none of them spills (tests/kernels/test_triton_machine_code.py)."""
     if target.arch in SCALED_MM:
         from fp8fn.ops.tuning.amd import config_of
 

@@ -5,10 +5,10 @@ most tiles: `waves = ceil(tiles / multiprocessors)`. A tile takes its k-blocks, 
 nothing hides. A wave's bytes come at `_HBM`. The two overlap: their time is the root of the sum of their squares. A
 wave that leaves multiprocessors idle is faster for the others, down to `_ALONE`: they share caches and power.
 
-Constants were fitted by least squares of the logarithms to the medians in `tests/ops/test_tuning.py`, taken on an H200,
-warm and in turn: 9 % rms over 8 µs to 4 ms. The configuration ranked first is within 2 % of the fastest in the mean,
-within 7 % for each shape; small ones repeat to 5 to 10 %. Power is not modelled: a clock that sinks does so for every
-candidate, nearly by the same factor.
+Constants were fitted by least squares of the logarithms to the medians in `tests/ops/test_tuning_model.py`, taken on
+an H200, warm and in turn: 9 % rms over 8 µs to 4 ms. The configuration ranked first is within 2 % of the fastest in
+the mean, within 7 % for each shape; small ones repeat to 5 to 10 %. Power is not modelled: a clock that sinks does so
+for every candidate, nearly by the same factor.
 """
 
 from __future__ import annotations

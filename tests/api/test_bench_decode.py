@@ -10,17 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_moe_gemm import assert_near as near_by_hand
-from test_moe_gemm import by_hand
-from test_moe_gemm import operands as of_experts
-from test_mx_mm import assert_near, operands
-
 import fp8fn
 from fp8fn import cli
 from fp8fn.bench import decode, dot_scaled, record, tables
 from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops.targets import SM90
+from support.operands.experts import assert_near as near_by_hand
+from support.operands.experts import by_hand
+from support.operands.experts import operands as of_experts
+from support.operands.mx import assert_near, operands
 
 
 def test_shapes() -> None:

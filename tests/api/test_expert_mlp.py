@@ -8,15 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_gemm import gradients, normal, relative_error, saved_by, second_derivative, snr
-from test_grouped_gemm import BF16, EACH_RECIPE, FP32, LEFT, RECIPES, SIZES, assert_one_compile_serves, ends_of, spans
 from torch import Tensor
 from torch.func import grad, vmap
 
 import fp8fn
 from fp8fn import Recipe
+from support.accuracy import relative_error, snr
+from support.gradients import gradients, saved_by, second_derivative
+from support.graphs import assert_one_compile_serves
+from support.operands.groups import EACH_RECIPE, LEFT, RECIPES, SIZES, ends, spans
+from support.operands.values import normal
 
 H, I = 136, 72  # noqa: E741
+
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def loop(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor) -> Tensor:
@@ -47,7 +52,7 @@ def operands(
 @EACH_RECIPE
 def test_end_to_end(recipe: Recipe, sizes: tuple[int, ...], device: torch.device) -> None:
     """23 dB for e4m3, not 25: two products, one after the other, of values that were rounded to FP8 each time."""
-    offsets, tokens = ends_of(sizes, device), sum(sizes) + LEFT
+    offsets, tokens = ends(sizes, device), sum(sizes) + LEFT
     inputs = operands(tokens, len(sizes), device, transposed=tokens % 2 == 0)
     out_grad = normal(tokens, H, device=device)
     out, grads = gradients(lambda *args: fp8fn.expert_mlp(*args, offsets, recipe), out_grad, *inputs)
@@ -65,7 +70,7 @@ def test_end_to_end(recipe: Recipe, sizes: tuple[int, ...], device: torch.device
 @EACH_RECIPE
 def test_it_is_two_grouped_products(recipe: Recipe, device: torch.device) -> None:
     """But for roundings to 16 bits between them, which the products in FP8 do not see: so never less exact."""
-    offsets = ends_of((30, 0, 150), device)
+    offsets = ends((30, 0, 150), device)
     inputs, out_grad = operands(190, 3, device), normal(190, H, device=device)
     got = gradients(lambda *args: fp8fn.expert_mlp(*args, offsets, recipe), out_grad, *inputs)
     want = gradients(lambda *args: composed(*args, offsets, recipe), out_grad, *inputs)
@@ -80,7 +85,7 @@ def test_it_is_two_grouped_products(recipe: Recipe, device: torch.device) -> Non
 
 
 def test_gradients_of_some_operands_alone(device: torch.device) -> None:
-    offsets = ends_of((30, 0, 50), device)
+    offsets = ends((30, 0, 50), device)
     inputs, out_grad = operands(80, 3, device), normal(80, H, device=device)
     _, grads = gradients(lambda *args: fp8fn.expert_mlp(*args, offsets), out_grad, *inputs)
     for which in ((0,), (1,), (2,), (0, 2), (1, 2), (0, 1)):
@@ -92,7 +97,7 @@ def test_gradients_of_some_operands_alone(device: torch.device) -> None:
 
 @EACH_RECIPE
 def test_nothing_leaks_out_of_an_expert(recipe: Recipe, device: torch.device) -> None:
-    offsets, tokens = ends_of((40, 0, 130, 20), device), 190 + LEFT
+    offsets, tokens = ends((40, 0, 130, 20), device), 190 + LEFT
     inputs, out_grad = operands(tokens, 4, device), normal(tokens, H, device=device)
 
     def run(*args: Tensor) -> tuple[Tensor, ...]:
@@ -117,7 +122,7 @@ def test_nothing_leaks_out_of_an_expert(recipe: Recipe, device: torch.device) ->
 @EACH_RECIPE
 def test_what_is_saved(recipe: Recipe, device: torch.device) -> None:
     """Of 16 bits gate and up alone; a byte for an element of everything else that is large."""
-    offsets = ends_of((100, 28), device)
+    offsets = ends((100, 28), device)
     inputs = [x.requires_grad_() for x in operands(128, 2, device)]
     saved = saved_by(lambda: fp8fn.expert_mlp(*inputs, offsets, recipe))
     wide = [x for x in saved if x.dtype.itemsize > 1 and x.numel() > 128 * H / 32]
@@ -126,7 +131,7 @@ def test_what_is_saved(recipe: Recipe, device: torch.device) -> None:
 
 
 def test_types(device: torch.device) -> None:
-    offsets = ends_of((30, 0, 50), device)
+    offsets = ends((30, 0, 50), device)
     x, *weights = operands(80, 3, device)
     wide = [w.float() for w in weights]
     out, grads = gradients(lambda *args: fp8fn.expert_mlp(*args, offsets), normal(80, H, device=device), x, *wide)
@@ -136,7 +141,7 @@ def test_types(device: torch.device) -> None:
 
 
 def test_no_tokens_at_all(device: torch.device) -> None:
-    offsets, inputs = ends_of((0, 0, 0), device), operands(0, 3, device)
+    offsets, inputs = ends((0, 0, 0), device), operands(0, 3, device)
     out, grads = gradients(lambda *args: fp8fn.expert_mlp(*args, offsets), torch.zeros(0, H, device=device), *inputs)
     assert out.shape == (0, H)
     assert not any(g.any() for g in grads)
@@ -148,15 +153,15 @@ def total(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor) -> Tens
 
 def test_transforms() -> None:
     """`grad` is the eager backward; `vmap` is a loop, inside and out."""
-    ends = torch.stack([ends_of((30, 0, 50)), ends_of((1, 60, 7))])
+    all_ends = torch.stack([ends((30, 0, 50)), ends((1, 60, 7))])
     pairs = [operands(85, 3) for _ in range(2)]
     batch = [torch.stack(list(xs)) for xs in zip(*pairs, strict=True)]
-    got = vmap(grad(total, (0, 1, 2)))(*batch, ends)
-    through = grad(lambda *args: vmap(total)(*args).sum(), (0, 1, 2))(*batch, ends)
+    got = vmap(grad(total, (0, 1, 2)))(*batch, all_ends)
+    through = grad(lambda *args: vmap(total)(*args).sum(), (0, 1, 2))(*batch, all_ends)
     for i in range(2):
-        want = grad(total, (0, 1, 2))(*pairs[i], ends[i])
+        want = grad(total, (0, 1, 2))(*pairs[i], all_ends[i])
         leaves = [x.clone().requires_grad_() for x in pairs[i]]
-        eager = torch.autograd.grad(total(*leaves, ends[i]), leaves)
+        eager = torch.autograd.grad(total(*leaves, all_ends[i]), leaves)
         for g, t, w, e in zip(got, through, want, eager, strict=True):
             assert torch.equal(w, e)
             assert relative_error(g[i], w) < 1e-5
@@ -164,7 +169,7 @@ def test_transforms() -> None:
 
 
 def test_forward_mode_and_second_derivatives() -> None:
-    offsets, inputs = ends_of((30, 0, 50)), operands(80, 3, dtype=FP32)
+    offsets, inputs = ends((30, 0, 50)), operands(80, 3, dtype=FP32)
     tangents = tuple(torch.randn_like(t) for t in inputs)
     jvp: Callable[..., Any] = torch.func.jvp
     _, tangent = jvp(lambda *args: fp8fn.expert_mlp(*args, offsets), inputs, tangents)
@@ -194,6 +199,6 @@ def test_compiled_for_every_number_of_tokens_once(recipe: str, fresh_dynamo: Non
     def problems() -> Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor]]:
         for sizes, left in (((64, 0, 96), 0), ((1, 200, 7), 32), ((0, 900, 700), 0), ((0, 0, 0), 144)):
             tokens = sum(sizes) + left
-            yield operands(tokens, 3), normal(tokens, H), ends_of(sizes)
+            yield operands(tokens, 3), normal(tokens, H), ends(sizes)
 
     assert_one_compile_serves(step, problems, 2e-2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,33 +17,13 @@ from fp8fn import Recipe
 from fp8fn.meta.bypass import goes_unseen, is_last, nothing_watches
 from fp8fn.ops.layout import swap
 from fp8fn.ops.recipe import PRESETS
+from support.accuracy import relative_error, snr
+from support.gradients import gradients, saved_by, second_derivative
+from support.operands.values import dequantized, normal
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STORAGES = ("NT", "NN", "TN", "TT")
 EACH_PRESET = pytest.mark.parametrize("recipe", PRESETS.values(), ids=PRESETS)
-
-
-def snr(x: Tensor, reference: Tensor) -> float:
-    """`10 log10(‖ref‖² / ‖ref - x‖²)` in dB."""
-    x, reference = x.detach().double(), reference.detach().double()
-    return float(10 * torch.log10(reference.square().sum() / (reference - x).square().sum()))
-
-
-def relative_error(x: Tensor, reference: Tensor) -> float:
-    x, reference = x.detach().double(), reference.detach().double()
-    return float((x - reference).norm() / reference.norm())
-
-
-def normal(*shape: int, dtype: torch.dtype = BF16, transposed: bool = False, device: Any = "cpu") -> Tensor:
-    """Normal values; `transposed` stores the matrix column-major."""
-    x = torch.randn(*shape[:-2], *((shape[-1], shape[-2]) if transposed else shape[-2:]))
-    x = x.to(device, dtype)
-    return x.mT if transposed else x
-
-
-def dequantized(x: Tensor, block: tuple[int, int], dtype: torch.dtype | None, scale: str) -> Tensor:
-    q = fp8fn.quantize(x, block, dtype=dtype, scale=scale)  # type: ignore[arg-type]
-    return fp8fn.dequantize(q, FP32).double()
 
 
 def exact(a: Tensor, b: Tensor, recipe: Recipe, bias: Tensor | None = None) -> Tensor:
@@ -53,12 +32,6 @@ def exact(a: Tensor, b: Tensor, recipe: Recipe, bias: Tensor | None = None) -> T
     right = dequantized(b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
     out = left @ right
     return out if bias is None else out + bias.double()
-
-
-def gradients(fn: Callable[..., Tensor], grad: Tensor, *inputs: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = fn(*leaves)
-    return out.detach(), torch.autograd.grad(out, leaves, grad.to(out.dtype))
 
 
 @pytest.mark.parametrize("shape", [(128, 256, 384), (33, 65, 190), (1, 7, 129)], ids=str)
@@ -282,18 +255,6 @@ def test_a_bad_value_reaches_its_own_row_alone(bad: float, device: torch.device)
     assert torch.equal(out[others], clean[others])
 
 
-def saved_by(forward: Callable[[], Tensor]) -> list[Tensor]:
-    saved: list[Tensor] = []
-
-    def pack(x: Tensor) -> Tensor:
-        saved.append(x)
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-        forward()
-    return saved
-
-
 @pytest.mark.parametrize("storage", ["row", "column"])
 def test_saved_bytes(storage: str, device: torch.device) -> None:
     """One byte for an element of the activation, and its scales: 4 bytes for each 128, so 1.031."""
@@ -347,12 +308,6 @@ def test_nothing_is_saved_without_gradients(device: torch.device) -> None:
     tracked = fp8fn.gemm(a, b)
     assert tracked.requires_grad
     assert torch.equal(tracked, out)
-
-
-def second_derivative(fn: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-    a, b = a.detach().requires_grad_(), b.detach().requires_grad_()
-    first = torch.autograd.grad(fn(a, b).square().sum(), (a, b), create_graph=True)
-    return torch.autograd.grad(sum((g.square().sum() for g in first), torch.zeros(())), (a, b))
 
 
 def test_second_derivative_asks_for_second_order() -> None:

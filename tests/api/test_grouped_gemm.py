@@ -9,9 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_gemm import dequantized, gradients, normal, relative_error, saved_by, second_derivative, snr
 from torch import Tensor
-from torch._dynamo.utils import counters
 from torch.func import grad, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -22,34 +20,15 @@ from fp8fn.ops import targets
 from fp8fn.ops.grouped_gemm import sum_groups
 from fp8fn.ops.layout import swap
 from fp8fn.ops.triton.launch import TritonLaunch
+from support.accuracy import relative_error, snr
+from support.gradients import gradients, saved_by, second_derivative
+from support.graphs import assert_one_compile_serves
+from support.operands.groups import EACH_RECIPE, LEFT, RECIPES, SIZES, ends, spans
+from support.operands.values import dequantized, normal
 from support.samples import SAMPLES
 
 BF16, FP32 = torch.bfloat16, torch.float32
-RECIPES = {
-    "blockwise": fp8fn.BLOCKWISE, "blockwise_pow2": fp8fn.BLOCKWISE_POW2, "hybrid": fp8fn.HYBRID,
-    "rowwise": fp8fn.ROWWISE,
-}  # fmt: skip
-EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 EACH_KIND = pytest.mark.parametrize("kind", ["rows", "k"])
-
-# What breaks kernels: no token, one, one less and one more than a block, groups alone with everything.
-SIZES: dict[str, tuple[int, ...]] = {
-    "around a block": (0, 1, 127, 128, 129),
-    "one with everything": (0, 0, 300, 0),
-    "many of three": (3,) * 40,
-    "one": (130,),
-    "none": (0, 0),
-}
-LEFT = 5  # tokens past the last offset
-
-
-def ends_of(sizes: Any, device: Any = "cpu") -> Tensor:
-    return torch.tensor(sizes, device=device).cumsum(0).to(torch.int32)
-
-
-def spans(offsets: Tensor) -> list[tuple[int, int]]:
-    ends = offsets.tolist()
-    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def loop(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -79,7 +58,7 @@ def check_end_to_end(
     kind: str, sizes: tuple[int, ...], m: int, n: int, recipe: Recipe, transposed: bool, device: Any = "cpu"
 ) -> None:
     """Out, dA and dB against float64, and zeros where there is nothing."""
-    offsets = ends_of(sizes, device)
+    offsets = ends(sizes, device)
     tokens = sum(sizes) + LEFT
     a, b = operands(kind, tokens, m, n, len(sizes), device, transposed=transposed)
     out_grad = normal(tokens, n, device=device) if kind == "rows" else normal(len(sizes), m, n, device=device)
@@ -125,7 +104,7 @@ def exact(q: Any) -> Tensor:
 @EACH_RECIPE
 def test_values_are_those_of_each_group_alone(recipe: Recipe, storage: str, device: torch.device) -> None:
     """The float64 product of what `quantize` makes of a group by itself: no scale has seen another group."""
-    offsets = ends_of(SIZES["around a block"], device)
+    offsets = ends(SIZES["around a block"], device)
     a, b = operands("rows", 390, 190, 65, 5, device, FP32, storage == "column")
     a_args = {"dtype": recipe.activation_dtype, "scale": recipe.scale}
     b_args = {"dtype": recipe.weight_dtype, "scale": recipe.scale}
@@ -145,7 +124,7 @@ def test_values_are_those_of_each_group_alone(recipe: Recipe, storage: str, devi
 
 def test_what_torch_calls_a_grouped_product(device: torch.device) -> None:
     """The same arguments as `torch._grouped_mm`'s, and the same shapes."""
-    offsets = ends_of((16, 48, 0, 32), device)
+    offsets = ends((16, 48, 0, 32), device)
     a, b = normal(96, 64, device=device), normal(4, 64, 32, transposed=True, device=device)
     out = torch._grouped_mm(a, b, offs=offsets)
     assert snr(fp8fn.grouped_gemm(a, b, offsets), out) > 25
@@ -171,7 +150,7 @@ def test_without_offsets_it_is_the_batched_product(device: torch.device) -> None
 @EACH_KIND
 def test_bias_and_its_gradient(kind: str, device: torch.device) -> None:
     sizes = (0, 130, 7, 90)
-    offsets, tokens = ends_of(sizes, device), sum(sizes) + LEFT
+    offsets, tokens = ends(sizes, device), sum(sizes) + LEFT
     a, b = operands(kind, tokens, 70, 40, 4, device)
     bias = torch.randn(4, 40, device=device)
     out_grad = normal(tokens, 40, device=device) if kind == "rows" else normal(4, 70, 40, device=device)
@@ -194,7 +173,7 @@ def test_bias_and_its_gradient(kind: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("sizes", [*SIZES.values(), (1000, 1, 1, 0, 30), (0,) * 70 + (5,)], ids=str)
 def test_sums_of_groups(sizes: tuple[int, ...], device: torch.device) -> None:
-    offsets = ends_of(sizes, device)
+    offsets = ends(sizes, device)
     x = torch.randn(sum(sizes) + LEFT, 9, device=device)
     x[-LEFT:] = float("nan")
     want = torch.stack([x[start:end].double().sum(0) for start, end in spans(offsets)])
@@ -212,7 +191,7 @@ def test_sums_of_groups(sizes: tuple[int, ...], device: torch.device) -> None:
 
 def test_sums_of_groups_of_a_number_of_tokens_that_is_data() -> None:
     """Traced for some tokens that a mask leaves, and run for as many as there may be, none included."""
-    x, rows, offsets = torch.randn(20, 9), torch.arange(20), ends_of((2, 0, 7))
+    x, rows, offsets = torch.randn(20, 9), torch.arange(20), ends((2, 0, 7))
     trace = make_fx(lambda mask, x, offsets: sum_groups(x[mask], offsets), tracing_mode="symbolic")
     graph = trace(rows < 7, x, offsets)
     for tokens in (0, 1, 7, 20):
@@ -225,7 +204,7 @@ def test_sums_of_groups_of_a_number_of_tokens_that_is_data() -> None:
 def test_nothing_leaks_out_of_a_group(kind: str, recipe: Recipe, device: torch.device) -> None:
     """NaN in one group, and in tokens past the last offset, of operands and of the gradient."""
     sizes = (40, 30, 0, 130, 20)
-    offsets, tokens = ends_of(sizes, device), sum(sizes) + LEFT
+    offsets, tokens = ends(sizes, device), sum(sizes) + LEFT
     a, b = operands(kind, tokens, 70, 40, 5, device)
     out_grad = normal(tokens, 40, device=device) if kind == "rows" else normal(5, 70, 40, device=device)
     bias = torch.randn(5, 40, device=device)
@@ -260,7 +239,7 @@ def test_nothing_leaks_out_of_a_group(kind: str, recipe: Recipe, device: torch.d
 @EACH_KIND
 @EACH_RECIPE
 def test_no_tokens_at_all(recipe: Recipe, kind: str, device: torch.device) -> None:
-    offsets = ends_of((0, 0, 0), device)
+    offsets = ends((0, 0, 0), device)
     a, b = operands(kind, 0, 70, 40, 3, device)
     out_grad = normal(*((0, 40) if kind == "rows" else (3, 70, 40)), device=device)
     bias = torch.randn(3, 40, device=device)
@@ -278,7 +257,7 @@ def test_no_tokens_at_all(recipe: Recipe, kind: str, device: torch.device) -> No
 @EACH_KIND
 def test_zero_sizes(kind: str, shape: tuple[int, int], device: torch.device) -> None:
     m, n = shape
-    offsets = ends_of((10, 0, 6), device)
+    offsets = ends((10, 0, 6), device)
     a, b = operands(kind, 20, m, n, 3, device)
     out_grad = torch.ones((20, n) if kind == "rows" else (3, m, n), dtype=BF16, device=device)
     out, (da, db) = gradients(lambda a, b: fp8fn.grouped_gemm(a, b, offsets), out_grad, a, b)
@@ -288,7 +267,7 @@ def test_zero_sizes(kind: str, shape: tuple[int, int], device: torch.device) -> 
 
 
 def test_gradients_of_one_operand_alone(device: torch.device) -> None:
-    offsets = ends_of((30, 0, 50), device)
+    offsets = ends((30, 0, 50), device)
     for kind in ("rows", "k"):
         a, b = operands(kind, 80, 70, 40, 3, device)
         out_grad = normal(*((80, 40) if kind == "rows" else (3, 70, 40)), device=device)
@@ -300,7 +279,7 @@ def test_gradients_of_one_operand_alone(device: torch.device) -> None:
 
 
 def test_types(device: torch.device) -> None:
-    offsets = ends_of((30, 0, 50), device)
+    offsets = ends((30, 0, 50), device)
     a, b = operands("rows", 80, 70, 40, 3, device)
     weight, out_grad = b.float(), normal(80, 40, device=device)
     out, (da, db) = gradients(lambda a, b: fp8fn.grouped_gemm(a, b, offsets), out_grad, a, weight)
@@ -315,7 +294,7 @@ def test_types(device: torch.device) -> None:
 @EACH_RECIPE
 @EACH_KIND
 def test_same_bits_every_run_and_inputs_untouched(kind: str, recipe: Recipe, device: torch.device) -> None:
-    offsets = ends_of((30, 0, 150), device)
+    offsets = ends((30, 0, 150), device)
     inputs = (*operands(kind, 190, 70, 40, 3, device), torch.randn(3, 40, device=device))
     out_grad = normal(*((190, 40) if kind == "rows" else (3, 70, 40)), device=device)
     before = [x.clone() for x in (*inputs, offsets, out_grad)]
@@ -333,7 +312,7 @@ def test_same_bits_every_run_and_inputs_untouched(kind: str, recipe: Recipe, dev
 @EACH_RECIPE
 @EACH_KIND
 def test_no_wide_form_of_an_operand_is_saved(kind: str, recipe: Recipe, device: torch.device) -> None:
-    offsets = ends_of((100, 28), device)
+    offsets = ends((100, 28), device)
     a, b = (x.requires_grad_() for x in operands(kind, 128, 256, 128, 2, device))
     saved = saved_by(lambda: fp8fn.grouped_gemm(a, b, offsets, recipe=recipe))
     assert len(saved) == 5
@@ -344,7 +323,7 @@ def test_no_wide_form_of_an_operand_is_saved(kind: str, recipe: Recipe, device: 
 
 @EACH_KIND
 def test_product_of_quantized_operands_is_the_forward(kind: str, device: torch.device) -> None:
-    offsets = ends_of((30, 0, 150), device)
+    offsets = ends((30, 0, 150), device)
     a, b = operands(kind, 190, 70, 40, 3, device)
     bias = torch.randn(3, 40, device=device)
     for recipe, block in ((fp8fn.BLOCKWISE, 128), (fp8fn.ROWWISE, -1)):
@@ -401,7 +380,7 @@ def loss64(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
 
 @EACH_KIND
 def test_func_grad_is_the_eager_backward(kind: str) -> None:
-    offsets = ends_of((30, 0, 50))
+    offsets = ends((30, 0, 50))
     a, b = operands(kind, 85, 130, 70, 3)
     got = grad(loss, (0, 1))(a, b, offsets)
     leaves = [x.clone().requires_grad_() for x in (a, b)]
@@ -414,27 +393,27 @@ def test_func_grad_is_the_eager_backward(kind: str) -> None:
 @EACH_KIND
 def test_vmap_of_grad_and_grad_of_vmap(kind: str) -> None:
     """Each element of the batch has its own tokens, its own groups and its own scales."""
-    ends = torch.stack([ends_of((30, 0, 50)), ends_of((1, 60, 7))])
+    all_ends = torch.stack([ends((30, 0, 50)), ends((1, 60, 7))])
     pairs = [operands(kind, 85, 130, 70, 3) for _ in range(2)]
     a, b = (torch.stack(list(xs)) for xs in zip(*pairs, strict=True))
     bias = torch.randn(2, 3, 70)
 
-    def total(a: Tensor, b: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
-        return fp8fn.grouped_gemm(a, b, ends, bias=bias).float().square().sum()
+    def total(a: Tensor, b: Tensor, bias: Tensor, all_ends: Tensor) -> Tensor:
+        return fp8fn.grouped_gemm(a, b, all_ends, bias=bias).float().square().sum()
 
-    got = vmap(grad(total, (0, 1, 2)))(a, b, bias, ends)
+    got = vmap(grad(total, (0, 1, 2)))(a, b, bias, all_ends)
     for i in range(2):
-        want = grad(total, (0, 1, 2))(a[i], b[i], bias[i], ends[i])
+        want = grad(total, (0, 1, 2))(a[i], b[i], bias[i], all_ends[i])
         for g, w in zip(got, want, strict=True):
             assert relative_error(g[i], w) < 1e-5
-    through = grad(lambda *args: vmap(total)(*args).sum(), (0, 1, 2))(a, b, bias, ends)
+    through = grad(lambda *args: vmap(total)(*args).sum(), (0, 1, 2))(a, b, bias, all_ends)
     for g, t in zip(got, through, strict=True):
         assert relative_error(t, g) < 1e-5
 
 
 @EACH_KIND
 def test_jvp(kind: str) -> None:
-    offsets = ends_of((30, 0, 50))
+    offsets = ends((30, 0, 50))
     a, b = operands(kind, 85, 130, 70, 3)
     bias = torch.randn(3, 70)
     tangents = torch.randn_like(a), torch.randn_like(b), torch.randn_like(bias)
@@ -457,7 +436,7 @@ def test_jvp(kind: str) -> None:
 
 @EACH_KIND
 def test_second_derivatives(kind: str) -> None:
-    offsets = ends_of((30, 0, 50))
+    offsets = ends((30, 0, 50))
     a, b = operands(kind, 80, 130, 70, 3, dtype=FP32)
 
     def twice(loss: Callable[..., Tensor], argnums: int) -> Callable[..., Tensor]:
@@ -488,7 +467,7 @@ def test_each_gradient_of_kept_operands_is_the_product_of_its_own_recipe(kind: s
     recipe = Recipe(
         activation_dtype=types["x"], weight_dtype=types["w"], gradient_dtype=types["g"], second_order=True
     )  # fmt: skip
-    offsets = ends_of((30, 0, 50))
+    offsets = ends((30, 0, 50))
     a, b = operands(kind, 80, 130, 70, 3, dtype=FP32)
     grad = normal(*((80, 70) if kind == "rows" else (3, 130, 70)), dtype=FP32)
     _, (da, db) = gradients(lambda a, b: fp8fn.grouped_gemm(a, b, offsets, recipe=recipe), grad, a, b)
@@ -526,29 +505,6 @@ def test_opcheck_with_gradients(name: str, label: str, fp8_opcheck: Callable[...
     assert set(result.values()) == {"SUCCESS"}
 
 
-def assert_one_compile_serves(
-    step: Callable[..., Tensor],
-    problems: Callable[[], Iterator[tuple[tuple[Tensor, ...], Tensor, Tensor]]],
-    bound: float,
-) -> None:
-    """All of `problems()`, each inputs, the output's gradient and offsets; compiled here, then from Inductor's cache.
-
-    Of a graph from its cache torch evaluates the guards in a way of its own. The test has `fresh_caches`.
-    """
-    for hits in (0, 1):
-        torch._dynamo.reset()
-        counters.clear()
-        compiled = torch.compile(step, fullgraph=True, dynamic=True)
-        for i, (inputs, out_grad, offsets) in enumerate(problems()):
-            with torch._dynamo.config.patch(error_on_recompile=i > 0):
-                got = gradients(lambda *args, c=compiled, o=offsets: c(*args, o), out_grad, *inputs)
-            want = gradients(lambda *args, o=offsets: step(*args, o), out_grad, *inputs)
-            for g, w in zip((got[0], *got[1]), (want[0], *want[1]), strict=True):
-                assert g.shape == w.shape
-                assert (g.double() - w.double()).norm() <= bound * w.double().norm()
-        assert counters["aot_autograd"]["autograd_cache_hit"] == hits
-
-
 @EACH_KIND
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise"])
 def test_compiled_for_every_number_of_tokens_once(
@@ -565,7 +521,7 @@ def test_compiled_for_every_number_of_tokens_once(
         ):  # fmt: skip
             tokens = sum(sizes) + left
             out_grad = normal(*((tokens, 272) if kind == "rows" else (3, 144, 272)))
-            yield (*operands(kind, tokens, 144, 272, 3), torch.randn(3, 272)), out_grad, ends_of(sizes)
+            yield (*operands(kind, tokens, 144, 272, 3), torch.randn(3, 272)), out_grad, ends(sizes)
 
     assert_one_compile_serves(step, problems, 1e-2)
 
@@ -583,14 +539,14 @@ def test_compiled_where_the_number_of_tokens_is_data(fresh_dynamo: None) -> None
     for i, count in enumerate((300, 1300, 200)):
         x, taken = normal(count + 20, 48), torch.ones(count + 20, dtype=torch.bool)
         taken[::17] = False
-        offsets = ends_of((3, count // 2))
+        offsets = ends((3, count // 2))
         with torch._dynamo.config.patch(error_on_recompile=i > 0):
             got = compiled(x, taken, offsets)
         for g, w in zip(got, step(x, taken, offsets), strict=True):
             assert torch.equal(g, w)
 
 
-A, B, ENDS = torch.zeros(32, 64, dtype=BF16), torch.zeros(3, 64, 48, dtype=BF16), ends_of((10, 0, 20))
+A, B, ENDS = torch.zeros(32, 64, dtype=BF16), torch.zeros(3, 64, 48, dtype=BF16), ends((10, 0, 20))
 QA, QB = fp8fn.quantize(A, (1, 128)), fp8fn.quantize(B, (128, 128))
 LEFT_K, RIGHT_K = fp8fn.quantize_grouped(A, ENDS).mT, fp8fn.quantize_grouped(A, ENDS)
 

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from support.accuracy import relative_error
+
 K = 128
 
 
@@ -65,18 +67,13 @@ def gradients(module: nn.Module, compiled: Callable[[Tensor], Tensor], x: Tensor
     return found
 
 
-def error(actual: Tensor, expected: Tensor) -> float:
-    actual, expected = actual.detach().double(), expected.detach().double()
-    return float((actual - expected).norm() / expected.norm())
-
-
 def test_checkpointing_gives_the_same_gradients(fresh_dynamo: None) -> None:
     """But for the rounding of activations, which Inductor computes in another order: a byte of FP8 here and there."""
     plain, checkpointed = model(), model(checkpointed=True)
     expected = gradients(plain, torch.compile(plain, backend="fp8fn", options={"where": "*"}), tokens())
     actual = gradients(checkpointed, torch.compile(checkpointed, backend="fp8fn", options={"where": "*"}), tokens())
     for got, want in zip(actual, expected, strict=True):
-        assert error(got, want) < 1e-2
+        assert relative_error(got, want) < 1e-2
 
 
 def test_autocast_decides_the_result_type(fresh_dynamo: None) -> None:
@@ -85,7 +82,7 @@ def test_autocast_decides_the_result_type(fresh_dynamo: None) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         out = compiled(tokens())
     assert out.dtype == torch.bfloat16
-    assert 1e-3 < error(out, module.blocks[0].up(tokens())) < 5e-2
+    assert 1e-3 < relative_error(out, module.blocks[0].up(tokens())) < 5e-2
 
 
 def test_tied_weights_are_quantized_once(fresh_dynamo: None) -> None:
@@ -149,7 +146,7 @@ def _ddp(rank: int, size: int, port: int) -> None:
         module = DistributedDataParallel(model())
         actual = gradients(module, torch.compile(module, backend="fp8fn", options={"where": "*"}), tokens(rank + 1))
         for got, want in zip(actual, expected_gradients(), strict=True):
-            assert error(got, want) < 1e-6
+            assert relative_error(got, want) < 1e-6
 
 
 def _fsdp(rank: int, size: int, port: int) -> None:
@@ -166,7 +163,7 @@ def _fsdp(rank: int, size: int, port: int) -> None:
         fully_shard(module, mesh=mesh)
         actual = gradients(module, module, tokens(rank + 1))
         for got, want in zip(actual, expected_gradients(), strict=True):
-            assert error(got.full_tensor(), want) < 1e-6  # type: ignore[attr-defined]
+            assert relative_error(got.full_tensor(), want) < 1e-6  # type: ignore[attr-defined]
         assert len(list(before.parameters())) == len(actual)
 
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 import fp8fn
 from fp8fn.lowering import attention, backend
 from fp8fn.lowering.recipe_pass import decide
+from support.accuracy import snr
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
@@ -170,13 +171,8 @@ def test_attention_in_fp8() -> None:
 
     out, expected = torch.compile(layer, backend=eager)(X), layer(X)
     grads = [torch.autograd.grad(each.square().sum(), list(layer.parameters())) for each in (expected, out)]
-    assert 20 < snr(expected, out) < 60
-    assert all(snr(*pair) > 15 for pair in zip(*grads, strict=True))
-
-
-def snr(reference: Tensor, found: Tensor) -> float:
-    reference, found = reference.detach().double(), found.detach().double()
-    return float(10 * torch.log10(reference.square().sum() / (reference - found).square().sum()))
+    assert 20 < snr(out, expected) < 60
+    assert all(snr(found, expected) > 15 for expected, found in zip(*grads, strict=True))
 
 
 class Others(nn.Module):
@@ -327,4 +323,4 @@ def test_a_functional_call_that_is_differentiated(transform: str, detach: bool) 
     found = torch.compile(called, backend=eager, fullgraph=True)(parameters, x)
     assert made == [2]
     for name, expected in step(by_hand, parameters, x).items():
-        assert snr(expected, found[name]) > 60
+        assert snr(found[name], expected) > 60

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from functorch.compile import make_boxed_func
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.fx import GraphModule
 
 import fp8fn
 from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe
 from fp8fn.site import Site
+from support.accuracy import snr
+from support.graphs import aot_into, readable, same_graphs
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -49,44 +48,6 @@ def graphs_of(model: nn.Module, x: Tensor, dynamic: bool) -> dict[str, str]:
 
     torch.compile(model, backend=backend, dynamic=dynamic)(x).sum().backward()
     return texts
-
-
-def aot_into(texts: dict[str, str], *, kwargs: bool = False) -> Callable[..., Any]:
-    """AOTAutograd, whose graphs it writes down as "forward" and "backward"."""
-
-    def keep(name: str) -> Callable[..., Any]:
-        def compiler(gm: GraphModule, _: Any) -> Any:
-            texts[name] = readable(gm, kwargs=kwargs)
-            return make_boxed_func(gm.forward)
-
-        return compiler
-
-    aot: Callable[..., Any] = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"))
-    return aot
-
-
-def readable(gm: GraphModule, *, kwargs: bool = False) -> str:
-    """One line for each call, `name = target(arguments)`, by keyword too if asked; a tuple's item is `name[index]`."""
-    names: dict[Any, str] = {}
-    lines = []
-    for node in gm.graph.nodes:
-        target = getattr(node.target, "__name__", str(node.target)).removesuffix(".default")
-        if node.op == "call_function" and target == "getitem":
-            names[node] = f"{names[node.args[0]]}[{node.args[1]}]"
-            continue
-        names[node] = node.name
-        if node.op not in ("placeholder", "output"):
-            args = [str(list(arg)) if isinstance(arg, (list, tuple)) else names.get(arg, str(arg)) for arg in node.args]
-            if kwargs:
-                args += [f"{name}={names.get(arg, str(arg))}" for name, arg in node.kwargs.items()]
-            lines.append(f"{node.name} = {target}({', '.join(args)})")
-    return "\n".join(lines)
-
-
-# Which views AOTAutograd writes differs between releases; the substitution itself is tested in values on each.
-same_graphs = pytest.mark.skipif(
-    not torch.__version__.startswith("2.13."), reason=f"the graphs here are torch 2.13's, this is {torch.__version__}"
-)
 
 
 @same_graphs
@@ -230,9 +191,9 @@ def test_every_spelling_in_values() -> None:
     compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, fullgraph=True)
     out = compiled(x)
     found = torch.autograd.grad((out * weight).sum(), list(model.parameters()))
-    assert snr(expected, out) > 25
+    assert snr(out, expected) > 25
     for grad, other in zip(grads, found, strict=True):
-        assert snr(grad, other) > 25
+        assert snr(other, grad) > 25
         assert other.stride() == grad.stride()
 
 
@@ -297,7 +258,7 @@ def test_autocast(inside: bool) -> None:
     out.sum().backward()
     assert model.up.weight.grad is not None
     assert model.up.weight.grad.dtype == torch.float32
-    assert snr(Mlp.forward(model, x), out) > 22
+    assert snr(out, Mlp.forward(model, x)) > 22
 
 
 def test_recipe_and_where() -> None:
@@ -416,8 +377,3 @@ def test_explain_names_line_and_reason() -> None:
     (row,) = explanation.rows
     assert row.source.startswith("test_backend.py:")
     assert row.reason == "float64 operands; FP8 takes bfloat16, float16 and float32"
-
-
-def snr(reference: Tensor, found: Tensor) -> float:
-    reference, found = reference.detach().double(), found.detach().double()
-    return float(10 * torch.log10(reference.square().sum() / (reference - found).square().sum()))

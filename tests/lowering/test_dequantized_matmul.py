@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,132 +10,34 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
 import fp8fn
 from fp8fn.lowering import joint_pass
-from fp8fn.lowering.graph.substitute import Substitution
+from support.accuracy import assert_close
+from support.dequantized import (
+    PRODUCTS,
+    SPELLINGS,
+    K,
+    N,
+    by_expand,
+    by_repeat_interleave,
+    by_view,
+    quantized_activation,
+    weight,
+)
+from support.graphs import code, compiled_step, graphs, step
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
-N, K = 256, 384
-
-Dequantize = Callable[[Tensor, Tensor, torch.dtype], Tensor]
-
-
-def in_blocks(w: Tensor) -> Tensor:
-    return w.unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
-
-
-def by_repeat_interleave(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    return w.to(dtype) * s.repeat_interleave(128, 0).repeat_interleave(128, 1).to(dtype)
-
-
-def by_view(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    n, k = w.shape
-    return (w.float().view(n // 128, 128, k // 128, 128) * s[:, None, :, None]).view(n, k).to(dtype)
-
-
-def by_expand(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    rows, columns = s.shape
-    return (w.float() * s[:, None, :, None].expand(rows, 128, columns, 128).reshape(w.shape)).to(dtype)
-
-
-def by_permuted_blocks(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    blocks = w.to(dtype).view(w.shape[0] // 128, 128, -1, 128).transpose(1, 2)
-    return (blocks * s[..., None, None].to(dtype)).transpose(1, 2).reshape(w.shape)
-
-
-def by_kron(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    return w.to(dtype) * torch.kron(s, torch.ones(128, 128)).to(dtype)
 
 
 def scale_first(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
     return s.repeat_interleave(128, 1).repeat_interleave(128, 0) * w.to(dtype).to(FP32)
 
 
-def by_division(w: Tensor, s: Tensor, dtype: torch.dtype) -> Tensor:
-    return (w.float() / (1 / s).repeat_interleave(128, 0).repeat_interleave(128, 1)).to(dtype)
-
-
-SPELLINGS: dict[str, Dequantize] = {
-    "repeat_interleave": by_repeat_interleave, "view": by_view, "expand": by_expand, "blocks": by_permuted_blocks,
-    "kron": by_kron, "division": by_division,
-}  # fmt: skip
-
-Product = Callable[[Tensor, Tensor], Tensor]
-PRODUCTS: dict[str, Product] = {
-    "linear": F.linear,
-    "linear with bias": lambda x, w: F.linear(x, w, torch.linspace(-1, 1, w.shape[0], dtype=x.dtype)),
-    "matmul": lambda x, w: x @ w.mT,
-    "einsum": lambda x, w: torch.einsum("bmk,nk->bmn", x, w),
-    "addmm": lambda x, w: torch.addmm(torch.ones(w.shape[0], dtype=x.dtype), x.flatten(0, 1), w.t()),
-    "weight on the left": lambda x, w: w @ x.mT,
-    "weight (K, N)": lambda x, w: x @ w.reshape(w.shape[1], w.shape[0]),
-}
-
-
-def weight(shape: tuple[int, ...] = (N, K)) -> tuple[Tensor, Tensor]:
-    """Data and scales of 128x128 blocks."""
-    torch.manual_seed(0)
-    q = fp8fn.quantize(torch.randn(shape), (128, 128))
-    return q.data.contiguous(), q.scale.contiguous()
-
-
 def activation(shape: tuple[int, ...] = (2, 24, K), dtype: torch.dtype = BF16) -> Tensor:
     torch.manual_seed(1)
     return torch.randn(shape).to(dtype).requires_grad_()
-
-
-@contextmanager
-def graphs() -> Iterator[list[Graph]]:
-    """The joint graphs of what is compiled inside, after the substitution."""
-    found: list[Graph] = []
-    apply = joint_pass.apply
-
-    def keeping(graph: Graph, everything: bool = False) -> list[Substitution]:
-        made = apply(graph, everything)
-        found.append(graph)
-        return made
-
-    with pytest.MonkeyPatch.context() as patch, torch._inductor.config.patch(fx_graph_cache=False):
-        patch.setattr(joint_pass, "apply", keeping)
-        with fp8fn.lowering.substitution():
-            yield found
-
-
-def step(function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """The result and the gradients of what needs them."""
-    out = function(*inputs)
-    leaves = [x for x in inputs if x.requires_grad]
-    return out, *torch.autograd.grad(out.float().square().sum(), leaves)
-
-
-def compiled_step(function: Callable[..., Tensor], *inputs: Tensor, **options: Any) -> tuple[Any, list[Substitution]]:
-    torch._dynamo.reset()
-    with graphs(), joint_pass.recorded() as record:
-        results = step(torch.compile(function, fullgraph=True, **options), *inputs)
-    return results, record
-
-
-def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], bound: float = 1e-2) -> None:
-    for got, want in zip(actual, expected, strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        assert (got.double() - want.double()).norm() <= bound * want.double().norm()
-
-
-def code(graph: Graph) -> str:
-    """The calls of fp8fn's ops and what multiplies without them, an argument a line."""
-
-    def text(arg: Any) -> str:
-        name = re.sub(r"(_default)?(_\d+)?$", "", arg.name) if isinstance(arg, Node) else ""
-        shown = f"{name} {list(arg.meta['val'].shape)}" if isinstance(arg, Node) else str(arg)
-        return f"\n    {shown}"
-
-    lines = []
-    for node in graph.nodes:
-        if node.op == "call_function" and ("fp8fn" in str(node.target) or "mm" in str(node.target)):
-            lines.append(f"{node.target}({','.join(map(text, node.args))})")
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -198,14 +98,6 @@ def test_ragged_blocks(shape: tuple[int, int], fresh_dynamo: None) -> None:
     actual, record = compiled_step(function, x, w, s)
     assert [made.made for made in record] == ["fp8fn.mm_a16w8.default"] * 2
     assert_close(actual, step(function, x, w, s))
-
-
-def quantized_activation(x: Tensor) -> Tensor:
-    """Fake quantization in (1, 128), with the straight-through estimator's gradient."""
-    blocks = x.float().unflatten(-1, (-1, 128))
-    scale = blocks.abs().amax(-1, keepdim=True).clamp_min(1e-12) / 448
-    q = (blocks / scale).clamp(-448, 448).to(E4M3)
-    return x + ((q.float() * scale).flatten(-2).to(x.dtype) - x).detach()
 
 
 def test_fake_quantization_becomes_fp8(fresh_dynamo: None) -> None:

@@ -86,7 +86,7 @@ def test_another_source_or_table_is_no_hit(
     package: str, file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before = joint_pass.SubstitutionPass().uuid()
-    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
     found = set()
     for text in ("{}", "[]"):
         (tmp_path / file).write_text(text)
@@ -135,7 +135,7 @@ def test_the_log_says_what_was_done(fresh_dynamo: None, caplog: pytest.LogCaptur
         torch.compile(Dequantizing())(tokens(32))
     lines = [record.getMessage() for record in caplog.records]
     assert any(
-        line.startswith("test_joint_pass.py:") and line.endswith("(M,N,K)=(32,256,384): fp8fn.mm_a16w8.default")
+        line.startswith(f"{Path(__file__).name}:") and line.endswith("(M,N,K)=(32,256,384): fp8fn.mm_a16w8.default")
         for line in lines
     ), lines
 
@@ -148,7 +148,7 @@ def test_explain_has_each_product_once(fresh_dynamo: None) -> None:
         ((32, K, N), "reference (plain PyTorch)", None),
         ((32, K, N), "fp8fn::mm_a16w8", None),
     ]
-    assert rows[0].source.startswith("test_joint_pass.py:")
+    assert rows[0].source.startswith(f"{Path(__file__).name}:")
     assert rows[2].op.startswith("aten.mm.default, backward of ")
     with torch.no_grad():
         assert len(fp8fn.explain(model, x, where="*", show=False).rows) == 2

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_dequantized_matmul import PRODUCTS, SPELLINGS, quantized_activation, weight
 from torch import Tensor
 from torch.fx import GraphModule
 
 from fp8fn.lowering.explain import _traced
 from fp8fn.lowering.graph.substitute import Substitution
+from support.dequantized import PRODUCTS, SPELLINGS, quantized_activation, weight
 
 WIDTHS = (128, 256, 384)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -31,18 +31,14 @@ from transformers import (
     ViTModel,
 )
 
+from support.accuracy import snr
+from support.models import LOGITS, SIZES, SMALL, STEPS, TOKENS, VOCABULARY, WIDTH, all_but_logits, sentences
+
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
     # transformers asks for PyTorch's version in a cached function, which Dynamo traces through.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
 ]
-
-TOKENS, WIDTH, VOCABULARY, STEPS = 64, 256, 512, 50
-
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 512, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "max_position_embeddings": 128, "use_cache": False,
-}  # fmt: skip
 
 
 def llama() -> nn.Module:
@@ -99,12 +95,6 @@ class Case:
     reasons: frozenset[str] = frozenset()
 
 
-def all_but_logits(site: fp8fn.Site) -> bool:
-    """What the backend leaves out by itself, but for the sizes, which are a toy's here."""
-    return "lm_head" not in site.weight
-
-
-SMALL, LOGITS = "small: N=4 is under 128", "where said no"
 CASES = {
     "llama": Case(llama, tokens, 15, 14, frozenset({LOGITS})),
     "qwen2": Case(qwen2, tokens, 15, 14, frozenset({LOGITS})),
@@ -120,11 +110,6 @@ def result(out: Any) -> Tensor:
     if isinstance(out, Tensor):
         return out
     return out.logits if hasattr(out, "logits") else out.last_hidden_state  # type: ignore[no-any-return]
-
-
-def snr(reference: Tensor, other: Tensor) -> float:
-    noise = (other.double() - reference.double()).square().sum()
-    return float(10 * torch.log10(reference.double().square().sum() / noise))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -145,20 +130,7 @@ def test_products_and_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None
         expected, found = result(model(x)), result(compiled(x))
     assert sum(decision.reason is None for decision in made) == case.substituted
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    assert snr(expected, found) > 20
-
-
-def sentences() -> Iterator[Tensor]:
-    """Batches of a chain in which a token has one successor in four of five cases."""
-    generator = torch.Generator().manual_seed(1)
-    successor = torch.randint(VOCABULARY, (VOCABULARY,), generator=generator)
-    while True:
-        words = [torch.randint(64, (2, 1), generator=generator)]
-        while len(words) < TOKENS:
-            other = torch.randint(64, (2, 1), generator=generator)
-            jumps = torch.rand(2, 1, generator=generator) < 0.2
-            words.append(torch.where(jumps, other, successor[words[-1]]))
-        yield torch.cat(words, 1)
+    assert snr(found, expected) > 20
 
 
 def signals() -> Iterator[Tensor]:

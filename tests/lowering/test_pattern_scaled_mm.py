@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from test_dequantized_matmul import assert_close, code, graphs
 from torch import Tensor
 
 import fp8fn
@@ -23,6 +22,8 @@ from fp8fn.ops import targets
 from fp8fn.ops.targets import SM89, SM90, Chip
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table, lookup, tables
+from support.accuracy import assert_close
+from support.graphs import code, graphs
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 M, N, K = 128, 256, 384

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 from expecttest import assert_expected_inline
-from test_dequantized_matmul import assert_close, code, compiled_step, graphs, step
 from torch import Tensor
 
 from fp8fn.lowering import joint_pass
+from support.accuracy import assert_close
+from support.graphs import code, compiled_step, graphs, step
 
 # PyTorch's own, on tracing an autograd.Function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

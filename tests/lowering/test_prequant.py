@@ -10,7 +10,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from test_mx_mm import Names
 from torch import Tensor
 from torch.func import grad, hessian, jvp, vmap
 
@@ -18,6 +17,8 @@ import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops.formats import ScaleFormat
 from fp8fn.ops.layout import Block
+from support.accuracy import snr
+from support.called_ops import Names
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 Function = Callable[..., Any]
@@ -42,11 +43,6 @@ def weight(
 
 def quantized(x: Tensor, left: Block, w: ScaledTensor) -> ScaledTensor:
     return fp8fn.quantize(x, left, scale="fp32" if w.scale.dtype == FP32 else "e8m0")
-
-
-def snr(found: Tensor, expected: Tensor) -> float:
-    error = (found.double() - expected).norm().item()
-    return math.inf if error == 0 else 20 * math.log10(expected.norm().item() / error)
 
 
 @pytest.mark.parametrize("shape", [(16, 96, 256), (1, 1, 1), (5, 40, 190), (0, 40, 64), (5, 0, 64)], ids=str)

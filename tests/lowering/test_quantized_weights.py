@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_backend import snr
 from torch import Tensor, nn
 
 import fp8fn
+from support.accuracy import snr
 from support.traced import both_passes
 
 pytestmark = [
@@ -83,7 +83,7 @@ def test_tensor_subclasses(dtype: torch.dtype, made: list[str]) -> None:
     with torch.no_grad():
         found = torch.compile(model, backend=backend, fullgraph=True)(x)
         explanation = fp8fn.explain(model, x, where="*", show=False)
-        assert snr(model(x), found) > 45
+        assert snr(found, model(x)) > 45
     left = "the weight is of the tensor subclass Scaled; the recipe takes plain tensors alone"
     assert [decision.reason for decision in backend.decided] == [left, left, "where said no"]
     assert [found.made for found in backend.found] == made
@@ -101,7 +101,7 @@ def test_torchaos_models(config: str) -> None:
     quantization.quantize_(model, getattr(quantization, config)())
     backend = both_passes()
     with torch.no_grad():
-        assert snr(model(x), torch.compile(model, backend=backend, fullgraph=True)(x)) > 45
+        assert snr(torch.compile(model, backend=backend, fullgraph=True)(x), model(x)) > 45
     assert all("the tensor subclass" in str(decision.reason) for decision in backend.decided)
     assert [found.made for found in backend.found] == ["fp8fn.mm_a16w8.default"] * (2 * config.startswith("Float8"))
 
@@ -222,7 +222,7 @@ def test_what_was_dequantized_is_never_quantized_again(call: Callable[..., Tenso
     backend = both_passes()
     with torch.no_grad():
         found = torch.compile(model, backend=backend, fullgraph=True)(x)
-        assert snr(model(x), found) > 45
+        assert snr(found, model(x)) > 45
     short = {E4M3: "e4m3fn", torch.float8_e5m2: "e5m2", torch.int8: "int8"}.get(dtype, "e4m3fn")
     assert [decision.reason for decision in backend.decided] == [ALREADY.format(short)]
     name = "" if call is made_in_the_graph else "weight"

@@ -29,6 +29,8 @@ from transformers import (
 )
 from transformers.integrations import finegrained_fp8
 
+from support.accuracy import snr
+
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
     # transformers asks for PyTorch's version in a cached function, which Dynamo traces through.
@@ -94,11 +96,6 @@ def tokens() -> Tensor:
     return torch.randint(512, (2, 48))
 
 
-def snr(reference: Tensor, other: Tensor) -> float:
-    wanted, found = reference.detach().double(), other.detach().double()
-    return float(10 * torch.log10(wanted.square().sum() / (found - wanted).square().sum()))
-
-
 @pytest.fixture(autouse=True)
 def without_the_hub() -> Iterator[None]:
     """transformers as it is without the Hub's kernels, before and after; a graph from a cache would show no pass."""
@@ -121,7 +118,7 @@ def test_models_of_a_config(build: Any, products: int, backend: str) -> None:
     with torch.no_grad(), fp8fn.lowering.substitution(), joint_pass.recorded() as record:
         found = torch.compile(model, backend=backend, fullgraph=True, options=options)(x).logits
         assert [made.made for made in record] == ["fp8fn.scaled_mm.default"] * products
-        assert snr(reference(x).logits, found) > 20
+        assert snr(found, reference(x).logits) > 20
 
 
 def layer(bias: bool = False, width: int = 256, features: int = 384) -> nn.Module:
@@ -161,10 +158,10 @@ def test_forward_and_dgrad(bias: bool) -> None:
     out, record = compiled(model, x)
     (grad,) = torch.autograd.grad(out, x, weight)
     assert [made.made for made in record] == ["fp8fn.scaled_mm.default", "fp8fn.mm_a16w8.default"]
-    assert snr(of(model, x.detach()), out) > 45
+    assert snr(out, of(model, x.detach())) > 45
     linear: Any = model[0]  # type: ignore[index]
     scales = linear.weight_scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
-    assert snr(weight.double() @ (linear.weight.double() * scales), grad) > 45
+    assert snr(grad, weight.double() @ (linear.weight.double() * scales)) > 45
 
 
 def test_eager_is_the_same_product() -> None:
@@ -173,7 +170,7 @@ def test_eager_is_the_same_product() -> None:
     with pytest.raises(ImportError):
         model(x)
     transformers_fp8.serve()
-    assert snr(of(model, x), model(x)) > 45
+    assert snr(model(x), of(model, x)) > 45
 
 
 def test_tokens_are_dynamic() -> None:
@@ -185,7 +182,7 @@ def test_tokens_are_dynamic() -> None:
             if count == 64:
                 torch._dynamo.mark_dynamic(x, 0)
             with torch._dynamo.config.patch(error_on_recompile=True):
-                assert snr(of(model, x), call(x)) > 45
+                assert snr(call(x), of(model, x)) > 45
     assert [made.made for made in record] == ["fp8fn.scaled_mm.default"]
 
 
@@ -197,9 +194,9 @@ def test_a_static_scale_and_a_scale_for_all() -> None:
     dense = fp8fn.dequantize(fp8fn.ScaledTensor(b, b_scale, (128, 128))).double()
     kernel = finegrained_fp8.load_finegrained_fp8_kernel()
     out = kernel.matmul(x, b, b_scale, [128, 128], torch.float32, activation_scale=static)
-    assert snr(x.double() @ dense.T, out) > 25
+    assert snr(out, x.double() @ dense.T) > 25
     out = kernel.matmul(x, b, torch.tensor(0.5), None, torch.float32)
-    assert snr(x.double() @ (b.double() * 0.5).T, out) > 25
+    assert snr(out, x.double() @ (b.double() * 0.5).T) > 25
     with pytest.raises(NotImplementedError, match="128x128"):
         kernel.matmul(x, b, b_scale, [64, 64])
     with pytest.raises(NotImplementedError, match="FP8 alone"):
@@ -214,7 +211,7 @@ def test_experts() -> None:
     ids = torch.randint(3, (40,))
     out = kernel.batched_matmul(x, w.data, w.scale, block_size=[128, 128], expert_ids=ids)
     expected = torch.einsum("sk,snk->sn", x.double(), fp8fn.dequantize(w).double()[ids])
-    assert snr(expected, out) > 25
+    assert snr(out, expected) > 25
 
 
 ONE_LAYER: dict[str, Any] = {**SIZES, "num_hidden_layers": 1, "num_experts_per_tok": 4}
@@ -248,7 +245,7 @@ def test_experts_in_fp8_are_never_quantized_again(name: str, how: str) -> None:
     with torch.no_grad():
         found = torch.compile(model, backend=backend, fullgraph=True)(x).logits
         explanation = fp8fn.explain(model, x, where="*", show=False)
-        assert snr(model(x).logits, found) > 45
+        assert snr(found, model(x).logits) > 45
     reason = "the weight is e4m3fn data with scales already, which the recipe never quantizes again"
     experts = [f"model.layers.0.mlp.experts.{last}" for last in ("gate_up_proj", "down_proj")]
     in_groups = [decision for decision in backend.decided if decision.gemm.groups is not None]
@@ -290,7 +287,7 @@ def test_the_hubs_op(block: int) -> None:
         assert [made.reason for made in record] == ["weight_block_size is [64, 64]; fp8fn has blocks of 128x128"]
         return
     assert [(made.made, made.shape) for made in record] == [("fp8fn.scaled_mm.default", (48, 384, 256))]
-    assert snr(x.double() @ fp8fn.dequantize(w).double().T, out) > 25
+    assert snr(out, x.double() @ fp8fn.dequantize(w).double().T) > 25
 
 
 def test_the_hubs_experts_are_left_alone() -> None:
@@ -329,4 +326,4 @@ def test_the_hubs_kernel() -> None:
     with fp8fn.lowering.substitution(), joint_pass.recorded() as record:
         out = torch.compile(product, fullgraph=True)(x, w.data, w.scale)
     assert [(made.made, made.shape) for made in record] == [("fp8fn.scaled_mm.default", (48, 384, 256))]
-    assert snr(x.double() @ fp8fn.dequantize(w).double().T, out) > 25
+    assert snr(out, x.double() @ fp8fn.dequantize(w).double().T) > 25

@@ -35,7 +35,14 @@ MUTATIONS: Final = Path(__file__).with_name("mutations.json")
 _PLUGIN: Final = Path(__file__).with_name("mutation_report.py")
 _WITHOUT: Final = "(no fault)"
 # Caches that a run could share with another, or with the user.
-_CACHES: Final = ("FP8FN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME", "TMPDIR")
+_CACHES: Final = (
+    "FP8FN_CACHE_DIR",
+    "FP8FN_TEST_CACHE",
+    "TRITON_CACHE_DIR",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "XDG_CACHE_HOME",
+    "TMPDIR",
+)
 
 
 @dataclass(frozen=True)

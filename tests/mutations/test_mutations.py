@@ -7,9 +7,10 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import mutate
 import pytest
-from mutate import Mutation, Result, read_mutations, run_mutation
+
+from mutations import mutate
+from mutations.mutate import Mutation, Result, read_mutations, run_mutation
 
 MUTATIONS = read_mutations()
 

@@ -13,9 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from test_mm_a16w8 import weight
-from test_mx_mm import operands
-
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops.cuda.gemm import a16w8_tiles, mx_tiles
@@ -23,6 +20,8 @@ from fp8fn.ops.cuda.runtime import call_cache, driver, fused_calls, graph_captur
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
 from fp8fn.ops.cuda.runtime.launch import CudaKernel, CudaLaunch
 from fp8fn.ops.targets import SM90, Target
+from support.operands.mx import operands
+from support.operands.weights import weight
 from support.products import planned, scaled_product, weight_product
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -26,8 +26,7 @@ from fp8fn.ops.hip.code_object import Parameter, metadata
 from fp8fn.ops.hip.launch import HipLaunch, Wide, check_parameters
 from fp8fn.ops.launch import Resources
 from fp8fn.ops.targets import GFX942, GFX950
-
-needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+from support.compilers import needs_hip_compiler
 
 SOURCE = """
 #include "wave.h"
@@ -179,7 +178,7 @@ def test_rocm_comes_before_ziglang(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     build._compilers.cache_clear()
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_a_compiler_that_knows_no_gfx950_is_not_the_last(
     tmp_path: Path, kernel: HipKernel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -196,7 +195,7 @@ def test_a_compiler_that_knows_no_gfx950_is_not_the_last(
         compile_kernel(replace(kernel, macros=(("FACTOR", 3),)))
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_an_error_of_the_source_is_clangs_and_is_not_kept(kernel: HipKernel, cache: Path) -> None:
     for _ in range(2):
         with pytest.raises(CompilationError, match=r"fill\.hip:\d+:\d+: error: use of undeclared identifier 'FACTOR'"):
@@ -204,7 +203,7 @@ def test_an_error_of_the_source_is_clangs_and_is_not_kept(kernel: HipKernel, cac
     assert not cache.exists()
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_a_code_object_says_what_its_assembly_says(code: bytes, tmp_path: Path, kernel: HipKernel) -> None:
     found = metadata(code, "fill")
     offsets = (0, 8, 16, 24, 32, 40, 48)
@@ -223,7 +222,7 @@ def test_a_code_object_says_what_its_assembly_says(code: bytes, tmp_path: Path, 
     assert code[7:9] == b"\x40\x03"  # the ABI of HSA, of version 5
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_what_is_no_code_object_or_has_no_such_kernel_is_an_error(code: bytes) -> None:
     with pytest.raises(ValueError, match="no kernel 'file', only fill"):
         metadata(code, "file")
@@ -335,7 +334,7 @@ def filling(**changes: Any) -> HipLaunch:
     return HipLaunch(kernel, (3, 2, 1), 128, {**args, **changes}, {"FACTOR": 2}, target=GFX950)
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_arguments_lie_where_the_kernel_reads_them(stub: StubRuntime) -> None:
     planned = filling()
     planned.run()
@@ -351,7 +350,7 @@ def test_arguments_lie_where_the_kernel_reads_them(stub: StubRuntime) -> None:
     assert size == 52
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_a_kernel_is_loaded_once_for_a_device_and_a_launch_waits_for_nothing(stub: StubRuntime, code: bytes) -> None:
     for _ in range(3):
         filling().run()
@@ -364,7 +363,7 @@ def test_a_kernel_is_loaded_once_for_a_device_and_a_launch_waits_for_nothing(stu
     assert [seen.stream for seen in stub.launched] == [77] * 3 + [78] * 2
 
 
-@needs_compiler
+@needs_hip_compiler
 @pytest.mark.parametrize(
     ("call", "what"),
     [
@@ -382,7 +381,7 @@ def test_an_error_of_the_runtime_is_raised_and_not_left_for_pytorch(call: str, w
     assert stub.launched[-1].parameters[2] == struct.pack("<i", 128)
 
 
-@needs_compiler
+@needs_hip_compiler
 @pytest.mark.parametrize(
     "changes", [{"step": 3}, {"bias": 0}, {"bias": Wide(0)}, {"last": Wide(4)}, {"a": 1}, {"more": 1}], ids=str
 )
@@ -391,7 +390,7 @@ def test_arguments_that_are_not_the_kernels_own_are_never_launched(changes: Mapp
         check_parameters(code, "fill", filling(**changes).format)
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_a_mismatch_is_an_error_of_the_launch(stub: StubRuntime) -> None:
     with pytest.raises(ValueError, match=r"not \[\(0, 8, True\).* of a pointer, a pointer, an int32, an int32, a"):
         filling(step=3).run()
@@ -400,7 +399,7 @@ def test_a_mismatch_is_an_error_of_the_launch(stub: StubRuntime) -> None:
     assert not stub.calls
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_an_integer_past_its_type_is_an_error_that_names_it(stub: StubRuntime) -> None:
     with pytest.raises(ValueError, match=r"^fill: .* past 32 bits and no Wide, of \{'count': 2147483648"):
         filling(count=2**31).run()
@@ -414,7 +413,7 @@ def test_a_launch_without_a_tensor_has_no_device() -> None:
         filling(a=None, out=None).run()
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_a_kernel_that_cannot_be_loaded_is_a_fault_and_is_reported_once(
     stub: StubRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -431,7 +430,7 @@ def test_a_kernel_that_cannot_be_loaded_is_a_fault_and_is_reported_once(
     assert not stub.launched
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_no_compiler_is_a_fault_of_every_kernel_and_is_reported_once(
     no_compiler: None, stub: StubRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, cache: Path
 ) -> None:
@@ -450,7 +449,7 @@ def test_what_a_launch_says_of_itself() -> None:
     assert replace(planned, reason="", options={}, target=GFX942).describe() == "fill[] grid=3x2x1 gfx942"
 
 
-@needs_compiler
+@needs_hip_compiler
 def test_compiling_and_what_it_takes_of_a_compute_unit(kernel: HipKernel, code: bytes) -> None:
     planned = replace(filling(), kernel=kernel)
     assert metadata(planned.compile(), "fill") == metadata(code, "fill")
@@ -489,7 +488,7 @@ class Seen(ctypes.Structure):
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is here")
-@needs_compiler
+@needs_hip_compiler
 def test_a_library_in_c_with_the_runtimes_signatures(
     stub: StubRuntime, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_triton_scaled_mm import Operands, relative_error
-
 from fp8fn import cli
 from fp8fn.bench import isa as bench
 from fp8fn.bench import record
@@ -35,6 +33,8 @@ from fp8fn.ops.tuning.amd_model import (
     product_time,
     waves_per_simd,
 )
+from support.accuracy import relative_error
+from support.operands.scaled import Operands
 
 ARCHS = tuple(TARGETS)
 MI300X, MI355X = PROCESSORS["gfx942"], PROCESSORS["gfx950"]

@@ -12,9 +12,10 @@ import torch
 
 pytest.importorskip("triton")
 
-import stress_early_launches
-from stress_early_launches import MODES, Case, Stress, stress
 from torch import Tensor
+
+from stress import stress_early_launches
+from stress.stress_early_launches import MODES, Case, Stress, stress
 
 CPU = torch.device("cpu")
 

@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck --racecheck-report all python tests/support/every_kernel.py [substring ...]
 
 On a Hopper GPU each launch, or each whose name has one of the substrings in it, runs three times on random operands;
-then a line for each kernel file says how many launches ran. What they compute is for other tests to compare.
+then a line for each kernel file says how many launches ran. What they compute `tests/kernels/test_generated.py`
+compares with what `CUDA` expects: the declaration of each kernel for its generated tests.
 
 PyTorch's cache rounds tensors up to 512 bytes. Where each is an allocation of its own
 (`PYTORCH_NO_CUDA_MEMORY_CACHING=1`) memcheck also reports loads of 16 aligned bytes, or of four scales, that begin in a
@@ -17,20 +18,19 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import cycle, product
-from typing import Final, TypeAlias
+from pathlib import Path
+from typing import Any, Final, TypeAlias
 
 import torch
-from test_cuda_a16w8 import CONFIGS as GEMVS
-from test_cuda_a16w8 import MANY, ROW_MAJOR
-from test_cuda_a16w8_tiles import CONFIGS as WEIGHT_TILES
-from test_cuda_grouped import GROUPS, ends
-from test_cuda_mx import CONFIGS as MX_GEMVS
-from test_cuda_mx_tiles import CONFIGS as MX_TILES
-from test_cuda_quantize_columns import SMALL, STREAMS, WALKS
-from test_cuda_splitk_a16w8 import CONFIGS as SPLITS
 from torch import Tensor
 
+if __name__ == "__main__":  # a script has its own folder on the path, and not the one above
+    sys.path[0] = str(Path(__file__).parent.parent)
+
+
+from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
@@ -39,17 +39,29 @@ from fp8fn.ops.cuda.quantize import quantize, quantize_rows, rms_norm, stream_co
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
-from fp8fn.ops.groups import empty_grouped
-from fp8fn.ops.layout import Block, empty_data, empty_scale
-from fp8fn.ops.operand import Quantized as Operand
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
-from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization
+from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
 from fp8fn.ops.sort_tokens import sort_tokens
-from fp8fn.ops.targets import Target, target_of
+from fp8fn.ops.targets import SM90, Target, target_of
 from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
-from fp8fn.ops.tuning.problem import Problem, empty_product
-from support.products import Parts, mx_product
+from fp8fn.ops.tuning.problem import Problem
+from support import kernel_info
+from support.configs import (
+    COLUMN_TILES,
+    GEMVS,
+    MANY,
+    MX_GEMVS,
+    MX_TILES,
+    ROW_MAJOR,
+    SPLITS,
+    STREAMS,
+    WALKS,
+    WEIGHT_TILES,
+)
+from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized
+from support.operands.groups import GROUPS, ends
 from support.quantizers import quantization
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -57,42 +69,48 @@ RUNS: Final = 3
 ROW, COLUMN, SQUARE = BLOCK_SHAPES
 FORWARD, WGRAD = KINDS[:2]
 WEIGHT_BLOCKS: Final = tuple(SCALES)
-META: Final = torch.device("meta")
+META: Final = Place(torch.device("meta"))
 
 Launches: TypeAlias = Iterator[tuple[str, CudaLaunch]]
 
 
 def launches(device: torch.device | str, target: Target) -> Launches:
-    """Names, and launches on operands of `device`, unwritten but for offsets and ids; on `meta` they only compile."""
-    made = torch.device(device)
-    few = replace(target, multiprocessors=2)  # so that a persistent block has tile after tile
-    for kernels, on in (
-        (_scaled_mm, few), (_scaled_grouped_mm, few), (_gemv_a16w8, target), (_a16w8_tiles, target),
-        (_mm_a16w8, few), (_splitk_a16w8, target), (_gemv_mx, target), (_mx_tiles, target), (_quantize, target),
-        (_quantize_grouped, target), (_whole_rows, target), (_whole_columns, target), (_norms, target),
-    ):  # fmt: skip
-        for form, launch in kernels(made, on):
-            yield f"{launch.kernel.file} {form}", launch
+    """Names, and launches on operands of `device`; on `meta` they only compile."""
+    for info in CUDA:
+        for form in info.forms(Place(torch.device(device), framed=False), target):
+            for launch in form.launches:
+                yield f"{info.file} {form.name}", launch
 
 
-def _scaled_mm(device: torch.device, target: Target) -> Launches:
+# ---- products of two FP8 operands -----------------------------------------------------------------------------------
+
+
+def _few(target: Target) -> Target:
+    """So few multiprocessors that a persistent block has tile after tile."""
+    return replace(target, multiprocessors=2)
+
+
+def _scaled_mm(place: Place, target: Target) -> Forms:
+    yield from _dense(place, _few(target))
+    yield from _grouped(place, _few(target))
+
+
+def _dense(place: Place, target: Target) -> Forms:
     def form(
         kinds: tuple[str, str], shape: str, config: Config, out: str = "bfloat16", *, bias: bool = False, batch: int = 1
-    ) -> tuple[str, CudaLaunch]:
+    ) -> Form:
         # Their outputs leave by bulk stores, by pairs and by lines.
         m, n = {
             "even": (3 * config.BM, 2 * config.BN), "ragged": (config.BM + 9, config.BN + 13),
             "low": (config.BM, 2 * config.BN),
         }[shape]  # fmt: skip
-        problem = Problem(m, n, BK, *kinds, batch=batch, out_type=out)
-        (launch,) = dense.plan(empty_product(problem, "meta", target), config)
-        stages = int(launch.options["STAGES"])
-        k = 2 * stages * config.SPLIT * BK + (24 if shape == "ragged" else 0)
-        operands = empty_product(replace(problem, k=k), device, target)
-        if bias:
-            operands = replace(operands, bias=torch.empty(n, device=device))
+        made = partial(
+            _scaled_product, m, n, target, blocks=Problem(1, 1, 1, *kinds).blocks, batch=batch, out=out, bias=bias
+        )
+        stages = int(dense.plan(made(META, BK)[1], config)[0].options["STAGES"])
+        operands, given = made(place, 2 * stages * config.SPLIT * BK + (24 if shape == "ragged" else 0))
         name = f"{'x'.join(kinds)} {config} {shape} {out}{' bias' * bias}{f' batch{batch}' * (batch > 1)}"
-        return name, dense.plan(operands, config)[0]
+        return Form(name, dense.plan(given, config), operands)
 
     for kinds in KINDS:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
@@ -107,59 +125,84 @@ def _scaled_mm(device: torch.device, target: Target) -> Launches:
         yield form(KINDS[2], "ragged", config)
 
 
-def _scaled_grouped_mm(device: torch.device, target: Target) -> Launches:
+def _scaled_product(
+    m: int, n: int, target: Target, place: Place, k: int, *, blocks: tuple[Block, Block], batch: int, out: str,
+    bias: bool,
+) -> tuple[Operands, ScaledProduct]:  # fmt: skip
+    operands, lead = Operands(place), (batch,) * (batch > 1)
+    a = operands.quantized("a", (*lead, m, k), blocks[0], column_major=False)
+    b = operands.quantized("b", (*lead, k, n), blocks[1], column_major=True)
+    added = operands.input("bias", (n,), FP32) if bias else None
+    into = operands.output("out", (*lead, m, n), getattr(torch, out))
+    operands.expected = lambda: {"out": kernel_info.product(dequantized(a), dequantized(b), added)}
+    return operands, ScaledProduct(a=a, b=b, out=into, bias=added, target=target)
+
+
+def _grouped(place: Place, target: Target) -> Forms:
     sizes, rest = GROUPS["odd"]
     n, k, tokens, experts = 136, 24 * BK + 24, sum(sizes) + rest, len(sizes)  # no ring has more than 12 stages
     for kinds, config, bias in zip(KINDS, cycle((X, SMALLEST)), (True, False, False, True), strict=False):
-        a_block, b_block = Problem(1, 1, 1, *kinds).blocks
-        a = _quantized((tokens, k), a_block, device, column_major=False)
-        b = _quantized((experts, k, n), b_block, device, column_major=True)
-        added, out = (torch.empty(rows, n, dtype=BF16, device=device) for rows in (experts, tokens))
-        parts = Parts(*a, a_block, *b, b_block, added if bias else None, out)
-        of_groups = parts.product(target, offsets=ends(sizes, str(device)))
-        yield f"JAGGED_M {'x'.join(kinds)} {config}", dense.plan(of_groups, config)[0]
+        blocks, operands = Problem(1, 1, 1, *kinds).blocks, Operands(place)
+        offsets = operands.input("offsets", (experts,), torch.int32, values=ends(sizes))
+        a = operands.quantized("a", (tokens, k), blocks[0], column_major=False)
+        b = operands.quantized("b", (experts, k, n), blocks[1], column_major=True)
+        added = operands.input("bias", (experts, n), BF16) if bias else None
+        out = operands.output("out", (tokens, n), BF16)
+        given = ScaledProduct(a=a, b=b, out=out, bias=added, offsets=offsets, target=target)
+        operands.expected = partial(kernel_info.grouped_product, given)
+        yield Form(f"JAGGED_M {'x'.join(kinds)} {config}", dense.plan(given, config), operands)
     m, n = 200, 136
     for (sizes, rest), config in product((GROUPS["units"], GROUPS["large gaps"]), (X, SMALLEST)):
+        operands = Operands(place)
+        offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
         a, b = (
-            empty_grouped(torch.empty(sum(sizes) + rest, width, device=device), len(sizes), COLUMN, E4M3, "fp32")
-            for width in (m, n)
+            kernel_info.spread(operands, name, sum(sizes) + rest, width, ends(sizes), COLUMN)
+            for name, width in (("a", m), ("b", n))
         )
-        out = torch.empty(len(sizes), m, n, dtype=BF16, device=device)
-        parts = Parts(a[0].mT, a[1].mT, ROW, *b, COLUMN, None, out)
-        (launch,) = dense.plan(parts.product(target, offsets=ends(sizes, str(device))), config)
-        yield f"JAGGED_K unit{dict(launch.kernel.macros)['SPREAD_UNIT']} {config}", launch
+        out = operands.output("out", (len(sizes), m, n), BF16)
+        given = ScaledProduct(a=a.mT, b=b, out=out, offsets=offsets, target=target)
+        operands.expected = partial(kernel_info.grouped_product, given)
+        (launch,) = dense.plan(given, config)
+        unit = dict(launch.kernel.macros)["SPREAD_UNIT"]
+        yield Form(f"JAGGED_K unit{unit} {config}", (launch,), operands)
+
+
+# ---- 16-bit rows by an FP8 weight -----------------------------------------------------------------------------------
 
 
 def _rows_by_weight(
-    shape: tuple[int, int, int], block: Block, device: torch.device, target: Target, *, dtype: torch.dtype = BF16,
-    column_major: bool = True, constant: bool = False,
-) -> WeightProduct:  # fmt: skip
-    """With a bias of float32."""
-    m, n, k = shape
-    x, out = (torch.empty(m, size, dtype=dtype, device=device) for size in (k, n))
-    w = Operand(*_quantized((k, n), block, device, column_major=column_major), block)
-    bias = torch.empty(n, device=device)
-    return WeightProduct(x=x, w=w, bias=bias, out=out, target=target, constant=constant)
+    m: int, n: int, k: int, block: Block, place: Place, *, dtype: torch.dtype = BF16, column_major: bool = True,
+    target: Target = SM90,
+) -> tuple[Operands, WeightProduct]:  # fmt: skip
+    operands = Operands(place)
+    x = operands.input("x", (m, k), dtype)
+    w = operands.quantized("w", (k, n), block, column_major=column_major)
+    bias = operands.input("bias", (n,), FP32)
+    out = operands.output("out", (m, n), dtype)
+    operands.expected = lambda: {"out": kernel_info.product(x, dequantized(w), bias)}
+    return operands, WeightProduct(x=x, w=w, bias=bias, out=out, target=target)
 
 
-def _gemv_a16w8(device: torch.device, target: Target) -> Launches:
+def _gemv_a16w8(place: Place, target: Target) -> Forms:
     """K in chunks of x, of which a block has two and more."""
     configs = (*((config, True) for config in GEMVS[::2]), *((config, False) for config in ROW_MAJOR))
     for (config, lines), block in zip(configs, cycle(WEIGHT_BLOCKS), strict=False):
         m, n = config.ROWS + 3, 33
-        endless = _rows_by_weight((m, n, 1 << 20), block, META, target, column_major=lines)
-        k = 2 * int(gemv_a16w8.plan(endless, config)[0].options["K_CHUNK"]) * config.CLUSTER + 24
-        given = _rows_by_weight((m, n, k), block, device, target, column_major=lines)
-        yield f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(given, config)[0]
+        made = partial(_rows_by_weight, column_major=lines, target=target)
+        (launch,) = gemv_a16w8.plan(made(m, n, 1 << 20, block, META)[1], config)
+        k = 2 * int(launch.options["K_CHUNK"]) * config.CLUSTER + 24
+        operands, given = made(m, n, k, block, place)
+        yield Form(f"K{'' if lines else ' not'} contiguous {config}", gemv_a16w8.plan(given, config), operands)
 
 
-def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
+def _a16w8_tiles(place: Place, target: Target) -> Forms:
     rows = {8: cycle((1, 8)), 16: cycle((16, 13))}
+    made = partial(_rows_by_weight, target=target)
     for config, constant in zip(WEIGHT_TILES, cycle((False, True, True)), strict=False):
         m = next(rows[config.ROWS])
-        shape = m, 200, 2 * config.STAGES * config.CLUSTER * BK
-        given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=constant)
-        yield f"M{m}{' constant' * constant} {config}", a16w8_tiles.plan(given, config)[0]
+        operands, given = made(m, 200, 2 * config.STAGES * config.CLUSTER * BK, WEIGHT_BLOCKS[0], place)
+        name = f"M{m}{' constant' * constant} {config}"
+        yield Form(name, a16w8_tiles.plan(replace(given, constant=constant), config), operands)
     for (constant, m), divisions in a16w8_tiles.divisions().items():
         if not constant:
             continue
@@ -171,119 +214,204 @@ def _a16w8_tiles(device: torch.device, target: Target) -> Launches:
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
             k = cluster * stages * BK - beyond
-            given = _rows_by_weight((m, 200, k), WEIGHT_BLOCKS[1], device, target, dtype=dtype, constant=True)
-            yield f"M{m} K{k} constant {config}", a16w8_tiles.plan(given, config)[0]
+            operands, given = made(m, 200, k, WEIGHT_BLOCKS[1], place, dtype=dtype)
+            launches = a16w8_tiles.plan(replace(given, constant=True), config)
+            yield Form(f"M{m} K{k} constant {config}", launches, operands)
             config = replace(config, READY=0)
             if config not in of_others:
-                yield f"M{m} K{k} {config}", a16w8_tiles.plan(replace(given, constant=False), config)[0]
+                yield Form(f"M{m} K{k} {config}", a16w8_tiles.plan(given, config), operands)
             of_others.add(config)
 
 
-def _mm_a16w8(device: torch.device, target: Target) -> Launches:
+def _mm_a16w8(place: Place, target: Target) -> Forms:
+    first, made = WEIGHT_BLOCKS[0], partial(_rows_by_weight, target=_few(target))
     for config, block in zip(MANY[::3], cycle(WEIGHT_BLOCKS), strict=False):
         k = 2 * config.STAGES * config.K_PARTS * BK + 16
-        given = _rows_by_weight((2 * config.BM + 9, 2 * config.BN + 8, k), block, device, target)
-        yield f"{config}", mm_a16w8.plan(given, config)[0]
+        operands, given = made(2 * config.BM + 9, 2 * config.BN + 8, k, block, place)
+        yield Form(f"{config}", mm_a16w8.plan(given, config), operands)
     for config in (mm_a16w8.Config(128, 1, 1, MATH=1, RESIDENT=4), mm_a16w8.Config(64, 1, 3, K_PARTS=2, RESIDENT=1)):
+        operands, given = made(config.BM + 9, config.BN + 8, config.STAGES * BK, first, place)
         for constant in (False, True):
-            shape = config.BM + 9, config.BN + 8, config.STAGES * BK
-            given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=constant)
-            yield f"{'constant ' * constant}{config} all of K in flight", mm_a16w8.plan(given, config)[0]
+            name = f"{'constant ' * constant}{config} all of K in flight"
+            yield Form(name, mm_a16w8.plan(replace(given, constant=constant), config), operands)
     for config in (mm_a16w8.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), mm_a16w8.Config(32, 1, 2, RESIDENT=2)):
         for k in (config.STAGES * BK, 2 * config.STAGES * BK + 144):
-            shape = config.BM + 9, config.BN + 8, k
-            given = _rows_by_weight(shape, WEIGHT_BLOCKS[0], device, target, constant=True)
-            yield f"constant K{k} {config}", mm_a16w8.plan(given, config)[0]
+            operands, given = made(config.BM + 9, config.BN + 8, k, first, place)
+            launches = mm_a16w8.plan(replace(given, constant=True), config)
+            yield Form(f"constant K{k} {config}", launches, operands)
 
 
-def _splitk_a16w8(device: torch.device, target: Target) -> Launches:
+def _splitk_a16w8(place: Place, target: Target) -> Forms:
     for config, block in zip(SPLITS, cycle(WEIGHT_BLOCKS), strict=False):
         stages = config.STAGES if config.HELD else 2 * config.STAGES + 1
         k = stages * config.CLUSTER * BK + (-112 if config.HELD else 16)
+        operands, given = _rows_by_weight(config.ROWS + 9, config.BN + 6, k, block, place, target=target)
         for constant in (False, True):
-            shape = config.ROWS + 9, config.BN + 6, k
-            given = _rows_by_weight(shape, block, device, target, constant=constant)
-            yield f"{'constant ' * constant}{config}", splitk_a16w8.plan(given, config)[0]
+            launches = splitk_a16w8.plan(replace(given, constant=constant), config)
+            yield Form(f"{'constant ' * constant}{config}", launches, operands)
 
 
-def _mx(shape: tuple[int, int, int], device: torch.device, target: Target, *, constant: bool = False) -> ScaledProduct:
-    m, n, k = shape
-    a = _quantized((m, k), (1, 32), device, column_major=False, scale="e8m0")
-    b = _quantized((k, n), (32, 1), device, column_major=True, scale="e8m0")
-    out = torch.empty(m, n, dtype=BF16, device=device)
-    return mx_product((a[0], b[0]), (a[1], b[1]), out, target, constant=constant)
+# ---- MX -------------------------------------------------------------------------------------------------------------
 
 
-def _gemv_mx(device: torch.device, target: Target) -> Launches:
+def _mx(m: int, n: int, k: int, place: Place, target: Target) -> tuple[Operands, ScaledProduct]:
+    operands = Operands(place)
+    a = operands.quantized("a", (m, k), (1, 32), column_major=False, scale="e8m0")
+    b = operands.quantized("b", (k, n), (32, 1), column_major=True, scale="e8m0")
+    out = operands.output("out", (m, n), BF16)
+    operands.expected = lambda: {"out": kernel_info.product(dequantized(a), dequantized(b))}
+    return operands, ScaledProduct(a=a, b=b, out=out, target=target)
+
+
+def _gemv_mx(place: Place, target: Target) -> Forms:
     for config in MX_GEMVS[::3]:
         m, n = config.ROWS + 3, 33
-        chunk = int(gemv_mx.plan(_mx((m, n, 1 << 20), META, target), config)[0].options["K_CHUNK"])
-        product = _mx((m, n, 2 * chunk * config.CLUSTER + 24), device, target)
-        yield f"dense {config}", gemv_mx.plan(product, config)[0]
+        (launch,) = gemv_mx.plan(_mx(m, n, 1 << 20, META, target)[1], config)
+        k = 2 * int(launch.options["K_CHUNK"]) * config.CLUSTER + 24
+        operands, given = _mx(m, n, k, place, target)
+        yield Form(f"dense {config}", gemv_mx.plan(given, config), operands)
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056
     chosen = torch.arange(tokens * choices).view(tokens, choices) * 7 % 5 - 1  # also experts that there are not
-    layout = [part.to(device) for part in sort_tokens(chosen, experts, block_m)]
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
     for config in (gemv_a16w8.Config(8, 1, 4, 2, 6, 1, 2), gemv_a16w8.Config(16, 1, 2, 2, 2, 2, 2)):
-        a = _quantized((tokens, k), (1, 32), device, column_major=False, scale="e8m0")
-        w = _quantized((experts, k, n), (32, 1), device, column_major=True, scale="e8m0")
-        weights = torch.empty(tokens * choices, device=device)
-        out = torch.empty(tokens * choices, n, dtype=BF16, device=device)
-        given = RoutedProduct(
-            a=Operand(*a, (1, 32)), w=Operand(*w, (32, 1)), routing=Routing(*layout), a_div=choices, out=out,
-            target=target, token_weights=weights,
+        operands = Operands(place)
+        layout = [
+            operands.input(name, part.shape, part.dtype, values=part)
+            for name, part in zip(names, sort_tokens(chosen, experts, block_m), strict=True)
+        ]
+        routed = RoutedProduct(
+            a=operands.quantized("a", (tokens, k), (1, 32), column_major=False, scale="e8m0"),
+            w=operands.quantized("b", (experts, k, n), (32, 1), column_major=True, scale="e8m0"),
+            routing=Routing(*layout), a_div=choices,
+            token_weights=operands.input("token_weights", (tokens * choices,), FP32),
+            out=operands.output("out", (tokens * choices, n), BF16), target=target,
         )  # fmt: skip
-        yield f"routed {config}", gemv_mx.plan_moe(given, config)[0]
+        operands.expected = partial(kernel_info.routed_product, routed)
+        yield Form(f"routed {config}", gemv_mx.plan_moe(routed, config), operands)
 
 
-def _mx_tiles(device: torch.device, target: Target) -> Launches:
+def _mx_tiles(place: Place, target: Target) -> Forms:
     for config, constant in zip(MX_TILES[::2], cycle((False, True)), strict=False):
-        shape = config.ROWS + 3, 70, 2 * config.STAGES * config.CLUSTER * BK
-        product = _mx(shape, device, target, constant=constant)
-        yield f"{config}{' constant' * constant}", mx_tiles.plan(product, config)[0]
+        operands, given = _mx(config.ROWS + 3, 70, 2 * config.STAGES * config.CLUSTER * BK, place, target)
+        launches = mx_tiles.plan(replace(given, constant=constant), config)
+        yield Form(f"{config}{' constant' * constant}", launches, operands)
 
 
-def _quantize(device: torch.device, target: Target) -> Launches:
-    even, x, gate = (torch.empty(shape, dtype=BF16, device=device) for shape in ((256, 384), (131, 261), (131, 261)))
-    weight, rstd = torch.empty(x.shape[1], dtype=BF16, device=device), torch.empty(x.shape[0], device=device)
-    forms: dict[str, Quantization] = {
-        "dual even": quantization(even, ROW, dual=True, target=target),
-        **{f"{block}": quantization(x, block, target=target) for block in BLOCK_SHAPES},
-        "dual": quantization(x, ROW, dual=True, target=target),
-        "dual (128, 128)": quantization(x, SQUARE, dual=True, scale="e8m0", target=target),
-        "silu_mul": quantization(gate, ROW, dual=True, source=SILU_MUL, other=x, target=target),
-        "rms_norm": quantization(x, ROW, dual=True, source=RMS_NORM, other=weight, rstd=rstd, target=target),
-    }
-    for name, q in forms.items():
-        yield name, quantize.plan(q, quantize.configure(q))[0]
+# ---- quantizers -----------------------------------------------------------------------------------------------------
 
 
-def _quantize_grouped(device: torch.device, target: Target) -> Launches:
+def _quantize(place: Place, target: Target) -> Forms:
+    yield from _quantize_matrices(place, target)
+    yield from _quantize_groups(place, target)
+
+
+def _quantize_form(name: str, operands: Operands, q: Quantization) -> Form:
+    q = kernel_info.marked(operands, q)
+    operands.expected = partial(_quantized, q)
+    return Form(name, quantize.plan(q, quantize.configure(q)), operands)
+
+
+def _quantize_matrices(place: Place, target: Target) -> Forms:
+    def form(
+        name: str, shape: tuple[int, int], block: Block, *, source: Source = PLAIN, dual: bool = True,
+        scale: str = "fp32",
+    ) -> Form:  # fmt: skip
+        operands, other, rstd = Operands(place), None, None
+        x = operands.input("x", shape, BF16)
+        if source is SILU_MUL:
+            other = operands.input("other", shape, BF16)
+        elif source is RMS_NORM:
+            other, rstd = operands.input("other", shape[1:], BF16), operands.input("rstd", shape[:1], FP32)
+        rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd}
+        q = quantization(x, block, dual=dual, scale=scale, target=target, **rest)
+        return _quantize_form(name, operands, q)
+
+    ragged = (131, 261)
+    yield form("dual even", (256, 384), ROW)
+    for block in BLOCK_SHAPES:
+        yield form(f"{block}", ragged, block, dual=False)
+    yield form("dual", ragged, ROW)
+    yield form("dual (128, 128)", ragged, SQUARE, scale="e8m0")
+    yield form("silu_mul", ragged, ROW, source=SILU_MUL)
+    yield form("rms_norm", ragged, ROW, source=RMS_NORM)
+
+
+def _quantize_groups(place: Place, target: Target) -> Forms:
     for name, (sizes, rest) in {"small": GROUPS["units"], "large": GROUPS["large gaps"]}.items():
-        offsets, inner = ends(sizes, str(device)), 136
-        hidden = torch.empty(sum(sizes) + rest, 2 * inner, dtype=BF16, device=device)
-        gate, up, grad = hidden[:, :inner], hidden[:, inner:], torch.empty_like(hidden[:, :inner])
-        for source, x, other in ((PLAIN, hidden, None), (SILU_MUL, gate, up), (SILU_MUL_GRAD, hidden, grad)):
-            q = quantization(x, ROW, dual=True, source=source, other=other, offsets=offsets, target=target)
-            yield f"grouped {source.macro} {name}", quantize.plan(q, quantize.configure(q))[0]
-        q = quantization(hidden, COLUMN, offsets=offsets, target=target)
-        yield f"grouped (128, 1) {name}", quantize.plan(q, quantize.configure(q))[0]
+        for source, block in ((PLAIN, ROW), (SILU_MUL, ROW), (SILU_MUL_GRAD, ROW), (PLAIN, COLUMN)):
+            operands, inner, tokens = Operands(place), 136, sum(sizes) + rest
+            offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
+            x = hidden = operands.input("x", (tokens, 2 * inner), BF16)
+            other = None
+            if source is SILU_MUL:
+                x, other = hidden[:, :inner], hidden[:, inner:]
+            elif source is SILU_MUL_GRAD:
+                other = operands.input("other", (tokens, inner), BF16)
+            rest_: dict[str, Any] = {"source": source, "other": other, "offsets": offsets}
+            q = quantization(x, block, dual=block == ROW, target=target, **rest_)
+            yield _quantize_form(f"grouped {source.macro if block == ROW else block} {name}", operands, q)
 
 
-def _whole_rows(device: torch.device, target: Target) -> Launches:
+def _value(q: Quantization) -> Tensor:
+    """What is quantized, by the reference."""
+    if q.source is PLAIN:
+        return q.x
+    assert q.other is not None
+    if q.source is SILU_MUL:
+        return reference.silu_mul(q.x, q.other)
+    if q.source is SILU_MUL_GRAD:
+        return reference.silu_mul_grad(q.other, q.x)
+    return reference.rms_norm(q.x, q.other, q.eps, q.rstd)
+
+
+def _quantized(q: Quantization) -> dict[str, Expected]:
+    """The outputs of a quantization by the reference, in its block and if `dual` in the transposed one."""
+    value, near, parts = _value(q), q.source in (SILU_MUL, SILU_MUL_GRAD), []
+    for block in (q.block, swap(q.block))[: 1 + q.dual]:
+        if q.offsets is None or block[0] == 1:
+            parts.extend(reference.quantize(value, block, q.dtype, q.scale))
+        else:
+            parts.extend(reference.quantize_grouped(value, q.offsets, block, q.dtype, q.scale))
+    return {name: Expected(part, near=near) for name, part in zip(q.outputs.tensors, parts, strict=True)}
+
+
+def _whole(place: Place, shape: tuple[int, ...], dtype: torch.dtype, block: Block, target: Target) -> Any:
+    """The operands of a matrix quantized by whole rows or columns, and the quantization."""
+    operands = Operands(place)
+    q = kernel_info.marked(operands, quantization(operands.input("x", shape, dtype), block, target=target))
+    operands.expected = partial(_quantized, q)
+    return operands, q
+
+
+def _whole_rows(place: Place, target: Target) -> Forms:
     for shape, dtype in (((2, 33, 1030), FP32), ((9, 8192), BF16)):
-        q = quantization(torch.empty(shape, dtype=dtype, device=device), (1, -1), target=target)
-        yield f"{shape}", quantize_rows.plan(q, quantize_rows.configure(q))[0]
+        operands, q = _whole(place, shape, dtype, (1, -1), target)
+        yield Form(f"{shape}", quantize_rows.plan(q, quantize_rows.configure(q)), operands)
 
 
-def _whole_columns(device: torch.device, target: Target) -> Launches:
-    sizes, rest, width = [0, 1, 1000, 17, 500], 5, 200
-    offsets, rows = ends(sizes, str(device)), sum(sizes) + rest
-    tokens = torch.empty(rows, width, dtype=BF16, device=device)
-    grouped = quantization(tokens, (-1, 1), offsets=offsets, target=target)
-    for config, kept in SMALL[:2]:
-        q = quantization(torch.empty(rows, 99, dtype=FP16, device=device), (-1, 1), target=target)
-        yield f"{config} kept {kept}", columns.plan(q, config, kept)[0]
-        yield f"grouped {config} kept {kept}", columns.plan(grouped, config, kept)[0]
+SIZES: Final = ([0, 1, 1000, 17, 500], 5)
+WIDTH: Final = 200
+
+
+def _tokens(place: Place, target: Target) -> tuple[Operands, Quantization]:
+    """Groups of tokens quantized by whole columns, a scale for each group."""
+    (sizes, rest), operands = SIZES, Operands(place)
+    offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
+    x = operands.input("x", (sum(sizes) + rest, WIDTH), BF16)
+    q = kernel_info.marked(operands, quantization(x, (-1, 1), offsets=offsets, target=target))
+    operands.expected = partial(_quantized, q)
+    return operands, q
+
+
+def _quantize_columns(place: Place, target: Target) -> Forms:
+    for config, kept in COLUMN_TILES[:2]:
+        operands, q = _whole(place, (sum(SIZES[0]) + SIZES[1], 99), FP16, (-1, 1), target)
+        yield Form(f"{config} kept {kept}", columns.plan(q, config, kept), operands)
+        operands, q = _tokens(place, target)
+        yield Form(f"grouped {config} kept {kept}", columns.plan(q, config, kept), operands)
+
+
+def _stream_columns(place: Place, target: Target) -> Forms:
     # One cluster has panel after panel; the first ring does not hold one.
     whole = (
         STREAMS[0],
@@ -291,45 +419,104 @@ def _whole_columns(device: torch.device, target: Target) -> Launches:
         stream_columns._STREAMS[3][1],
         *(config for _, config in stream_columns._STREAMS_OF_FEW[3:5]),
     )
-    divided = ((stream_columns._STREAMS_OF_FEW[-1][1], (0, 128)), (stream_columns._BESIDE, (128, width)))
+    divided = ((stream_columns._STREAMS_OF_FEW[-1][1], (0, 128)), (stream_columns._BESIDE, (128, WIDTH)))
     for stream, span in (*((config, None) for config in whole), *divided):
-        x = torch.empty(max(64 * stream.STAGES * stream.CLUSTER, 600) + 5, width, dtype=BF16, device=device)
+        rows = max(64 * stream.STAGES * stream.CLUSTER, 600) + 5
+        operands, q = _whole(place, (rows, WIDTH), BF16, (-1, 1), target)
+        operands.expected = partial(_span_of_columns, q, span)
         name = f"{stream}" + (f" of columns {span[0]} to {span[1]}" if span else "")
-        yield name, stream_columns.plan_part(quantization(x, (-1, 1), target=target), stream, 1, span)
+        yield Form(name, (stream_columns.plan_part(q, stream, 1, span),), operands)
     for stream in (STREAMS[0], stream_columns._STREAMS_OF_GROUPS[0][1], stream_columns._STREAMS_OF_GROUPS[-1][1]):
-        yield f"grouped {stream}", stream_columns.plan_part(grouped, stream, 1)
+        operands, q = _tokens(place, target)
+        yield Form(f"grouped {stream}", (stream_columns.plan_part(q, stream, 1),), operands)
+
+
+def _span_of_columns(q: Quantization, span: tuple[int, int] | None) -> dict[str, Expected]:
+    """Beside a `span` of columns the outputs keep their poison."""
+    expected = _quantized(q)
+    for name, part in expected.items():
+        written = torch.zeros(part.value.shape, dtype=torch.bool)
+        written[..., slice(*span) if span else slice(None)] = True
+        expected[name] = part._replace(written=written)
+    return expected
+
+
+def _walk_columns(place: Place, target: Target) -> Forms:
     for walk in (*(walk for _, walk in walk_columns._WALKS), WALKS[1]):
-        yield f"{walk}", walk_columns.plan(grouped, walk, 2)[0]
+        operands, q = _tokens(place, target)
+        yield Form(f"{walk}", walk_columns.plan(q, walk, 2), operands)
 
 
-def _norms(device: torch.device, target: Target) -> Launches:
+def _rms_norm(place: Place, target: Target) -> Forms:
     for shape, dtype in (((16, 2048), BF16), ((3, 5, 2056), FP16)):
-        x, weight = (torch.empty(size, dtype=dtype, device=device) for size in (shape, shape[-1:]))
+        operands = Operands(place)
+        x, weight = operands.input("x", shape, dtype), operands.input("weight", shape[-1:], dtype)
         q = quantization(x, ROW, source=RMS_NORM, other=weight, eps=1e-6, target=target)
-        yield f"{shape}", rms_norm.plan(q, rms_norm.configure(q))[0]
-    q = quantization(torch.empty(7, 261, device=device), ROW, source=RMS_NORM, eps=1e-6, target=target)
-    yield "rows", rms_norm.plan_row_rstd(q, torch.empty(7, device=device))
+        q = kernel_info.marked(operands, q)
+        operands.expected = partial(_quantized, q)
+        yield Form(f"{shape}", rms_norm.plan(q, rms_norm.configure(q)), operands)
 
 
-def _quantized(
-    shape: tuple[int, ...], block: Block, device: torch.device, *, column_major: bool, scale: str = "fp32"
-) -> tuple[Tensor, Tensor]:
-    """Data and scales of an operand as the quantizers lay them."""
-    data = empty_data(torch.empty(shape, device="meta"), block, E4M3, column_major)
-    data = torch.empty_strided(data.shape, data.stride(), dtype=E4M3, device=device)
-    return data, empty_scale(data, block, scale, column_major)
+def _row_rstd(place: Place, target: Target) -> Forms:
+    operands = Operands(place)
+    x, rstd = operands.input("x", (7, 261), FP32), operands.output("rstd", (7,), FP32)
+    operands.expected = lambda: {"rstd": Expected(1.0 / (x.double().square().mean(-1) + 1e-6).sqrt(), torch.ones(7))}
+    q = quantization(x, ROW, source=RMS_NORM, eps=1e-6, target=target)
+    yield Form("rows", (rms_norm.plan_row_rstd(q, rstd),), operands)
 
 
-def fill(launch: CudaLaunch) -> None:
-    """Random finite values into all tensors of a launch, but for integers."""
-    for arg in launch.args.values():
-        x = arg.tensor if isinstance(arg, TensorMap) else arg
-        if not isinstance(x, Tensor) or x.dtype == torch.int32:
-            continue
-        if x.dtype == torch.float8_e8m0fnu:
-            x.view(torch.uint8).copy_(torch.randint(120, 135, x.shape, device=x.device))
-        else:
-            x.copy_(torch.randn(x.shape, device=x.device))
+_WEIGHT_NAN: Final = ("x", "w", "w_scale", "bias")
+_WEIGHT_FAR: Final = (("x", -2), ("w", -1), ("w_scale", -1), ("bias", -1))
+# A constant weight is read early, and its scales.
+_WEIGHT_EARLY: Final = frozenset({"w", "w_scale"})
+_MX_NAN: Final = ("a", "a_scale", "b", "b_scale")
+
+CUDA: Final = (
+    KernelInfo(
+        "scaled_mm.cu", _scaled_mm, 1e-5, 2.0**-10,
+        emulated=(
+            f"{'x'.join(FORWARD)} {SMALLEST} ragged", f"{'x'.join(WGRAD)} {X} ragged float32", "JAGGED_M", "JAGGED_K",
+        ),
+        nan=("a", "a_scale", "b", "b_scale", "bias"),
+    ),
+    KernelInfo(
+        "gemv_a16w8.cu", _gemv_a16w8, 1e-5, 1e-4, overlaps=True,
+        emulated=("K contiguous", "K not contiguous"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-12, overlaps=True, early=_WEIGHT_EARLY,
+        emulated=("M1 8x64", "M8 constant", "M16 K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "mm_a16w8.cu", _mm_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
+        emulated=("128x64/1 stages1", "constant K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "splitk_a16w8.cu", _splitk_a16w8, 1e-5, 1e-4, overlaps=True, early=_WEIGHT_EARLY,
+        emulated=("32x64", "constant 32x64"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
+    ),
+    KernelInfo(
+        "gemv_mx.cu", _gemv_mx, 1e-5, 2.0**-12, overlaps=True, emulated=("dense", "routed"), nan=_MX_NAN,
+        spilling=("dense 8x16 warps1x8 unroll4 cluster1 resident3",),
+    ),
+    KernelInfo(
+        "mx_tiles.cu", _mx_tiles, 1e-5, 2.0**-12, overlaps=True, early=frozenset({"b", "b_scale"}),
+        emulated=("8x64", "16x128"), nan=_MX_NAN,
+    ),
+    KernelInfo(
+        "quantize.cu", _quantize, nan=("x", "other", "rstd"), far=(("x", -2),),
+        emulated=("(1, 128)", "dual", "silu_mul", "rms_norm", "grouped PLAIN", "grouped SILU_MUL_GRAD"),
+    ),
+    KernelInfo("quantize_rows.cu", _whole_rows, nan=("x",), far=(("x", -2),)),
+    KernelInfo("quantize_columns.cu", _quantize_columns, emulated=("Columns", "grouped"), nan=("x",), far=(("x", -2),)),
+    KernelInfo(
+        "stream_columns.cu", _stream_columns, overlaps=True, early=frozenset({"x", "data", "scale", "offsets"}),
+        emulated=("Stream", "grouped"), nan=("x",),
+    ),
+    KernelInfo("walk_columns.cu", _walk_columns, nan=("x",)),
+    KernelInfo("rms_norm.cu", _rms_norm, nan=("x", "weight"), far=(("x", -2),)),
+    KernelInfo("row_rstd.cu", _row_rstd, 1e-6, 1e-6, nan=("x",), far=(("x", -2),)),
+)  # fmt: skip
 
 
 def main(substrings: list[str]) -> None:
@@ -344,7 +531,6 @@ def main(substrings: list[str]) -> None:
     for name, launch in launches(device, target):
         if substrings and not any(part in name for part in substrings):
             continue
-        fill(launch)
         try:
             for _ in range(RUNS):
                 launch.run()

@@ -8,8 +8,6 @@ from __future__ import annotations
 import ctypes
 import re
 import shutil
-import subprocess
-import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +18,7 @@ from torch import Tensor
 from fp8fn.ops.hip import build
 from fp8fn.ops.hip.build import HipKernel
 from fp8fn.ops.hip.launch import HipLaunch, Wide
+from support import build_cache
 from support.cuda_emulator import extent
 
 HOST: Final = Path(__file__).parent / "hip_host"
@@ -29,6 +28,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="HIP's m
 _TYPES: Final = (
     ((Tensor, type(None)), ctypes.c_uint64), (Wide, ctypes.c_int64), (int, ctypes.c_int32), (float, ctypes.c_float),
 )  # fmt: skip
+# No contraction to fused multiply-adds that the source does not ask for.
+_OPTIONS: Final = ("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC")
 _GLUE: Final = """
 struct Parameters {{ {fields} }};
 static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
@@ -57,15 +58,9 @@ def _built(kernel: HipKernel) -> ctypes.CDLL:
         entry=kernel.entry,
         arguments=", ".join(f"p.p{i}" for i in range(len(types))),
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "kernel.cpp").write_text(source + glue)
-        # No contraction to fused multiply-adds that the source does not ask for.
-        options = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-shared", "-fPIC"]
-        macros = [f"-D{name}={value}" for name, value in kernel.macros]
-        library = folder / "kernel.so"
-        subprocess.run(["g++", *options, *macros, f"-I{HOST}", "-o", library, folder / "kernel.cpp"], check=True)
-        loaded = ctypes.CDLL(str(library))
+    macros = [f"-D{name}={value}" for name, value in kernel.macros]
+    headers = {path.name: path.read_text(encoding="utf-8") for path in (*SOURCES.glob("*.h"), *HOST.glob("*.h"))}
+    loaded = build_cache.library(source + glue, headers, [*_OPTIONS, *macros])
     loaded.emulate.restype = ctypes.c_char_p
     return loaded
 

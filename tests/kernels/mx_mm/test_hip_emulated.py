@@ -11,8 +11,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from test_hip_host import check_probe, probes
-
 from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch
@@ -20,6 +18,7 @@ from fp8fn.ops.targets import GFX950
 from fp8fn.ops.tuning.mx import Problem
 from support import emulated
 from support.hip_on_host import HOST, SOURCES
+from support.hip_probes import check_probe, probes
 from support.mx_decode import BF16, FP16, FP32, Dense, Product, Routed, dense, operands, routed
 
 DENSE = [

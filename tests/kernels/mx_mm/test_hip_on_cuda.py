@@ -19,13 +19,12 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.hip.launch import HipLaunch, Wide
 from fp8fn.ops.targets import target_of
+from support.compilers import needs_nvrtc
 from support.hip_on_host import source_of
 from support.mx_decode import BF16, FP16, FP32, Dense, dense
 
 HEADER: Final = Path(__file__).parents[2] / "support" / "hip_cuda" / "wave.h"
 ROWS: Final = (1, 2, 4, 8, 16)
-
-needs_nvrtc = pytest.mark.skipif(nvrtc.unavailable() is not None, reason=str(nvrtc.unavailable()))
 
 
 @pytest.fixture(autouse=True)

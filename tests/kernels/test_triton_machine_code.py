@@ -1,0 +1,199 @@
+"""What the compiler makes of every default configuration, offline: the matrix instructions, the stores, no spills."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from fp8fn.cli.isa import OPS, assembly, product_launch
+from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
+from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
+from fp8fn.ops.triton.launch import TritonLaunch, resources
+from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
+from fp8fn.ops.triton.scaled_mm_tma import candidates, plan_scaled_mm_tma
+from fp8fn.ops.tuning.amd import CANDIDATES, config_of
+from fp8fn.ops.tuning.amd_model import PROCESSORS, waves_per_simd
+from support.compilers import SHARED, assert_no_spills
+from support.products import Parts
+from support.quantizers import plan_quantize, plan_quantize_dual
+
+NEW = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
+TARGETS = (SM89, SM90, SM100, SM120, GFX942, GFX950)
+
+# What a Linear multiplies: forward, dgrad with the weight as it was quantized for the forward, wgrad; rowwise and MX.
+PRODUCTS: dict[str, tuple[Block, Block, str, str, str]] = {
+    "forward": ((1, 128), (128, 128), "K", "K", "fp32"),
+    "dgrad": ((1, 128), (128, 128), "K", "N", "fp32"),
+    "wgrad": ((1, 128), (128, 1), "K", "K", "fp32"),
+    "TN": ((1, 128), (128, 1), "M", "N", "fp32"),
+    "rowwise": ((1, -1), (-1, 1), "K", "K", "fp32"),
+    "MX": ((1, 32), (32, 1), "K", "K", "e8m0"),
+}
+
+
+def product(
+    target: Target, kind: str, m: int = 4096, n: int = 4096, k: int = 4096, planner: Any = plan_scaled_mm,
+    config: Any = None,
+) -> TritonLaunch:  # fmt: skip
+    a_block, b_block, a_contiguous, b_contiguous, scale = PRODUCTS[kind]
+    dtype = native_e4m3(target)
+    a = torch.empty(m, k, dtype=dtype, device="meta")
+    b = torch.empty(k, n, dtype=dtype, device="meta")
+    if a_contiguous == "M":
+        a = a.mT.contiguous().view(k, m).mT
+    if b_contiguous == "K":
+        b = torch.empty(n, k, dtype=dtype, device="meta").mT
+    scales = empty_scale(a, a_block, scale), empty_scale(b, b_block, scale)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    operands = Parts(a, scales[0], a_block, b, scales[1], b_block, None, out)
+    launch: TritonLaunch
+    (launch,) = planner(operands.product(target), config)
+    return launch
+
+
+@pytest.mark.parametrize("kind", PRODUCTS)
+@pytest.mark.parametrize("m", [16, 32, 64, 4096])
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
+def test_no_product_spills(target: Target, m: int, kind: str) -> None:
+    assert_no_spills(product(target, kind, m=m).resources(), target)
+
+
+@pytest.mark.parametrize("kind", ["forward", "wgrad", "rowwise"])
+@pytest.mark.parametrize("config", candidates(4096, 4096, 4096), ids=str)
+def test_no_tma_candidate_spills_and_as_many_fit_as_it_says(config: Any, kind: str) -> None:
+    used = product(SM90, kind, planner=plan_scaled_mm_tma, config=config).resources()
+    assert_no_spills(used, SM90)
+    # A multiprocessor has 228 KiB, of which each program takes one more, and 65536 registers, given out by 8 a thread.
+    assert config.OCCUPANCY * (used.shared + 1024) <= 228 << 10
+    assert config.OCCUPANCY * config.num_warps * 32 * (-(-used.registers // 8) * 8) <= 65536
+
+
+@pytest.mark.parametrize("planner", [plan_scaled_mm, plan_scaled_mm_tma], ids=lambda planner: planner.__name__)
+@pytest.mark.parametrize("kind", ["forward", "wgrad"])
+def test_hopper_multiplies_e4m3_in_warpgroups(kind: str, planner: Any) -> None:
+    ptx = product(SM90, kind, planner=planner).compile().asm["ptx"]
+    assert re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n128k32\.f32\.e4m3\.e4m3", ptx)
+    assert ("cp.async.bulk.tensor.2d.shared" in ptx) == (planner is plan_scaled_mm_tma)
+
+
+def test_ada_and_blackwell_multiply_fp8() -> None:
+    assert "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32" in product(SM89, "forward").compile().asm["ptx"]
+    assert "tcgen05.mma.cta_group::1.kind::f8f6f4" in product(SM100, "forward").compile().asm["ptx"]
+
+
+@pytest.mark.parametrize("target", [GFX942, GFX950], ids=lambda target: target.name)
+def test_cdna_multiplies_mx_blocks_by_pointers(target: Target) -> None:
+    found = assembly(product(target, "MX"))
+    assert all(matrix.type in ("fp8", "f8f6f4") for matrix in found.loop.matrix)
+    assert (set(found.whole.widths("store")), found.spills) == ({16}, 0)
+
+
+# What multiplies on AMD, and the fewest bytes of a store, in layers of 4096: op, kernel of it, gfx942, gfx950, bytes.
+# The moves to and from accumulators of NN from 256 rows were 405 in Primus-Turbo's kernel, a tenth is the most here.
+CDNA = (
+    ("forward", 0, "32x32x16_fp8_fp8", "32x32x64_f8f6f4", 16),
+    ("dgrad", 0, "16x16x32_fp8_fp8", "16x16x128_f8f6f4", 16),
+    ("wgrad", 0, "16x16x32_fp8_fp8", "16x16x128_f8f6f4", 16),
+    ("TN", 0, "16x16x32_fp8_fp8", "16x16x128_f8f6f4", 16),
+    ("rowwise", 0, "16x16x32_fp8_fp8", "32x32x64_f8f6f4", 16),
+    ("grouped", 0, "16x16x32_fp8_fp8", "32x32x64_f8f6f4", 16),
+    ("grouped", 1, "16x16x32_fp8_fp8", "16x16x128_f8f6f4", 16),
+    ("a16w8", 0, "16x16x16_bf16", "16x16x32_bf16", 16),
+)
+
+
+@pytest.mark.parametrize(("op", "index", "gfx942", "gfx950", "width"), CDNA, ids=lambda value: str(value))
+@pytest.mark.parametrize("target", [GFX942, GFX950], ids=lambda target: target.name)
+def test_machine_code_of_cdna(target: Target, op: str, index: int, gfx942: str, gfx950: str, width: int) -> None:
+    launch = OPS[op](target, 4096, 4096, 4096)[index]
+    found = assembly(launch)
+    assert {matrix.name for matrix in found.loop.matrix} == {f"v_mfma_f32_{gfx942 if target is GFX942 else gfx950}"}
+    assert (found.spills, found.scratch) == (0, 0)
+    assert found.lds <= SHARED[target.name]
+    assert min(found.whole.widths("store")) == width
+    warps = int(launch.options["num_warps"])
+    if warps == 8 or NEW:  # before, 4 warps kept sums in accumulators and read them for every step
+        assert found.whole.count("v_accvgpr") < 40
+        # Two waves at least on a SIMD, so that one multiplies while another promotes.
+        assert waves_per_simd(found.vgprs, found.lds, warps, PROCESSORS[target.name]) >= 2
+    assert not any("short" in name for name in found.whole.names if "_store_" in name)
+    assert max(found.loop.widths("load")) == 16
+    # What is not loaded by 16 bytes are scales and offsets.
+    assert set(found.loop.widths("load")) <= {16, 4}
+
+
+@pytest.mark.parametrize("target", [GFX942, GFX950], ids=lambda target: target.name)
+@pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
+def test_buffers_are_addressed_where_32_bits_reach(kind: str, target: Target) -> None:
+    """Buffer loads take offsets of 32 bits: for tensors under 2 GiB, all but scales, and for the others none."""
+    near = assembly(product_launch(kind, 4096, 4096, 4096, target)).whole
+    assert near.count("buffer_load_dwordx4") > 0
+    assert near.count("global_store") == 0
+    if NEW:
+        assert near.count("global_load_dwordx4") == 0
+    far = product_launch(kind, 32768, 16384, 106496, target)  # a has 3.5e9 bytes
+    code = assembly(far).whole
+    assert far.constexprs["WIDE"] is True
+    assert code.count("global_load_dwordx4") > 0
+    assert code.count("buffer_load_dwordx4") > 0  # of b
+    assert code.count("global_store") == 0
+
+
+@pytest.mark.parametrize("target", [GFX942, GFX950], ids=lambda target: target.name)
+def test_no_candidate_of_cdna_spills_where_it_may_be_chosen(target: Target) -> None:
+    """At multiples of 16, and of 4 warps at any sizes; full tiles are those whose figures the tables have."""
+    for kind, names in CANDIDATES[target.name].items():
+        for name in names[::3]:
+            config = config_of(name)
+            rows = 4080 if kind == "TN" else 4095  # along which TN is contiguous
+            ragged = (rows, 4080, 4080) if config.num_warps > 4 else (4095, 4093, 4091)
+            found = assembly(product_launch(kind, *ragged, target, config))
+            assert (found.spills, found.scratch) == (0, 0), (kind, name)
+
+
+@pytest.mark.parametrize("shape", [(8192, 4096), (8191, 4093)], ids=str)
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("target", [SM89, SM90, GFX942, GFX950], ids=lambda target: target.name)
+def test_no_quantizer_spills(target: Target, block: Block, shape: tuple[int, int]) -> None:
+    x = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+    scale = "e8m0" if 32 in block else "fp32"
+    data, scales = empty_data(x, block, native_e4m3(target)), empty_scale(x, block, scale)
+    for launch in plan_quantize(x, data, scales, block, scale, target):
+        compiled = launch.compile()
+        assert_no_spills(resources(compiled), target)
+        if shape == (8192, 4096):
+            assert_wide_accesses(compiled, target)
+
+
+@pytest.mark.parametrize("block", [(1, 128), (1, 32)], ids=str)
+@pytest.mark.parametrize("target", [SM89, SM90, GFX942, GFX950], ids=lambda target: target.name)
+def test_dual_reads_once_and_does_not_spill(target: Target, block: Block) -> None:
+    x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+    dtype, scale = native_e4m3(target), "e8m0" if block == (1, 32) else "fp32"
+    row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
+    col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
+    compiled = plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, target).compile()
+    assert_no_spills(resources(compiled), target)
+    assert_wide_accesses(compiled, target)
+    threads = compiled.metadata.num_warps * target.warp_size
+    assert len(wide_loads(compiled)) * threads * 16 == 128 * 128 * x.element_size()
+
+
+def wide_loads(compiled: Any) -> list[str]:
+    if "ptx" in compiled.asm:
+        return re.findall(r"ld\.global(?:\.\w+)*\.v4\.b32", compiled.asm["ptx"])
+    return re.findall(r"(?:buffer|global)_load_dwordx4", compiled.asm["amdgcn"])
+
+
+def assert_wide_accesses(compiled: Any, target: Target) -> None:
+    """The matrices are loaded and stored by 16 bytes; `partial_amax` stores no matrix."""
+    assert wide_loads(compiled)
+    stores = r"st\.global\.v4\.b32" if target.backend == "cuda" else r"(?:buffer|global)_store_dwordx4"
+    text = compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    assert re.search(stores, text) or compiled.name == "partial_amax"

@@ -1,0 +1,57 @@
+"""Fixtures of the tests of launches and tuning: an empty cache, a stub of the driver, an empty store of calls."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from support.stub_driver import StubDriver
+
+# The modules of launches need Triton, and these fixtures only where their tests do: they are imported inside.
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled kernels and tuned tables."""
+    from fp8fn.ops.tuning import table
+
+    monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path / "cache"))
+    table.forget()
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubDriver]:
+    """Launches of tensors on the CPU go to a stub of the driver."""
+    from fp8fn.ops.cuda.runtime import driver, graph_capture, launch
+    from fp8fn.ops.cuda.runtime.nvrtc import Compiled
+    from support.stub_driver import StubDriver
+
+    found = StubDriver()
+    monkeypatch.setattr(driver, "library", lambda: found)
+    monkeypatch.setattr(launch, "compile_kernel", lambda kernel, arch: Compiled(b"cubin", ""))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(graph_capture, "capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU
+    launch.function_of.cache_clear()
+    yield found
+    launch.function_of.cache_clear()
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> OrderedDict[Any, Any]:
+    """An empty store of kept calls."""
+    from fp8fn.ops.cuda.runtime import call_cache
+
+    store: OrderedDict[Any, Any] = OrderedDict()
+    monkeypatch.setattr(call_cache, "_kept", store)
+    return store

@@ -1,0 +1,91 @@
+"""`aot`: which kernels of a layer and a model it compiles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn import cli
+from fp8fn.cli import aot
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.recipe import parse_recipe
+from fp8fn.ops.targets import Target
+from fp8fn.ops.tuning.problem import linear_problems
+from support.compilers import needs_nvrtc
+from support.products import dispatched
+from support.tuning import H200, operands
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def cubins(cache: Path) -> dict[str, int]:
+    names = [path.name.split("-")[0] for path in (cache / "cubin").glob("*.cubin")]
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+@needs_nvrtc
+def test_aot_compiles_every_kernel_of_a_layer_once(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 0
+    # Forward and dgrad share a kernel, wgrad has its own; x and g are quantized alike, and each of x and w has a kernel
+    # for training and one for inference.
+    assert cubins(cache) == {"quantize": 4, "scaled_mm": 2}
+    assert f"6 kernels, 6 compiled now, 0 there before, in {cache / 'cubin'}" in capsys.readouterr().out
+    # Another layer needs what differs in it: 64 rows and clusters that share K.
+    assert cli.main(["aot", "--shapes", "8192,6144,4096", "64,512,16384"]) == 0
+    kernels = aot.kernels_of(
+        ((8192, 6144, 4096), (64, 512, 16384)), fp8fn.BLOCKWISE, torch.bfloat16, Target("cuda", 90, 32, 132), H200
+    )
+    assert sum(cubins(cache).values()) == len(kernels)
+    assert f"{len(kernels)} kernels, {len(kernels) - 6} compiled now, 6 there before" in capsys.readouterr().out
+
+
+@needs_nvrtc
+def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
+    cli.main(["aot", "--shapes", "8192,6144,4096", "--recipe", "rowwise"])
+    assert cubins(cache)["scaled_mm"] >= 1
+    before = cubins(cache)
+    for problem in linear_problems(8192, 6144, 4096, parse_recipe("rowwise")).values():
+        launch = dispatched(operands(problem).product(Target("cuda", 90, 32, 132), H200))
+        assert isinstance(launch, CudaLaunch)
+        launch.compile()
+    assert cubins(cache) == before
+
+
+def example() -> tuple[nn.Module, tuple[Tensor]]:
+    model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1024))
+    return model.bfloat16(), (torch.randn(128, 512, dtype=torch.bfloat16),)
+
+
+def nothing() -> int:
+    return 3
+
+
+def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
+    assert aot.shapes_of_model(f"{__name__}:example") == ((128, 1024, 512), (128, 512, 1024))
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "one of the arguments --shapes --suite --model is required"),
+        (("--model", "json"), "is no module:callable"),
+        (("--model", "no_such_module:f"), "No module named 'no_such_module'"),
+        (("--model", "json:nothing_of_it"), "has no attribute 'nothing_of_it'"),
+        (("--model", f"{__name__}:nothing"), "returned int; it must return (model, args)"),
+        (("--shapes", "128,128,128", "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
+        (("--shapes", "128,128,128", "--arch", "sm80"), "invalid choice: 'sm80'"),
+    ],
+)
+def test_wrong_use_of_aot_exits_2(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    with pytest.raises(SystemExit) as leave:
+        cli.main(["aot", *argv])
+    assert leave.value.code == 2
+    assert message in capsys.readouterr().err

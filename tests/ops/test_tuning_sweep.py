@@ -1,0 +1,143 @@
+"""The sweep: turns, spreads, who wins, and the bench that it measures by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, Config
+from fp8fn.ops.targets import SM90
+from fp8fn.ops.tuning.candidates import SMALLEST, W, X
+from fp8fn.ops.tuning.device import DeviceBench, corner_error
+from fp8fn.ops.tuning.model import microseconds, ranked
+from fp8fn.ops.tuning.problem import Problem
+from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
+from fp8fn.ops.tuning.table import PEER
+from support.tuning import CHIP, PROBLEM, FakeBench, expected, quantized
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def test_a_winner_beats_the_models_choice_by_more_than_the_spread() -> None:
+    models = [100.0, 101.0, 99.0, 100.0, 100.0]
+    close, clear = [99.8, 100.2, 99.4, 99.6, 99.6], [97.0, 97.2, 97.1, 96.9, 97.0]
+    tie = decide({"192x128d1": models, "128x256d1": close}, "192x128d1")
+    assert (tie.config, tie.times) == ("192x128d1", {"192x128d1": 100.0, "128x256d1": 99.6})
+    won = decide({"192x128d1": models, "128x256d1": clear, PEER: [98.0] * 5}, "192x128d1")
+    assert (won.config, won.us, won.peer_us) == ("128x256d1", 97.0, 98.0)
+    assert PEER not in won.times
+    # A wide spread of either ties them too.
+    assert decide({"192x128d1": [90.0, 100.0, 110.0], "128x256d1": clear}, "192x128d1").config == "192x128d1"
+    # Where the model's choice did not run, the fastest has it.
+    assert decide({"128x256d1": close, "64x64d2": clear}, "192x128d1").config == "64x64d2"
+
+
+def test_a_turn_is_the_median_of_its_runs() -> None:
+    """Runs of a short call differ by more than the calls do."""
+    runs = {"64x64d2": [10.0, 9.6, 11.9], "64x128d2": [9.7, 9.5, 9.9]}
+
+    class Runs:
+        def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+            return runs[call()]
+
+    found = measure({name: (lambda name=name: name) for name in runs}, Runs(), Turns(5, 3), stays="64x64d2")
+    assert found == {"64x64d2": [10.0] * 5, "64x128d2": [9.7] * 5}
+    assert decide(found, "64x64d2").config == "64x128d2"
+
+
+def test_the_spread_is_the_interquartile_range_or_half_a_percent() -> None:
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0]) == 2.0
+    assert spread([100.0, 100.0, 100.0]) == 0.5
+    assert spread([200.0]) == 1.0
+
+
+def test_the_spread_of_a_gain_is_that_of_the_differences_in_each_round() -> None:
+    """A clock that sinks moves both; one that has left has its first round alone."""
+    mine, others = [10.0, 10.4, 10.8, 11.2], [10.5, 10.9, 11.4, 11.7]
+    assert spread(mine) == pytest.approx(0.6)
+    assert spread(mine, others) == pytest.approx(0.005 * 10.6)
+    assert decide({"64x128d2": mine, "128x64d2": others}, "128x64d2").config == "64x128d2"
+    assert spread(mine, others[:1]) == pytest.approx(0.005 * 10.6)
+
+
+def test_calls_take_turns_and_what_is_far_behind_leaves() -> None:
+    bench, times = FakeBench(), {"64x64d2": 10.0, "64x128d2": 10.5, "128x64d2": 12.0}
+    calls = {name: bench._call(name, time) for name, time in times.items()}
+    found = measure(calls, bench, Turns(20, 3), stays="64x64d2")
+    assert {name: len(samples) for name, samples in found.items()} == {"64x64d2": 20, "64x128d2": 20, "128x64d2": 1}
+    turns = bench.runs[::3]
+    assert {*turns[:3]} == times.keys()
+    rounds = [tuple(turns[i : i + 2]) for i in range(3, len(turns), 2)]
+    assert {*rounds} == {("64x64d2", "64x128d2"), ("64x128d2", "64x64d2")}
+    assert {name: len(samples) for name, samples in measure(calls, bench, Turns(4, 1), "128x64d2").items()} == {
+        "64x64d2": 4, "64x128d2": 4, "128x64d2": 4,
+    }  # fmt: skip
+
+
+def test_long_calls_have_fewer_turns() -> None:
+    counts = [turns_for(time) for time in (10.0, 1000.0, 5e3, 1e5)]
+    assert [(turns.rounds, turns.repeats) for turns in counts] == [(5, 30), (5, 6), (3, 1), (3, 1)]
+
+
+def test_the_shortlist_is_the_models_best_and_the_largest_tiles_or_the_smallest() -> None:
+    for shape in ((64, 2304, 6144), (4096, 4096, 4096), (64, 24576, 1536), (129, 4096, 4096)):
+        problem = Problem(*shape)
+        short = shortlist(problem, 132)
+        assert short[:4] == list(ranked(problem, 132)[:4])
+        assert ({X, W} if shape[0] > 128 else {SMALLEST}) <= set(short)
+        assert len(short) <= 6
+
+
+def test_tuning_finds_what_is_faster_than_the_model_has_it() -> None:
+    entry = tune(PROBLEM, FakeBench())
+    assert entry.config == "128x256d1"
+    assert entry.us == pytest.approx(0.8 * microseconds(PROBLEM, W, 132), rel=1e-3)
+    assert entry.times["192x128d1"] == pytest.approx(microseconds(PROBLEM, X, 132), rel=1e-3)
+    assert entry.peer_us == pytest.approx(1.05 * entry.us, rel=2e-3)
+    assert not entry.peer_wins
+
+
+def test_the_chip_is_warmed_before_each_problem() -> None:
+    """After the operands are made, before the first run that counts; making `PEER` runs each configuration once."""
+    bench = FakeBench()
+    tune(PROBLEM, bench)
+    ran, made = len(bench.runs), len(shortlist(PROBLEM, 132))
+    tune(PROBLEM, bench)
+    assert bench.warmed == [made, ran + made]
+
+
+class Nothing(FakeBench):
+    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+        return {PEER: self._call(PEER, 1.0)}
+
+
+def test_a_problem_that_no_configuration_runs_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"none of 192x128d1, .* runs on NVIDIA Test"):
+        tune(PROBLEM, Nothing())
+
+
+def test_the_operands_of_a_bench_are_as_of_quantized_normal_numbers() -> None:
+    bench = DeviceBench(torch.device("cpu"), SM90, CHIP, FakeBench())
+    made = bench.filled(Problem(300, 40, 200, a_type="e5m2"))
+    a, b = made.a.data, made.b.data
+    for data in (a, b):
+        assert data.float().isfinite().all()
+        assert 0.3 < data.float().std() / torch.finfo(data.dtype).max < 0.45
+    assert (a.view(torch.uint8)[0, :40] != b.mT.view(torch.uint8)[0, :40]).any()
+    large = bench.filled(Problem(4200, 16, 4096)).a.data  # more than the sample
+    assert large.float().isfinite().all()
+    assert (large.view(torch.uint8)[4196:] == large.view(torch.uint8)[100:104]).all()
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("shape", [(1, 16, 64), (70, 200, 300), (256, 384, 512)])
+def test_the_check_of_a_bench_sees_a_wrong_corner(kinds: tuple[str, str], shape: tuple[int, int, int]) -> None:
+    made = quantized(Problem(*shape, *kinds))
+    made.out.copy_(expected(made))
+    assert corner_error(made.product(SM90)) < 4e-3
+    made.out[-1, -1] += made.out.float().abs().max()
+    assert corner_error(made.product(SM90)) > 1e-2
+    made.out[0, 0] = torch.nan
+    assert not corner_error(made.product(SM90)) <= 1e-2

@@ -1,0 +1,217 @@
+"""Every kernel in Triton in its main forms, at small shapes and tiles that make several tiles along every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import reference
+from fp8fn.ops.layout import BLOCKS, Block
+from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
+from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.sort_tokens import sort_tokens
+from fp8fn.ops.targets import Target
+from fp8fn.ops.triton import mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
+from fp8fn.ops.triton.gemm_config import GemmConfig
+from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
+from fp8fn.ops.triton.mx_mm import plan_mx_mm
+from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
+from fp8fn.ops.triton.quantize import plan_quantize
+from fp8fn.ops.triton.quantize_dual import DUAL_BLOCKS, plan_quantize_dual
+from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
+from fp8fn.ops.tuning import mx
+from support import kernel_info
+from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized
+from support.operands.experts import FORMATS
+from support.operands.groups import ends
+from support.quantizers import quantization
+
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+M, N, K = 70, 130, 300
+PAIRS: Final[dict[str, tuple[Block, Block, str]]] = {
+    "forward": ((1, 128), (128, 128), "fp32"), "wgrad": ((1, 128), (128, 1), "fp32"),
+    "rowwise": ((1, -1), (-1, 1), "fp32"), "tensorwise": ((-1, -1), (-1, -1), "fp32"),
+    "MX": ((1, 32), (32, 1), "e8m0"),
+}  # fmt: skip
+
+
+def _product(place: Place, kind: str, target: Target, k: int = K) -> tuple[Operands, ScaledProduct]:
+    (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
+    a = operands.quantized("a", (M, k), a_block, column_major=False, scale=scale)
+    b = operands.quantized("b", (k, N), b_block, column_major=True, scale=scale)
+    bias, out = operands.input("bias", (N,), BF16), operands.output("out", (M, N), FP32)
+    operands.expected = lambda: {"out": kernel_info.product(dequantized(a), dequantized(b), bias)}
+    return operands, ScaledProduct(a=a, b=b, bias=bias, out=out, target=target)
+
+
+def _scaled_mm(place: Place, target: Target) -> Forms:
+    for kind in PAIRS:
+        operands, given = _product(place, kind, target)
+        yield Form(kind, scaled_mm.plan_scaled_mm(given, GemmConfig(32, 64, 4, 2, GROUP=2)), operands)
+
+
+def _scaled_mm_tma(place: Place, target: Target) -> Forms:
+    for kind in ("forward", "wgrad", "rowwise", "tensorwise"):
+        operands, given = _product(place, kind, target)
+        config = scaled_mm_tma.TmaConfig(BM=64, BN=64, GROUP=2)
+        yield Form(kind, scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
+
+
+def _mx(plan: Callable[..., Any], config: mx.Config, place: Place, target: Target) -> Forms:
+    for k in (K, 256):
+        operands, given = _product(place, "MX", target, k)
+        yield Form(f"K{k}", plan(given, config), operands)
+
+
+def _mx_mm(place: Place, target: Target) -> Forms:
+    for splits in (1, 3):
+        config = mx.Config(16, 32, 64, 4, 2, SPLITS=splits)
+        for form in _mx(plan_mx_mm, config, place, target):
+            yield form._replace(name=f"{form.name} splits{splits}")
+
+
+def _mm_a16w8(place: Place, target: Target) -> Forms:
+    for block in BLOCKS:
+        operands = Operands(place)
+        x = operands.input("x", (40, K), BF16)
+        w = operands.quantized("w", (K, N), block, column_major=True, scale="e8m0" if 32 in block else "fp32")
+        bias, out = operands.input("bias", (N,), FP32), operands.output("out", (40, N), FP32)
+        given = WeightProduct(x=x, w=w, bias=bias, out=out, target=target)
+        operands.expected = partial(_weight_product, given)
+        config = mm_a16w8.Config(32, 64, 32, 4, 2, GROUP=2)
+        yield Form(f"{block}", mm_a16w8.plan_mm_a16w8(given, config), operands)
+
+
+def _weight_product(given: WeightProduct) -> dict[str, Expected]:
+    value, magnitude, *_ = kernel_info.product(given.x, dequantized(given.w), given.bias)
+    assert magnitude is not None
+    # Where a scale changes with each element along K, `w * scale` is rounded to the type of x.
+    return {"out": Expected(value, magnitude * (2**-8 / 1e-5 if given.w.block[0] == 1 else 1.0))}
+
+
+def _moe_gemm(place: Place, target: Target) -> Forms:
+    tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 200
+    chosen = torch.arange(tokens * choices).view(tokens, choices) * 7 % 5 - 1  # also experts that there are not
+    names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
+    for kind, config in (("mx", mx.Config(16, 32, 64, 4, 2)), ("blockwise", mx.Config(16, 32, 128, 4, 2))):
+        operands, (a_block, w_block, scale) = Operands(place), FORMATS[kind]
+        layout = [
+            operands.input(name, part.shape, part.dtype, values=part)
+            for name, part in zip(names, sort_tokens(chosen, experts, block_m), strict=True)
+        ]
+        a = operands.quantized("a", (tokens, k), a_block, column_major=False, scale=scale)
+        w = operands.quantized("w", (experts, k, n), w_block, column_major=True, scale=scale)
+        weights = operands.input("token_weights", (tokens * choices,), FP32)
+        out = operands.output("out", (tokens * choices, n), FP32)
+        routed = RoutedProduct(
+            a=a, w=w, routing=Routing(*layout), a_div=choices, token_weights=weights, out=out, target=target
+        )
+        operands.expected = partial(kernel_info.routed_product, routed)
+        yield Form(kind, plan_moe_gemm(routed, config), operands)
+
+
+SIZES, REST = (0, 1, 40, 33, 129), 5
+GROUPED: Final = ("forward", "rowwise")
+
+
+def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
+    offsets_, tokens, experts = ends(SIZES), sum(SIZES) + REST, len(SIZES)
+    config = GemmConfig(32, 64, 4, 2, GROUP=2)
+    for kind in GROUPED:
+        (a_block, b_block, _), operands = PAIRS[kind], Operands(place)
+        offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
+        a = operands.quantized("a", (tokens, K), a_block, column_major=False)
+        b = operands.quantized("b", (experts, K, N), b_block, column_major=True)
+        bias, out = operands.input("bias", (experts, N), BF16), operands.output("out", (tokens, N), FP32)
+        given = ScaledProduct(a=a, b=b, bias=bias, offsets=offsets, out=out, target=target)
+        operands.expected = partial(kernel_info.grouped_product, given)
+        yield Form(f"rows {kind}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
+    for block in ((128, 1), (-1, 1)):
+        operands = Operands(place)
+        offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
+        a, b = (
+            kernel_info.spread(operands, name, tokens, width, offsets_, block) for name, width in (("a", M), ("b", N))
+        )
+        out = operands.output("out", (experts, M, N), FP32)
+        given = ScaledProduct(a=a.mT, b=b, offsets=offsets, out=out, target=target)
+        operands.expected = partial(kernel_info.grouped_product, given)
+        yield Form(f"tokens {block}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
+
+
+def _quantize(place: Place, target: Target) -> Forms:
+    for block, scale in product(BLOCKS, ("fp32", "e8m0")):
+        operands = Operands(place)
+        q = quantization(operands.input("x", (137, 261), BF16), block, scale=scale, target=target)
+        q = kernel_info.marked(operands, q)
+        operands.expected = partial(_parts, q, partial(reference.quantize, q.x, block, E4M3, scale))
+        yield Form(f"{block} {scale}", plan_quantize(q), operands)
+
+
+def _quantize_dual(place: Place, target: Target) -> Forms:
+    for block in DUAL_BLOCKS:
+        operands, scale = Operands(place), "e8m0" if 32 in block else "fp32"
+        q = quantization(operands.input("x", (137, 261), BF16), block, dual=True, scale=scale, target=target)
+        q = kernel_info.marked(operands, q)
+        operands.expected = partial(_parts, q, partial(reference.quantize_dual, q.x, block, E4M3, scale))
+        yield Form(f"{block}", plan_quantize_dual(q), operands)
+
+
+def _quantize_grouped(place: Place, target: Target) -> Forms:
+    for block in ((128, 1), (-1, 1)):
+        operands, q = _tokens(place, target, block)
+        made = partial(reference.quantize_grouped, q.x, operands.inputs["offsets"], block, E4M3, "fp32")
+        operands.expected = partial(_parts, q, made)
+        yield Form(f"{block}", plan_quantize_grouped(q), operands)
+    operands, q = _tokens(place, target, (1, 128), dual=True)
+    made = partial(reference.quantize_grouped_dual, q.x, operands.inputs["offsets"], (1, 128), E4M3, "fp32")
+    operands.expected = partial(_parts, q, made)
+    yield Form("dual", plan_quantize_grouped_dual(q), operands)
+
+
+def _tokens(place: Place, target: Target, block: Block, *, dual: bool = False) -> tuple[Operands, Quantization]:
+    operands = Operands(place)
+    offsets = operands.input("offsets", (len(SIZES),), torch.int32, values=ends(SIZES))
+    x = operands.input("x", (sum(SIZES) + REST, N), BF16)
+    return operands, kernel_info.marked(operands, quantization(x, block, dual=dual, offsets=offsets, target=target))
+
+
+def _parts(q: Quantization, made: Callable[[], tuple[Tensor, ...]]) -> dict[str, Expected]:
+    return {name: Expected(part) for name, part in zip(q.outputs.tensors, made(), strict=True)}
+
+
+_NAN: Final = ("a", "a_scale", "b", "b_scale", "bias")
+_FAR: Final = (("a", -2), ("b", -1))
+_SCALED: Final = ("forward", "wgrad", "rowwise", "tensorwise")
+_TOKENS: Final = ("rows", "tokens (128", "tokens (-1")
+
+TRITON: Final = (
+    KernelInfo("scaled_mm.py", _scaled_mm, 1e-5, 2.0**-10, emulated=tuple(PAIRS), nan=_NAN, far=_FAR),
+    KernelInfo("scaled_mm_tma.py", _scaled_mm_tma, 1e-5, 2.0**-10, emulated=_SCALED, nan=_NAN),
+    KernelInfo("scaled_grouped_mm.py", _scaled_grouped_mm, 1e-5, 2.0**-10, emulated=_TOKENS, nan=_NAN),
+    KernelInfo(
+        "mm_a16w8.py", _mm_a16w8, 1e-5, 1e-5, emulated=tuple(str(block) for block in BLOCKS),
+        nan=("x", "w", "w_scale", "bias"), far=(("x", -2), ("w", -1)),
+    ),
+    KernelInfo("mx_mm.py", _mx_mm, 1e-5, 2.0**-12, emulated=("K300 splits1", "K300 splits3"), nan=_NAN, far=_FAR),
+    KernelInfo(
+        "mx_mm_scaled.py", partial(_mx, plan_mx_mm_scaled, mx.Config(32, 32, 64, 4, 2, GROUP=2)), 1e-5, 2.0**-12,
+        emulated=("K300", "K256"), nan=_NAN, far=_FAR, targets=("gfx950", "sm100"),
+    ),
+    KernelInfo(
+        "moe_gemm.py", _moe_gemm, 1e-5, 2.0**-10, emulated=("mx", "blockwise"),
+        nan=("a", "a_scale", "w", "w_scale", "token_weights"), far=(("a", -2),),
+    ),
+    KernelInfo(
+        "quantize.py", _quantize, nan=("x",), far=(("x", -2),),
+        emulated=tuple(f"{block} {scale}" for block in BLOCKS for scale in ("fp32", "e8m0")),
+    ),
+    KernelInfo("quantize_dual.py", _quantize_dual, emulated=tuple(map(str, DUAL_BLOCKS)), nan=("x",), far=(("x", -2),)),
+    KernelInfo(
+        "quantize_grouped.py", _quantize_grouped, emulated=("(128", "(-1", "dual"), nan=("x",), far=(("x", -2),),
+    ),
+)  # fmt: skip

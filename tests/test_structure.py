@@ -1,0 +1,39 @@
+"""Where tests are: no test module imports another, and what they share lies in `tests/support`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+TESTS: Final = Path(__file__).parent
+FILES: Final = sorted(TESTS.rglob("*.py"))
+MODULES: Final = {file.stem for file in FILES if file.stem.startswith("test_")}
+
+
+def imported(source: str) -> set[str]:
+    """Every part of the names of the modules that a source imports, at its top or inside of a function."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names.update(part for alias in node.names for part in alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            names.update((node.module or "").split("."))
+            names.update(alias.name for alias in node.names)
+    return names
+
+
+def test_imports_are_found_in_every_form() -> None:
+    source = (
+        "import test_a\nfrom test_b import x\nfrom kernels import test_c\ndef f():\n    import kernels.test_d as y\n"
+    )
+    assert {"test_a", "test_b", "test_c", "test_d"} <= imported(source)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.relative_to(TESTS).as_posix())
+def test_no_test_module_is_imported(file: Path) -> None:
+    """A test module may change without a look at the others; what two of them need moves to `tests/support`."""
+    found = imported(file.read_text(encoding="utf-8")) & MODULES
+    assert not found, f"{file.name} imports {', '.join(sorted(found))}: move what it needs to tests/support"
