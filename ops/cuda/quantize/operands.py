@@ -16,7 +16,7 @@ CHUNK_COLUMNS: Final = 8
 LARGEST_INT32: Final = 2**31 - 1
 # Blocks of a grid along its second and its third axis.
 MOST_BLOCKS: Final = 65535
-# Rows of a block of `quantize.cu`, and the shortest whose number is bounded by `MOST_BLOCKS`.
+# Rows of a tile of `quantize.cu`; no more than `MOST_BLOCKS` tiles lie below each other.
 TILE_ROWS: Final = 128
 L2_BYTES: Final = 50 * 2**20
 _ALIGNMENT: Final = 16

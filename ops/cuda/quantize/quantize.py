@@ -37,7 +37,7 @@ _LOG: Final = logging.getLogger("fp8fn")
 class QuantizeConfig:
     """Threads of a block and their accesses; `quantize.cu` says what each macro does.
 
-    A tile is `2 * WARPS * ROWS` rows high: 128, but for row blocks alone any height will do.
+    A tile has `2 * WARPS * ROWS` rows. It must have 128, but any number will do for row blocks alone.
     """
 
     WARPS: int = 8
@@ -138,7 +138,7 @@ def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
         "GROUPED": int(offsets is not None),
     }
     tiles_m = -(-m // config.rows)
-    if offsets is not None:  # one more than blocks of columns, for rows that are in no group
+    if offsets is not None:  # one more than there are blocks of columns, for the rows of no group
         tiles_m = spread_blocks(m, q.groups) + (row is not None)
         macros["SPREAD_UNIT"] = spread_unit(m, q.groups)
     options: dict[str, int | str] = {

@@ -24,8 +24,10 @@ from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import PLAIN, Quantization
 
-_CHUNKS: Final = 8  # of a thread at most, so that four blocks or more share the registers of a multiprocessor
-_LONGEST: Final = {2: 32768, 4: 16384}  # columns, by the bytes of an element: 16 warps
+# The most chunks of 16-bit columns that a thread holds: four blocks or more then fit a multiprocessor's registers.
+_CHUNKS: Final = 8
+# The most columns of a row, by the bytes of an element: 16 warps hold them.
+_LONGEST: Final = {2: 32768, 4: 16384}
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.quantization import Quantization
 
-# `rms_norm.cu`: 256 threads with 8 chunks of 8 columns each.
+# A block of `rms_norm.cu` has 256 threads. A pass is one chunk of 8 columns for each; a thread holds 8 chunks.
 _PASS: Final = 2048
 _CHUNKS: Final = 8
 _CHUNKWISE: Final[dict[str, int | str]] = {
@@ -52,7 +52,7 @@ def accepts(q: Quantization) -> str | None:
 
 
 def configure(q: Quantization) -> NormConfig:
-    """As many blocks as have the registers."""
+    """As many blocks as the registers of a multiprocessor allow."""
     even = _is_even(q)
     if q.x.element_size() == 2:
         return NormConfig(3 if even else 2)
@@ -116,7 +116,7 @@ def _passes(q: Quantization) -> int:
 
 
 def _rows(q: Quantization) -> int:
-    """Rows of a block: as many as its chunks hold."""
+    """The rows of a block: as many as its chunks hold."""
     return 1 << (_CHUNKS // _passes(q)).bit_length() - 1
 
 
