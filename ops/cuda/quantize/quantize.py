@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from fp8fn.ops.cuda.quantize.operands import (
-    CHUNK_COLUMNS,
+    OCTET,
     hardware_fault,
     is_aligned,
     offsets_fault,
@@ -80,8 +80,8 @@ def accepts(q: Quantization) -> str | None:
 
 
 def _matrices_fault(q: Quantization) -> str | None:
-    if q.source is SILU_MUL_GRAD and q.other is not None and q.other.shape[-1] % CHUNK_COLUMNS:
-        return f"grad has {q.other.shape[-1]} columns, no multiple of {CHUNK_COLUMNS}"
+    if q.source is SILU_MUL_GRAD and q.other is not None and q.other.shape[-1] % OCTET:
+        return f"grad has {q.other.shape[-1]} columns, no multiple of {OCTET}"
     for name, x in q.operands.items():
         if q.source is not PLAIN and q.offsets is None and is_column_major(x):
             return f"{name} has strides {x.stride()}, not contiguous rows"
@@ -133,7 +133,7 @@ def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
         "BY_COLUMN": int(column is not None),
         "SQUARE": int(square),
         "EVEN": int(offsets is None and m % config.rows == 0 and n % _TILE_COLUMNS == 0),
-        "PARTIAL": int(n % CHUNK_COLUMNS != 0),
+        "PARTIAL": int(n % OCTET != 0),
         "ALIGNED": int(_is_aligned(q)),
         "GROUPED": int(offsets is not None),
     }

@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.quantize.column_panels import (
     scale_lead,
     typical_rows,
 )
-from fp8fn.ops.cuda.quantize.operands import CHUNK_COLUMNS, is_aligned, types
+from fp8fn.ops.cuda.quantize.operands import OCTET, is_aligned, types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.quantization import Quantization
@@ -91,7 +91,7 @@ def plan(q: Quantization, config: ColumnsConfig, kept: int | None = None) -> tup
         **types(q),
         "PANEL": columns, "CLUSTER": config.CLUSTER, "WARPS": config.WARPS, "RESIDENT": config.RESIDENT,
         "LOAD": f"Load::{config.LOAD}", "GROUPED": int(offsets is not None), "ALIGNED": int(is_aligned(x)),
-        "PARTIAL": int(n % CHUNK_COLUMNS != 0),
+        "PARTIAL": int(n % OCTET != 0),
     }  # fmt: skip
     launch = CudaLaunch(
         kernel=CudaKernel("quantize_columns.cu", "quantize_columns", tuple(macros.items())),
