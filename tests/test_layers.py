@@ -13,16 +13,9 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ("ops", "meta", "fp8fn", "lowering")
 FOLDERS = {"fp8fn.ops": ROOT / "ops", "fp8fn.meta": ROOT / "meta", "fp8fn.lowering": ROOT / "lowering"}
-# Each op's measured table names the op's kernels, and the op asks the table which one to take.
-KNOWN_CIRCLES = [
-    frozenset({"fp8fn.ops.mm_a16w8", "fp8fn.ops.tuning.weight_table"}),
-    frozenset({"fp8fn.ops.moe_gemm", "fp8fn.ops.mx_mm", "fp8fn.ops.tuning.mx_table"}),
-]
 
 
 @cache
@@ -142,14 +135,8 @@ def test_no_circle_when_a_module_is_imported() -> None:
 
 
 def test_no_import_circle() -> None:
-    unknown = [group for group in circles(in_functions=True) if frozenset(group) not in KNOWN_CIRCLES]
-    assert not unknown, "\n".join(" <-> ".join(group) for group in unknown)
-
-
-@pytest.mark.xfail(strict=True, reason="an op's table names the op's kernels")
-@pytest.mark.parametrize("known", KNOWN_CIRCLES, ids=lambda known: "-".join(sorted(known)))
-def test_known_circles_are_gone(known: frozenset[str]) -> None:
-    assert known not in map(frozenset, circles(in_functions=True))
+    found = circles(in_functions=True)
+    assert not found, "\n".join(" <-> ".join(group) for group in found)
 
 
 def test_what_counts_as_an_import() -> None:
