@@ -29,6 +29,13 @@ from fp8fn.version import __version__
 PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (
     scaled_mm.substitute, torchao.substitute, transformers_fp8.substitute, dequantized_matmul.substitute,
 )  # fmt: skip
+# The folders, and the files in them, that decide about a graph.
+_SOURCES: Final = {
+    "lowering": (Path(__file__).parent, "**/*.py"),
+    "meta": (Path(meta.__path__[0]), "*.py"),
+    "ops": (Path(ops.__path__[0]), "*.py"),
+    "tuning": (Path(tuning.__path__[0]), "tables/*.json"),
+}
 _LOG: Final = logging.getLogger("fp8fn")
 _listeners: Final[list[list[Substitution]]] = []
 
@@ -96,9 +103,7 @@ class SubstitutionPass(CustomGraphPass):
 def _fingerprint() -> str:
     """A hash of all sources that decide about a graph, including its sizes and strides, and of the tuning tables."""
     digest = hashlib.sha256()
-    folders = [(Path(package.__path__[0]), files) for package, files in ((meta, "*.py"), (ops, "*.py"))]
-    folders += [(Path(__file__).parent, "**/*.py"), (Path(tuning.__path__[0]), "tables/*.json")]
-    for file in sorted(file for folder, files in folders for file in folder.glob(files)):
+    for file in sorted(file for folder, files in _SOURCES.values() for file in folder.glob(files)):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]
 

@@ -12,6 +12,7 @@ from fp8fn.ops.layout import empty_data, empty_scale
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.moe_gemm import check_moe_gemm, output_shape
 from fp8fn.ops.mx_mm import check_mx_mm
+from fp8fn.ops.products import Routing
 from fp8fn.ops.quantization import empty_dual, empty_grouped_dual
 from fp8fn.ops.quantize import check_quantize
 from fp8fn.ops.quantize_fused import check_rms_norm, check_silu_mul
@@ -117,8 +118,8 @@ def moe_gemm(  # noqa: PLR0913  an op's signature
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    layout = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    check_moe_gemm(a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, token_weights, out_dtype)
+    routing = Routing(sorted_token_ids, expert_ids, num_tokens_post_padded)
+    check_moe_gemm((a, a_scale, a_block), (w, w_scale, w_block), routing, top_k, a_div, token_weights, out_dtype)
     return a.new_empty(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
 
 

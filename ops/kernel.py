@@ -218,7 +218,7 @@ class Dispatch:
             return outputs.results
         if (settled := self.settled(operands)) is not None:
             return self(settled, values)
-        launches = self.plan_loadable(operands)
+        choice, launches = self._loadable(operands)
         if not launches:
             return self.reference(operands)
         if all(isinstance(launch, CudaLaunch) for launch in launches):
@@ -227,17 +227,21 @@ class Dispatch:
             call = launches[0].call() if len(launches) == 1 else None
         if call is not None:
             return keep(key, call)(*tensors)  # type: ignore[no-any-return]
+        keep(key, _Planned(self, choice, values))
         for launch in launches:
             launch.run()
         return outputs.results
 
     def plan_loadable(self, operands: Any) -> tuple[Launch, ...]:
         """As `plan`; where a kernel can be neither compiled nor loaded on this machine, the next one takes over."""
+        return self._loadable(operands)[1]
+
+    def _loadable(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
         while True:
             choice, launches = self._chosen(operands)
             fault = next((fault for launch in launches if (fault := launch.fault()) is not None), None)
             if fault is None:
-                return launches
+                return choice, launches
             self.faults[choice.name] = fault
 
     def _chosen(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
@@ -251,6 +255,22 @@ class Dispatch:
         """The kernels in CUDA C++, each with the reason, where nothing compiles them."""
         reason = nvrtc.unavailable()
         return () if reason is None else tuple((k.name, reason) for k in self.kernels if k.backend == "cuda")
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A kept choice, for kernels whose launches are planned anew for each call: Triton's."""
+
+    dispatch: Dispatch
+    choice: Choice
+    values: Values
+
+    def __call__(self, *tensors: Tensor | None) -> Sequence[Tensor]:
+        operands = self.dispatch.operands(tensors, self.values)
+        assert self.choice.kernel is not None
+        for launch in self.choice.kernel.plan(operands, self.choice.config):
+            launch.run()
+        return operands.outputs.results  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4096)

@@ -98,8 +98,8 @@ def is_square(block: Block) -> bool:
 
 def contracts_rows(block: Block) -> bool:
     """Whether the long side of a one-sided block runs along the rows' axis (the first of the two)."""
-    rows, columns = (2**62 if size == WHOLE else size for size in block)
-    return rows > columns
+    rows, columns = block
+    return columns != WHOLE and (rows == WHOLE or rows > columns)
 
 
 def extent(size: int, block: int) -> int:

@@ -19,7 +19,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.mx_mm import has_lines, span
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing
-from fp8fn.ops.scaled_mm import check_operand
+from fp8fn.ops.scaled_mm import Parts, check_operand
 from fp8fn.ops.targets import chip_of
 from fp8fn.ops.tuning.mx import Config, MoeProblem
 
@@ -34,11 +34,11 @@ BLOCKS: Final[tuple[tuple[Block, Block], ...]] = (((1, 32), (32, 1)), ((1, 128),
 
 
 def check_moe_gemm(
-    a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
-    token_weights: Tensor | None, out_dtype: torch.dtype | None,
-) -> tuple[Block, Block]:  # fmt: skip
-    """The blocks as tuples, or the error that says which argument is wrong and what would work."""
+    a_parts: Parts, w_parts: Parts, routing: Routing, top_k: int, a_div: int, token_weights: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[Quantized, Quantized]:  # fmt: skip
+    """The operands with known blocks, or the error that says which argument is wrong and what would work."""
+    (a, a_scale, a_block), (w, w_scale, w_block) = a_parts, w_parts
     left = check_operand("moe_gemm: a", a, a_scale, a_block)
     right = check_operand("moe_gemm: w", w, w_scale, w_block)
     if (left, right) not in BLOCKS:
@@ -63,36 +63,31 @@ def check_moe_gemm(
             f"moe_gemm: a has {a.shape[0]} rows, for {ids} ids with a_div={a_div}; that is no multiple of "
             f"top_k={top_k}: use a_div=top_k where a has a row for each token, a_div=1 where it has one for each id"
         )
-    _check_layout(sorted_token_ids, expert_ids, num_tokens_post_padded)
+    _check_layout(routing)
     if token_weights is not None and (token_weights.dtype != torch.float32 or tuple(token_weights.shape) != (ids,)):
         given = f"{token_weights.dtype} of shape {tuple(token_weights.shape)}"
         raise ValueError(f"moe_gemm: token_weights is {given}; it must be torch.float32 of shape ({ids},), one an id")
     for name, tensor in (
-        ("a_scale", a_scale), ("w", w), ("w_scale", w_scale), ("sorted_token_ids", sorted_token_ids),
-        ("expert_ids", expert_ids), ("num_tokens_post_padded", num_tokens_post_padded),
+        ("a_scale", a_scale), ("w", w), ("w_scale", w_scale), *routing._asdict().items(),
         ("token_weights", token_weights),
     ):  # fmt: skip
         if tensor is not None and tensor.device != a.device:
             raise ValueError(f"moe_gemm: a is on {a.device} and {name} on {tensor.device}; move them to one device")
     if out_dtype is not None and out_dtype not in INPUT_DTYPES:
         raise TypeError(f"moe_gemm: out_dtype={out_dtype} is not an output type; use bfloat16, float16 or float32")
-    return left, right
+    return Quantized(a, a_scale, left), Quantized(w, w_scale, right)
 
 
-def _check_layout(sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor) -> None:
-    layout = {
-        "sorted_token_ids": sorted_token_ids, "expert_ids": expert_ids,
-        "num_tokens_post_padded": num_tokens_post_padded,
-    }  # fmt: skip
-    for name, tensor in layout.items():
+def _check_layout(routing: Routing) -> None:
+    for name, tensor in routing._asdict().items():
         if tensor.dtype != torch.int32:
             raise TypeError(f"moe_gemm: {name} has dtype {tensor.dtype}; use {name}.to(torch.int32)")
         if tensor.ndim != 1:
             raise ValueError(f"moe_gemm: {name} has shape {tuple(tensor.shape)}; it must have one dimension")
-    if num_tokens_post_padded.shape[0] != 1:
-        given = tuple(num_tokens_post_padded.shape)
+    if routing.num_tokens_post_padded.shape[0] != 1:
+        given = tuple(routing.num_tokens_post_padded.shape)
         raise ValueError(f"moe_gemm: num_tokens_post_padded has shape {given}; it must be (1,)")
-    places, tiles = sorted_token_ids.shape[0], expert_ids.shape[0]
+    places, tiles = routing.sorted_token_ids.shape[0], routing.tiles
     if (places != 0) if tiles == 0 else (places == 0 or places % tiles != 0):
         raise ValueError(
             f"moe_gemm: sorted_token_ids has {places} ids and expert_ids {tiles} tiles; the length must be block_m "
@@ -121,12 +116,10 @@ def moe_gemm_reference(
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    layout = (sorted_token_ids, expert_ids, num_tokens_post_padded)
-    left, right = check_moe_gemm(
-        a, a_scale, a_block, w, w_scale, w_block, *layout, top_k, a_div, token_weights, out_dtype
-    )  # fmt: skip
-    operands = (a, a_scale, left, w, w_scale, right)
-    return reference.moe_gemm(*operands, *layout, a_div, token_weights, out_dtype or torch.bfloat16)
+    routing = Routing(sorted_token_ids, expert_ids, num_tokens_post_padded)
+    parts = (a, a_scale, a_block), (w, w_scale, w_block)
+    left, right = check_moe_gemm(*parts, routing, top_k, a_div, token_weights, out_dtype)
+    return reference.moe_gemm(left, right, routing, a_div, token_weights, out_dtype or torch.bfloat16)
 
 
 def moe_gemm_kernel(
@@ -144,11 +137,10 @@ def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> RoutedProduct:
         tensors, values
     )  # fmt: skip
     routing = Routing(ids, owners, number)
-    left, right = check_moe_gemm(
-        a, a_scale, a_block, w, w_scale, w_block, *routing, top_k, a_div, token_weights, out_dtype
-    )  # fmt: skip
+    parts = (a, a_scale, a_block), (w, w_scale, w_block)
+    left, right = check_moe_gemm(*parts, routing, top_k, a_div, token_weights, out_dtype)
     return RoutedProduct(
-        a=Quantized(a, a_scale, left), w=Quantized(w, w_scale, right), routing=routing, a_div=a_div,
+        a=left, w=right, routing=routing, a_div=a_div,
         out=a.new_zeros(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16),
         target=targets.target_of(a.device), token_weights=token_weights,
     )  # fmt: skip
@@ -177,7 +169,7 @@ def _settled(product: RoutedProduct) -> Tensors | None:
 def _reference(product: RoutedProduct) -> tuple[Tensor]:
     if not _has_work(product):
         return (product.out,)
-    operands = *product.a, *product.w, *product.routing, product.a_div, product.token_weights
+    operands = product.a, product.w, product.routing, product.a_div, product.token_weights
     return (reference.moe_gemm(*operands, product.out.dtype),)
 
 

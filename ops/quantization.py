@@ -101,11 +101,9 @@ class Quantization:
 
     @property
     def outputs(self) -> Outputs:
-        named = {
-            name: tensor
-            for names, out in zip(OUTPUTS, self.outs, strict=False)
-            for name, tensor in zip(names, out[:2], strict=True)
-        }
+        named: dict[str, Tensor] = {}
+        for (data, scale), out in zip(OUTPUTS, self.outs, strict=False):
+            named[data], named[scale] = out.data, out.scale
         return Outputs(named, len(named))
 
     def _empty(self) -> tuple[Quantized, ...]:

@@ -1,9 +1,9 @@
-"""The ops that quantize what they compute: `silu(gate) * up` and `rms_norm(x, weight)`, in one format or in both.
+"""The ops that compute `silu(gate) * up` or `rms_norm(x, weight)` and quantize it, in one orientation or in both.
 
-The arithmetic before the quantization is float32, and nothing is rounded in between: `quantize_silu_mul(gate, up)` is
-`quantize(silu(gate.float()) * up.float())`. On every device `silu` has a relative error under 1e-5, and `rms_norm` the
-same bits. A caller that has `rstd (..., M)`, float32, of `x * rstd * weight` gives it to `rms_norm`, which then leaves
-out the sums and `eps`.
+They compute in float32 and round once, to FP8: `quantize_silu_mul(gate, up)` is
+`quantize(silu(gate.float()) * up.float())`. On every device `silu` has a relative error under 1e-5, and `rms_norm` has
+the reference's bits. Given `rstd (..., M)` in float32, `quantize_rms_norm` quantizes `x * rstd * weight`, and neither
+sums nor reads `eps`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def check_rms_norm(
 
 
 def check_eps(name: str, eps: float, rstd: Tensor | None) -> None:
-    """ValueError for an `eps` that makes every row NaN, or zeros; beside `rstd` it is not read."""
+    """ValueError for an `eps` that makes every row NaN, or zeros; given `rstd`, no kernel reads `eps`."""
     if rstd is None and not 0 <= eps < math.inf:
         raise ValueError(f"{name}: eps={eps} is not finite and at least 0; use a small float, 1e-6 for one")
 

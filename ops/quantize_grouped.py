@@ -1,4 +1,4 @@
-"""The ops `fp8fn::quantize_grouped` and `fp8fn::quantize_grouped_dual`: no scale holds for tokens of two groups."""
+"""The ops `fp8fn::quantize_grouped` and `fp8fn::quantize_grouped_dual`: tokens of two groups share no scale."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def quantize_grouped_dual_kernel(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair = checked_block("quantize_grouped_dual", block, DUAL_BLOCKS)
-    if pair[1] == WHOLE:  # neither a whole row nor a whole group fits on chip
+    if pair[1] == WHOLE:  # a whole row and a whole group do not fit on chip together
         check_quantize_grouped(x, offsets, pair, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
         return *quantize_kernel(x, pair, dtype, scale), *quantize_grouped_kernel(x, offsets, swap(pair), dtype, scale)
     row, row_scale, col, col_scale = QUANTIZE_GROUPED((x, offsets), (True, pair, dtype, scale))

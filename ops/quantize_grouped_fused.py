@@ -1,7 +1,7 @@
-"""The ops that quantize, by rows and by groups of tokens, an expert's gated activation and the gradient of it.
+"""The ops that compute an expert's gated activation, or its gradient, and quantize it by rows and by groups of tokens.
 
-As in `fp8fn.ops.quantize_fused` the arithmetic before is float32, and nothing is rounded in between; on a GPU `silu`
-and its derivative have an error under 1e-5 of their terms.
+As in `fp8fn.ops.quantize_fused`, they compute in float32 and round once, to FP8. On a GPU, `silu` and its derivative
+have an error under 1e-5 of their terms.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def check_silu_mul_grouped(
 def check_silu_mul_grad_grouped(
     grad: Tensor, hidden: Tensor, offsets: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str
 ) -> tuple[Block, torch.dtype]:
-    """Like `check_silu_mul_grouped`, of `grad (M, I)` and `hidden (M, 2I)`."""
+    """As `check_silu_mul_grouped`, for `grad (M, I)` and `hidden (M, 2I)`."""
     found = check_quantize_grouped(grad, offsets, block, dtype, scale, _SILU_MUL_GRAD, DUAL_BLOCKS)
     _check_alike(_SILU_MUL_GRAD, ("grad", grad), ("hidden", hidden), (grad.shape[0], 2 * grad.shape[1]))
     return found

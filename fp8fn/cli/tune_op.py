@@ -19,7 +19,7 @@ from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROW
 from fp8fn.bench.shapes import BATCH_DECODE, DECODE, MX_DECODE, MX_MOE
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.targets import Chip, Target
-from fp8fn.ops.tuning import chain_device, measured, mx_table, op_sweep, weight_table
+from fp8fn.ops.tuning import chain_device, measured, mx_table, op_defaults, op_sweep, weight_table
 from fp8fn.ops.tuning.measured import Form, Key, Row, Table, candidate_name
 from fp8fn.ops.tuning.op_sweep import OpBench
 from fp8fn.ops.tuning.sweep import Clock
@@ -35,6 +35,7 @@ class Tuned:
     form: Form
     keys: Callable[[Shape], tuple[Key, ...]]
     shapes: tuple[Shape, ...]
+    default: Callable[[Any], str]
     bench: Callable[[torch.device, Target, Chip, Clock], OpBench]
 
 
@@ -62,15 +63,23 @@ OPS: Final[Mapping[str, Tuned]] = {
         shapes=(
             *((m, n, k) for k, n in DECODE for m in ROWS), *((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS)
         ),
+        default=op_defaults.weight_default,
         bench=chain_device.weight_bench,
     ),
     "mx_mm": Tuned(
         form=mx_table.MX_FORM,
         keys=_mx_keys,
         shapes=tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS),
+        default=op_defaults.mx_default,
         bench=chain_device.mx_bench,
     ),
-    "moe_gemm": Tuned(form=mx_table.MOE_FORM, keys=_moe_keys, shapes=MX_MOE, bench=chain_device.moe_bench),
+    "moe_gemm": Tuned(
+        form=mx_table.MOE_FORM,
+        keys=_moe_keys,
+        shapes=MX_MOE,
+        default=op_defaults.moe_default,
+        bench=chain_device.moe_bench,
+    ),
 }  # fmt: skip
 
 
@@ -81,12 +90,13 @@ def keys_of(op: str, shapes: Iterable[Shape] | None) -> tuple[Key, ...]:
 
 
 def sweep(
-    form: Form, keys: Sequence[Key], bench: OpBench, origin: Mapping[str, str], *,
+    tuned: Tuned, keys: Sequence[Key], bench: OpBench, origin: Mapping[str, str], *,
     force: bool = False, budget: float | None = None,
 ) -> int:  # fmt: skip
     """Tunes the keys that the user's table has not yet, saving each; returns how many are left for want of time."""
     from tqdm import tqdm
 
+    form = tuned.form
     known = {} if force else measured.users(form, bench.chip).rows
     todo = [key for key in keys if key not in known]
     began, done = time.perf_counter(), 0
@@ -95,7 +105,7 @@ def sweep(
             if budget is not None and time.perf_counter() - began >= budget:
                 break
             bar.set_description(named(form, key))
-            row = op_sweep.tune(form, key, bench)
+            row = op_sweep.tune(form, key, bench, tuned.default(form.problem(key, bench.chip)))
             measured.add(Table(form, bench.chip, {key: row}, origin))
             gc.collect()  # the operands of the last problem
             done += 1
@@ -108,11 +118,12 @@ def named(form: Form, key: Key) -> str:
     return " ".join(f"{name}={value}" for name, value in zip(form.keys, key, strict=True))
 
 
-def report(form: Form, rows: Mapping[Key, Row], chip: Chip) -> str:
+def report(tuned: Tuned, rows: Mapping[Key, Row], chip: Chip) -> str:
     """A line for each key: what was chosen, its time, and what the op would have chosen without a table."""
+    form = tuned.form
     lines = [(form.op, "chosen", "µs", "spread", "the default", "gain")]
     for key, row in rows.items():
-        default = candidate_name(*form.default(form.problem(key, chip)))
+        default = tuned.default(form.problem(key, chip))
         gain = f"{100 * (row.times[default] / row.us - 1):.1f} %" if default in row.times else ""
         chosen = candidate_name(row.kernel, row.config)
         spread = f"{100 * row.spread / row.us:.1f} %"
@@ -123,15 +134,16 @@ def report(form: Form, rows: Mapping[Key, Row], chip: Chip) -> str:
 
 def run(args: Any, bench: OpBench, origin: Mapping[str, str]) -> int:
     """Tunes, reports and exports as the arguments of `tune` say."""
-    form, keys = OPS[args.op].form, keys_of(args.op, args.shapes)
+    tuned, keys = OPS[args.op], keys_of(args.op, args.shapes)
+    form = tuned.form
     path = measured.user_path(form, bench.chip)
     try:
-        left = sweep(form, keys, bench, origin, force=args.force, budget=args.budget)
+        left = sweep(tuned, keys, bench, origin, force=args.force, budget=args.budget)
     except OSError as error:
         print(f"tune: {path} can't be written: {error.strerror or error}", file=sys.stderr)
         return 1
     found = measured.users(form, bench.chip)
-    print(report(form, {key: found.rows[key] for key in keys if key in found.rows}, bench.chip))
+    print(report(tuned, {key: found.rows[key] for key in keys if key in found.rows}, bench.chip))
     print(f"\n{len(keys) - left} of {len(keys)} products are tuned, in {path}")
     if args.export:
         measured.write(args.export, found)

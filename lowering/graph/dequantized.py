@@ -23,6 +23,7 @@ from fp8fn.lowering.graph.views import (
     expanded,
     identity,
     merged,
+    same_sizes,
     take,
     through,
 )
@@ -83,7 +84,7 @@ class Operand:
     def _expanded(self, graph: Graph, node: Node) -> Node:
         """The node, expanded to the batch of the operand."""
         shape = node.meta["val"].shape
-        if all(map(equal, shape[:-2], self.shape[:-2])):
+        if same_sizes(shape[:-2], self.shape[:-2]):
             return node
         return call(graph, aten.expand.default, node, [*self.shape[:-2], *shape[-2:]])
 

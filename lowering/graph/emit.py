@@ -8,7 +8,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch.fx import Graph, Node
 
-from fp8fn.lowering.graph.views import Size, aten, equal
+from fp8fn.lowering.graph.views import Size, aten, same_sizes
 
 
 def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Size]) -> Node:
@@ -16,7 +16,7 @@ def arranged(graph: Graph, node: Node, order: Sequence[int], shape: Sequence[Siz
     rest = [axis for axis in range(node.meta["val"].dim()) if axis not in order]
     if [*order] != sorted(order):
         node = call(graph, aten.permute.default, node, [*rest, *order])
-    if len(node.meta["val"].shape) != len(shape) or not all(map(equal, node.meta["val"].shape, shape)):
+    if not same_sizes(node.meta["val"].shape, shape):
         node = call(graph, aten.reshape.default, node, list(shape))
     return node
 

@@ -47,6 +47,11 @@ def equal(a: Size, b: Size) -> bool:
     return bool(statically_known_true(sym_eq(a, b)))
 
 
+def same_sizes(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Whether two shapes are known to be equal; adds no guard."""
+    return len(a) == len(b) and all(map(equal, a, b))
+
+
 def as_matrix(shape: Sequence[Size]) -> list[Size]:
     """The shape of the matrix that merges all leading axes.
 

@@ -37,7 +37,7 @@ from fp8fn.lowering.graph.quantizers import (
     same_layout,
 )
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import as_matrix, aten, equal
+from fp8fn.lowering.graph.views import as_matrix, aten, equal, same_sizes
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import quantize as fused
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -300,17 +300,12 @@ def _argument(node: Any, target: Callable[..., Any], *rest: Any) -> Node | None:
 
 
 def _same_shape(a: Node, b: Node) -> bool:
-    one, other = a.meta["val"].shape, b.meta["val"].shape
-    return len(one) == len(other) and all(map(equal, one, other))
+    return same_sizes(a.meta["val"].shape, b.meta["val"].shape)
 
 
 def _is_column(column: Tensor, rows: Tensor) -> bool:
     """Whether `column` is `(..., M, 1)` for rows `(..., M, N)`."""
-    return (
-        column.dim() == rows.dim()
-        and equal(column.shape[-1], 1)
-        and all(map(equal, column.shape[:-1], rows.shape[:-1]))
-    )
+    return same_sizes(column.shape, (*rows.shape[:-1], 1))
 
 
 def _like(graph: Graph, node: Node, x: Node) -> Node:

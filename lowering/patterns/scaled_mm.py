@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, source_of, value
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import Size, aten, equal
+from fp8fn.lowering.graph.views import Size, aten, equal, same_sizes
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
@@ -77,7 +77,7 @@ class Side:
         """Adds the nodes that make the operand one of `fp8fn::scaled_mm`, at the graph's insertion point."""
         wanted, scale = self.scale_shape, self.scale
         if WHOLE in self.block:
-            if not _same(scale.meta["val"].shape, wanted):
+            if not same_sizes(scale.meta["val"].shape, wanted):
                 scale = call(graph, aten.reshape.default, scale, list(wanted))
             return self.data, scale, self.block
         if self.turned:
@@ -204,7 +204,3 @@ def _emit(graph: Graph, node: Node, product: Product) -> str:
         out = call(graph, torch.ops.fp8fn.scaled_mm.default, *sides, bias, node.meta["val"].dtype)
     replace(graph, node, out)
     return str(out.target)
-
-
-def _same(found: Sequence[Size], wanted: Sequence[Size]) -> bool:
-    return len(found) == len(wanted) and all(map(equal, found, wanted))

@@ -27,7 +27,7 @@ from torch.fx import Graph, Node
 from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, triton_function, value
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import aten, equal
+from fp8fn.lowering.graph.views import aten, equal, same_sizes
 from fp8fn.lowering.patterns.scaled_mm import Side, why_slower
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.scaled_mm import scale_kind
@@ -223,7 +223,7 @@ def _quantized(graph: Graph, x: Node, square: bool, sides: set[bool], dtype: tor
 def _laid(graph: Graph, node: Node, old: Node) -> Node:
     """`node` with the strides of `old`: fp8fn pads the leading dimension."""
     found, wanted = node.meta["val"], old.meta["val"]
-    if all(map(equal, found.stride(), wanted.stride())):
+    if same_sizes(found.stride(), wanted.stride()):
         return node
     by_columns = equal(wanted.stride(0), 1) and equal(wanted.stride(1), wanted.shape[0])
     node = call(graph, aten.permute.default, node, [1, 0]) if by_columns else node

@@ -29,7 +29,7 @@ from torch.fx import Graph, Node
 from fp8fn.lowering.graph.emit import call, replace
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, source_of, triton_function
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import as_matrix, aten, equal
+from fp8fn.lowering.graph.views import as_matrix, aten, same_sizes
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
 from fp8fn.ops.layout import scale_shape
@@ -79,7 +79,7 @@ def _why_not(given: dict[str, Any], outs: list[Node]) -> str | None:
     target = targets.target_of(a.device)
     if tuple(given["block_size"]) != (128, 128):
         return f"weight_block_size is {list(given['block_size'])}; fp8fn has blocks of 128x128"
-    if scale.dtype not in SCALE_DTYPES or not all(map(equal, scale.shape, scale_shape(b.shape, (128, 128)))):
+    if scale.dtype not in SCALE_DTYPES or not same_sizes(scale.shape, scale_shape(b.shape, (128, 128))):
         return f"the weight's scales are {short_name(scale.dtype)} of shape {tuple(scale.shape)}"
     for x in (a, *(out.meta["val"] for out in outs)):
         if x.dtype not in INPUT_DTYPES:

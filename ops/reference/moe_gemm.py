@@ -5,31 +5,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8fn.ops.layout import Block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import Routing
 from fp8fn.ops.reference.quantize import dequantize
 
 
 def moe_gemm(
-    a: Tensor, a_scale: Tensor, a_block: Block, w: Tensor, w_scale: Tensor, w_block: Block,
-    sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, a_div: int,
-    token_weights: Tensor | None, out_dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    a: Quantized, w: Quantized, routing: Routing, a_div: int, token_weights: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
     """`out[id] = weight[id] * (a[id // a_div] @ w[expert])` of each id in a tile, `(R * a_div, N)`; zeros elsewhere."""
-    rows, experts = a.shape[0] * a_div, w.shape[0]
-    out = a.new_zeros((rows, w.shape[2]), dtype=torch.float32)
-    tiles = expert_ids.shape[0]
+    rows, experts = a.data.shape[0] * a_div, w.data.shape[0]
+    out = a.data.new_zeros((rows, w.data.shape[2]), dtype=torch.float32)
+    tiles = routing.tiles
     if tiles > 0:
-        block_m = sorted_token_ids.shape[0] // tiles
-        place = torch.arange(tiles, device=a.device) * block_m
-        live = place < num_tokens_post_padded
-        ids = sorted_token_ids.view(tiles, block_m)
-        activations = dequantize(a, a_scale, a_block)
-        with torch.autocast(a.device.type, enabled=False):  # which would multiply in 16 bits
+        place = torch.arange(tiles, device=out.device) * routing.block_m
+        live = place < routing.num_tokens_post_padded
+        ids = routing.sorted_token_ids.view(tiles, routing.block_m)
+        activations = dequantize(*a)
+        with torch.autocast(out.device.type, enabled=False):  # which would multiply in 16 bits
             for expert in range(experts):
-                chosen = ids[live & (expert_ids == expert)].flatten().long()
+                chosen = ids[live & (routing.expert_ids == expert)].flatten().long()
                 chosen = chosen[(chosen >= 0) & (chosen < rows)]
                 if chosen.numel():
-                    weight = dequantize(w[expert], w_scale[expert], w_block)
+                    weight = dequantize(w.data[expert], w.scale[expert], w.block)
                     product = activations[chosen // a_div] @ weight
                     out[chosen] = product if token_weights is None else product * token_weights[chosen, None]
     return out.to(out_dtype)

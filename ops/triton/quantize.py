@@ -1,6 +1,6 @@
 """Quantization in one block format: kernels for finite blocks, for whole rows and for whole matrices.
 
-The kernels know blocks `(r, c)` with `r <= c` only; the others are these on transposed views.
+The kernels know only blocks `(r, c)` with `r <= c`. For other blocks they take transposed views.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
-# Partial maxima of a matrix under one scale: enough programs for 132 to 304 cores, few enough for each to reduce.
+# Partial maxima of a matrix with one scale: enough programs for 132 to 304 cores, few enough for each to reduce.
 _PARTIALS: Final = 512
-# Longest row that one program keeps in registers, 64 elements a thread: a longer one is read twice, from L2.
+# The longest row that one program keeps in registers, 64 elements a thread. A longer row is read again, from the L2.
 _LONGEST_ROW: Final = 16384
 
 
@@ -156,7 +156,7 @@ def quantize_whole(
     PARTS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
     LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a matrix under one scale, which every program reduces from the partial maxima."""
+    """One tile of a matrix with one scale, which every program reduces from the partial maxima."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -190,7 +190,7 @@ class _Batch:
 
     @property
     def strides(self) -> dict[str, int]:
-        """Those of x and of the data."""
+        """The strides of x and of the data."""
         return {**_strides("x", self.x), **_strides("d", self.out.data)}
 
 
@@ -214,7 +214,7 @@ def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[Trito
 
 
 def _tile(q: _Batch) -> BlockTile:
-    # 256 bytes of bfloat16 along the axis that is contiguous, and 64 elements a thread, or a lane of AMD's.
+    # 256 bytes of bfloat16 along the contiguous axis, and 64 elements a thread, or a lane on AMD.
     if q.out.block == (128, 128) or is_column_major(q.x):
         return BlockTile(128, 128, QUANTIZE_WARPS if q.target.backend == "hip" else 8)
     return BlockTile(32, 128, 4)
@@ -222,7 +222,7 @@ def _tile(q: _Batch) -> BlockTile:
 
 def _row_tile(x: Tensor) -> BlockTile:
     if is_column_major(x):
-        # 64 bytes of bfloat16 a row of the tile; more rows leave too few programs for the matrix.
+        # 64 bytes of bfloat16 along the contiguous axis; more rows would leave too few programs.
         return BlockTile(32, 256, 8)
     width = triton.next_power_of_2(x.shape[2])
     if width <= _LONGEST_ROW:

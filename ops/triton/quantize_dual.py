@@ -53,7 +53,7 @@ def quantize_dual(
     else:
         values = tl.load(source, mask=inside, other=0.0)
 
-    # Rows are stored before columns are begun, which need the same registers.
+    # Store the rows before computing the columns, which need the same registers.
     by_row = tl.reshape(values, (BM, BN // C, C)).to(tl.float32)
     row_stored, inverse = scale_of(tl.max(magnitude_bits(by_row), axis=2), LARGEST, EMAX, FLOOR, FORMAT)
     row_values = tl.reshape(cast(by_row * inverse[:, :, None], LARGEST, row.dtype.element_ty), (BM, BN))
@@ -112,7 +112,7 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
 
 
 def _tile(q: Quantization) -> DualTile:
-    # H200, (16384, 8192): 2.47 TB/s by 4 warps, 1.65 by 8, 1.34 by 16. Masks, and sm89's compiler, make 4 spill.
+    # (16384, 8192) on an H200: 2.47 TB/s with 4 warps, 1.65 with 8, 1.34 with 16. With masks, and on sm89, 4 spill.
     even = q.m % 128 == 0 and q.n % 128 == 0
     if q.target.arch in QUANTIZE_DUAL and even and 128 in q.block:  # 86 registers spill with blocks of 32
         return DualTile(num_warps=QUANTIZE_WARPS, options=QUANTIZE_DUAL[str(q.target.arch)])

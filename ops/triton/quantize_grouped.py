@@ -1,9 +1,9 @@
 """Quantization of grouped tokens: blocks of 128 tokens of one group, alone or beside row blocks, and scales of groups.
 
-A program takes one block of the spread layout (`fp8fn.ops.groups`) and a tile of columns, and finds its tokens from the
-offsets, which stay on the device. So groups of any sizes make programs of one size, and each group has one block at
-least. Its last one writes up to where the next group begins. What the spread layout leaves behind the last group's
-tokens is room for those past the last offset.
+A program takes one block of the spread layout (`fp8fn.ops.groups`) and a tile of columns. It finds its tokens from the
+offsets, which stay on the device. So groups of any sizes make programs of one size, and each group has at least one
+block. The last block of a group writes up to where the next group begins. Tokens past the last offset take the rows
+that the spread layout leaves behind the last group.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """Columns that one program takes of 128 tokens, a multiple of 128 for the dual kernel."""
+    """The columns of 128 tokens that one program takes: for the dual kernel a multiple of 128."""
 
     columns: int
     num_warps: int
 
 
-# 64 elements a thread: no target spills, nor at ragged sizes or for a column-major `x`; twice as many spill on sm90.
+# 64 elements a thread spill on no target, also for ragged sizes and a column-major `x`; twice as many spill on sm90.
 TILE: Final = GroupedTile(64, 4)
 DUAL_TILE: Final = GroupedTile(128, 8)
 
@@ -51,7 +51,7 @@ def start_of(offsets, group, M, o_e):
 
 @triton.jit
 def tokens_of(offsets, block, M, E, o_e, BM: tl.constexpr, GROUPS: tl.constexpr):
-    """Of a block of the spread layout: its first token, the end of its group's, the group, and the group's block."""
+    """A block of the spread layout: its first token, the end of its group, the group, and the group's first block."""
     index = tl.arange(0, GROUPS)
     begins = start_of(offsets, tl.where(index < E, index, 0), M, o_e) // BM + index
     group = tl.max(tl.where((index < E) & (begins <= block), index, 0), axis=0)
@@ -63,7 +63,7 @@ def tokens_of(offsets, block, M, E, o_e, BM: tl.constexpr, GROUPS: tl.constexpr)
 
 @triton.jit
 def rows_of(token, end, group, M, E, UNIT: tl.constexpr):
-    """Where a block lies spread: its first row, and the next group's, or the end of all rows."""
+    """The rows of a block in the spread layout: its first one, and the first one of the next group, or the end."""
     return (token // UNIT + group) * UNIT, (tl.where(group == E - 1, M, end) // UNIT + group + 1) * UNIT
 
 
@@ -91,7 +91,7 @@ def quantize_spread(
         values = tl.load(source, mask=taken & (columns < N), other=0.0).to(tl.float32)
 
     stored, inverse = scale_of(tl.max(magnitude_bits(values), axis=0), LARGEST, EMAX, FLOOR, FORMAT)
-    # Beside a NaN, a zero that stands for no token would become NaN.
+    # If the scale is NaN, the zeros of rows without a token would become NaN.
     scaled = tl.where(taken, values * inverse[None, :], 0.0)
     quantized = cast(scaled, LARGEST, data.dtype.element_ty)
     target = data + (first + row) * d_m + columns * d_n
@@ -112,7 +112,7 @@ def quantize_spread_dual(
     BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
     UNIT: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The same block, and its tokens in blocks `1 x BM` at their own places in `row_data`."""
+    """As `quantize_spread`, and the same tokens in blocks `1 x BM` at their own rows of `row_data`."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -133,7 +133,7 @@ def quantize_spread_dual(
     else:
         values = tl.load(source, mask=inside & (columns < N), other=0.0)
 
-    # Rows are stored before columns are begun, which need the same registers.
+    # Store the rows before computing the columns, which need the same registers.
     by_row = tl.reshape(values, (BM, BN // BM, BM)).to(tl.float32)
     row_stored, inverse = scale_of(tl.max(magnitude_bits(by_row), axis=2), LARGEST, EMAX, FLOOR, FORMAT)
     row_values = tl.reshape(cast(by_row * inverse[:, :, None], LARGEST, row_data.dtype.element_ty), (BM, BN))
@@ -182,7 +182,7 @@ def group_scales(
     BM: tl.constexpr, BN: tl.constexpr, BLOCKS: tl.constexpr, WIDE: tl.constexpr,
     LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """The scales of one group, and its largest magnitudes in the place of those of its first block."""
+    """The scales of one group; its largest magnitudes replace those of its first block."""
     group = tl.program_id(0) // tiles_n
     if WIDE:
         group = group.to(tl.int64)
@@ -209,7 +209,7 @@ def quantize_by_group(
     BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr,
     LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens with the scales of its group, at the tokens' own places; zeros past the last offset."""
+    """One block of tokens with the scales of its group, at the tokens' own rows; zeros past the last offset."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -320,7 +320,7 @@ def _plan_by_group(q: Quantization, tile: GroupedTile) -> tuple[TritonLaunch, ..
 
 
 def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dict[str, int], dict[str, Any]]:
-    """The number of programs, and what every kernel over the blocks of the spread layout takes."""
+    """The number of programs, and the arguments of every kernel over the blocks of the spread layout."""
     assert q.offsets is not None
     programs = spread_blocks(q.m, q.groups) * ceil_div(q.n, tile.columns)
     args = {"M": q.m, "N": q.n, "E": q.groups, **_strides("x", q.x), "o_e": q.offsets.stride(0)}
@@ -331,7 +331,7 @@ def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dic
 
 
 def _spread(q: Quantization, tile: GroupedTile) -> dict[str, Any]:
-    """What the kernels that write spread tokens take besides."""
+    """The further arguments of the kernels that write spread tokens."""
     return {"EVEN": q.n % tile.columns == 0, "UNIT": spread_unit(q.m, q.groups)}
 
 

@@ -36,14 +36,12 @@ class Form:
         keys: the names of the values that a row is found by.
         problem: the problem of a row's values on a chip; ValueError where they are none.
         candidates: the configurations in which each kernel, by name, computes a problem, the kernel's own first.
-        default: the kernel and the configuration that the op chooses where no table names one.
     """
 
     op: str
     keys: tuple[str, ...]
     problem: Callable[[Key, Chip], Any]
     candidates: Callable[[Any], Mapping[str, Sequence[Any]]]
-    default: Callable[[Any], tuple[str, Any]]
 
     @property
     def columns(self) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
 from fp8fn.ops.cuda.limits import ceil_power_of_two
-from fp8fn.ops.kernel import Named, choose
+from fp8fn.ops.kernel import Named
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import SM90, Chip
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
@@ -24,26 +24,16 @@ def _mx_problem(key: Key, chip: Chip) -> Problem:
 
 
 def _mx_candidates(problem: Problem) -> Mapping[str, Sequence[Any]]:
-    """In CUDA C++; of Triton's kernels their own configurations."""
-    from fp8fn.ops.mx_mm import KERNELS
-
+    """In CUDA C++."""
     found: dict[str, Sequence[Any]] = {}
-    for kernel in KERNELS:
-        if kernel.backend == "hip" or kernel.accepts(problem) is not None:
-            continue
-        more = {"cuda_tiles": mx_tiles.candidates, "cuda_gemv": gemv_mx.candidates}.get(kernel.name)
-        found[kernel.name] = (kernel.configure(problem),) if more is None else more(problem)
+    if mx_tiles.accepts(problem) is None:
+        found["cuda_tiles"] = mx_tiles.candidates(problem)
+    if gemv_mx.accepts(problem) is None:
+        found["cuda_gemv"] = gemv_mx.candidates(problem)
     return found
 
 
-def _mx_default(problem: Problem) -> tuple[str, Any]:
-    from fp8fn.ops.mx_mm import KERNELS
-
-    choice = choose(problem, KERNELS)
-    return choice.name, choice.config
-
-
-MX_FORM: Final = Form("mx_mm", ("M", "N", "K", "constant"), _mx_problem, _mx_candidates, _mx_default)
+MX_FORM: Final = Form("mx_mm", ("M", "N", "K", "constant"), _mx_problem, _mx_candidates)
 
 
 def mx_key(problem: Problem) -> Key:
@@ -65,27 +55,11 @@ def _moe_problem(key: Key, chip: Chip) -> MoeProblem:
 
 
 def _moe_candidates(problem: MoeProblem) -> Mapping[str, Sequence[Any]]:
-    """In CUDA C++; of Triton's kernel its own configuration."""
-    from fp8fn.ops.moe_gemm import KERNELS
-
-    found: dict[str, Sequence[Any]] = {}
-    for kernel in KERNELS:
-        if kernel.backend != "hip" and kernel.accepts(problem) is None:
-            own = kernel.configure(problem)
-            found[kernel.name] = gemv_mx.candidates_moe(problem) if kernel.name == "cuda_moe" else (own,)
-    return found
+    """In CUDA C++."""
+    return {"cuda_moe": gemv_mx.candidates_moe(problem)} if gemv_mx.accepts_moe(problem) is None else {}
 
 
-def _moe_default(problem: MoeProblem) -> tuple[str, Any]:
-    from fp8fn.ops.moe_gemm import KERNELS
-
-    choice = choose(problem, KERNELS)
-    return choice.name, choice.config
-
-
-MOE_FORM: Final = Form(
-    "moe_gemm", ("ids", "N", "K", "experts", "block_m"), _moe_problem, _moe_candidates, _moe_default
-)  # fmt: skip
+MOE_FORM: Final = Form("moe_gemm", ("ids", "N", "K", "experts", "block_m"), _moe_problem, _moe_candidates)
 
 
 def moe_key(problem: MoeProblem) -> Key:

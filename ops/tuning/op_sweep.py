@@ -29,15 +29,17 @@ class OpBench(Protocol):
         """What to time, by name, and how many products a call makes; left out is what does not run or is wrong."""
 
 
-def tune(form: Form, key: Key, bench: OpBench) -> Row:
-    """Measures the problem of a key; RuntimeError where no candidate runs."""
+def tune(form: Form, key: Key, bench: OpBench, default: str) -> Row:
+    """Measures the problem of a key; RuntimeError where no candidate runs.
+
+    `default` is the name of what the op chooses without a table: another has to be clearly faster.
+    """
     problem = form.problem(key, bench.chip)
     candidates = {
         candidate_name(kernel, config): (kernel, config)
         for kernel, configs in form.candidates(problem).items()
         for config in configs
     }
-    default = candidate_name(*form.default(problem))
     calls, products = bench.calls(problem, candidates)
     if not calls:
         raise RuntimeError(f"{form.op} {key}: none of {len(candidates)} candidates runs on {bench.chip.name}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -12,11 +11,9 @@ from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.formats import short_name
-from fp8fn.ops.kernel import Named, choose
-from fp8fn.ops.layout import empty_scale
-from fp8fn.ops.operand import Quantized
+from fp8fn.ops.kernel import Named
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import SM90, Chip, chip_of
+from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
@@ -51,28 +48,11 @@ def _problem(key: Key, chip: Chip) -> WeightProblem:
     return WeightProblem(m, n, k, batch, block, _TYPES[dtype], True, constant, chip.multiprocessors)
 
 
-def _default(problem: WeightProblem) -> tuple[str, Any]:
-    """Of operands that lie as kernels take them."""
-    from fp8fn.ops.mm_a16w8 import KERNELS
-
-    lead = (problem.batch,) if problem.batch > 1 else ()
-    x, out = (
-        torch.empty(*lead, problem.m, size, dtype=problem.x_dtype, device="meta") for size in (problem.k, problem.n)
-    )
-    w = torch.empty(*lead, problem.n, problem.k, dtype=torch.float8_e4m3fn, device="meta").mT
-    scaled = Quantized(w, empty_scale(w, problem.block, "fp32"), problem.block)
-    target = replace(SM90, multiprocessors=problem.cores)
-    product = WeightProduct(x=x, w=scaled, out=out, target=target, constant=problem.constant)
-    choice = choose(product, KERNELS)
-    return choice.name, choice.config
-
-
 FORM: Final = Form(
     op="mm_a16w8",
     keys=("M", "N", "K", "batch", "block", "x_type", "constant"),
     problem=_problem,
     candidates=candidates,
-    default=_default,
 )
 
 

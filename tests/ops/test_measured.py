@@ -29,6 +29,7 @@ from fp8fn.ops.tuning.chain_device import weight_bench
 from fp8fn.ops.tuning.measured import Key, candidate_name
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from fp8fn.ops.tuning.mx_table import moe_key, moe_named, mx_key, mx_named
+from fp8fn.ops.tuning.op_defaults import weight_default
 from fp8fn.ops.tuning.op_sweep import Named
 from fp8fn.ops.tuning.sweep import Call
 from fp8fn.ops.tuning.weight_table import FORM
@@ -75,7 +76,7 @@ def product(m: int, n: int = 2304, k: int = 6144, *, constant: bool = True) -> W
 def other(key: Key = KEY) -> tuple[str, Any]:
     """A candidate of another kernel than the default one."""
     problem = FORM.problem(key, CHIP)
-    default, configs = FORM.default(problem)[0], FORM.candidates(problem)
+    default, configs = weight_default(problem).split()[0], FORM.candidates(problem)
     kernel = next(name for name in configs if name != default)
     return kernel, configs[kernel][-1]
 
@@ -164,7 +165,7 @@ def test_the_shapes_of_decoding_and_candidates_that_have_the_default() -> None:
     for key in keys:
         problem = FORM.problem(key, CHIP)
         names = {candidate_name(kernel, c) for kernel, configs in FORM.candidates(problem).items() for c in configs}
-        assert candidate_name(*FORM.default(problem)) in names
+        assert weight_default(problem) in names
 
 
 def test_a_suite_of_scaled_mm_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,12 +185,12 @@ def test_the_bench_runs_each_candidate_on_a_gpu(
     bench = weight_bench(device, hopper, chip, clock_of(device))
     for m, n, k in ((4, 1536, 768), (16, 384, 6144), (64, 2304, 1024)):
         key = (m, n, k, 1, (128, 128), "bfloat16", constant)
-        row = op_sweep.tune(FORM, key, bench)
         problem = FORM.problem(key, chip)
+        row = op_sweep.tune(FORM, key, bench, weight_default(problem))
         assert row.times.keys() == {
             candidate_name(kernel, c) for kernel, configs in FORM.candidates(problem).items() for c in configs
         }
-        assert row.us <= row.times[candidate_name(*FORM.default(problem))]
+        assert row.us <= row.times[weight_default(problem)]
     assert "is left out" not in caplog.text
 
 
@@ -210,10 +211,10 @@ def test_tables_of_mx_products(op: str, named: Any, problem: Any, elsewhere: Any
     form = tune_op.OPS[op].form
     key = (mx_key if op == "mx_mm" else moe_key)(problem)
     measured_problem = form.problem(key, CHIP)
-    default = candidate_name(*form.default(measured_problem))
+    default = tune_op.OPS[op].default(measured_problem)
     names = {candidate_name(k, c): (k, c) for k, cs in form.candidates(measured_problem).items() for c in cs}
     assert default in names
-    kernel, config = next(given for name, given in names.items() if given[0] != default.split()[0])
+    kernel, config = next(given for name, given in names.items() if name != default)
     path = measured.user_path(form, CHIP)
     shape = f"4,{problem.n},{problem.k}"  # of tokens with 4 experts each
     assert tune.main(["--op", op, "--shapes", shape], FakeBench(candidate_name(kernel, config))) == 0
@@ -232,7 +233,7 @@ def test_the_shapes_of_mx_decoding(op: str) -> None:
     for key in tune_op.keys_of(op, None):
         problem = form.problem(key, CHIP)
         names = {candidate_name(kernel, c) for kernel, configs in form.candidates(problem).items() for c in configs}
-        assert candidate_name(*form.default(problem)) in names
+        assert tune_op.OPS[op].default(problem) in names
 
 
 @pytest.mark.gpu
@@ -244,6 +245,7 @@ def test_the_bench_of_mx_products_runs_each_candidate_on_a_gpu(
     chip, tuned = chip_of(device, hopper), tune_op.OPS[op]
     assert chip is not None
     for key in tuned.keys((4, 1536, 768)):
-        row = op_sweep.tune(tuned.form, key, tuned.bench(device, hopper, chip, clock_of(device)))
-        assert row.us <= row.times[candidate_name(*tuned.form.default(tuned.form.problem(key, chip)))]
+        default = tuned.default(tuned.form.problem(key, chip))
+        row = op_sweep.tune(tuned.form, key, tuned.bench(device, hopper, chip, clock_of(device)), default)
+        assert row.us <= row.times[default]
     assert "is left out" not in caplog.text

@@ -226,7 +226,12 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     // Epilogue: reduce over the cluster, scale, add the bias, store pairs of columns.
     auto store = [&](int slice, int i, float2 sums) {
         if (8 * slice + row >= rows) return;
-        store_sums(pairs + slice * next_slice + 8 * i, sums, room - 8 * i, w_scales + pair + 8 * i, biases[i]);
+        if constexpr (SCALE == LINE) {
+            const float2 scales = *reinterpret_cast<const float2*>(w_scales + pair + 8 * i);
+            sums.x *= scales.x, sums.y *= scales.y;
+        }
+        if constexpr (HAS_BIAS) sums.x += biases[i].x, sums.y += biases[i].y;
+        store_pair(pairs + slice * next_slice + 8 * i, sums.x, sums.y, room - 8 * i);
     };
     finish_sums(acc, stages, AT_ARRIVED, base + AT_SENT, rows, rank, warp, store);
 }

@@ -5,9 +5,8 @@
 // A warp has 16 columns of the weight. A thread has two of them, 8 apart, and of each 8 rows of x rows 2 * quarter and
 // 2 * quarter + 1. Each block of a cluster stores the columns of OWN_WARPS warps, and each thread one of these columns.
 //
-// Macros: those of a16w8.cuh and few_rows.cuh.
+// Macros: those of few_rows.cuh.
 #pragma once
-#include "a16w8.cuh"
 #include "few_rows.cuh"
 
 constexpr int OWN_WARPS = (WARPS_N + CLUSTER - 1) / CLUSTER;
@@ -43,16 +42,6 @@ INLINE void read_biases(float2 (&biases)[PAIRS], const BiasType* bias, int64_t s
         biases[i].x = room > 8 * i ? float(from[0]) : 0.0f;
         biases[i].y = room > 8 * i + 1 ? float(from[bias_n]) : 0.0f;
     }
-}
-
-// Scales a pair of sums by its columns' own scales, where they hold for all of K, adds the bias, and stores the pair.
-INLINE void store_sums(OutType* to, float2 sums, int room, const float* scales, const float2& bias) {
-    if constexpr (SCALE == LINE) {
-        const float2 own = *reinterpret_cast<const float2*>(scales);
-        sums.x *= own.x, sums.y *= own.y;
-    }
-    if constexpr (HAS_BIAS) sums.x += bias.x, sums.y += bias.y;
-    store_pair(to, sums.x, sums.y, room);
 }
 
 // Exchanges a thread's column of two rows for two columns of one row with the thread of the neighbouring column.

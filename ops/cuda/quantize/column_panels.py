@@ -12,7 +12,8 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.operands import as_batch
-from fp8fn.ops.cuda.quantize.operands import MOST_BLOCKS, hardware_fault, is_aligned, offsets_fault, rows_fault
+from fp8fn.ops.cuda.limits import MOST_BLOCKS
+from fp8fn.ops.cuda.quantize.operands import hardware_fault, is_aligned, offsets_fault, rows_fault
 from fp8fn.ops.cuda.runtime.launch import TensorMap
 from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operand import Quantized
@@ -67,7 +68,7 @@ def tma_fault(q: Quantization) -> str | None:
 def tensor_map(q: Quantization, box_rows: int) -> TensorMap:
     """Boxes of so many rows of a panel."""
     x = columns_of(q)
-    if x.dim() > 3:  # matrices that follow each other, of which also those of one row keep their strides
+    if x.dim() > 3:  # the matrices follow each other; `flatten` would change strides of axes of size 1
         x = x.as_strided((q.matrices, *x.shape[-2:]), x.stride()[-3:])
     # With a larger promotion, a miss would bring a part of the next panel, which another cluster reads at another time:
     # 10 % slower.
@@ -85,13 +86,13 @@ def panels_of(columns: int, q: Quantization) -> int:
 
 
 def typical_rows(q: Quantization) -> int:
-    """Rows to keep of a matrix, or of a group an eighth larger than the mean, which begins anywhere in a sector."""
+    """The rows to keep of a matrix, or of a group an eighth larger than the mean, which begins anywhere in a sector."""
     rows, groups = rows_of(q), q.groups
     return rows if groups < 2 else min(rows, -(-rows // groups) * 9 // 8) + SECTOR_ROWS - 1
 
 
 def scale_lead(q: Quantization) -> int:
-    """From the scales of a group, or of a matrix, to those of the next."""
+    """The distance from the scales of a group, or of a matrix, to those of the next."""
     scale = output_of(q).scale
     if q.offsets is not None:
         return scale.stride(0)

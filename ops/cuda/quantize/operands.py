@@ -8,15 +8,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.limits import MOST_BLOCKS
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import OCP
 
 # Columns that a thread loads and stores at once.
-CHUNK_COLUMNS: Final = 8
+OCTET: Final = 8
 LARGEST_INT32: Final = 2**31 - 1
-# Blocks of a grid along its second and its third axis.
-MOST_BLOCKS: Final = 65535
-# Rows of a block of `quantize.cu`, and the shortest whose number is bounded by `MOST_BLOCKS`.
+# Rows of a tile of `quantize.cu`; no more than `MOST_BLOCKS` tiles lie below each other.
 TILE_ROWS: Final = 128
 L2_BYTES: Final = 50 * 2**20
 _ALIGNMENT: Final = 16

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from torch import Tensor
 
 from fp8fn.ops.cuda.quantize.operands import (
-    CHUNK_COLUMNS,
+    OCTET,
     hardware_fault,
     is_aligned,
     offsets_fault,
@@ -37,7 +37,7 @@ _LOG: Final = logging.getLogger("fp8fn")
 class QuantizeConfig:
     """Threads of a block and their accesses; `quantize.cu` says what each macro does.
 
-    A tile is `2 * WARPS * ROWS` rows high: 128, but for row blocks alone any height will do.
+    A tile has `2 * WARPS * ROWS` rows. It must have 128, but any number will do for row blocks alone.
     """
 
     WARPS: int = 8
@@ -80,8 +80,8 @@ def accepts(q: Quantization) -> str | None:
 
 
 def _matrices_fault(q: Quantization) -> str | None:
-    if q.source is SILU_MUL_GRAD and q.other is not None and q.other.shape[-1] % CHUNK_COLUMNS:
-        return f"grad has {q.other.shape[-1]} columns, no multiple of {CHUNK_COLUMNS}"
+    if q.source is SILU_MUL_GRAD and q.other is not None and q.other.shape[-1] % OCTET:
+        return f"grad has {q.other.shape[-1]} columns, no multiple of {OCTET}"
     for name, x in q.operands.items():
         if q.source is not PLAIN and q.offsets is None and is_column_major(x):
             return f"{name} has strides {x.stride()}, not contiguous rows"
@@ -133,12 +133,12 @@ def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
         "BY_COLUMN": int(column is not None),
         "SQUARE": int(square),
         "EVEN": int(offsets is None and m % config.rows == 0 and n % _TILE_COLUMNS == 0),
-        "PARTIAL": int(n % CHUNK_COLUMNS != 0),
+        "PARTIAL": int(n % OCTET != 0),
         "ALIGNED": int(_is_aligned(q)),
         "GROUPED": int(offsets is not None),
     }
     tiles_m = -(-m // config.rows)
-    if offsets is not None:  # one more than blocks of columns, for rows that are in no group
+    if offsets is not None:  # one more than there are blocks of columns, for the rows of no group
         tiles_m = spread_blocks(m, q.groups) + (row is not None)
         macros["SPREAD_UNIT"] = spread_unit(m, q.groups)
     options: dict[str, int | str] = {

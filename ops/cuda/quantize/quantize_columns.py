@@ -1,7 +1,7 @@
-"""Whole columns quantized on Hopper, of matrices and of groups of rows: configurations and launch of
-`quantize_columns.cu`, for few rows and for what TMA does not take.
+"""Whole columns of few rows, or of rows that TMA does not take: configurations and the launch of `quantize_columns.cu`.
 
-Columns whose elements are contiguous are the rows of the transpose, and `quantize_rows.cu` takes them.
+The kernel quantizes matrices and groups of rows. Columns whose elements are contiguous are rows of the transpose, which
+`quantize_rows.cu` takes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.quantize.column_panels import (
     scale_lead,
     typical_rows,
 )
-from fp8fn.ops.cuda.quantize.operands import CHUNK_COLUMNS, is_aligned, types
+from fp8fn.ops.cuda.quantize.operands import OCTET, is_aligned, types
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.quantization import Quantization
@@ -41,7 +41,7 @@ class ColumnsConfig:
 
     @property
     def most_rows(self) -> int:
-        """The most rows that a cluster can keep."""
+        """The most rows that a cluster can keep in shared memory."""
         return self.CLUSTER * ((SHARED_LIMIT - self.overhead) // self.PANEL // SECTOR_ROWS * SECTOR_ROWS)
 
     def rows(self, rows: int) -> int:
@@ -50,19 +50,20 @@ class ColumnsConfig:
         return min(share, self.most_rows // self.CLUSTER)
 
 
-# The first that keeps the rows with three blocks or more on a multiprocessor, which hide each other's waits.
+# By rows: the first configuration that keeps them with three blocks or more on a multiprocessor, which hide each
+# other's latency.
 _CONFIGS: Final = (
     (384, ColumnsConfig(128)), (768, ColumnsConfig(128, 2)), (1536, ColumnsConfig(128, 4)),
     (3072, ColumnsConfig(128, 8)), (8192, ColumnsConfig(64, 8, 8, 3)),
 )  # fmt: skip
 _TALL: Final = ColumnsConfig(64, 8, 16, 1)
-# In the place of those above from 3072 rows on, where each GPC has 16 multiprocessors: faster on an H200.
+# Where each GPC has 16 multiprocessors, these replace the last one above: faster on an H200.
 _LARGE_GPCS: Final = ((6144, ColumnsConfig(128, 16)), (13312, ColumnsConfig(64, 16)))
 _CORES_OF_LARGE_GPCS: Final = 132
 
 
 def default_config(rows: int, cores: int) -> ColumnsConfig:
-    """For a matrix or a group of so many rows, on a chip of so many multiprocessors."""
+    """The configuration for a matrix or a group of so many rows, on a chip of so many multiprocessors."""
     configs = (*_CONFIGS[:-1], *_LARGE_GPCS) if cores >= _CORES_OF_LARGE_GPCS else _CONFIGS
     return next((config for most, config in configs if rows <= most), _TALL)
 
@@ -90,7 +91,7 @@ def plan(q: Quantization, config: ColumnsConfig, kept: int | None = None) -> tup
         **types(q),
         "PANEL": columns, "CLUSTER": config.CLUSTER, "WARPS": config.WARPS, "RESIDENT": config.RESIDENT,
         "LOAD": f"Load::{config.LOAD}", "GROUPED": int(offsets is not None), "ALIGNED": int(is_aligned(x)),
-        "PARTIAL": int(n % CHUNK_COLUMNS != 0),
+        "PARTIAL": int(n % OCTET != 0),
     }  # fmt: skip
     launch = CudaLaunch(
         kernel=CudaKernel("quantize_columns.cu", "quantize_columns", tuple(macros.items())),

@@ -11,7 +11,7 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.quantize.operands import (
-    CHUNK_COLUMNS,
+    OCTET,
     hardware_fault,
     is_aligned,
     outgrows_l2,
@@ -24,8 +24,10 @@ from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import PLAIN, Quantization
 
-_CHUNKS: Final = 8  # of a thread at most, so that four blocks or more share the registers of a multiprocessor
-_LONGEST: Final = {2: 32768, 4: 16384}  # columns, by the bytes of an element: 16 warps
+# The most octets of 16-bit columns that a thread holds: four blocks or more then fit a multiprocessor's registers.
+_OCTETS: Final = 8
+# The most columns of a row, by the bytes of an element: 16 warps hold them.
+_LONGEST: Final = {2: 32768, 4: 16384}
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class RowsConfig:
 
 def default_config(columns: int, element_bytes: int) -> RowsConfig:
     """The fewest warps that hold a row."""
-    most = _CHUNKS * 2 // element_bytes
-    warps = next(warps for warps in (1, 2, 4, 8, 16) if columns <= 32 * warps * CHUNK_COLUMNS * most)
+    most = _OCTETS * 2 // element_bytes
+    warps = next(warps for warps in (1, 2, 4, 8, 16) if columns <= 32 * warps * OCTET * most)
     return RowsConfig(max(warps, 4), warps)
 
 
@@ -70,13 +72,13 @@ def plan(q: Quantization, config: RowsConfig) -> tuple[CudaLaunch]:
     """The launch on a quantization that the kernel accepts."""
     x, out = _rows_of(q), _output_of(q)
     m, n = x.shape[-2:]
-    chunks = -(-n // (32 * config.ROW_WARPS * CHUNK_COLUMNS))
+    octets = -(-n // (32 * config.ROW_WARPS * OCTET))
     rows = config.WARPS // config.ROW_WARPS
     macros: dict[str, int | str] = {
         **types(q),
-        "WARPS": config.WARPS, "ROW_WARPS": config.ROW_WARPS, "OCTETS": chunks, "LOAD": f"Load::{config.LOAD}",
-        "EVEN": int(m % rows == 0 and n == 32 * config.ROW_WARPS * CHUNK_COLUMNS * chunks),
-        "PARTIAL": int(n % CHUNK_COLUMNS != 0), "ALIGNED": int(is_aligned(x)),
+        "WARPS": config.WARPS, "ROW_WARPS": config.ROW_WARPS, "OCTETS": octets, "LOAD": f"Load::{config.LOAD}",
+        "EVEN": int(m % rows == 0 and n == 32 * config.ROW_WARPS * OCTET * octets),
+        "PARTIAL": int(n % OCTET != 0), "ALIGNED": int(is_aligned(x)),
     }  # fmt: skip
     launch = CudaLaunch(
         kernel=CudaKernel("quantize_rows.cu", "quantize_rows", tuple(macros.items())),

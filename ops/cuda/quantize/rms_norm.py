@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize.operands import CHUNK_COLUMNS, input_type, is_aligned, types
+from fp8fn.ops.cuda.quantize.operands import OCTET, input_type, is_aligned, types
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.quantization import Quantization
 
-# `rms_norm.cu`: 256 threads with 8 chunks of 8 columns each.
+# A block of `rms_norm.cu` has 256 threads. A pass is one octet of 8 columns for each; a thread holds 8 octets.
 _PASS: Final = 2048
-_CHUNKS: Final = 8
+_OCTETS: Final = 8
 _CHUNKWISE: Final[dict[str, int | str]] = {
     "SOURCE": "Source::PLAIN", "PARTIAL": 0, "ALIGNED": 1, "LOAD": "Load::PAST_L1", "STORE": "Store::NORMAL",
 }  # fmt: skip
@@ -36,7 +36,7 @@ class NormConfig:
 
 
 def accepts(q: Quantization) -> str | None:
-    """Why `rms_norm.cu` cannot quantize in one launch, or None: whole rows fit, in chunks of 8 aligned columns."""
+    """Why `rms_norm.cu` cannot quantize in one launch, or None: whole rows fit, in octets of 8 aligned columns."""
     if (reason := quantize.accepts(q)) is not None:
         return reason
     assert q.other is not None
@@ -44,15 +44,15 @@ def accepts(q: Quantization) -> str | None:
         return f"block {q.block}{' and its transpose' * q.dual} is not (1, 128) alone"
     if q.rstd is not None:
         return "the statistics are given"
-    if q.n > _PASS * _CHUNKS or q.n % CHUNK_COLUMNS:
-        return f"x has {q.n} columns, more than {_PASS * _CHUNKS} or no multiple of {CHUNK_COLUMNS}"
+    if q.n > _PASS * _OCTETS or q.n % OCTET:
+        return f"x has {q.n} columns, more than {_PASS * _OCTETS} or no multiple of {OCTET}"
     if not (is_aligned(q.x) and is_aligned(q.other)):
         return "rows of x, or weight, do not begin at multiples of 16 bytes"
     return None
 
 
 def configure(q: Quantization) -> NormConfig:
-    """As many blocks as have the registers."""
+    """As many blocks as the registers of a multiprocessor allow."""
     even = _is_even(q)
     if q.x.element_size() == 2:
         return NormConfig(3 if even else 2)
@@ -96,7 +96,7 @@ def plan_blocks(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch, ..
 def plan_row_rstd(q: Quantization, rstd: Tensor) -> CudaLaunch:
     """The launch of `rstd (..., M) = 1 / sqrt(mean(x²) + eps)`."""
     macros: dict[str, int | str] = {
-        **_CHUNKWISE, "INPUT": input_type(q.x), "EVEN": 0, "ROWS": 1, "PARTIAL": int(q.n % CHUNK_COLUMNS != 0),
+        **_CHUNKWISE, "INPUT": input_type(q.x), "EVEN": 0, "ROWS": 1, "PARTIAL": int(q.n % OCTET != 0),
         "ALIGNED": int(is_aligned(q.x)),
     }  # fmt: skip
     return CudaLaunch(
@@ -116,8 +116,8 @@ def _passes(q: Quantization) -> int:
 
 
 def _rows(q: Quantization) -> int:
-    """Rows of a block: as many as its chunks hold."""
-    return 1 << (_CHUNKS // _passes(q)).bit_length() - 1
+    """The rows of a block: as many as its octets hold."""
+    return 1 << (_OCTETS // _passes(q)).bit_length() - 1
 
 
 def _is_even(q: Quantization) -> bool:

@@ -29,7 +29,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Target
 
-# Up to so many rows the kernel without rings is as fast or faster.
+# Up to so many rows, `quantize_columns.cu`, which has no ring, is as fast or faster.
 _SMALL: Final = 512
 
 
@@ -47,13 +47,14 @@ class StreamConfig:
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory: the ring, the maxima that its warps are told for two panels, barriers."""
+        """Bytes of shared memory: the ring, the maxima of two panels that other warps send, and the barriers."""
         told = 2 * ROW_BYTES * self.CLUSTER * (self.WARPS // PIECES)
         return self.STAGES * CHUNK_ROWS * ROW_BYTES + told + 8 * (2 * self.STAGES + 2 * PIECES)
 
 
-# The fastest that were timed on an H200, by rows: of a matrix; of one of few panels, where more clusters end together;
-# of a group. The ring has room for the panel and for what comes meanwhile.
+# The fastest configurations that were timed on an H200, by the number of rows: for a matrix, for a matrix of few
+# panels, where more clusters end together, and for groups. The ring has room for a panel and for the chunks that arrive
+# meanwhile.
 _STREAMS: Final = (
     (1024, StreamConfig(2, 6, RESIDENT=2, BOX=128)), (2048, StreamConfig(4, 6, RESIDENT=2, BOX=128)),
     (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128)), (7168, StreamConfig(8, BOX=128)),
@@ -68,15 +69,16 @@ _STREAMS_OF_GROUPS: Final = (
     (5000, StreamConfig(8, 6, RESIDENT=2)), (7168, StreamConfig(8)), (10**9, StreamConfig(16, HELD=4)),
 )  # fmt: skip
 _FEW_PANELS: Final = 256
-# On multiprocessors that clusters of 16 leave idle, of up to so many rows, which it holds. Where a panel fills the
-# ring, nothing of the next comes meanwhile, and of its share of the panels it takes such a part.
+# The configuration for multiprocessors that clusters of 16 leave idle, for as many rows as its clusters hold. If a
+# panel fills the ring, no chunk of the next panel arrives meanwhile, and these clusters take only a part of their
+# panels.
 _BESIDE: Final = StreamConfig(8, BOX=128, HELD=4)
 _MOST_BESIDE: Final = _BESIDE.CLUSTER * (_BESIDE.STAGES + _BESIDE.HELD) * CHUNK_ROWS
 _FILLED: Final = 0.7
 
 
 def default_config(rows: int, panels: int, grouped: bool) -> StreamConfig:
-    """For so many panels of a matrix, or of groups, of so many rows."""
+    """The configuration for so many panels, of matrices or of groups, with so many rows each."""
     few = _STREAMS_OF_FEW if panels <= _FEW_PANELS else _STREAMS
     return next(config for most, config in (_STREAMS_OF_GROUPS if grouped else few) if rows <= most)
 
@@ -97,7 +99,7 @@ def configure(q: Quantization) -> StreamConfig:
 
 
 def plan(q: Quantization, config: StreamConfig) -> tuple[CudaLaunch, ...]:
-    """The launch on all columns, or two where clusters of 16 leave room for others."""
+    """The launch on all columns, or two launches if clusters of 16 leave room for smaller ones."""
     rows, n = typical_rows(q), columns_of(q).shape[-1]
     panels = _panels(q)
     if config.CLUSTER == 2 * _BESIDE.CLUSTER and panels * _count(q) <= _FEW_PANELS and rows <= _MOST_BESIDE:
@@ -119,9 +121,10 @@ def plan(q: Quantization, config: StreamConfig) -> tuple[CudaLaunch, ...]:
 def plan_part(
     q: Quantization, config: StreamConfig, clusters: int | None = None, span: tuple[int, int] | None = None
 ) -> CudaLaunch:
-    """The launch by so many `clusters`, by default all that fit.
+    """The launch by so many `clusters`, by default by all that fit.
 
-    With a `span` of columns it is one of two: the first of them begins at 0, the second overlaps with it.
+    With a `span` of columns, the launch is one of two. The first one begins at column 0, and the second one overlaps
+    with it.
     """
     out, (m, n) = output_of(q), columns_of(q).shape[-2:]
     part = "ALL" if span is None else "SECOND" if span[0] else "FIRST"
@@ -142,7 +145,7 @@ def plan_part(
         target=q.target,
         options=dict(kernel.macros),
         overlaps=part == "SECOND",
-        constant=("x", "data", "scale", "offsets") if part == "SECOND" else (),  # the first begins when all has ended
+        constant=("x", "data", "scale", "offsets") if part == "SECOND" else (),  # the first waits for all before it
     )  # fmt: skip
 
 
@@ -151,7 +154,7 @@ def _panels(q: Quantization) -> int:
 
 
 def _count(q: Quantization) -> int:
-    """Matrices; or groups, and the rows in none."""
+    """The number of matrices; or of groups, and one more for the rows in none."""
     return q.matrices if q.offsets is None else q.groups + 1
 
 
@@ -168,10 +171,11 @@ def _kernel(q: Quantization, config: StreamConfig, part: str = "ALL") -> CudaKer
 
 
 def _leaves(q: Quantization) -> str:
-    """When the lines of x leave the L2: as was the fastest on an H200.
+    """When the lines of x leave the L2; each choice was the fastest on an H200.
 
-    Those of a matrix that is not much larger make room for what is written. Of a larger one a hint gains nothing, and
-    costs time where x was just written. That was not timed of groups, whose lines are the last.
+    The lines of a matrix that is little larger than the L2 leave first, which makes room for the output. For a larger
+    matrix a hint gains nothing, and costs time if x was just written. This case was not timed for groups, whose lines
+    leave last.
     """
     if q.offsets is not None:
         return "LAST" if outgrows_l2(q.x) else "ANY"

@@ -37,10 +37,11 @@ class WalkConfig:
         return self.STAGES * (CHUNK_ROWS * ROW_BYTES + 2 * 8)
 
 
-# As timed on an H200, by the mean rows of a group: the ring of the first holds groups of up to so many. Blocks that run
-# further ahead part from those beside them, which read the other pieces of the same rows.
+# The fastest configurations that were timed on an H200, by the mean number of rows of a group. The ring of the first
+# one holds groups of 340 rows. Blocks that run further ahead part from the blocks beside them, which read other pieces
+# of the same rows.
 _WALKS: Final = ((340, WalkConfig(4, BOX=128)), (10**9, WalkConfig()))
-# With fewer or more rows the other kernels are as fast or faster.
+# The mean number of rows of a group. With fewer or more rows, the other kernels are as fast or faster.
 _LEAST_WALKED: Final = 64
 _MOST_WALKED: Final = 640
 _LEAST_SHARE: Final = 4096  # rows of a panel for each multiprocessor
@@ -58,7 +59,7 @@ def accepts(q: Quantization) -> str | None:
 
 
 def untuned(q: Quantization) -> str | None:
-    """Why the kernel is not the fastest, or None: the groups are small, and many enough to be walked over."""
+    """Why the kernel is not the fastest, or None: groups are small, and there are enough of them to be walked over."""
     rows, groups = q.m, q.groups
     if groups < 2 or not groups * _LEAST_WALKED <= rows <= groups * _MOST_WALKED:
         return f"{rows} rows in {groups} groups are not {_LEAST_WALKED} to {_MOST_WALKED} a group of two or more"
@@ -94,10 +95,10 @@ def plan(q: Quantization, config: WalkConfig, blocks: int | None = None) -> tupl
 
 
 def _shares(panels: int, most: int) -> int:
-    """Blocks that walk over so many panels: as many for each of them, where that keeps four of five of `most` busy.
+    """The number of blocks for so many panels: equally many for each, if that keeps four fifths of `most` busy.
 
-    Then all panels are cut at the same groups: what is read at a time are whole rows, and where groups differ in size,
-    the blocks' shares differ less.
+    Then all panels are cut at the same groups. The blocks that run together read whole rows, and if groups differ in
+    size, the shares of the blocks differ less.
     """
     even = most // panels * panels
     return even if 5 * even >= 4 * most else most

@@ -121,7 +121,7 @@ def test_every_division_of_the_work(config: Config) -> None:
         a, b = given(m, n, k)
         out, launches = torch.empty(2, m, n), []
         for found, backwards in zip(out, (False, True), strict=True):
-            launches += plan(a.data, a.scale, b.data, b.scale, None, found, SM90, config)
+            launches += plan(scaled_product(a, b, found, SM90), config)
             emulate(launches[-1], backwards=backwards)
         assert_near(out[0], a, b)
         assert torch.equal(out[0], out[1])
@@ -572,7 +572,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
     for m, n, k in ((5, 80, 704), (19, 272, 208), (33, 1040, 6160)):
         a, b = operands(m, n, k, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda")
-        plan(a.data, a.scale, b.data, b.scale, None, out, target_of(out.device), config)[0].run()
+        plan(scaled_product(a, b, out, target_of(out.device)), config)[0].run()
         assert_near_on_a_gpu(out, a, b)
 
 

@@ -438,7 +438,7 @@ def test_a_launch_after_two_that_divide_the_columns_waits_for_both(groups: int) 
     for i in range(30):
         step(i % 3)
     assert right.item() == 30
-    stream = torch.cuda.StreamConfig()
+    stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for i in range(30):

@@ -20,8 +20,7 @@ Config: TypeAlias = "tuple[ColumnsConfig, int | None] | StreamConfig | WalkConfi
 def planned(q: Quantization, config: Config = None) -> tuple[CudaLaunch, ...]:
     if config is None:
         launches = (QUANTIZE if q.offsets is None else QUANTIZE_GROUPED).plan(q)
-        assert all(isinstance(launch, CudaLaunch) for launch in launches)
-        return launches  # type: ignore[return-value]
+        return tuple(launch for launch in launches if isinstance(launch, CudaLaunch))
     if isinstance(config, StreamConfig):
         clusters = None if q.x.is_cuda else 2  # each with panel after panel
         return (stream_columns.plan_part(q, config, clusters),)

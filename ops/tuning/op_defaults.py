@@ -1,0 +1,41 @@
+"""What each tuned op chooses for a problem where no table names a kernel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm
+from fp8fn.ops.kernel import choose
+from fp8fn.ops.layout import empty_scale
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import SM90
+from fp8fn.ops.tuning.measured import candidate_name
+from fp8fn.ops.tuning.mx import MoeProblem, Problem
+from fp8fn.ops.tuning.weight import WeightProblem
+
+
+def mx_default(problem: Problem) -> str:
+    choice = choose(problem, mx_mm.KERNELS)
+    return candidate_name(choice.name, choice.config)
+
+
+def moe_default(problem: MoeProblem) -> str:
+    choice = choose(problem, moe_gemm.KERNELS)
+    return candidate_name(choice.name, choice.config)
+
+
+def weight_default(problem: WeightProblem) -> str:
+    """Of operands that lie as kernels take them."""
+    lead = (problem.batch,) if problem.batch > 1 else ()
+    x, out = (
+        torch.empty(*lead, problem.m, size, dtype=problem.x_dtype, device="meta") for size in (problem.k, problem.n)
+    )
+    w = torch.empty(*lead, problem.n, problem.k, dtype=torch.float8_e4m3fn, device="meta").mT
+    scaled = Quantized(w, empty_scale(w, problem.block, "fp32"), problem.block)
+    target = replace(SM90, multiprocessors=problem.cores)
+    product = WeightProduct(x=x, w=scaled, out=out, target=target, constant=problem.constant)
+    choice = choose(product, mm_a16w8.KERNELS)
+    return candidate_name(choice.name, choice.config)
