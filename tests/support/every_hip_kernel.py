@@ -64,9 +64,14 @@ PARTS: Final = ((17, 33, 640, HipConfig(n_sub=2, k_splits=4)),)
 _NAN: Final = ("a", "a_scale", "b", "b_scale", "bias")
 
 HIP: Final = (
-    KernelInfo("mxfp8_gemv.hip", partial(_mx, plan_gemv, GEMV), 1e-6, emulated=("M1 ", "M7", "M13"), nan=_NAN),
-    KernelInfo("mxfp8_mfma.hip", partial(_mx, plan_mfma, MFMA), 1e-6, emulated=("M5", "M33"), nan=_NAN),
-    KernelInfo("mxfp8_sum_parts.hip", partial(_mx, plan_mfma, PARTS), 1e-6, nan=_NAN),
+    KernelInfo(
+        "mxfp8_gemv.hip", partial(_mx, plan_gemv, GEMV), 1e-6, emulated=("M1 ", "M7", "M13"), nan=_NAN,
+        targets=("gfx950",),
+    ),
+    KernelInfo(
+        "mxfp8_mfma.hip", partial(_mx, plan_mfma, MFMA), 1e-6, emulated=("M5", "M33"), nan=_NAN, targets=("gfx950",)
+    ),
+    KernelInfo("mxfp8_sum_parts.hip", partial(_mx, plan_mfma, PARTS), 1e-6, nan=_NAN, targets=("gfx950",)),
     KernelInfo(
         "mxfp8_moe.hip", _moe, 1e-6, emulated=("columns 8", "columns 16"),
         nan=("a", "a_scale", "w", "w_scale", "token_weights"), targets=("gfx950",),

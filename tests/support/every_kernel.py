@@ -484,7 +484,8 @@ CUDA: Final = (
         emulated=("K contiguous", "K not contiguous"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
     ),
     KernelInfo(
-        "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-12, overlaps=True, early=_WEIGHT_EARLY,
+        # x is multiplied in FP8 parts: on an H100 one of 1600 sums is off by more than 2**-12.
+        "a16w8_tiles.cu", _a16w8_tiles, 1e-5, 2.0**-11, overlaps=True, early=_WEIGHT_EARLY,
         emulated=("M1 8x64", "M8 constant", "M16 K"), nan=_WEIGHT_NAN, far=_WEIGHT_FAR,
     ),
     KernelInfo(
