@@ -40,7 +40,7 @@ def grouped_gemm(
     elif levels.inside_transform():
         out = levels.below(torch.ops.fp8fn.grouped_gemm, a, b, offsets, bias, recipe, out_dtype)
     else:
-        out = levels.below(_forward(b), a, b, offsets, bias, parsed, out_dtype, dgrad=False, wgrad=False)[0]
+        out = levels.below(_forward(b), a, b, offsets, bias, parsed, out_dtype)[0]
     return out
 
 
@@ -67,7 +67,7 @@ class GroupedGemm(levels.SingleLevelFunction):
         ctx.keeps_operands = recipe.second_order or levels.is_tracked_below(a, b, bias)
         if levels.has_forward_mode():
             ctx.save_for_forward(a, b, offsets)
-        dgrad, wgrad = ctx.needs_input_grad[:2]
+        needs = grouped.Needs(*ctx.needs_input_grad[:2])
         out: Tensor
         if ctx.keeps_operands:
             ctx.save_for_backward(a, b, offsets)
@@ -75,11 +75,9 @@ class GroupedGemm(levels.SingleLevelFunction):
                 args = (a, b, offsets, bias, recipe.key, out_dtype)
                 out = levels.below(torch.ops.fp8fn.grouped_gemm, *args)
             else:
-                out = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype, dgrad=False, wgrad=False)[0]
+                out = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype)[0]
             return out
-        out, a_kept, b_kept = levels.below(
-            _forward(b), a, b, offsets, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad
-        )
+        out, a_kept, b_kept = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype, needs)
         ctx.blocks = [None if q is None else q.block for q in (a_kept, b_kept)]
         ctx.save_for_backward(offsets, *(a_kept or (None, None))[:2], *(b_kept or (None, None))[:2])
         return out
@@ -101,11 +99,9 @@ class GroupedGemm(levels.SingleLevelFunction):
             None if block is None else Quantized(parts[2 * i], parts[2 * i + 1], block)
             for i, block in enumerate(ctx.blocks)
         )
-        if ctx.rows:
-            args = (ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
-            grad_a, grad_b = grouped.rows_backward(grad, offsets, a_kept, b_kept, *args)
-        else:
-            grad_a, grad_b = grouped.k_backward(grad, offsets, a_kept, b_kept, ctx.recipe, a_dtype, b_dtype)
+        backward = grouped.rows_backward if ctx.rows else grouped.k_backward
+        stored = grouped.Gradients(a_dtype, b_dtype, ctx.b_column_major)
+        grad_a, grad_b = backward(grad, offsets, a_kept, b_kept, ctx.recipe, stored)
         return grad_a, grad_b, None, grad_bias, None, None
 
     @staticmethod

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.grouped_gemm import (
+    Gradients,
+    Needs,
     check_recipe,
     product,
     quantize_experts,
@@ -63,7 +65,7 @@ def forward(
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """`(silu(gate) * up) @ w_down` with `gate, up = x @ w_gate_up`; `needs`: which of the three want a gradient."""
     dgrad, wgrad = needs[0], needs[1]
-    hidden, x_col, gate_up_row = rows_forward(x, w_gate_up, offsets, None, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
+    hidden, x_col, gate_up_row = rows_forward(x, w_gate_up, offsets, None, recipe, out_dtype, Needs(dgrad, wgrad))
     gate, up = hidden.chunk(2, -1)
     block, *args = (recipe.activation_block, recipe.activation_dtype, recipe.scale)
     inner_col = None
@@ -88,7 +90,7 @@ def backward(
     x_dtype, gate_up_dtype, down_dtype = dtypes
     inner_dtype = grad.dtype if kept.hidden is None else kept.hidden.dtype
     grad_inner, grad_down = rows_backward(
-        grad, offsets, kept.inner_col, kept.down_row, recipe, inner_dtype, down_dtype, column_major[1]
+        grad, offsets, kept.inner_col, kept.down_row, recipe, Gradients(inner_dtype, down_dtype, column_major[1])
     )
     if grad_inner is None or kept.hidden is None:
         return None, None, grad_down
@@ -96,8 +98,7 @@ def backward(
     row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_silu_mul_grad_grouped_dual(
         grad_inner, kept.hidden, offsets, block, recipe.gradient_dtype, recipe.scale
     )
-    grad_row, grad_col = Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
-    grad_x, grad_gate_up = rows_products(
-        grad_row, grad_col, offsets, kept.x_col, kept.gate_up_row, x_dtype, gate_up_dtype, column_major[0]
-    )
+    hidden_grad = Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
+    stored = Gradients(x_dtype, gate_up_dtype, column_major[0])
+    grad_x, grad_gate_up = rows_products(hidden_grad, offsets, kept.x_col, kept.gate_up_row, stored)
     return grad_x, grad_gate_up, grad_down

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,24 +61,41 @@ def check_recipe(op: str, recipe: Recipe) -> None:
             )
 
 
+class Needs(NamedTuple):
+    """Which products the backward will make: `grad @ bᵀ`, and `aᵀ @ grad`."""
+
+    dgrad: bool = False
+    wgrad: bool = False
+
+
+class Gradients(NamedTuple):
+    """How the gradients of both operands are stored: their types, and whether `b`'s is column-major, as `b` is."""
+
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    b_column_major: bool = False
+
+
+NO_GRADIENTS: Final = Needs()
+
+
 @unguarded
 def rows_forward(
     a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
-    *, dgrad: bool, wgrad: bool,
+    needs: Needs = NO_GRADIENTS,
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """`a (M, K) @ b (E, K, N) + bias`, and what the backward needs: `b` for dgrad and `a`, by groups, for wgrad."""
     a_args = (recipe.activation_block, recipe.activation_dtype, recipe.scale)
-    a_row, a_col = quantize_grouped_both(a, offsets, *a_args) if wgrad else (quantize(a, *a_args), None)
-    b_col, b_row = quantize_experts(b, recipe, both=dgrad)
+    a_row, a_col = quantize_grouped_both(a, offsets, *a_args) if needs.wgrad else (quantize(a, *a_args), None)
+    b_col, b_row = quantize_experts(b, recipe, both=needs.dgrad)
     return product(a_row, b_col, offsets, bias, out_dtype), a_col, b_row
 
 
 @unguarded
 def rows_backward(
-    grad: Tensor, offsets: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
-    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`grad @ bᵀ` and `aᵀ @ grad` of each group; the second is stored as `b` is."""
+    grad: Tensor, offsets: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe, stored: Gradients
+) -> tuple[Tensor | None, Tensor | None]:
+    """`grad @ bᵀ` and `aᵀ @ grad` of each group."""
     args = (recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
     grad_row: Quantized | None = None
     grad_col: Quantized | None = None
@@ -88,30 +105,30 @@ def rows_backward(
         grad_row = quantize(grad, *args)
     elif a_col is not None:
         grad_col = quantize_grouped(grad, offsets, *args)
-    return rows_products(grad_row, grad_col, offsets, a_col, b_row, a_dtype, b_dtype, b_column_major)
+    return rows_products((grad_row, grad_col), offsets, a_col, b_row, stored)
 
 
 def rows_products(
-    grad_row: Quantized | None, grad_col: Quantized | None, offsets: Tensor,
-    a_col: Quantized | None, b_row: Quantized | None,
-    a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
+    grad: tuple[Quantized | None, Quantized | None], offsets: Tensor, a_col: Quantized | None, b_row: Quantized | None,
+    stored: Gradients,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`rows_backward` of a gradient in FP8."""
+    """`rows_backward` of a gradient in FP8, by rows and by groups of its rows."""
+    grad_row, grad_col = grad
     grad_a = grad_b = None
     if b_row is not None and grad_row is not None:
-        grad_a = product(grad_row, b_row.mT, offsets, None, a_dtype)
+        grad_a = product(grad_row, b_row.mT, offsets, None, stored.a_dtype)
     if a_col is not None and grad_col is not None:
-        if b_column_major:
-            grad_b = product(grad_col.mT, a_col, offsets, None, b_dtype).mT
+        if stored.b_column_major:
+            grad_b = product(grad_col.mT, a_col, offsets, None, stored.b_dtype).mT
         else:
-            grad_b = product(a_col.mT, grad_col, offsets, None, b_dtype)
+            grad_b = product(a_col.mT, grad_col, offsets, None, stored.b_dtype)
     return grad_a, grad_b
 
 
 @unguarded
 def k_forward(
     a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype,
-    *, dgrad: bool, wgrad: bool,
+    needs: Needs = NO_GRADIENTS,
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """`a (M, K) @ b (K, N) + bias` of each group of K, and `aᵀ` for wgrad and `b` for dgrad, by rows.
 
@@ -119,17 +136,19 @@ def k_forward(
     """
     a_args = (a.mT, offsets, recipe.activation_block, recipe.activation_dtype, recipe.scale)
     b_args = (b, offsets, recipe.activation_block, recipe.weight_dtype, recipe.scale)
-    a_row, a_col = quantize_grouped_both(*a_args) if wgrad else (None, quantize_grouped(*a_args))
-    b_row, b_col = quantize_grouped_both(*b_args) if dgrad else (None, quantize_grouped(*b_args))
+    a_row, a_col = quantize_grouped_both(*a_args) if needs.wgrad else (None, quantize_grouped(*a_args))
+    b_row, b_col = quantize_grouped_both(*b_args) if needs.dgrad else (None, quantize_grouped(*b_args))
     return product(a_col.mT, b_col, offsets, bias, out_dtype), a_row, b_row
 
 
 @unguarded
 def k_backward(
-    grad: Tensor, offsets: Tensor, a_row: Quantized | None, b_row: Quantized | None, recipe: Recipe,
-    a_dtype: torch.dtype, b_dtype: torch.dtype,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`(b @ gradᵀ)ᵀ` and `aᵀ @ grad`, whose groups are rows of `b` and of `aᵀ`; the first is column-major."""
+    grad: Tensor, offsets: Tensor, a_row: Quantized | None, b_row: Quantized | None, recipe: Recipe, stored: Gradients
+) -> tuple[Tensor | None, Tensor | None]:
+    """`(b @ gradᵀ)ᵀ` and `aᵀ @ grad`, whose groups are rows of `b` and of `aᵀ`.
+
+    The first is column-major and the second row-major, however the operands lie.
+    """
     args = (grad, recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
     grad_row: Quantized | None = None
     grad_col: Quantized | None = None
@@ -141,9 +160,9 @@ def k_backward(
         grad_col = quantize(grad, swap(recipe.gradient_block), *args[2:], sums_rows=True)
     grad_a = grad_b = None
     if b_row is not None and grad_row is not None:
-        grad_a = product(b_row, grad_row.mT, offsets, None, a_dtype).mT
+        grad_a = product(b_row, grad_row.mT, offsets, None, stored.a_dtype).mT
     if a_row is not None and grad_col is not None:
-        grad_b = product(a_row, grad_col, offsets, None, b_dtype)
+        grad_b = product(a_row, grad_col, offsets, None, stored.b_dtype)
     return grad_a, grad_b
 
 

@@ -111,7 +111,7 @@ def problem_of(product: RoutedProduct) -> MoeProblem:
     )  # fmt: skip
 
 
-def moe_gemm_reference(
+def moe_gemm_reference(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -122,7 +122,7 @@ def moe_gemm_reference(
     return reference.moe_gemm(left, right, routing, a_div, token_weights, out_dtype or torch.bfloat16)
 
 
-def moe_gemm_kernel(
+def moe_gemm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
     token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,

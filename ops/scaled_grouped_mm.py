@@ -155,7 +155,7 @@ def empty_grouped_output(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch
     return a.new_empty((*lead, a.shape[0], b.shape[-1]), dtype=out_dtype or torch.bfloat16)
 
 
-def scaled_grouped_mm_reference(
+def scaled_grouped_mm_reference(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -165,7 +165,7 @@ def scaled_grouped_mm_reference(
     return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype or torch.bfloat16)
 
 
-def scaled_grouped_mm_kernel(
+def scaled_grouped_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,

@@ -125,7 +125,7 @@ def contiguous_along_k(b: Tensor) -> Tensor:
     return torch.empty_strided(b.shape, strides, dtype=b.dtype, device=b.device).copy_(b)
 
 
-def scaled_mm_reference(
+def scaled_mm_reference(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
@@ -134,7 +134,7 @@ def scaled_mm_reference(
     return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
-def scaled_mm_kernel(
+def scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None,

@@ -191,7 +191,7 @@ def candidate_times(
         rows, columns = (n, m) if turned else (m, n)
         for group in _GROUPS:
             for xcds in _XCDS:
-                time = product_time(rows, columns, k, kernel, group, xcds, PROCESSORS[arch])
+                time = product_time((rows, columns, k), kernel, group, xcds, PROCESSORS[arch])
                 found[f"{name}g{group}x{xcds}"] = time
     return found
 

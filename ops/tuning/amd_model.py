@@ -172,9 +172,10 @@ class Time:
 
 
 def product_time(
-    m: int, n: int, k: int, kernel: Kernel, group: int, xcds: int, processor: Processor, out_bytes: int = 2
+    shape: tuple[int, int, int], kernel: Kernel, group: int, xcds: int, processor: Processor, out_bytes: int = 2
 ) -> Time:
     """Of `out (m, n) = a (m, k) @ b (k, n)` in FP8, tiles in columns of `group` rows, dealt out over `xcds`."""
+    m, n, k = shape
     tiles_m, tiles_n = ceil(m / kernel.bm), ceil(n / kernel.bn)
     tiles, at_once = tiles_m * tiles_n, groups_per_cu(kernel, processor)
     rounds, rest = divmod(tiles, processor.cus * at_once)

@@ -145,18 +145,18 @@ def test_units_run_beside_each_other_only_with_two_waves() -> None:
 def test_a_product_takes_its_rounds_of_tiles() -> None:
     assert groups_per_cu(KERNEL, MI355X) == 2
     # 1024 tiles: two rounds of 256 CUs with 2 tiles each, 31 steps in the loop and 1 in the 2000 cycles around it.
-    found = product_time(4096, 4096, 4096, KERNEL, 8, 8, MI355X)
+    found = product_time((4096, 4096, 4096), KERNEL, 8, 8, MI355X)
     assert found.cu == pytest.approx(1e6 * 2 * 2 * (31 * 768 + 2000) / 2.4e9)
     assert (found.bound, found.us) == ("LDS", found.cu)
     # One tile more is a round more, of one tile whose wave has its SIMD for itself.
-    more = product_time(4096 + 1, 128 * 32, 4096, KERNEL, 8, 8, MI355X)
+    more = product_time((4096 + 1, 128 * 32, 4096), KERNEL, 8, 8, MI355X)
     assert more.cu == pytest.approx(found.cu + 1e6 * (31 * 768 + 2512) / 2.4e9)
     # Few steps leave the output's bytes to decide.
-    assert product_time(65536, 65536, 128, KERNEL, 8, 8, replace(MI355X, hbm=1e11)).bound == "HBM"
+    assert product_time((65536, 65536, 128), KERNEL, 8, 8, replace(MI355X, hbm=1e11)).bound == "HBM"
 
 
 def test_a_run_of_tiles_for_each_chiplet_reads_less_from_the_cache() -> None:
-    apart, together = (product_time(8192, 8192, 8192, KERNEL, 4, xcds, MI355X) for xcds in (1, 8))
+    apart, together = (product_time((8192, 8192, 8192), KERNEL, 4, xcds, MI355X) for xcds in (1, 8))
     # Dealt out in turn, the programs of a chiplet are 8 apart: of a column of 4 tiles it has every second one.
     assert together.cache < apart.cache
     assert together.cu == apart.cu

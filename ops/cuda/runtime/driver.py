@@ -9,6 +9,7 @@ from functools import cache
 from typing import Final
 
 import torch
+from torch import Tensor
 
 # CUtensorMapDataType, CUtensorMapSwizzle (cuda.h).
 _MAP_TYPES: Final = {
@@ -133,18 +134,17 @@ def overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> Launch
     )
 
 
-def encode_map(
-    address: int, into: int, dtype: torch.dtype, shape: Sequence[int], strides: Sequence[int], box: Sequence[int],
-    swizzle: int, promotion: int = 256,
-) -> None:  # fmt: skip
-    """Writes a CUtensorMap to the 64-byte aligned address `into`; a miss brings `promotion` bytes to the L2.
+def encode_map(into: int, tensor: Tensor, box: Sequence[int], swizzle: int, promotion: int) -> None:
+    """Writes the CUtensorMap of a tensor, whose last axis is contiguous, to the 64-byte aligned address `into`.
 
-    `shape`, `strides` (elements) and `box` have the contiguous axis first, whose stride is 1 and left out of `strides`.
-    Elements outside of `shape` load as zeros, and stores to them are dropped.
+    One copy moves `box`, in the order of the tensor's axes, and a miss brings `promotion` bytes to the L2. Elements
+    outside of the tensor load as zeros, and stores to them are dropped.
     """
-    rank = len(shape)
+    rank, dtype = tensor.dim(), tensor.dtype
+    # The driver has the contiguous axis first, and leaves out its stride.
+    shape, strides, box = tensor.shape[::-1], tensor.stride()[::-1][1:], box[::-1]
     encoded = library().cuTensorMapEncodeTiled(
-        ctypes.c_void_p(into), _MAP_TYPES[dtype], rank, ctypes.c_void_p(address),
+        ctypes.c_void_p(into), _MAP_TYPES[dtype], rank, ctypes.c_void_p(tensor.data_ptr()),
         (ctypes.c_uint64 * rank)(*shape),
         (ctypes.c_uint64 * max(rank - 1, 1))(*(stride * dtype.itemsize for stride in strides)),
         (ctypes.c_uint32 * rank)(*box),

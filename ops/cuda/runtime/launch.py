@@ -148,11 +148,7 @@ class Prepared:
         for arg, size in zip(args.values(), sizes, strict=True):
             addresses.append(address)
             if isinstance(arg, TensorMap):
-                shape, strides = arg.tensor.shape[::-1], arg.tensor.stride()[::-1]
-                driver.encode_map(
-                    arg.tensor.data_ptr(), address, arg.tensor.dtype, shape, strides[1:], arg.box[::-1], arg.swizzle,
-                    arg.promotion,
-                )  # fmt: skip
+                driver.encode_map(address, arg.tensor, arg.box, arg.swizzle, arg.promotion)
                 self._maps.append((count, ctypes.c_void_p(address)))
                 count += 1
             elif isinstance(arg, (int, tuple)):
