@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import targets
-from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.cuda.runtime import call_cache, nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
 from support import build_cache, emulated, shuffle
 from support.file_order import FileOrder
@@ -84,6 +84,12 @@ def _keep_machine_code(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def forget_calls() -> None:
+    """Each test plans anew: tests let the CPU pass for several GPUs, which a kept call does not tell apart."""
+    call_cache._kept.clear()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -28,14 +28,14 @@ from fp8fn.ops.hip.launch import HipLaunch, check_parameters
 from fp8fn.ops.hip.runtime import HipError
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, MX_MM, _problem, choose, problem_of
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import Routing, ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row
 from support.compilers import needs_hip_compiler
 from support.mx_tables import mx_table
 from support.operands.mx import DENSE, assert_near, on, operands
-from support.products import mx_product, routed_product
+from support.products import mx_product, quantized, routed_product
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -516,8 +516,7 @@ def test_routed_tokens_go_to_the_kernel_in_hip_or_to_triton(gfx950: list[str]) -
     assert gfx950 == ["mxfp8_moe"]
     a, w = experts(100)
     found = routed(a, w, *LAYOUT)
-    operands = (a.data, a.scale, a.block, w.data, w.scale, w.block)
-    expected = reference.moe_gemm(*operands, *LAYOUT, 2, None, FP32)
+    expected = reference.moe_gemm(quantized(a), quantized(w), Routing(*LAYOUT), 2, None, FP32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
     assert gfx950[1:] == ["moe_gemm"]
 
