@@ -84,7 +84,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Named:
-    """What a table of measurements says of a problem.
+    """A table's verdict on a problem.
 
     `kernel` is the fastest one, if any is named; `configure` makes its configuration from the kernel's own, and
     `source` is the table's name. `slower` are kernels that the table has found to be slower, each with the reason.

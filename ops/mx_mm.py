@@ -77,7 +77,7 @@ def choose(
 
 
 def named(problem: Problem, table: Table | None = None) -> Named | None:
-    """What a table says of a problem, by default those of its chip and then the shipped one."""
+    """A table's verdict on a problem: by default the tables of the chip, then the shipped one."""
     if table is None and problem.chip is not None:
         from fp8fn.ops.tuning.mx_table import mx_named
 

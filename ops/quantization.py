@@ -19,7 +19,7 @@ from fp8fn.ops.targets import Target
 
 @dataclass(frozen=True)
 class Source:
-    """What is quantized: `x`, or what a kernel computes from `x` and `other`, under the names that the op has for them.
+    """A quantizer's input: `x`, or a function of `x` and `other`, under the names that the op has for them.
 
     `macro` is the name in `values.cuh`.
     """

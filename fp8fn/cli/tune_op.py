@@ -51,7 +51,7 @@ def _mx_keys(shape: Shape) -> tuple[Key, ...]:
 
 
 def _moe_keys(shape: Shape) -> tuple[Key, ...]:
-    """Of `(T, N, K)`, tokens with `TOP_K` of `EXPERTS` experts each."""
+    """The keys of a shape `(T, N, K)`: T tokens with `TOP_K` of `EXPERTS` experts each."""
     tokens, n, k = shape
     return ((ceil_power_of_two(tokens * TOP_K), n, k, EXPERTS, BLOCK_M),)
 

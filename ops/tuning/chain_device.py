@@ -108,7 +108,7 @@ def _mx_product(problem: mx.Problem, device: torch.device, target: Target) -> Sc
 
 
 def _routed_product(problem: mx.MoeProblem, device: torch.device, target: Target) -> RoutedProduct:
-    """Of tokens that choose among the experts at random, as many ids as the problem has."""
+    """A bench of tokens that choose among the experts at random, with as many ids as the problem has."""
     a = _mx(torch.randn(problem.ids, problem.k, device=device))
     w = _mx(torch.randn(problem.experts, problem.n, problem.k, device=device)).mT
     chosen = torch.randint(0, problem.experts, (problem.ids, 1), device=device)

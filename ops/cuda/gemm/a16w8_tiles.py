@@ -211,7 +211,7 @@ def _held(rows: int, problem: WeightProblem) -> Config | None:
 
 
 def _all_held(rows: int, problem: WeightProblem) -> Iterator[Config]:
-    """Those of the table with about as many blocks as multiprocessors, whatever its own bounds are."""
+    """The divisions of the table with about as many blocks as multiprocessors, whatever the table's own bounds are."""
     for _, config in _that_fit(rows, problem):
         if problem.cores <= 4 * -(-problem.n // config.BN) * config.CLUSTER <= 16 * problem.cores:
             yield config

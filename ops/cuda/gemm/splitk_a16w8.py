@@ -171,7 +171,7 @@ def _that_fit(problem: WeightProblem) -> Iterator[tuple[Division[Config], Config
 def _ring(problem: WeightProblem) -> Config:
     """Stages that are filled anew.
 
-    Of little to do there is about a block for each multiprocessor, beside those of the next launch, which begins late.
+    A product with little work has about a block for each multiprocessor. The next launch begins late beside them.
     Else there are as many as find room at once, of four stages of K or more, and the next launch begins late where it
     may not read early, or would put its blocks beside whole tiles. 64 rows have half as many blocks: sums take longer.
     """

@@ -1,4 +1,4 @@
-"""What the three kernels of whole columns share: the operands that they take, and the sizes of a panel in chunks.
+"""Operands and panel sizes that the three kernels of whole columns share.
 
 A panel is a number of columns of one matrix or group. `stream_columns.cu` and `walk_columns.cu` load panels by
 TMA, in chunks of 128 rows of 128 bytes; `quantize_columns.cu` uses plain loads. Whole rows are whole columns of the
