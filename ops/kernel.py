@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 
@@ -21,6 +21,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import Launch
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Target
 
 Refusal: TypeAlias = str | None
@@ -211,7 +212,8 @@ class Dispatch:
         operands = self.operands(tensors, values)
         targets.check_supported(operands.target, next(x.device for x in tensors if x is not None))
         if (reason := self.unserved(operands)) is not None:
-            _log.debug("%s %s: no kernel: %s", self.op, operands, reason)
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("%s %s: no kernel: %s", self.op, _shapes(operands), reason)
             return self.reference(operands)
         outputs: Outputs = operands.outputs
         if all(x.numel() == 0 for x in outputs.results):
@@ -232,11 +234,8 @@ class Dispatch:
             launch.run()
         return outputs.results
 
-    def plan_loadable(self, operands: Any) -> tuple[Launch, ...]:
-        """As `plan`; where a kernel can be neither compiled nor loaded on this machine, the next one takes over."""
-        return self._loadable(operands)[1]
-
     def _loadable(self, operands: Any) -> tuple[Choice, tuple[Launch, ...]]:
+        """The first choice whose kernels can be compiled and loaded on this machine, and its launches."""
         while True:
             choice, launches = self._chosen(operands)
             fault = next((fault for launch in launches if (fault := launch.fault()) is not None), None)
@@ -248,7 +247,8 @@ class Dispatch:
         choice = self.choose(operands)
         launches = choice.plan(operands)
         if _log.isEnabledFor(logging.DEBUG):
-            _log.debug("%s %s: %s", self.op, operands, launches[0].describe() if launches else choice.describe())
+            chosen = launches[0].describe() if launches else choice.describe()
+            _log.debug("%s %s: %s", self.op, _shapes(operands), chosen)
         return choice, launches
 
     def _missing(self) -> tuple[tuple[str, str], ...]:
@@ -271,6 +271,13 @@ class _Planned:
         for launch in self.choice.kernel.plan(operands, self.choice.config):
             launch.run()
         return operands.outputs.results  # type: ignore[no-any-return]
+
+
+def _shapes(operands: Any) -> str:
+    """The shapes of the operands for the log, which reads no values: a GPU's would be waited for."""
+    parts = (getattr(operands, part.name) for part in fields(operands))
+    tensors = (part.data if isinstance(part, Quantized) else part for part in parts)
+    return " x ".join(str(tuple(x.shape)) for x in tensors if isinstance(x, Tensor))
 
 
 @lru_cache(maxsize=4096)

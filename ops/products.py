@@ -30,9 +30,6 @@ class ScaledProduct:
     chip: Chip | None = None
     """Whose tables are read; by default the chip of the tensors' device."""
 
-    def __str__(self) -> str:
-        return f"{tuple(self.a.data.shape)} x {tuple(self.b.data.shape)}"
-
     @property
     def m(self) -> int:
         return self.out.shape[-2]
