@@ -119,7 +119,7 @@ def _untuned_gemv(product: WeightProduct) -> str | None:
 
 
 def _named(product: WeightProduct) -> Named | None:
-    """What tables of the operands' GPU say; of other devices there are none."""
+    """The verdict of the tables of the operands' GPU; other devices have no tables."""
     if product.x.device.type != "cuda":
         return None
     from fp8fn.ops.tuning.weight_table import named

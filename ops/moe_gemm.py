@@ -174,7 +174,7 @@ def _reference(product: RoutedProduct) -> tuple[Tensor]:
 
 
 def _named(problem: MoeProblem) -> Named | None:
-    """What tables of the operands' GPU say; of other devices there are none."""
+    """The verdict of the tables of the operands' GPU; other devices have no tables."""
     if problem.chip is None:
         return None
     from fp8fn.ops.tuning.mx_table import moe_named

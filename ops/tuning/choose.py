@@ -26,7 +26,7 @@ class Measured:
 
 
 def measured(problem: Problem, known: tuple[Table, ...]) -> Measured | None:
-    """What the first of the `known` tables that has the problem says."""
+    """The entry of the first of the `known` tables that has the problem."""
     found = lookup(problem, known)
     if found is None:
         return None

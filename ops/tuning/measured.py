@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Form:
-    """What the table of an op has.
+    """The contents of an op's table.
 
     Args:
         op: the name of the op.

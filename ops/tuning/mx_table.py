@@ -42,7 +42,7 @@ def mx_key(problem: Problem) -> Key:
 
 
 def mx_named(problem: Problem) -> Named | None:
-    """What the tables of the problem's chip say; a batch is never measured."""
+    """The verdict of the tables of the problem's chip; a batch is never measured."""
     return None if problem.chip is None or problem.batch > 1 else _named(MX_FORM, problem.chip, mx_key(problem))
 
 
@@ -68,7 +68,7 @@ def moe_key(problem: MoeProblem) -> Key:
 
 
 def moe_named(problem: MoeProblem) -> Named | None:
-    """What the tables of the problem's chip say of a product in MX-FP8."""
+    """The verdict of the tables of the problem's chip on a product in MX-FP8."""
     if problem.chip is None or problem.a_block != (1, 32):
         return None
     return _named(MOE_FORM, problem.chip, moe_key(problem))

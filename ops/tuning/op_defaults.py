@@ -28,7 +28,7 @@ def moe_default(problem: MoeProblem) -> str:
 
 
 def weight_default(problem: WeightProblem) -> str:
-    """Of operands that lie as kernels take them."""
+    """The default for operands that lie as kernels take them."""
     lead = (problem.batch,) if problem.batch > 1 else ()
     x, out = (
         torch.empty(*lead, problem.m, size, dtype=problem.x_dtype, device="meta") for size in (problem.k, problem.n)

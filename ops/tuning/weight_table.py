@@ -57,7 +57,7 @@ FORM: Final = Form(
 
 
 def named(product: WeightProduct, chip: Chip | None = None) -> Named | None:
-    """What the tables of a chip, by default that of the operands, say of a product."""
+    """The verdict of the tables of a chip, by default that of the operands, on a product."""
     chip = chip or chip_of(product.x.device, product.target)
     problem = weight_problem(product)
     if chip is None or not problem.k_lines or problem.x_dtype not in INPUTS:
