@@ -61,6 +61,10 @@ COMMANDS: Final = Group(
                 "moe": Command("grouped products, quantizers and MLPs, beside their peers", "fp8fn.bench.moe"),
                 "quant": Command("quantizers, beside their peers and a copy", "fp8fn.bench.quant"),
                 "decode": Command("products of few rows by an FP8 weight, beside bf16", "fp8fn.bench.decode"),
+                "train": Command(
+                    "training steps of transformers' models, beside bf16 and torchao", "fp8fn.bench.train.command",
+                    "finished figures are in the file of --json; run the same command again to resume",
+                ),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
                 "generate": Command("tokens per second of a compiled decoding loop", "fp8fn.bench.generate"),
                 "host": Command("host time of calls on a GPU, and of the first call", "fp8fn.bench.host"),

@@ -14,23 +14,26 @@ def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     Whole storages are counted, each once, because whole storages stay allocated. A copy of a weight in another type
     counts. Call this function on a compiled module after its first call, so that no compilation runs under the hook.
     """
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_saved(model, forward))
+
+
+def tensors_saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
+    """The tensors that `bytes_saved` counts, one for each storage."""
     owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    sizes: dict[int, int] = {}
     # Tensors are held until the end: the address of a freed storage could be another storage's, counted as the same.
-    alive: list[Tensor] = []
+    found: dict[int, Tensor] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            sizes[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
+        address = tensor.untyped_storage().data_ptr()
+        if address not in owned:
+            found.setdefault(address, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
         out = forward()
     for tensor in _unchecked(out):
         count(tensor)
-    return sum(sizes.values())
+    return list(found.values())
 
 
 def _unchecked(out: Tensor) -> list[Tensor]:

@@ -1,0 +1,182 @@
+"""The variants: what becomes of a model, and the arguments of torch.compile."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from fp8fn.lowering import backend
+from fp8fn.ops.recipe import PRESETS, Recipe, parse_recipe
+
+BF16: Final = "bf16"
+TORCHAO: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
+TRANSFORMER_ENGINE: Final = "transformer_engine"
+
+# What a worker trains with when no variants are named. Peers that are not installed are reported as such.
+DEFAULTS: Final = (
+    BF16,
+    "torchao:tensorwise",
+    "torchao:rowwise",
+    *(f"fp8fn:{preset.upper()}" for preset in PRESETS),
+    "torchao:rowwise_with_gw_hp",
+    "torchao:blockwise",
+    TRANSFORMER_ENGINE,
+)
+
+Compiled = Callable[..., Any]
+
+
+class UnavailableError(Exception):
+    """A variant can't run here. The message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A variant by its name, as `--variants` takes it: `bf16`, `torchao:RECIPE`, `transformer_engine`, or
+    `fp8fn:PRESET,option=value,…`, in which an option is the backend's, Inductor's, or a field of the recipe."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(":")[0]
+
+    def compile(self, model: nn.Module, device: torch.device) -> Compiled:
+        """The compiled form of `model`, whose layers are replaced by the peer's where the variant is a peer.
+
+        Raises `UnavailableError` where the peer is not installed or does not serve this device.
+        """
+        if self.family == "torchao":
+            _convert_by_torchao(model, self.name.partition(":")[2], device)
+        elif self.family == TRANSFORMER_ENGINE:
+            return _with_transformer_engine(model)
+        if self.family == "fp8fn":
+            return cast(Compiled, torch.compile(model, backend="fp8fn", options=dict(self.options), dynamic=False))
+        return cast(Compiled, torch.compile(model, dynamic=False))
+
+
+def parse(text: str) -> Variant:
+    """The variant of a name. Raises ValueError for a name that does not exist, and says what would do."""
+    family, _, rest = text.partition(":")
+    if text in (BF16, TRANSFORMER_ENGINE):
+        return Variant(name=text)
+    if family == "torchao" and rest in TORCHAO:
+        return Variant(name=text)
+    if family == "torchao":
+        raise ValueError(f"{text!r}: torchao has no recipe {rest!r}; use one of {', '.join(TORCHAO)}")
+    if family != "fp8fn":
+        raise ValueError(f"{text!r} is not a variant; use {BF16}, torchao:RECIPE, {TRANSFORMER_ENGINE}, fp8fn:PRESET")
+    preset, *given = rest.split(",")
+    recipe = PRESETS.get(preset.lower())
+    if recipe is None:
+        raise ValueError(f"{text!r}: fp8fn has no preset {preset!r}; use one of {', '.join(PRESETS).upper()}")
+    options: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
+    known = {f.name for f in fields(Recipe) if f.init}
+    for item in given:
+        name, equals, value = item.partition("=")
+        if not equals:
+            raise ValueError(f"{text!r}: {item!r} is not option=value")
+        if name in backend.OPTIONS or name.replace("-", "_") in torch._inductor.list_options():
+            options[name] = _value(value)
+        elif name in known:
+            changes[name] = getattr(parse_recipe(item), name)
+        else:
+            raise ValueError(
+                f"{text!r}: {name!r} is no option of the backend {backend.OPTIONS}, of Inductor, or field of a Recipe"
+            )
+    recipe = dataclasses.replace(recipe, **changes)
+    return Variant(
+        name=f"fp8fn:{','.join((preset.upper(), *given))}", options=(("recipe", recipe.key), *options.items())
+    )
+
+
+def listed(text: str) -> list[Variant]:
+    """`"bf16 fp8fn:BLOCKWISE,where=*"` → its variants; a name has no space, and may have commas."""
+    try:
+        return [parse(name) for name in text.split()]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _value(text: str) -> bool | int | float | str:
+    constants = {"True": True, "true": True, "False": False, "false": False}
+    if text in constants:
+        return constants[text]
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _needed(package: str) -> Any:
+    """The package, or `UnavailableError`."""
+    if importlib.util.find_spec(package.partition(".")[0]) is None:
+        raise UnavailableError(f"{package.partition('.')[0]} is not installed")
+    try:
+        return importlib.import_module(package)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        raise UnavailableError(
+            f"importing {package}: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}"
+        ) from None
+
+
+def _convertible(module: nn.Module, name: str) -> bool:
+    """A linear layer other than the head, whose sizes FP8 products take."""
+    return (
+        isinstance(module, nn.Linear) and "lm_head" not in name and not any(size % 16 for size in module.weight.shape)
+    )
+
+
+def _convert_by_torchao(model: nn.Module, recipe: str, device: torch.device) -> None:
+    if recipe == "blockwise":
+        quantization, blockwise = (
+            _needed("torchao.quantization"),
+            _needed("torchao.prototype.blockwise_fp8_training.linear"),
+        )
+        quantization.quantize_(model, blockwise.Float8BlockwiseLinearConfig(), filter_fn=_convertible)
+        return
+    float8 = _needed("torchao.float8")
+    try:
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    except (AssertionError, ValueError) as error:
+        raise UnavailableError(f"this torchao has no recipe {recipe!r}: {error}") from None
+    if device.type == "cpu":
+        config = dataclasses.replace(config, emulate=True)
+    float8.convert_to_float8_training(model, module_filter_fn=_convertible, config=config)
+
+
+def _with_transformer_engine(model: nn.Module) -> Compiled:
+    """The model with Transformer Engine's linear layers, under its autocast with current scaling."""
+    engine = _needed("transformer_engine.pytorch")
+    recipes = _needed("transformer_engine.common.recipe")
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if _convertible(child, name):
+                linear = cast(nn.Linear, child)
+                made = engine.Linear(
+                    linear.in_features, linear.out_features, bias=linear.bias is not None,
+                    params_dtype=linear.weight.dtype, device=linear.weight.device,
+                )  # fmt: skip
+                made.weight = linear.weight
+                if linear.bias is not None:
+                    made.bias = linear.bias
+                setattr(parent, name, made)
+    compiled = torch.compile(model, dynamic=False)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with engine.fp8_autocast(enabled=True, fp8_recipe=recipes.Float8CurrentScaling()):
+            return compiled(*args, **kwargs)
+
+    return call
