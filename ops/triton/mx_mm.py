@@ -18,7 +18,7 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
-from fp8fn.ops.tuning.mx import Config
+from fp8fn.ops.tuning.mx import MxConfig
 
 # Elements of the output that a program of the second launch adds.
 _SUMMED = 1024
@@ -124,7 +124,7 @@ def sum_parts(parts, out, bias, N, total, PARTS: tl.constexpr, BLOCK: tl.constex
     tl.store(out + index, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def plan_mx_mm(product: ScaledProduct, config: Config) -> tuple[TritonLaunch, ...]:
+def plan_mx_mm(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaunch, ...]:
     """The launches of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, which is not empty.
 
     `out` is contiguous bfloat16, float16 or float32, `bias` contiguous; a 2-D operand serves a whole batch.

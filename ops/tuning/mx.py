@@ -66,7 +66,7 @@ class MoeProblem:
 
 
 @dataclass(frozen=True)
-class Config:
+class MxConfig:
     """Tile and compiler options of a kernel for MX products; `SPLITS` programs share the sum over K of one tile."""
 
     BM: int

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, Final, Protocol, TypeAlias
 
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.candidates import SMALLEST, W, X, candidates, config_name
 from fp8fn.ops.tuning.model import microseconds, ranked
@@ -54,7 +54,7 @@ class Bench(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+    def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
         """What to time, by `config_name`, and `PEER` where it takes the operands; left out is what does not run."""
 
 
@@ -73,7 +73,7 @@ def turns_for(us: float) -> Turns:
     return Turns(5, max(1, min(_MOST_REPEATS, round(_BURST_US / (us + _FLUSH_US)))))
 
 
-def shortlist(problem: Problem, cores: int) -> list[Config]:
+def shortlist(problem: Problem, cores: int) -> list[ScaledMmConfig]:
     """The model's best few, and the two tiles that win most large products, or the smallest where rows are few."""
     there = candidates(problem, cores)
     others = (X, W) if problem.m > _FEW_ROWS else (SMALLEST,)

@@ -208,12 +208,12 @@ def test_which_launches_settle() -> None:
     x, w = torch.empty(1, 2048, dtype=BF16), weight(2048, 256, (128, 128))
     out = torch.empty(1, 256, dtype=BF16)
     for late in (False, True):
-        launch_ = planned(a16w8_tiles, weight_product(x, w, out), a16w8_tiles.Config(8, 4, 2, LATE=late))
+        launch_ = planned(a16w8_tiles, weight_product(x, w, out), a16w8_tiles.A16W8TilesConfig(8, 4, 2, LATE=late))
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
     a, b = operands(1, 256, 2048)
     for late in (False, True):
-        config = mx_tiles.Config(8, LATE=late, STAGES=2)
+        config = mx_tiles.MxTilesConfig(8, LATE=late, STAGES=2)
         (launch_,) = mx_tiles.plan(scaled_product(a, b, out, SM90), config)
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.candidates import SMALLEST, W, X
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
@@ -109,7 +109,7 @@ def test_the_chip_is_warmed_before_each_problem() -> None:
 
 
 class Nothing(FakeBench):
-    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+    def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
         return {PEER: self._call(PEER, 1.0)}
 
 

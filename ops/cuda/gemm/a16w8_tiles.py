@@ -40,7 +40,7 @@ _LONG: Final = 8  # stages of K, of a block's part that may not be read early
 
 
 @dataclass(frozen=True)
-class Config:
+class A16W8TilesConfig:
     """How blocks divide a product; `a16w8_tiles.cu` says what each does.
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
@@ -100,9 +100,9 @@ def stages_of(k: int) -> int:
 
 
 @cache
-def divisions() -> Divisions[Config]:
+def divisions() -> Divisions[A16W8TilesConfig]:
     """Divisions that hold weights in registers, as were timed on an H200."""
-    return read("a16w8_tiles.json", Config)
+    return read("a16w8_tiles.json", A16W8TilesConfig)
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -140,12 +140,12 @@ def untuned(product: WeightProduct) -> str | None:
     return None
 
 
-def configure(product: WeightProduct) -> Config:
+def configure(product: WeightProduct) -> A16W8TilesConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(weight_problem(product))
 
 
-def choose_config(problem: WeightProblem) -> Config:
+def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
@@ -162,8 +162,8 @@ def choose_config(problem: WeightProblem) -> Config:
     most = max(1, min(8, steps // 2))
     late = not constant or (rows == 16 and steps >= 16)
 
-    def fitted(warps: int, cluster: int, resident: int) -> Config:
-        return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
+    def fitted(warps: int, cluster: int, resident: int) -> A16W8TilesConfig:
+        return _with_stages(A16W8TilesConfig(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
     if (held := _held(rows, problem)) is not None:
         return held
@@ -202,7 +202,7 @@ def choose_config(problem: WeightProblem) -> Config:
     return fitted(8, cluster, 3 if crowded else 2)
 
 
-def _held(rows: int, problem: WeightProblem) -> Config | None:
+def _held(rows: int, problem: WeightProblem) -> A16W8TilesConfig | None:
     """The first of the table whose blocks are neither too few nor too many."""
     for division, config in _that_fit(rows, problem):
         if division.has(-(-problem.n // config.BN) * config.CLUSTER, problem.cores):
@@ -210,14 +210,14 @@ def _held(rows: int, problem: WeightProblem) -> Config | None:
     return None
 
 
-def _all_held(rows: int, problem: WeightProblem) -> Iterator[Config]:
+def _all_held(rows: int, problem: WeightProblem) -> Iterator[A16W8TilesConfig]:
     """The divisions of the table with about as many blocks as multiprocessors, whatever the table's own bounds are."""
     for _, config in _that_fit(rows, problem):
         if problem.cores <= 4 * -(-problem.n // config.BN) * config.CLUSTER <= 16 * problem.cores:
             yield config
 
 
-def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[Config], Config]]:
+def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[A16W8TilesConfig], A16W8TilesConfig]]:
     """The divisions of the table whose blocks have equally long parts and find room.
 
     A division without STAGES holds the whole of a block's part.
@@ -235,7 +235,7 @@ def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[Conf
                 yield division, config
 
 
-def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+def candidates(problem: WeightProblem) -> tuple[A16W8TilesConfig, ...]:
     """The configurations to measure a problem in, the default one first; at most 16 rows by lines along K."""
     if problem.m > MOST_ROWS or problem.batch > 1 or not problem.k_lines or problem.k % _PIECE:
         return ()
@@ -244,11 +244,13 @@ def candidates(problem: WeightProblem) -> tuple[Config, ...]:
     late = (False, True) if problem.constant else (True,)
     for warps, cluster, resident, later in every((4, 8, 12), range(1, 9), (2, 3), late):
         if cluster <= stages_of(k) // 2 or cluster == 1:
-            found.append(_with_stages(Config(rows, warps, 0, cluster, resident, later), k, problem.block, parts))
+            found.append(
+                _with_stages(A16W8TilesConfig(rows, warps, 0, cluster, resident, later), k, problem.block, parts)
+            )
     return tuple(dict.fromkeys(config for config in found if (1 if config.HELD else LEAST_STAGES) <= config.STAGES))
 
 
-def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
+def _with_stages(config: A16W8TilesConfig, k: int, w_block: Block, parts: int) -> A16W8TilesConfig:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be.
 
     Two stages' sums take `parts * ROWS` registers of a thread; more blocks than leave it 42 beside them would spill.
@@ -263,7 +265,7 @@ def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
     return replace(config, STAGES=max(stages, 0))
 
 
-def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     """The launch of a product that `accepts` accepts, of which nothing is empty."""
     product = product.as_matrix()
     m, n, k, target, constant = product.m, product.n, product.k, product.target, product.constant

@@ -24,7 +24,7 @@ _MOST_STEPS: Final = 64  # of a block, for whose scales there is room
 
 
 @dataclass(frozen=True)
-class Config:
+class MxTilesConfig:
     """How blocks divide a product; `mx_tiles.cu` says what each does.
 
     `ROWS` of a by `16 * WARPS_N` columns of b, `WARPS_K` warps for each along K, `STAGES` of K in flight, `DEPTH`
@@ -94,7 +94,7 @@ def untuned(problem: Problem) -> str | None:
     return None
 
 
-def configure(problem: Problem) -> Config:
+def configure(problem: Problem) -> MxTilesConfig:
     """By what was timed on an H200 at the shapes of decoding.
 
     Up to 16 rows by a constant weight: small blocks, so that those of the launch before leave room for as many. Up to
@@ -113,31 +113,31 @@ def configure(problem: Problem) -> Config:
 
     if rows <= 16 and problem.constant:
         late = rows == 16 and steps >= 16
-        return _with_stages(Config(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4, LATE=late), k)
+        return _with_stages(MxTilesConfig(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4, LATE=late), k)
     if problem.constant and rows == 32 and tiles <= cores * 11 // 10:
         cluster = clusters(cores * 11 // 10)
         if floor_power_of_two(cluster) * _MOST_STEPS >= steps:
             cluster = floor_power_of_two(cluster)
-        return _with_stages(Config(rows, 4, 2, 0, cluster, LATE=True), k)
+        return _with_stages(MxTilesConfig(rows, 4, 2, 0, cluster, LATE=True), k)
     if problem.constant and rows == 64 and 2 * cores < 4 * tiles <= 3 * cores and steps <= 12:
-        return _with_stages(Config(32, 4, 2, 0, LATE=True), k)
+        return _with_stages(MxTilesConfig(32, 4, 2, 0, LATE=True), k)
     cluster = clusters(cores * 7 // 4)
     if 2 * cores < tiles * _MOST_CLUSTER <= 3 * cores and steps >= 4 * _MOST_CLUSTER:
         cluster = _MOST_CLUSTER
     few = cluster <= _FEW_BLOCKS
     resident = 3 if few or tiles * cluster > 2 * cores else 2
     if rows == 64 and 2 * cores < 4 * tiles <= 3 * cores and steps >= 16:
-        config = Config(32, 4, 2, 0, 2, 3, 1)
+        config = MxTilesConfig(32, 4, 2, 0, 2, 3, 1)
     elif rows == 64 and few:
-        config = Config(rows, 4, 2, 0, clusters(cores), 1)
+        config = MxTilesConfig(rows, 4, 2, 0, clusters(cores), 1)
     elif rows == 64:
-        config = Config(rows, 4, 1, 0, cluster, resident)
+        config = MxTilesConfig(rows, 4, 1, 0, cluster, resident)
     else:
-        config = Config(rows, 4, 2, 0, cluster, resident, 1 if rows == 32 and resident == 3 else 2)
+        config = MxTilesConfig(rows, 4, 2, 0, cluster, resident, 1 if rows == 32 and resident == 3 else 2)
     return _with_stages(config, k)
 
 
-def candidates(problem: Problem) -> tuple[Config, ...]:
+def candidates(problem: Problem) -> tuple[MxTilesConfig, ...]:
     """The configurations to measure a problem in, the default one first: other clusters along K, and residents."""
     default, k = configure(problem), problem.k
     steps = k // STEP
@@ -148,7 +148,7 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(config for config in found if config.least_stages <= config.STAGES))
 
 
-def _with_stages(config: Config, k: int) -> Config:
+def _with_stages(config: MxTilesConfig, k: int) -> MxTilesConfig:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
     each = -(-(k // STEP) // config.CLUSTER)
     for resident in range(config.RESIDENT, 0, -1):
@@ -175,7 +175,7 @@ def _has_words(scale: Tensor) -> bool:
     return (step == 1 or scale.shape[-1] == 1) and aligned and scale.data_ptr() % 4 == 0
 
 
-def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
     `out` and `bias` are contiguous. A 2-D operand serves a whole batch. A constant b is read early.

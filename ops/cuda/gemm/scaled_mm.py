@@ -28,7 +28,7 @@ KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("W
 
 
 @dataclass(frozen=True)
-class Config:
+class ScaledMmConfig:
     """The tile of a block and how it is computed; `scaled_mm.cu` says what each does.
 
     `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries, `STAGES`
@@ -110,7 +110,7 @@ def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
     return None
 
 
-def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
 
     With `offsets (E,)` the launch walks over the tiles of all groups: `out (M, N) = a (M, K) @ b (E, K, N)[group of the
@@ -183,7 +183,7 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     return (launch,)
 
 
-def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
+def _programs(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig, target: Target) -> int:
     pair_m = config.CLUSTER if config.SHARE_B else 1
     pair_n = config.CLUSTER if not config.SHARE_B else 1
     rows = -(-m // (config.BM * pair_m)) * batches
@@ -195,7 +195,7 @@ def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target
     return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
 
 
-def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
+def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
     """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
     a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
     b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0

@@ -25,7 +25,7 @@ from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, configure, plan_mm_a16w8
+from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, configure, plan_mm_a16w8
 from support.compilers import assert_no_spills
 from support.operands.weights import CLASSES, exact, weight
 from support.products import planned, weight_product
@@ -33,7 +33,7 @@ from support.products import planned, weight_product
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LABELS = [sample.label for sample in SAMPLES["mm_a16w8"]()]
 # Small tiles, so that few elements make several along every axis; two, so that scales are vectors and numbers.
-SMALL, NARROW = Config(32, 64, 32, 4, 2, GROUP=2), Config(16, 32, 32, 4, 2)
+SMALL, NARROW = A16W8Config(32, 64, 32, 4, 2, GROUP=2), A16W8Config(16, 32, 32, 4, 2)
 # Half a unit in the last place: what a scale for each element along K costs, where `w * scale` is rounded.
 ROUNDED = {BF16: 2**-8, FP16: 2**-11, FP32: 0.0}
 
@@ -51,7 +51,7 @@ def assert_near(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None =
 
 
 def interpreted(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: Config | None = SMALL, wide: bool = False
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: A16W8Config | None = SMALL, wide: bool = False
 ) -> Tensor:
     out = torch.full((*(x.shape[:-2] or w.shape[:-2]), x.shape[-2], w.shape[-1]), 7.0)
     given = weight_product(x, w, out, bias=bias)

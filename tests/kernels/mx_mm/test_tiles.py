@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
-from fp8fn.ops.cuda.gemm.mx_tiles import Config, accepts, configure, plan
+from fp8fn.ops.cuda.gemm.mx_tiles import MxTilesConfig, accepts, configure, plan
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.targets import GFX950, SM90, SM100, Target, target_of
@@ -51,7 +51,7 @@ def along_k(q: ScaledTensor) -> ScaledTensor:
 
 
 def emulated(
-    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: Config | None = None, *,
+    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: MxTilesConfig | None = None, *,
     out: torch.dtype = FP32, backwards: bool = False, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into memory that was 7 before; what lies behind it must be as it was."""
@@ -70,7 +70,7 @@ def emulated(
 
 @needs_compiler
 @pytest.mark.parametrize("config", MX_TILES, ids=str)
-def test_every_division_of_the_work(config: Config) -> None:
+def test_every_division_of_the_work(config: MxTilesConfig) -> None:
     """Blocks along K with much, little and nothing to do, stages filled anew, N ragged, rows in several tiles."""
     for m, n, k in ((5, 70, 896), (70, 130, 256)):
         a, b = operands(m, n, k)
@@ -338,7 +338,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], constant: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", MX_TILES, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: MxTilesConfig, hopper: Target) -> None:
     for m, n, k in ((5, 80, 768), (19, 272, 256), (64, 1040, 6144)):
         a, b = operands(m, n, k, device="cuda")
         torch.cuda.synchronize()
