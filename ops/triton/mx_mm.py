@@ -88,15 +88,15 @@ def mx_mm(
 
 @triton.jit
 def load_tile(
-    pointers, inside, left, COLUMNS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr
+    pointers, inside, left, COLUMNS: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr
 ):
-    """A tile of data, or with `STEP = 32` of its scales, of which `left` elements along K exist; zeros elsewhere."""
+    """A tile of data, or with `SPAN = 32` of its scales, of which `left` elements along K exist; zeros elsewhere."""
     if EVEN_K and EVEN:
         tile = tl.load(pointers)
     elif EVEN_K:
         tile = tl.load(pointers, mask=inside, other=0.0)
     else:
-        tile = tl.load(pointers, mask=inside & (tl.arange(0, COLUMNS)[None, :] * STEP < left), other=0.0)
+        tile = tl.load(pointers, mask=inside & (tl.arange(0, COLUMNS)[None, :] * SPAN < left), other=0.0)
     return tile
 
 

@@ -30,7 +30,7 @@ from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-STEP: Final = 128  # of K in a stage
+STAGE_K: Final = 128  # of K in a stage
 _PIECE: Final = 8  # of x, that a thread loads
 MOST_ROWS: Final = 16
 LEAST_STAGES: Final = 2  # of a ring
@@ -74,8 +74,8 @@ class A16W8TilesConfig:
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
         steps, arriving = self.steps(k), arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
-        before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
-        x = steps * self.ROWS * ((0 if self.X_OVER else parts * STEP) + 4)
+        before = round_up(self.STAGES * (self.BN * STAGE_K + 16) + arriving + 8, 1024)
+        x = steps * self.ROWS * ((0 if self.X_OVER else parts * STAGE_K) + 4)
         return before + x + scale_bytes(steps, self.BN, w_block)
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
 
 def stages_of(k: int) -> int:
     """Stages that K takes, of which the last one may have zeros behind it."""
-    return -(-k // STEP)
+    return -(-k // STAGE_K)
 
 
 @cache
@@ -135,7 +135,7 @@ def untuned(product: WeightProduct) -> str | None:
     rows = product.m * product.batch
     if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
-    if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
+    if rows <= 8 and (k < STAGE_K or (k == STAGE_K and n <= 3072)) and not constant:
         return "up to eight rows by no more than a stage of a weight that may not be read early are faster in registers"
     return None
 
@@ -259,7 +259,7 @@ def _with_stages(config: A16W8TilesConfig, k: int, w_block: Block, parts: int) -
     for resident in range(config.RESIDENT, 0, -1):
         config = replace(config, STAGES=0, RESIDENT=resident)
         room = (SHARED_LIMIT // resident - RESERVED - config.shared(k, w_block, parts)) // 1024 * 1024
-        stages = min(room // (config.BN * STEP + 16), max(config.steps(k), LEAST_STAGES))
+        stages = min(room // (config.BN * STAGE_K + 16), max(config.steps(k), LEAST_STAGES))
         if stages >= wanted and parts * config.ROWS + 42 <= 65536 // (resident * config.threads):
             break
     return replace(config, STAGES=max(stages, 0))
@@ -275,7 +275,7 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
-        "TAIL": int(k % STEP > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
+        "TAIL": int(k % STAGE_K > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
         "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     options = {
@@ -298,8 +298,8 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k, w_block, PARTS[x.dtype]),
             args={
-                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
-                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128), "w_scale": w_scale, "bias": bias,
+                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
                 "bias_n": 0 if bias is None else bias.stride(-1),
             },

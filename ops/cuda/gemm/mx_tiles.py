@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.tuning.mx import Problem
 
-STEP: Final = 128  # of K in a stage
+STAGE_K: Final = 128  # of K in a stage
 _MOST_CLUSTER: Final = 8
 _FEW_BLOCKS: Final = 3  # of a cluster
 _MOST_STEPS: Final = 64  # of a block, for whose scales there is room
@@ -49,7 +49,7 @@ class MxTilesConfig:
     def least_stages(self) -> int:
         """As many as make a ring, and have room for the sums after."""
         sums = self.WARPS_K * self.ROWS * (self.BN + 4) * 4
-        return max(2, -(-sums // ((self.ROWS + self.BN) * STEP)))
+        return max(2, -(-sums // ((self.ROWS + self.BN) * STAGE_K)))
 
     @property
     def threads(self) -> int:
@@ -57,9 +57,9 @@ class MxTilesConfig:
 
     def shared(self, k: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and the scales of a block's part of K."""
-        stages = self.STAGES * (self.ROWS + self.BN) * STEP
+        stages = self.STAGES * (self.ROWS + self.BN) * STAGE_K
         arriving = self.ROWS * self.BN * 4 + self.CLUSTER * 8 if self.CLUSTER > 1 else 0
-        steps = -(-(k // STEP) // self.CLUSTER)
+        steps = -(-(k // STAGE_K) // self.CLUSTER)
         scales_of_a = 4 * 4 * (20 if self.ROWS == 64 else self.ROWS // 4) * 4 + 16
         return round_up(stages + arriving + self.STAGES * 16 + 8, 16) + steps * (scales_of_a + self.BN * 8)
 
@@ -75,8 +75,8 @@ def accepts(problem: Problem) -> str | None:
     """None for a product that `plan` takes, else the reason why not."""
     if (reason := gemv_mx.accepts(problem)) is not None:
         return reason
-    if problem.k % STEP:
-        return f"K={problem.k} is no multiple of {STEP}"
+    if problem.k % STAGE_K:
+        return f"K={problem.k} is no multiple of {STAGE_K}"
     if not problem.in_boxes:
         return "an operand does not lie as bulk copies take it, or its scales not in words of four"
     config = configure(problem)
@@ -105,7 +105,7 @@ def configure(problem: Problem) -> MxTilesConfig:
     """
     n, k, cores = problem.n, problem.k, problem.target.cores
     rows = min(8 * ceil_power_of_two(-(-problem.m // 8)), gemv_mx.MOST_ROWS)
-    tiles, steps = -(-n // 64) * problem.batch, k // STEP
+    tiles, steps = -(-n // 64) * problem.batch, k // STAGE_K
 
     def clusters(blocks: int) -> int:
         """Blocks along K, of `blocks` in all; one has scales for few steps and something to do."""
@@ -140,7 +140,7 @@ def configure(problem: Problem) -> MxTilesConfig:
 def candidates(problem: Problem) -> tuple[MxTilesConfig, ...]:
     """The configurations to measure a problem in, the default one first: other clusters along K, and residents."""
     default, k = configure(problem), problem.k
-    steps = k // STEP
+    steps = k // STAGE_K
     found, late = [default], (False, True) if problem.constant else (False,)
     for cluster, resident, later in every(range(1, _MOST_CLUSTER + 1), (1, 2, 3, 4), late):
         if -(-steps // _MOST_STEPS) <= cluster <= max(1, steps // 2):
@@ -150,10 +150,10 @@ def candidates(problem: Problem) -> tuple[MxTilesConfig, ...]:
 
 def _with_stages(config: MxTilesConfig, k: int) -> MxTilesConfig:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
-    each = -(-(k // STEP) // config.CLUSTER)
+    each = -(-(k // STAGE_K) // config.CLUSTER)
     for resident in range(config.RESIDENT, 0, -1):
         room = SHARED_LIMIT // resident - RESERVED - replace(config, STAGES=0).shared(k)
-        stages = min(room // ((config.ROWS + config.BN) * STEP + 16), max(each, config.least_stages))
+        stages = min(room // ((config.ROWS + config.BN) * STAGE_K + 16), max(each, config.least_stages))
         if stages >= config.least_stages or resident == 1:
             break
     return replace(config, STAGES=max(stages, 0), RESIDENT=resident)
@@ -204,10 +204,10 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k),
             args={
-                "a": TensorMap(as_batch(a), (1, config.ROWS, STEP), 128),
-                "b": TensorMap(as_batch(b.mT), (1, config.BN, STEP), 128),
+                "a": TensorMap(as_batch(a), (1, config.ROWS, STAGE_K), 128),
+                "b": TensorMap(as_batch(b.mT), (1, config.BN, STAGE_K), 128),
                 "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-                "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3),
                 "as_batch": batch_step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
                 "bs_batch": batch_step(b_scale), "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),

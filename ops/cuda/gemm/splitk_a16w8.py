@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STEP, arriving_bytes, scale_bytes, stages_of
+from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, arriving_bytes, scale_bytes, stages_of
 from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.limits import (
@@ -62,7 +62,7 @@ class SplitKConfig:
     @property
     def stage(self) -> int:
         """Bytes of shared memory: both operands and two barriers."""
-        return (self.BN + 2 * self.ROWS) * STEP + 16
+        return (self.BN + 2 * self.ROWS) * STAGE_K + 16
 
     def steps(self, k: int) -> int:
         """The most that a block has."""
@@ -236,9 +236,9 @@ def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
             shared=config.shared(k, product.w.block),
             args={
                 "x": TensorMap(as_batch(x), (1, config.ROWS, 64), 128),
-                "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128),
+                "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128),
                 "w_scale": product.w.scale, "bias": product.bias, "out": product.out, "M": m, "N": n, "K": k,
-                "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
                 **column_steps(product),
             },
