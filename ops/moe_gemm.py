@@ -29,7 +29,7 @@ MOE_GEMM_SCHEMA: Final = (
     " Tensor? token_weights=None, ScalarType? out_dtype=None) -> Tensor"
 )
 
-# Of the activations and of the weight: MX, and blockwise.
+# Blocks of the activations and of the weight: MX, and blockwise.
 BLOCKS: Final[tuple[tuple[Block, Block], ...]] = (((1, 32), (32, 1)), ((1, 128), (128, 128)))
 
 

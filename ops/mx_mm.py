@@ -205,7 +205,7 @@ def _configure_widened(problem: Problem) -> MxConfig:
     """As of `mm_a16w8`: deep tiles up to 64 rows, where the weight's bytes decide, and wide ones beyond."""
     target, m = problem.target, problem.m
     options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
-    # Where K is no multiple of 16, loads of single bytes take registers: wide tiles spill 18 to 80 on NVIDIA's.
+    # If K is no multiple of 16, loads of single bytes take registers: wide tiles spill 18 to 80 on NVIDIA GPUs.
     if m <= 64 or (problem.k % 16 and target.backend == "cuda"):
         bm = 16 if m <= 16 else 32 if m <= 32 else 64
         bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32

@@ -170,7 +170,7 @@ def plan_mx_mm(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaunch, 
 
 
 def strides(a: Tensor, b: Tensor, batch: int) -> dict[str, int]:
-    """Those of the data; a matrix beside a batch has none along it."""
+    """Strides of the data; a matrix beside a batch has a batch stride of 0."""
     return {
         "a_b": _batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
         "b_b": _batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
@@ -178,7 +178,7 @@ def strides(a: Tensor, b: Tensor, batch: int) -> dict[str, int]:
 
 
 def scale_strides(a_scale: Tensor, b_scale: Tensor, batch: int) -> dict[str, int]:
-    """Those of the scales, likewise."""
+    """Strides of the scales; a matrix beside a batch has a batch stride of 0."""
     return {
         "as_b": _batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
         "bs_b": _batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),

@@ -198,7 +198,7 @@ def candidate_times(
 
 @dataclass(frozen=True)
 class Table:
-    """Of one architecture: what was read off each candidate's code, and the choices for the 84 layers' products."""
+    """One architecture's table: counts read off each candidate's code, and the choices for the 84 layers' products."""
 
     arch: str
     kernels: Mapping[tuple[str, str], Kernel]

@@ -23,7 +23,7 @@ from fp8fn.ops.tuning.problem import Problem, empty_product
 from fp8fn.ops.tuning.sweep import Call, Clock
 from fp8fn.ops.tuning.table import PEER
 
-# What a matrix is filled with, over and over. Power, so speed, depends on the bytes: uniform ones would flip more bits.
+# A matrix repeats so many normal values. Power, so speed, depends on the bytes: uniform ones would flip more bits.
 _SAMPLE: Final = 2**24
 _AMAX_OF_NORMAL: Final = 2.7  # of 128 numbers, in the mean
 _TOLERANCE: Final = 1e-2  # bfloat16 rounds to 2e-3

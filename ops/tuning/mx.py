@@ -80,7 +80,7 @@ class MxConfig:
 
 
 class Row(NamedTuple):
-    """What was measured to be the fastest: a kernel by name, and what it changes of its default configuration.
+    """The fastest measured kernel, by name, and its changes to the kernel's default configuration.
 
     Without `use_hip` the kernel, in HIP, is the fastest of its kind, and one of Triton's is faster still.
     """

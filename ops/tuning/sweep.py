@@ -26,7 +26,7 @@ Call: TypeAlias = Callable[[], Any]
 _BEST: Final = 4
 _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
-# Of a median, whatever the quartiles say: times of one kernel in two sweeps of a warm H200 mostly differ by more.
+# The least spread, as a part of the median: one kernel's times in two sweeps of a warm H200 mostly differ by more.
 _LEAST_SPREAD: Final = 0.005
 _BURST_US: Final = 6000.0
 _MOST_REPEATS: Final = 30
@@ -55,7 +55,7 @@ class Bench(Protocol):
     def clock(self) -> Clock: ...
 
     def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
-        """What to time, by `config_name`, and `PEER` where it takes the operands; left out is what does not run."""
+        """Calls to time, by `config_name`, and `PEER` where it takes the operands; without calls that do not run."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,9 @@ def decide(samples: Mapping[str, Sequence[float]], models: str) -> Entry:
 
 
 def spread(samples: Sequence[float], others: Sequence[float] | None = None) -> float:
-    """What medians have to differ by: the interquartile range of turns, or half a percent where that is more.
+    """The difference from which medians differ: the turns' interquartile range, or half a percent if that is larger.
 
-    Between two calls it is that of their difference in each round, for both follow the clock of the chip.
+    Between two calls, the range is that of their difference in each round, since both follow the clock of the chip.
     """
     least = _LEAST_SPREAD * median(samples)
     if others is not None:

@@ -60,7 +60,7 @@ class ManyRowsConfig:
         return self.STAGES * w + self.slices_in_flight * x + self.BN // 32 * _OUT_ROWS * 128
 
     def blocks(self, tiles: int, cores: int) -> int:
-        """Of a launch."""
+        """The number of blocks in a launch."""
         return tiles if self.RESIDENT else min(tiles, cores)
 
     def __str__(self) -> str:
@@ -135,7 +135,7 @@ def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> ManyRo
 
 
 def _choose_once(m: int, n: int, batches: int, cores: int) -> ManyRowsConfig:
-    """Of one k-block: four blocks a multiprocessor, of 64 rows where those of 128 would be one or two for each."""
+    """For one k-block: four blocks a multiprocessor, of 64 rows if blocks of 128 would be one or two for each."""
     wide = ManyRowsConfig(128, 1, 1, MATH=1, RESIDENT=4)
     if m <= 64 or cores < tiles(m, n, batches, wide) <= 2 * cores:
         return ManyRowsConfig(64, 1, 1, MATH=1, RESIDENT=4)
@@ -143,7 +143,7 @@ def _choose_once(m: int, n: int, batches: int, cores: int) -> ManyRowsConfig:
 
 
 def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> ManyRowsConfig:
-    """Of a few k-blocks: two warpgroups share them, of the smallest tiles that are one wave of blocks."""
+    """For a few k-blocks: two warpgroups share them, and the tile is the smallest that makes one wave of blocks."""
     for width, most in ((32, cores // 2), (64, cores), (128, cores if m > 64 else 0)):
         config = ManyRowsConfig(width, 1, blocks, K_PARTS=2, RESIDENT=1 if width > 32 else 2)
         if tiles(m, n, batches, config) <= most:

@@ -23,7 +23,7 @@ BK: Final = 128
 # B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
-# Of a and of b, as `scale_kind` names them: the pairs that are tuned.
+# The pairs of scale kinds, of a and of b, that are tuned; `scale_kind` names them.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 
 
@@ -152,7 +152,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
     args: dict[str, Argument] = {
         "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
-        # What is read once comes by lines of 128 bytes, as it is used: 2 % faster than by 256.
+        # L2 promotion: an operand that is read once comes in lines of 128 bytes, 2 % faster than 256.
         "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
         "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
