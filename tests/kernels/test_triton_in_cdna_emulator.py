@@ -133,7 +133,7 @@ def test_quantize(block: Block, scale: str, target: Target) -> None:
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 @pytest.mark.parametrize("block", [(1, 128), (-1, 1), (-1, -1)], ids=str)
 def test_quantize_wider_types(block: Block, dtype: torch.dtype, target: Target) -> None:
-    """Of a column-major matrix, into e5m2."""
+    """A column-major matrix is quantized to e5m2."""
     x = hard_values(144, 37, dtype).mT
     check_quantize(x, block, "fp32", target, fp8_dtypes(target)[1])
 
@@ -247,7 +247,7 @@ def assert_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
     assert not outside.any(), f"{int(outside.sum())} of {out.numel()}, first at {outside.nonzero()[0].tolist()}"
 
 
-# What a Linear multiplies: forward, dgrad with the weight as it was quantized for the forward, wgrad, and the rest.
+# The products of a Linear: forward, dgrad with the weight as it was quantized for the forward, wgrad, and the rest.
 PRODUCTS: Final[dict[str, tuple[Block, Block, str, str, str]]] = {
     "forward": ((1, 128), (128, 128), "K", "K", "fp32"),
     "dgrad": ((1, 128), (128, 128), "K", "N", "fp32"),
@@ -296,7 +296,7 @@ def test_scaled_mm_of_another_configuration(kind: str, target: Target) -> None:
 @BY_TARGET
 @pytest.mark.parametrize("kind", ["wgrad", "TN"])
 def test_scaled_mm_into_columns(kind: str, target: Target) -> None:
-    """Of a gradient that is stored as its weight is, turned in LDS."""
+    """The gradient is stored as its weight is, by a transpose in LDS."""
     config = GemmConfig(64, 64, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True, options=(("matrix_instr_nonkdim", 16),))
     check_scaled_mm(kind, 131, target, config, column_major_out=True)
 
@@ -313,7 +313,7 @@ CANDIDATES: Final = [
     ("target", "kind", "name"), CANDIDATES, ids=lambda part: part.name if isinstance(part, Target) else part
 )
 def test_scaled_mm_of_every_candidate(target: Target, kind: str, name: str) -> None:
-    """Of the choice for AMD, without masks and in the order of chiplets."""
+    """Every candidate of the choice for AMD, without masks and in the order of chiplets."""
     check_scaled_mm(kind, 256, target, amd.config_of(f"{name}g4x8"), n=256, k=256)
 
 

@@ -101,7 +101,7 @@ MEASURED: dict[tuple[int, int, int], dict[str, float]] = {
 }  # fmt: skip
 
 
-# Of the weight's gradient, M, N, K of that product: 128x128 with one temporary has 0.90 of 192x128's rate.
+# TFLOP/s of the weight's gradient by its M, N, K: 128x128 with one temporary has 0.90 of 192x128's rate.
 WGRAD = {(6144, 4096, 8192): 950.0, (28672, 4096, 8192): 930.0, (8192, 8192, 16384): 963.0}
 
 

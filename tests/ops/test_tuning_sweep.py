@@ -30,7 +30,7 @@ def test_a_winner_beats_the_models_choice_by_more_than_the_spread() -> None:
     assert PEER not in won.times
     # A wide spread of either ties them too.
     assert decide({"192x128d1": [90.0, 100.0, 110.0], "128x256d1": clear}, "192x128d1").config == "192x128d1"
-    # Where the model's choice did not run, the fastest has it.
+    # If the model's choice did not run, the fastest is chosen.
     assert decide({"128x256d1": close, "64x64d2": clear}, "192x128d1").config == "64x64d2"
 
 

@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.quantize.stream_columns import StreamConfig
 from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.layout import Block
 
-# Those that a tuning table may choose, and clusters.
+# Configurations that a tuning table may choose, and clusters.
 SCALED_MM: dict[str, ScaledMmConfig] = {
     "192x128": ScaledMmConfig(MATH=3, DEPTH=1),
     "128x256": ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1),
@@ -47,7 +47,7 @@ KINDS: dict[str, tuple[Block, Block]] = {
     "tensorwise": ((-1, -1), (-1, -1)),
 }
 
-# Where registers spill, the configuration is not chosen: two temporaries cost none only where no scale changes along K.
+# Variants that spill, which are never chosen: two temporaries spill nothing only if no scale changes along K.
 SPILLING = {("192x128 cluster", "wgrad"), ("split", "wgrad")} | {
     (config, kind) for config in ("128x192 depth 2", "192x128 depth 2") for kind in ("forward", "wgrad")
 }

@@ -215,7 +215,7 @@ def _a16w8_tiles(place: Place, target: Target) -> Forms:
         of_others = set()
         configs = dict.fromkeys(division.config for division in divisions)
         for (config, cluster), dtype in zip(product(configs, (2, 1)), cycle((FP16, BF16, BF16, FP16)), strict=False):
-            # Those without stages hold a block's part as a whole, which zeros follow here.
+            # Configurations without stages hold a block's part as a whole, which zeros follow here.
             stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
@@ -365,7 +365,7 @@ def _quantize_groups(place: Place, target: Target) -> Forms:
 
 
 def _value(q: Quantization) -> Tensor:
-    """What is quantized, by the reference."""
+    """The tensor to quantize, by the reference."""
     if q.source is PLAIN:
         return q.x
     assert q.other is not None

@@ -90,7 +90,7 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
 def _weight_product(given: WeightProduct) -> dict[str, Expected]:
     value, magnitude, *_ = kernel_info.product(given.x, dequantized(given.w), given.bias)
     assert magnitude is not None
-    # Where a scale changes with each element along K, `w * scale` is rounded to the type of x.
+    # If a scale changes with each element along K, `w * scale` is rounded to the type of x.
     return {"out": Expected(value, magnitude * (2**-8 / 1e-5 if given.w.block[0] == 1 else 1.0))}
 
 

@@ -32,7 +32,7 @@ WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 
 @dataclass
 class Launched:
-    """What one cuLaunchKernel saw."""
+    """The arguments of one cuLaunchKernel."""
 
     function: int
     grid: tuple[int, ...]

@@ -115,7 +115,7 @@ def test_every_division_of_the_work(contiguous: str, config: GemvConfig) -> None
 @needs_compiler
 @by_layout
 def test_x_in_chunks(contiguous: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where x does not fit into shared memory, part of K after part."""
+    """An x too large for shared memory is read part of K after part."""
     monkeypatch.setattr("fp8fn.ops.cuda.gemm.gemv_a16w8.SHARED_LIMIT", 12 << 10)
     for m, config in ((7, GemvConfig(8, 1, 1, 4, 2, 2, 1)), (16, GemvConfig(16, 1, 2, 2, 4, 1, 1))):
         x, w = torch.randn(m, 1500).bfloat16(), operand(1500, 40, (128, 128), contiguous=contiguous)
@@ -395,7 +395,7 @@ def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
 
 
 def test_a_short_k_is_in_flight_as_a_whole() -> None:
-    """Of one k-block, or shared by two warpgroups: the tiles that were the fastest on an H200."""
+    """One k-block, or a few that two warpgroups share, have the tiles that were the fastest on an H200."""
 
     def choose(batches: int, m: int, n: int, k: int) -> tuple[int, int, int]:
         config = many.choose_config(WeightProblem(m, n, k, batches))

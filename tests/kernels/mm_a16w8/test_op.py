@@ -297,7 +297,7 @@ def test_rows_have_the_same_bits_in_any_company(block: Block, dtype: torch.dtype
         assert found[1:-1].isnan().all()
 
 
-# What of a configuration of `gemv_a16w8` orders a sum over K.
+# The macros of `gemv_a16w8` that order a sum over K.
 ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "K_CHUNK")
 
 
@@ -353,7 +353,7 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
 
 @pytest.mark.parametrize("prequant", [False, True])
 def test_the_gradient_of_an_x_beside_a_batch_of_weights_is_rounded_once(prequant: bool, device: torch.device) -> None:
-    """Of two weights that almost cancel: rounded to bfloat16 before they are summed, two terms would leave 20 dB."""
+    """The two weights almost cancel: two terms rounded to bfloat16 before their sum would leave 20 dB."""
     one = fp8fn.quantize(torch.randn(1, 128, 128, device=device), (128, 128))
     data = one.data.view(torch.uint8)
     changed = (torch.rand(data.shape, device=device) < 1 / 64) & (data & 0x7F < 0x78)

@@ -52,7 +52,7 @@ def emulated(
 
 
 def depth(config: SplitKConfig, k: int) -> int:
-    """Of parts in flight as a whole the ragged K that they are of, of others `k`."""
+    """A ragged K for a configuration whose parts are in flight as a whole (`HELD`), `k` for another."""
     return config.STAGES * config.CLUSTER * 128 - 112 if config.HELD else k
 
 
@@ -200,7 +200,7 @@ def test_the_default_configuration() -> None:
 
 @needs_nvrtc
 def test_which_products_it_serves() -> None:
-    """Of more than 16 rows, eight in a batch or by a small weight, unless there are tiles for larger blocks; as was
+    """More than 16 rows, or more than 8 in a batch or by a small weight, unless larger blocks have enough tiles; as
     timed on an H200."""
 
     def entry(m: int, n: int, k: int, *batch: int, **kwargs: Any) -> str:

@@ -129,7 +129,7 @@ def test_every_division_of_the_work(config: GemvConfig) -> None:
 
 @needs_compiler
 def test_a_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a does not fit into shared memory, part of K after part."""
+    """An a too large for shared memory is read part of K after part."""
     monkeypatch.setattr("fp8fn.ops.cuda.gemm.gemv_a16w8.SHARED_LIMIT", 12 << 10)
     for config in (GemvConfig(8, 1, 1, 4, 2, 2, 1), GemvConfig(16, 1, 2, 2, 4, 1, 1), GemvConfig(32, 1, 4, 2, 1, 1, 1)):
         a, b = given(config.ROWS - 1, 40, 1500)
@@ -209,7 +209,7 @@ def test_every_fp8_value_by_every_scale_is_exact() -> None:
 @needs_compiler
 @pytest.mark.parametrize("config", [GemvConfig(8, 1, 1, 2, 1, 1), GemvConfig(8, 1, 4, 2, 1, 1)], ids=str)
 def test_scales_that_are_far_apart(config: GemvConfig) -> None:
-    """Those of a and b cancel in one block as in the next."""
+    """The scales of a and b cancel in every block."""
     a, b = given(5, 40, 256)
     expected = emulated(a, b, config=config)
     turns = torch.tensor([100, -100] * 4)
@@ -579,7 +579,7 @@ def test_every_division_of_the_work_on_a_gpu(config: GemvConfig, hopper: Target)
 
 @pytest.mark.gpu
 def test_extremes_on_a_gpu(hopper: Target) -> None:
-    """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
+    """The values are the CPU's float32, for subnormal scales too; NaN scales give NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
     b = fp8fn.quantize(torch.eye(128), (32, 1), scale="e8m0")

@@ -83,7 +83,7 @@ def test_every_division_of_the_work(config: MxTilesConfig) -> None:
 @needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 50, 63, 64])
 def test_every_number_of_rows(m: int) -> None:
-    """Of scales that lie in either way, the others than those of the output."""
+    """Scales in either order of memory give the same bits."""
     a, b = operands(m, 48, 256)
     found = emulated(a, b, constant=m % 2 == 0)
     assert_near(found, a, b)
@@ -147,7 +147,7 @@ def test_every_fp8_value_by_every_scale_is_exact(dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_scales_that_are_far_apart() -> None:
-    """Those of a and b cancel in one block as in the next; the product of the largest is Inf, but zeros stay zeros."""
+    """The scales of a and b cancel in every block; the product of the largest is Inf, but zeros stay zeros."""
     a, b = operands(20, 40, 256)
     expected = emulated(a, b)
     turns = torch.tensor([100, -100] * 4)
@@ -353,7 +353,7 @@ def test_every_division_of_the_work_on_a_gpu(config: MxTilesConfig, hopper: Targ
 
 @pytest.mark.gpu
 def test_extremes_on_a_gpu(hopper: Target) -> None:
-    """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
+    """The values are the CPU's float32, for subnormal scales too; NaN scales give NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
     b = fp8fn.quantize(torch.eye(128), (32, 1), scale="e8m0")

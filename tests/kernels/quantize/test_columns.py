@@ -53,7 +53,7 @@ _ALL_WALKS: Final = tuple(walk for _, walk in walk_columns._WALKS)
 
 
 def referred(q: Quantization) -> Any:
-    """What the reference makes of it."""
+    """The reference's data and scales."""
     form = q.block, q.dtype, q.scale
     if q.offsets is None:
         return reference.quantize(q.x, *form)
@@ -305,7 +305,7 @@ def test_the_tile_keeps_the_rows_where_a_cluster_can() -> None:
 
 
 def launches_of(tile: ColumnsConfig | StreamConfig) -> Iterator[CudaLaunch]:
-    """Of matrices and of groups, in 16 bits and in 32."""
+    """Launches for matrices and for groups, in 16 bits and in 32."""
     for dtype, width in ((BF16, 512), (FP32, 500)):
         x = torch.empty(1000, width, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
@@ -402,7 +402,7 @@ def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
 
 
 def default_walk(x: Tensor, groups: int) -> WalkConfig | None:
-    """Where the groups are small and many enough to be walked over."""
+    """The walk over groups; None unless they are small and many enough."""
     q = quantization(x, (-1, 1), offsets=torch.empty(groups, device="meta", dtype=torch.int32))
     return walk_columns.configure(q) if walk_columns.untuned(q) is None else None
 

@@ -88,7 +88,7 @@ def test_hard_values_stay_in_their_blocks() -> None:
 @pytest.mark.parametrize("scale", ["fp32", "e8m0"])
 @pytest.mark.parametrize("rest", [70, 2260], ids=["small", "large"])
 def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale: str) -> None:
-    """Those between a group's tokens and the next group, and those past the last."""
+    """Rows lie between a group's tokens and the next group, and past the last group."""
     sizes = [5, 128, 0, 130, 37]
     offsets = ends(sizes)
     x = torch.randn(sum(sizes) + rest, 40, dtype=BF16)
@@ -267,7 +267,7 @@ PAIRS: Final[dict[str, tuple[Block, Block]]] = {
 
 
 def operands(kind: str, m: int, n: int, k: int, experts: int) -> tuple[Any, ...]:
-    """What `accepts` and `plan` take before `bias`, unwritten; of "summed" tokens k is their number."""
+    """Unwritten operands of a product; for the "summed" kinds k is the number of tokens."""
     a_block, b_block = PAIRS[kind]
 
     def meta(*shape: int) -> Tensor:

@@ -496,7 +496,7 @@ def maps(launch: CudaLaunch) -> dict[str, TensorMap]:
 
 
 def assert_encodable(launch: CudaLaunch) -> None:
-    """What cuTensorMapEncodeTiled asks of its arguments (CUDA driver API, Tensor Map Object Management)."""
+    """Asserts cuTensorMapEncodeTiled's conditions on its arguments (CUDA driver API, Tensor Map Object Management)."""
     for name, map_ in maps(launch).items():
         size = map_.tensor.element_size()
         assert map_.tensor.dim() == len(map_.box) == 3, name
@@ -592,7 +592,7 @@ def walk(m: int, n: int, k: int, batches: int, config: ScaledMmConfig, programs:
 
 
 def test_the_walk_is_the_one_of_the_source() -> None:
-    """What `walk` mirrors, so that a change of the source is a change of the mirror too."""
+    """`walk` mirrors these lines, so that a change of the source asks for a change of the mirror."""
     source = "".join(nvrtc.sources()[name].read_text() for name in ("tiles.cuh", "scaled_mm.cu"))
     for line in (
         "batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);",
