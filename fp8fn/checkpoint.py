@@ -223,7 +223,7 @@ def _opened(path: Path) -> Any:
 
 
 def _cut_off(path: Path) -> str | None:
-    """Where a truncated file ends, and in which tensor; None if it is complete or its header cannot be read."""
+    """Says where a truncated file ends, and in which tensor; None if it is complete or its header is unreadable."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

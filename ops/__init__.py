@@ -1,1 +1,1 @@
-"""What runs: the ops, their plain-PyTorch references, and their kernels."""
+"""The ops, their references in plain PyTorch, and their kernels."""

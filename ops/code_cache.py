@@ -22,7 +22,7 @@ _saying: Final = Lock()
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels and tuned configurations are kept.
+    """The folder of compiled kernels and tuned configurations.
 
     `FP8FN_CACHE_DIR`, else the user's cache folder (on Linux `~/.cache/fp8fn`), else, where the user has no home
     folder, one of the user's own among the temporary files.
@@ -42,7 +42,7 @@ def cache_dir() -> Path:
 
 
 def read_whole(path: Path) -> bytes | None:
-    """What `write` wrote; None where that is not there, can't be read, is damaged, or may have been written by others.
+    """The content that `write` wrote; None if the file is missing, unreadable, damaged, or maybe written by others.
 
     The checksum finds damage and not malice: whoever may write the file may write the checksum too.
     """

@@ -31,7 +31,7 @@ _NAME: Final = "expert_mlp"
 
 
 class Kept(NamedTuple):
-    """What the backward reads: of the operands their FP8 forms, and `hidden (T, 2I)` in the type of the output."""
+    """Tensors that the backward reads: FP8 forms of the operands, and `hidden (T, 2I)` in the type of the output."""
 
     x_col: Quantized | None
     gate_up_row: Quantized | None

@@ -33,7 +33,7 @@ def fp8_max_exponent(dtype: torch.dtype) -> int:
 
 
 def rceil_addend(dtype: torch.dtype) -> int:
-    """What makes the exponent of `amax` that of `"rceil"` when added to its bits: one more where `amax / fp8_max` is.
+    """The integer to add to the bits of `amax`: it raises the exponent by one where `"rceil"` rounds the scale up.
 
     With `amax = 1.f * 2 ** e` and `fp8_max = 1.m * 2 ** emax`, `ceil(log2(amax / fp8_max)) = e - emax + (f > m)`.
     """

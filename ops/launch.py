@@ -61,7 +61,7 @@ class Launch(ABC):
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes: registers and spilled registers a thread, bytes of scratch and of shared memory."""
+    """Resources of a compiled kernel: registers and spilled registers a thread, bytes of scratch and shared memory."""
 
     registers: int
     spills: int
@@ -70,7 +70,7 @@ class Resources:
 
 
 def cubin_resources(cubin: bytes, name: str, shared: int) -> Resources:
-    """What NVIDIA's machine code takes, read by cuobjdump; `shared` is the dynamic shared memory of a launch."""
+    """Resources of NVIDIA's machine code, read by cuobjdump; `shared` is the dynamic shared memory of a launch."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

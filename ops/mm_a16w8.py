@@ -73,7 +73,7 @@ def mm_a16w8_reference(
 ) -> Tensor:  # fmt: skip
     """`constant` has no effect here."""
     block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
-    return reference.mm_a16w8(x, w, w_scale, block, bias, out_dtype or x.dtype)
+    return reference.mm_a16w8(x, Quantized(w, w_scale, block), bias, out_dtype or x.dtype)
 
 
 def mm_a16w8_kernel(
@@ -102,7 +102,7 @@ def _unserved(product: WeightProduct) -> str | None:
 
 
 def _reference(product: WeightProduct) -> tuple[Tensor]:
-    return (reference.mm_a16w8(product.x, *product.w, product.bias, product.out.dtype),)
+    return (reference.mm_a16w8(product.x, product.w, product.bias, product.out.dtype),)
 
 
 def _untuned_splitk(product: WeightProduct) -> str | None:

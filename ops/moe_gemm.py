@@ -21,7 +21,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.scaled_mm import Parts, check_operand
 from fp8fn.ops.targets import chip_of
-from fp8fn.ops.tuning.mx import Config, MoeProblem
+from fp8fn.ops.tuning.mx import MoeProblem, MxConfig
 
 MOE_GEMM_SCHEMA: Final = (
     "moe_gemm(Tensor a, Tensor a_scale, int[2] a_block, Tensor w, Tensor w_scale, int[2] w_block,"
@@ -29,7 +29,7 @@ MOE_GEMM_SCHEMA: Final = (
     " Tensor? token_weights=None, ScalarType? out_dtype=None) -> Tensor"
 )
 
-# Of the activations and of the weight: MX, and blockwise.
+# Blocks of the activations and of the weight: MX, and blockwise.
 BLOCKS: Final[tuple[tuple[Block, Block], ...]] = (((1, 32), (32, 1)), ((1, 128), (128, 128)))
 
 
@@ -192,13 +192,13 @@ def _plan_hip(product: RoutedProduct, config: HipConfig) -> tuple[Launch, ...]:
     return plan_moe(product, config)
 
 
-def _configure_triton(problem: MoeProblem) -> Config:
+def _configure_triton(problem: MoeProblem) -> MxConfig:
     from fp8fn.ops.triton.moe_gemm import configure
 
     return configure(problem)
 
 
-def _plan_triton(product: RoutedProduct, config: Config) -> tuple[Launch, ...]:
+def _plan_triton(product: RoutedProduct, config: MxConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 
     return plan_moe_gemm(product, config)

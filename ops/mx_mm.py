@@ -23,7 +23,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
 from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset
-from fp8fn.ops.tuning.mx import Config, Problem, Table, lookup, shipped
+from fp8fn.ops.tuning.mx import MxConfig, Problem, Table, lookup, shipped
 
 MX_MM_SCHEMA: Final = (
     "mx_mm(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, ScalarType? out_dtype=None, "
@@ -169,12 +169,12 @@ def _accepts_few(problem: Problem) -> str | None:
     return _foreign(problem) or (f"M={problem.m} is above {_FEW}" if problem.m > _FEW else None)
 
 
-def _configure_few(problem: Problem) -> Config:
+def _configure_few(problem: Problem) -> MxConfig:
     """Narrow tiles and a sum over K in parts, until every core has a program: a weight is read at memory's speed."""
     target = problem.target
     options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
     bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
-    config = Config(_FEW, bn, 128, 4, 2 if target.backend == "hip" else 4, options=options)
+    config = MxConfig(_FEW, bn, 128, 4, 2 if target.backend == "hip" else 4, options=options)
     tiles, splits = -(-problem.n // bn) * problem.batch, 1
     # Two steps of K for each part at least: the second pass costs a launch.
     while splits < _MOST_SPLITS and tiles * splits < target.cores and problem.k >= 4 * splits * config.BK:
@@ -188,42 +188,42 @@ def _accepts_scaled(problem: Problem) -> str | None:
     return _foreign(problem)
 
 
-def _configure_scaled(problem: Problem) -> Config:
+def _configure_scaled(problem: Problem) -> MxConfig:
     if problem.target.backend == "hip":
         if problem.m <= 32:
-            return Config(32, 64, 256, 4, 2, options=(("matrix_instr_nonkdim", 16),))
+            return MxConfig(32, 64, 256, 4, 2, options=(("matrix_instr_nonkdim", 16),))
         options = (("matrix_instr_nonkdim", 32),)  # tiles of 16 would leave by 8 bytes
         if problem.m <= 64:
-            return Config(64, 64, 256, 4, 2, options=options)
-        return Config(128, 128, 128, 8, 2, options=options)
+            return MxConfig(64, 64, 256, 4, 2, options=options)
+        return MxConfig(128, 128, 128, 8, 2, options=options)
     if problem.k % 16:  # loads of single bytes take registers: 128 deep spills 28 to 172
-        return Config(128, 64, 64, 8, 3)
-    return Config(128, 64 if problem.m <= 128 else 128, 128, 8, 3)
+        return MxConfig(128, 64, 64, 8, 3)
+    return MxConfig(128, 64 if problem.m <= 128 else 128, 128, 8, 3)
 
 
-def _configure_widened(problem: Problem) -> Config:
+def _configure_widened(problem: Problem) -> MxConfig:
     """As of `mm_a16w8`: deep tiles up to 64 rows, where the weight's bytes decide, and wide ones beyond."""
     target, m = problem.target, problem.m
     options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
-    # Where K is no multiple of 16, loads of single bytes take registers: wide tiles spill 18 to 80 on NVIDIA's.
+    # If K is no multiple of 16, loads of single bytes take registers: wide tiles spill 18 to 80 on NVIDIA GPUs.
     if m <= 64 or (problem.k % 16 and target.backend == "cuda"):
         bm = 16 if m <= 16 else 32 if m <= 32 else 64
         bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
         if target.backend == "hip":
-            return Config(bm, bn, 128, 4, 2, options=options)
-        return Config(bm, bn, 64 if bm == 64 else 128, 8 if bm == 64 else 4, 3)
+            return MxConfig(bm, bn, 128, 4, 2, options=options)
+        return MxConfig(bm, bn, 64 if bm == 64 else 128, 8 if bm == 64 else 4, 3)
     if target.backend == "hip":
-        return Config(128, 128, 64, 8, 2, options=options)
-    return Config(128, 128, 64, 8, 3)
+        return MxConfig(128, 128, 64, 8, 2, options=options)
+    return MxConfig(128, 128, 64, 8, 3)
 
 
-def _plan_widened(product: ScaledProduct, config: Config) -> tuple[Launch, ...]:
+def _plan_widened(product: ScaledProduct, config: MxConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mx_mm import plan_mx_mm
 
     return plan_mx_mm(product, config)
 
 
-def _plan_scaled(product: ScaledProduct, config: Config) -> tuple[Launch, ...]:
+def _plan_scaled(product: ScaledProduct, config: MxConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
 
     return plan_mx_mm_scaled(product, config)

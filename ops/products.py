@@ -13,7 +13,31 @@ from fp8fn.ops.targets import Chip, Target
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class ScaledProduct:
+class _Product:
+    """The output `(B?, M, N)` of a product, and the sizes that follow from its shape."""
+
+    out: Tensor
+    target: Target
+
+    @property
+    def m(self) -> int:
+        return self.out.shape[-2]
+
+    @property
+    def n(self) -> int:
+        return self.out.shape[-1]
+
+    @property
+    def batch(self) -> int:
+        return self.out.shape[0] if self.out.ndim == 3 else 1
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs({"out": self.out}, 1)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ScaledProduct(_Product):
     """`out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)` of quantized operands; a matrix serves a whole batch.
 
     With `offsets (E,)` the product is one of groups: of rows of `a` beside `b (E, K, N)`, or of parts of K. `constant`:
@@ -22,8 +46,6 @@ class ScaledProduct:
 
     a: Quantized
     b: Quantized
-    out: Tensor
-    target: Target
     bias: Tensor | None = None
     offsets: Tensor | None = None
     constant: bool = False
@@ -31,20 +53,8 @@ class ScaledProduct:
     """Whose tables are read; by default the chip of the tensors' device."""
 
     @property
-    def m(self) -> int:
-        return self.out.shape[-2]
-
-    @property
-    def n(self) -> int:
-        return self.out.shape[-1]
-
-    @property
     def k(self) -> int:
         return self.a.data.shape[-1]
-
-    @property
-    def batch(self) -> int:
-        return self.out.shape[0] if self.out.ndim == 3 else 1
 
     @property
     def group_ends(self) -> Tensor:
@@ -52,13 +62,9 @@ class ScaledProduct:
         assert self.offsets is not None
         return self.offsets
 
-    @property
-    def outputs(self) -> Outputs:
-        return Outputs({"out": self.out}, 1)
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class WeightProduct:
+class WeightProduct(_Product):
     """`out (B?, M, N) = x (B?, M, K) @ w (B?, K, N) + bias` of 16 or 32 bits by a quantized weight.
 
     `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`. `constant`:
@@ -67,30 +73,12 @@ class WeightProduct:
 
     x: Tensor
     w: Quantized
-    out: Tensor
-    target: Target
     bias: Tensor | None = None
     constant: bool = False
 
     @property
-    def m(self) -> int:
-        return self.out.shape[-2]
-
-    @property
-    def n(self) -> int:
-        return self.out.shape[-1]
-
-    @property
     def k(self) -> int:
         return self.x.shape[-1]
-
-    @property
-    def batch(self) -> int:
-        return self.out.shape[0] if self.out.ndim == 3 else 1
-
-    @property
-    def outputs(self) -> Outputs:
-        return Outputs({"out": self.out}, 1)
 
     def as_matrix(self) -> WeightProduct:
         """The same product; a batch of `x` whose rows follow one another, by one weight, is one matrix."""

@@ -35,10 +35,10 @@ SCALED_GROUPED_MM_SCHEMA: Final = (
     " Tensor offsets, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
 )
 
-# Of tokens that are rows a scale may not hold for two: the border of a group may lie between them.
+# Blocks of tokens that are rows: one token or all, as the border between two groups may lie anywhere.
 TOKEN_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, WHOLE), (1, 32), (WHOLE, WHOLE))
 EXPERT_BLOCKS: Final[tuple[Block, ...]] = ((128, 128), (128, 1), (WHOLE, 1), (32, 1), (WHOLE, WHOLE))
-# Of tokens that are summed over: spread, in blocks of 128, or with one scale for all tokens of a group.
+# Blocks of tokens that are summed over: 128 tokens of the spread layout, or all tokens of a group.
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
 
 _NAME: Final = "scaled_grouped_mm"

@@ -185,7 +185,7 @@ def by_cuda(product: ScaledProduct) -> str | None:
     return "a is on the CPU" if product.a.data.device.type == "cpu" else cuda.accepts(product)
 
 
-def configure_cuda(product: ScaledProduct) -> cuda.Config:
+def configure_cuda(product: ScaledProduct) -> cuda.ScaledMmConfig:
     from fp8fn.ops.tuning.choose import modelled
 
     return modelled(product)

@@ -25,7 +25,7 @@ def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tenso
     ids = expert.shape[0]
     expert = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts)
     by_expert, order = torch.sort(expert, stable=True)
-    # Where each expert's ids begin, and where the last one's end.
+    # The start of each expert's ids, and the end of the last expert's.
     borders = torch.searchsorted(by_expert, torch.arange(num_experts + 1, device=expert.device, dtype=expert.dtype))
     start, end = borders[:-1], borders[1:]
     last_tile = ((end - start + block_m - 1) // block_m).cumsum(0)

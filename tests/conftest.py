@@ -1,4 +1,4 @@
-"""What every test shares: a seed, one thread, what is skipped where it cannot run, fresh caches, opcheck for FP8."""
+"""The setting of every test: a seed, one thread, skips where it cannot run, fresh caches, opcheck for FP8."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _set_caches(config: pytest.Config) -> None:
 
 
 def _keep_machine_code(config: pytest.Config) -> None:
-    """What NVRTC compiles is kept below fp8fn's own cache, whose tests still judge what that cache does."""
+    """Keeps NVRTC's results below fp8fn's own cache, so that the tests of that cache still judge it."""
     patch = pytest.MonkeyPatch()
     patch.setattr(
         nvrtc, "_compile", build_cache.by_content(nvrtc._compile, lambda: build_cache.loaded_library("nvrtc"))

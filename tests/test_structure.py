@@ -1,4 +1,4 @@
-"""Where tests are: no test module imports another, and what they share lies in `tests/support`."""
+"""The structure of the tests: no test module imports another, and shared code lies in `tests/support`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What benchmarks of suites share (`dense`, `wgrad`, `linear`, `quant`, …): options, the run, JSON, table and plot."""
+"""Options, run, JSON, table and plot that the benchmarks of suites share (`dense`, `wgrad`, `linear`, `quant`, …)."""
 
 from __future__ import annotations
 

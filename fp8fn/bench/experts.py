@@ -51,7 +51,7 @@ class Experts:
         return normal(self.M, self.N, self.device, 2)
 
     def spans(self) -> list[tuple[int, int]]:
-        """Where the tokens of each expert begin and end."""
+        """The first token of each expert, and the one after its last."""
         return list(pairwise(accumulate(self.sizes, initial=0)))
 
     def out_snr_db(self, found: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What Primus-Turbo reports of its kernels' machine code on MI355X, beside what fp8fn's kernels compile to.
+"""Primus-Turbo's own report of its machine code on MI355X, beside the machine code of fp8fn's kernels.
 
 `python -m fp8fn bench isa` compiles offline, with no GPU, and writes `isa-gfx942.json` and `isa-gfx950.json` to
 `docs/results`. Cycles and TFLOP/s are modelled from the machine code (`fp8fn/ops/tuning/amd_model.py`), not measured.

@@ -145,7 +145,7 @@ def report(entries: Mapping[Problem, Entry], cores: int) -> str:
 
 
 def comparison(first: table.Table, second: table.Table) -> str:
-    """What `--compare` prints."""
+    """The text that `--compare` prints."""
     both = compare.agreement(first, second)
     count = max(both.problems, 1)
     lines = [

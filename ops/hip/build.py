@@ -130,7 +130,7 @@ def _run(kernel: HipKernel, *command: str) -> None:
 
 @cache
 def _compilers() -> tuple[Compiler, ...]:
-    """What is here, the user's own ROCm first."""
+    """The compilers on this machine, the user's own ROCm first."""
     return tuple(_of_rocm()) + tuple(_of_zig())
 
 

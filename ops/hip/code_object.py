@@ -1,4 +1,4 @@
-"""What an AMD code object says of a kernel: its parameters, its registers, its memory."""
+"""The metadata of a kernel in an AMD code object: its parameters, registers and memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Metadata:
 
 
 def metadata(code: bytes, entry: str) -> Metadata:
-    """Of the kernel `entry`; ValueError where the code object has none of the name."""
+    """The metadata of the kernel `entry`; ValueError where the code object has no kernel of that name."""
     kernels = {kernel[".name"]: kernel for note in _notes(code) for kernel in note["amdhsa.kernels"]}
     if entry not in kernels:
         raise ValueError(f"the code object has no kernel {entry!r}, only {', '.join(kernels) or 'none'}")

@@ -20,7 +20,7 @@ THREADS: Final = 64 * WAVES
 # Bytes of one operand that a wave reaches: its offsets are positive numbers of 32 bits.
 LARGEST_SPAN: Final = 2**31 - 1
 MOST_MFMA_ROWS: Final = 64
-_STEP: Final = 128  # of K, of one instruction
+_INSTRUCTION_K: Final = 128  # of K, of one instruction
 _LARGEST_GRID: Final = 2**32 - 1  # in threads
 _PIECE: Final = 16  # bytes of a load
 
@@ -59,7 +59,7 @@ def plan_mfma(product: ScaledProduct, config: HipConfig) -> tuple[HipLaunch, ...
             f"mxfp8_mfma: n_sub={n_sub}, k_splits={config.k_splits} and M={m}; n_sub must be 1, 2 or 4, k_splits 1, 2, "
             f"4 or 8, and M {MOST_MFMA_ROWS} at most"
         )
-    all_steps = ceil_div(product.k, _STEP)
+    all_steps = ceil_div(product.k, _INSTRUCTION_K)
     steps = max(ceil_div(all_steps, config.k_splits), 1)
     splits = max(ceil_div(all_steps, steps), 1)  # of which none is empty
     sums = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device) if splits > 1 else out

@@ -59,7 +59,7 @@ def library() -> ctypes.CDLL:
 
 
 def _candidates() -> Iterator[str]:
-    # What is loaded already: a second copy of the runtime would know neither PyTorch's streams nor its memory.
+    # A library that is loaded already comes first: a second copy would know neither PyTorch's streams nor its memory.
     maps = Path("/proc/self/maps")
     for line in maps.read_text().splitlines() if maps.exists() else ():
         _, slash, path = line.partition("/")

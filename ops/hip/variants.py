@@ -19,7 +19,7 @@ from fp8fn.ops.targets import GFX950
 
 
 def kernels(dtype: torch.dtype) -> tuple[HipKernel, ...]:
-    """Those with outputs of `dtype`, and a bias of it or none; each once."""
+    """The kernels with outputs of `dtype`, with a bias of that type or none; each once."""
     return tuple(dict.fromkeys(launch.kernel for launch in (*dense(dtype), *routed(dtype))))
 
 

@@ -1,4 +1,4 @@
-"""What every op means, in plain PyTorch: the oracle of the tests, and the path on the CPU."""
+"""Every op in plain PyTorch: the oracle of the tests, and the path on the CPU."""
 
 from fp8fn.ops.reference.mm_a16w8 import mm_a16w8
 from fp8fn.ops.reference.moe_gemm import moe_gemm

@@ -5,16 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fp8fn.ops.layout import Block
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.quantize import dequantize
 
 
-def mm_a16w8(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None, out_dtype: torch.dtype
-) -> Tensor:
+def mm_a16w8(x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """`x (B?, M, K) @ w (B?, K, N) + bias` → `(B?, M, N)`, row-major; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`."""
     with torch.autocast(x.device.type, enabled=False):  # which would multiply in 16 bits
-        out = x.float() @ dequantize(w, w_scale, w_block)
+        out = x.float() @ dequantize(*w)
     if bias is not None:
         out = out + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()
     return out.to(out_dtype).contiguous()

@@ -1,4 +1,4 @@
-"""What is computed in float32 before a fused quantization: the gated activation, and the normalisation of rows."""
+"""The float32 values that a fused quantization quantizes: the gated activation, and the normalisation of rows."""
 
 from __future__ import annotations
 

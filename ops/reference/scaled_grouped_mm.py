@@ -65,7 +65,7 @@ def _by_k(left: Quantized, right: Quantized, offsets: Tensor, bias: Tensor | Non
     tokens = most_tokens(summed, groups) if spread else summed
     if tokens > 0:
         pieces = _pieces(offsets, tokens)
-        # Of each token, where it lies and where its scales do.
+        # The place of each token, and the place of its scales.
         place, block = pieces.token, pieces.group[:, None].expand_as(pieces.token)
         if spread:
             starts, _ = _borders(offsets, tokens)

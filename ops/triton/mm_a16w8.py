@@ -26,7 +26,7 @@ from fp8fn.ops.tuning.amd_kernels import MM_A16W8
 
 
 @dataclass(frozen=True)
-class Config:
+class A16W8Config:
     """Tile and compiler options of `mm_a16w8`."""
 
     BM: int
@@ -162,7 +162,7 @@ def _power_above(scale):
     return power.to(tl.float32, bitcast=True), ((254 << 23) - power).to(tl.float32, bitcast=True)
 
 
-def plan_mm_a16w8(product: WeightProduct, config: Config) -> tuple[TritonLaunch]:
+def plan_mm_a16w8(product: WeightProduct, config: A16W8Config) -> tuple[TritonLaunch]:
     """The launch of a product whose `N` is at least 1; `out` is bfloat16, float16 or float32.
 
     `constant` has no effect.
@@ -202,13 +202,13 @@ def _batch_stride(x: Tensor, batch: int) -> int:
     return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
 
 
-def configure(product: WeightProduct) -> Config:
+def configure(product: WeightProduct) -> A16W8Config:
     """The default configuration of a product; see `choose_config`."""
     product = product.as_matrix()
     return choose_config(product.m, product.n, product.w.block, product.x.dtype, product.target)
 
 
-def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target) -> Config:
+def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Target) -> A16W8Config:
     """The default configuration; none of them spills (tests/kernels/mm_a16w8/test_op.py).
 
     Up to 64 rows the weight's bytes decide: deep tiles, and narrow ones where wide ones would leave cores idle. Beyond,
@@ -218,17 +218,18 @@ def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Ta
     per_element = w_block[0] == 1
     depth = 32 if w_block[0] == 32 else 64 if per_element else 128  # a scale holds for the whole depth, or for 1
     if dtype == torch.float32:
-        return Config(16, 64, 32, 4, 2, options=options) if m <= 16 else Config(64, 64, 32, 8, 3, options=options)
+        few, many = A16W8Config(16, 64, 32, 4, 2, options=options), A16W8Config(64, 64, 32, 8, 3, options=options)
+        return few if m <= 16 else many
     if m <= 64:
         bm = 16 if m <= 16 else 32 if m <= 32 else 64
         bn = 64 if ceil_div(n, 64) >= target.cores else 32
         if target.backend == "hip":
-            return Config(bm, bn, depth, 4, 2, options=options)
+            return A16W8Config(bm, bn, depth, 4, 2, options=options)
         if bm == 64:
-            return Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
-        return Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
+            return A16W8Config(bm, bn, min(depth, 64), 8, 4)  # 4 warps spill 2 registers on sm100
+        return A16W8Config(bm, bn, depth, 4, 3 if bm == 32 else 4)
     if target.backend == "hip":
-        return Config(128, 128, min(depth, 64), 4, 2, options=options)
+        return A16W8Config(128, 128, min(depth, 64), 4, 2, options=options)
     if per_element and target.arch not in (90, 100, 103):
-        return Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
-    return Config(128, 128, min(depth, 64), 8, 3)
+        return A16W8Config(128, 128, 32, 8, 3)  # 64 deep spills 4 to 6 registers on sm89 and sm120
+    return A16W8Config(128, 128, min(depth, 64), 8, 3)

@@ -14,7 +14,7 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.mx_mm import load_tile, widened
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.views import ceil_div, is_wide
-from fp8fn.ops.tuning.mx import Config, MoeProblem
+from fp8fn.ops.tuning.mx import MoeProblem, MxConfig
 
 # The least and the most rows of one product; a tile of more ids is as many products.
 _LEAST_ROWS, _MOST_ROWS = 16, 128
@@ -97,7 +97,7 @@ def moe_gemm(
         tl.store(pointers, result, mask=valid[None, :] & inside_n)
 
 
-def plan_moe_gemm(product: RoutedProduct, config: Config) -> tuple[TritonLaunch]:
+def plan_moe_gemm(product: RoutedProduct, config: MxConfig) -> tuple[TritonLaunch]:
     """The launch that fills the rows of `out` that ids name. There is a tile and an expert at least."""
     (a, a_scale, a_block), (w, w_scale, _), out, routing = product.a, product.w, product.out, product.routing
     n, k, target = product.n, product.k, product.target
@@ -126,15 +126,15 @@ def plan_moe_gemm(product: RoutedProduct, config: Config) -> tuple[TritonLaunch]
     )  # fmt: skip
 
 
-def configure(problem: MoeProblem) -> Config:
+def configure(problem: MoeProblem) -> MxConfig:
     """A tile of ids whole, up to 128, and narrow columns where cores would idle; none spills (its tests)."""
     n, k, target = problem.n, problem.k, problem.target
     bm = min(max(triton.next_power_of_2(problem.block_m), _LEAST_ROWS), _MOST_ROWS)
     options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
     stages = 2 if target.backend == "hip" else 3
     if k % 16 and target.backend == "cuda":  # loads of single bytes take registers
-        return Config(min(bm, 32), 32, 64 if problem.a_block[1] == 32 else 128, 4, 2)
+        return MxConfig(min(bm, 32), 32, 64 if problem.a_block[1] == 32 else 128, 4, 2)
     if bm > 32:  # 128 columns spill 2 to 190 registers
-        return Config(bm, 64, 128, 8, 2, options=options)
+        return MxConfig(bm, 64, 128, 8, 2, options=options)
     bn = 64 if ceil_div(n, 64) * problem.tiles >= target.cores else 32
-    return Config(bm, bn, 128, 4, stages, options=options)
+    return MxConfig(bm, bn, 128, 4, stages, options=options)

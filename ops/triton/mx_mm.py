@@ -18,7 +18,7 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import scale_value, storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
-from fp8fn.ops.tuning.mx import Config
+from fp8fn.ops.tuning.mx import MxConfig
 
 # Elements of the output that a program of the second launch adds.
 _SUMMED = 1024
@@ -88,15 +88,15 @@ def mx_mm(
 
 @triton.jit
 def load_tile(
-    pointers, inside, left, COLUMNS: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr
+    pointers, inside, left, COLUMNS: tl.constexpr, SPAN: tl.constexpr, EVEN: tl.constexpr, EVEN_K: tl.constexpr
 ):
-    """A tile of data, or with `STEP = 32` of its scales, of which `left` elements along K exist; zeros elsewhere."""
+    """A tile of data, or with `SPAN = 32` of its scales, of which `left` elements along K exist; zeros elsewhere."""
     if EVEN_K and EVEN:
         tile = tl.load(pointers)
     elif EVEN_K:
         tile = tl.load(pointers, mask=inside, other=0.0)
     else:
-        tile = tl.load(pointers, mask=inside & (tl.arange(0, COLUMNS)[None, :] * STEP < left), other=0.0)
+        tile = tl.load(pointers, mask=inside & (tl.arange(0, COLUMNS)[None, :] * SPAN < left), other=0.0)
     return tile
 
 
@@ -124,7 +124,7 @@ def sum_parts(parts, out, bias, N, total, PARTS: tl.constexpr, BLOCK: tl.constex
     tl.store(out + index, acc.to(out.dtype.element_ty), mask=inside)
 
 
-def plan_mx_mm(product: ScaledProduct, config: Config) -> tuple[TritonLaunch, ...]:
+def plan_mx_mm(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaunch, ...]:
     """The launches of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, which is not empty.
 
     `out` is contiguous bfloat16, float16 or float32, `bias` contiguous; a 2-D operand serves a whole batch.
@@ -170,7 +170,7 @@ def plan_mx_mm(product: ScaledProduct, config: Config) -> tuple[TritonLaunch, ..
 
 
 def strides(a: Tensor, b: Tensor, batch: int) -> dict[str, int]:
-    """Those of the data; a matrix beside a batch has none along it."""
+    """Strides of the data; a matrix beside a batch has a batch stride of 0."""
     return {
         "a_b": _batch_stride(a, batch), "a_m": a.stride(1), "a_k": a.stride(2),
         "b_b": _batch_stride(b, batch), "b_k": b.stride(1), "b_n": b.stride(2),
@@ -178,7 +178,7 @@ def strides(a: Tensor, b: Tensor, batch: int) -> dict[str, int]:
 
 
 def scale_strides(a_scale: Tensor, b_scale: Tensor, batch: int) -> dict[str, int]:
-    """Those of the scales, likewise."""
+    """Strides of the scales; a matrix beside a batch has a batch stride of 0."""
     return {
         "as_b": _batch_stride(a_scale, batch), "as_m": a_scale.stride(1), "as_k": a_scale.stride(2),
         "bs_b": _batch_stride(b_scale, batch), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),

@@ -14,7 +14,7 @@ from fp8fn.ops.triton.mx_mm import load_tile, scale_strides, strides
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
-from fp8fn.ops.tuning.mx import Config
+from fp8fn.ops.tuning.mx import MxConfig
 
 _FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
@@ -72,7 +72,7 @@ def mx_mm_scaled(
         tl.store(pointers, result, mask=inside_m & (offset_n[None, :] < N))
 
 
-def plan_mx_mm_scaled(product: ScaledProduct, config: Config) -> tuple[TritonLaunch]:
+def plan_mx_mm_scaled(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, as of `plan_mx_mm`; OCP types only."""
     target, bias, out = product.target, product.bias, batched(product.out)
     formats = {"A_FORMAT": _FORMATS[product.a.data.dtype], "B_FORMAT": _FORMATS[product.b.data.dtype]}

@@ -1,4 +1,4 @@
-"""What planners read off tensors: the batched view, the strides, and whether 32-bit offsets reach every element."""
+"""A tensor as planners see it: the batched view, the strides, and whether 32-bit offsets reach every element."""
 
 from __future__ import annotations
 

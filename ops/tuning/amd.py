@@ -132,7 +132,7 @@ def _has_lines(x: Tensor) -> bool:
     return x.stride(-2) == 1 and rows % 16 == 0 and x.stride(-1) % 16 == 0
 
 
-class Choice(NamedTuple):
+class ModelledConfig(NamedTuple):
     """A configuration by name, what the model has of it, and where it is from, as `Launch.reason` says it."""
 
     name: str
@@ -146,7 +146,7 @@ class Choice(NamedTuple):
 
 def choose(
     product: str, m: int, n: int, k: int, arch: str, *, bias: bool = False, aligned: bool = True
-) -> Choice:  # fmt: skip
+) -> ModelledConfig:  # fmt: skip
     """The table's configuration for a product of the 84 layers, the model's for another.
 
     `m` counts the rows of a batch together. With a `bias` no turned store, which has none. Operands that are not
@@ -154,14 +154,14 @@ def choose(
     """
     found = table(arch).rows.get((product, m, n, k))
     if found is not None and aligned and not (bias and config_of(found).WGRAD_TRANS_STORE):
-        return Choice(found, None, f"{found} modelled, by {_file(arch).name}")
+        return ModelledConfig(found, None, f"{found} modelled, by {_file(arch).name}")
     return modelled(product, m, n, k, arch, bias=bias, aligned=aligned)
 
 
 @lru_cache(maxsize=4096)
 def modelled(
     product: str, m: int, n: int, k: int, arch: str, *, bias: bool = False, aligned: bool = True
-) -> Choice:  # fmt: skip
+) -> ModelledConfig:  # fmt: skip
     """The candidate of the least modelled time; of those within 1 % the one whose units work least, then by name."""
     times = candidate_times(product, m, n, k, arch, bias=bias, aligned=aligned)
     kernels = table(arch).kernels
@@ -173,7 +173,7 @@ def modelled(
         return round(sum(units.values()) / kernel.operations, 12), times[name].cache, name
 
     best = min((name for name, time in times.items() if time.us <= _TIED * least), key=work)
-    return Choice(best, times[best], f"{best} modelled")
+    return ModelledConfig(best, times[best], f"{best} modelled")
 
 
 def candidate_times(
@@ -198,7 +198,7 @@ def candidate_times(
 
 @dataclass(frozen=True)
 class Table:
-    """Of one architecture: what was read off each candidate's code, and the choices for the 84 layers' products."""
+    """One architecture's table: counts read off each candidate's code, and the choices for the 84 layers' products."""
 
     arch: str
     kernels: Mapping[tuple[str, str], Kernel]

@@ -1,4 +1,4 @@
-"""What a kernel's AMDGPU assembly is made of: instructions by kind and width, in its loop over K and outside of it."""
+"""The instructions of a kernel's AMDGPU assembly, by kind and width, in its loop over K and outside of it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Matrix:
 
 
 def matrix_of(name: str) -> Matrix | None:
-    """Of `v_mfma_f32_16x16x128_f8f6f4`, or of one with scales; None for another instruction."""
+    """Parses a name such as `v_mfma_f32_16x16x128_f8f6f4`, or one with scales; None for another instruction."""
     found = _MATRIX.match(name)
     if found is None:
         return None
@@ -72,7 +72,7 @@ class Mix:
         return sum(count for name, count in self.names.items() if name.startswith(prefix))
 
     def widths(self, direction: str) -> dict[int, int]:
-        """Of `"load"`s or `"store"`s of global memory, by bytes a lane."""
+        """Counts global `"load"`s or `"store"`s by their bytes a lane."""
         found: Counter[int] = Counter()
         for name, count in self.names.items():
             match = _GLOBAL.match(name)
@@ -82,12 +82,12 @@ class Mix:
 
     @property
     def memory_bytes(self) -> int:
-        """Of global loads and stores, a lane."""
+        """Bytes a lane of global loads and stores."""
         return sum(width * count for way in ("load", "store") for width, count in self.widths(way).items())
 
     @property
     def lds_bytes(self) -> int:
-        """Of LDS reads and writes, a lane."""
+        """Bytes a lane of LDS reads and writes."""
         total = 0
         for name, count in self.names.items():
             match = _LDS.match(name)
@@ -118,7 +118,7 @@ class Assembly:
 
 
 def parse(text: str, lds: int) -> Assembly:
-    """Of `compiled.asm["amdgcn"]`; `lds` is `compiled.metadata.shared`, for the assembly names no dynamic LDS."""
+    """Parses `compiled.asm["amdgcn"]`; `lds` is `compiled.metadata.shared`, since the assembly names no dynamic LDS."""
     names, labels, jumps = _read(text.splitlines())
     loops = [(labels[label], at + 1) for at, label in jumps if labels.get(label, at) < at]
     multiplies = [span for span in loops if any("mfma" in name for name in names[slice(*span)])]

@@ -17,8 +17,8 @@ SCALED_MM: Final[dict[str, tuple[tuple[int | None, str], ...]]] = {
     "gfx942": ((16, "16x64w4s2n16k2h"), (64, "32x64w4s2n16k2h"), (None, "128x128w4s2n16k2h")),
     "gfx950": ((16, "16x64w4s2n16h"), (64, "32x64w4s2n16"), (None, "128x128w4s2n32")),
 }
-# Of groups along K in blocks of 128 tokens, which have a vector of scales for either side: a step of 32x32 products
-# loads 256 bytes a lane, of 16x16 192.
+# Groups along K in blocks of 128 tokens have a vector of scales on either side: a step of 32x32 products loads 256
+# bytes a lane, a step of 16x16 products 192.
 GROUPED_K: Final[dict[str, str]] = {"gfx942": "128x128w4s2n16k2h", "gfx950": "128x128w4s2n16h"}
 
 # The matrix instruction of 16-bit activations; 257 registers at 128x128 on gfx942 leave a SIMD one wave, `kpack` two.

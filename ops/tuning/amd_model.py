@@ -76,7 +76,7 @@ def matrix_cycles(matrix: Matrix, processor: Processor) -> int:
 
 
 class Cost(NamedTuple):
-    """What one wave asks for: cycles of matrix and vector units, bytes of LDS and global memory."""
+    """The cost of one wave: cycles of matrix and vector units, bytes of LDS and global memory."""
 
     matrix: float
     vector: float
@@ -85,7 +85,7 @@ class Cost(NamedTuple):
 
 
 def cost_of(mix: Mix, processor: Processor, steps: float = 1.0) -> Cost:
-    """Of a stretch of code, divided by the `steps` that it makes."""
+    """The cost of a stretch of code, divided by the `steps` that it makes."""
     return Cost(
         sum(matrix_cycles(matrix, processor) * count for matrix, count in mix.matrix.items()) / steps,
         4 * mix.vector_issues / steps,
@@ -112,7 +112,7 @@ class Kernel(NamedTuple):
 
     @property
     def operations(self) -> int:
-        """Of a step."""
+        """Floating-point operations of a step."""
         return 2 * self.bm * self.bn * self.bk
 
 
@@ -143,7 +143,7 @@ def groups_per_cu(kernel: Kernel, processor: Processor) -> int:
 
 
 def cycles(cost: Cost, warps: int, groups: int) -> dict[str, float]:
-    """Of a CU by unit, for one workgroup where `groups` of them are on it; their largest is what it takes."""
+    """Cycles of each unit of a CU for one of the `groups` workgroups on the CU; the largest is the workgroup's time."""
     waves = warps / _SIMDS
     found = {"matrix": cost.matrix * waves, "vector": cost.vector * waves}
     if waves * groups < 2:  # nothing runs beside a wave
@@ -167,14 +167,14 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """What decides: a unit of the CUs, the cache between chiplets, or HBM."""
+        """The bottleneck: a unit of the CUs, the cache between chiplets, or HBM."""
         return self.unit if self.us == self.cu else "cache" if self.us == self.cache else "HBM"
 
 
 def product_time(
     shape: tuple[int, int, int], kernel: Kernel, group: int, xcds: int, processor: Processor, out_bytes: int = 2
 ) -> Time:
-    """Of `out (m, n) = a (m, k) @ b (k, n)` in FP8, tiles in columns of `group` rows, dealt out over `xcds`."""
+    """The time of `out (m, n) = a (m, k) @ b (k, n)` in FP8; tiles in columns of `group` rows, spread over `xcds`."""
     m, n, k = shape
     tiles_m, tiles_n = ceil(m / kernel.bm), ceil(n / kernel.bn)
     tiles, at_once = tiles_m * tiles_n, groups_per_cu(kernel, processor)

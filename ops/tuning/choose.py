@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fp8fn.ops.cuda.gemm import cublaslt
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import chip_of
@@ -20,7 +20,7 @@ from fp8fn.ops.tuning.table import Table, lookup, tables
 class Measured:
     """The configuration that a table has for a problem, the table's name, and whether cuBLASLt was the faster one."""
 
-    config: Config
+    config: ScaledMmConfig
     source: str
     peer_wins: bool = False
 
@@ -44,7 +44,7 @@ def named(product: ScaledProduct) -> Named | None:
     return Named("cuda", found.source, lambda _: found.config)
 
 
-def modelled(product: ScaledProduct) -> Config:
+def modelled(product: ScaledProduct) -> ScaledMmConfig:
     """The configuration of the least time by the model."""
     problem, cores = problem_of(product), product.target.cores
     if product.offsets is not None:

@@ -70,7 +70,7 @@ def _best(entry: Entry) -> float:
 
 
 def regret(table: Table, *, unseen: bool) -> Regret:
-    """Of the model, over problems with a time for its choice; `unseen` leaves out the shapes that it was fitted to."""
+    """The model's regret over problems with a time for its choice; `unseen` leaves out the shapes it was fitted to."""
     found: list[tuple[float, Problem]] = []
     for problem, entry in table.entries.items():
         if unseen and (problem.m, problem.n, problem.k) in FITTED:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.cuda.runtime.call_cache import start
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
 from fp8fn.ops.products import ScaledProduct
@@ -23,7 +23,7 @@ from fp8fn.ops.tuning.problem import Problem, empty_product
 from fp8fn.ops.tuning.sweep import Call, Clock
 from fp8fn.ops.tuning.table import PEER
 
-# What a matrix is filled with, over and over. Power, so speed, depends on the bytes: uniform ones would flip more bits.
+# A matrix repeats so many normal values. Power, so speed, depends on the bytes: uniform ones would flip more bits.
 _SAMPLE: Final = 2**24
 _AMAX_OF_NORMAL: Final = 2.7  # of 128 numbers, in the mean
 _TOLERANCE: Final = 1e-2  # bfloat16 rounds to 2e-3
@@ -40,7 +40,7 @@ class DeviceBench:
     clock: Clock
     _samples: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)
 
-    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+    def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
         """As `Bench.calls`; what fails or is wrong at the corners of the output is left out, with a warning."""
         product = self.filled(problem)
         found: dict[str, Call] = {}
@@ -80,7 +80,7 @@ class DeviceBench:
         return self._samples[dtype, seed]
 
 
-def _started(product: ScaledProduct, config: Config) -> Call:
+def _started(product: ScaledProduct, config: ScaledMmConfig) -> Call:
     """The product's launch as a call with nothing left to prepare."""
     (launch,) = cuda.plan(product, config)
     prepared, addresses = launch.prepare(), pointers(launch.args)

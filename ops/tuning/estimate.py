@@ -47,17 +47,17 @@ class Times:
 
     @property
     def speedup(self) -> float:
-        """Of forward and backward combined."""
+        """The speedup of forward and backward combined."""
         return self.bf16.combined / self.fp8.combined
 
 
 def linear_times(
     m: int, n: int, k: int, recipe: Recipe, chip: Chip, *, batch: int = 1, itemsize: int = 2
 ) -> Times | None:
-    """Of `x (m, k) @ w (n, k)ᵀ`, `batch` times, and its gradients, on a chip of sm90.
+    """The times of `x (m, k) @ w (n, k)ᵀ`, `batch` times, and of its gradients, on a chip of sm90.
 
-    `itemsize` is that of what is quantized; bf16 is taken to be there. None where no kernel in CUDA C++ multiplies by
-    this recipe, or where there is nothing to multiply.
+    `itemsize` is that of the tensors to quantize; the bf16 product is not charged for a cast. None if no kernel in CUDA
+    C++ multiplies by this recipe, or if there is nothing to multiply.
     """
     if min(m, n, k, batch) < 1 or scale_dtype(recipe.scale) != torch.float32:
         return None

@@ -10,7 +10,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Final
 
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.tuning.candidates import tiles
 from fp8fn.ops.tuning.model import block_ns
 from fp8fn.ops.tuning.problem import Problem
@@ -19,14 +19,14 @@ _EPILOGUE_US: Final = 0.3 / (128 * 128)  # of an element of a tile, as in the mo
 
 
 @lru_cache(maxsize=4096)
-def choose_config(problem: Problem, cores: int, *, jagged_m: bool) -> Config:
+def choose_config(problem: Problem, cores: int, *, jagged_m: bool) -> ScaledMmConfig:
     """The tile of the least time, for `problem.batch` groups of m rows together, or of k where not `jagged_m`."""
     return min(
         tiles(problem), key=lambda config: (microseconds(problem, config, cores, jagged_m=jagged_m), str(config))
     )
 
 
-def microseconds(problem: Problem, config: Config, cores: int, *, jagged_m: bool) -> float:
+def microseconds(problem: Problem, config: ScaledMmConfig, cores: int, *, jagged_m: bool) -> float:
     """The time of the multiprocessor with the most tiles."""
     groups = problem.batch
     columns, rows, k = ceil(problem.n / config.BN), problem.m / config.BM, problem.k

@@ -17,7 +17,7 @@ from functools import lru_cache
 from math import ceil, hypot
 from typing import Final
 
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
 from fp8fn.ops.tuning.candidates import candidates, config_name, tile_count
 from fp8fn.ops.tuning.problem import Problem
 
@@ -57,7 +57,7 @@ FITTED: Final = frozenset({
 })  # fmt: skip
 
 
-def block_ns(problem: Problem, config: Config) -> float:
+def block_ns(problem: Problem, config: ScaledMmConfig) -> float:
     """Nanoseconds of a k-block of one tile."""
     tile = f"{config.BM}x{config.BN}d{config.DEPTH}"
     if problem.b_scale in ("LINE", "WHOLE"):
@@ -66,14 +66,14 @@ def block_ns(problem: Problem, config: Config) -> float:
     return forward + (_COLUMN_SCALES_NS * config.BM * config.BN if problem.b_scale == "VECTOR" else 0.0)
 
 
-def bytes_read(problem: Problem, config: Config) -> float:
+def bytes_read(problem: Problem, config: ScaledMmConfig) -> float:
     """From HBM: a once, and b once for every `GROUP` rows of tiles, unless it stays in the L2."""
     a, b = problem.m * problem.k, problem.n * problem.k
     passes = ceil(ceil(problem.m / config.BM) / config.GROUP) if b > _L2_BYTES else 1
     return float(problem.batch * (a + b * passes))
 
 
-def microseconds(problem: Problem, config: Config, cores: int) -> float:
+def microseconds(problem: Problem, config: ScaledMmConfig, cores: int) -> float:
     """The time of a product on `cores` multiprocessors, behind an emptied L2, launch included."""
     count = tile_count(problem, config)
     blocks = ceil(ceil(problem.k / BK) / config.SPLIT)
@@ -92,7 +92,7 @@ def microseconds(problem: Problem, config: Config, cores: int) -> float:
 
 
 @lru_cache(maxsize=4096)
-def ranked(problem: Problem, cores: int) -> tuple[Config, ...]:
+def ranked(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
     """The candidates, that of the least time first."""
     times = {config: microseconds(problem, config, cores) for config in candidates(problem, cores)}
     return tuple(sorted(times, key=lambda config: (times[config], config_name(config))))

@@ -66,7 +66,7 @@ class MoeProblem:
 
 
 @dataclass(frozen=True)
-class Config:
+class MxConfig:
     """Tile and compiler options of a kernel for MX products; `SPLITS` programs share the sum over K of one tile."""
 
     BM: int
@@ -80,7 +80,7 @@ class Config:
 
 
 class Row(NamedTuple):
-    """What was measured to be the fastest: a kernel by name, and what it changes of its default configuration.
+    """The fastest measured kernel, by name, and its changes to the kernel's default configuration.
 
     Without `use_hip` the kernel, in HIP, is the fastest of its kind, and one of Triton's is faster still.
     """

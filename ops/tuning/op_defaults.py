@@ -1,4 +1,4 @@
-"""What each tuned op chooses for a problem where no table names a kernel."""
+"""The choice of each tuned op for a problem for which no table names a kernel."""
 
 from __future__ import annotations
 

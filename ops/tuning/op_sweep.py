@@ -26,7 +26,7 @@ class OpBench(Protocol):
     def clock(self) -> Clock: ...
 
     def calls(self, problem: Any, candidates: Mapping[str, Named]) -> tuple[dict[str, Call], int]:
-        """What to time, by name, and how many products a call makes; left out is what does not run or is wrong."""
+        """Calls to time, by name, and the number of products in each; without candidates that fail or are wrong."""
 
 
 def tune(form: Form, key: Key, bench: OpBench, default: str) -> Row:

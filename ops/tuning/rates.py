@@ -1,4 +1,4 @@
-"""What a chip does in a second, for estimates: products in bf16, copies, and this library's quantizers."""
+"""Rates of a chip, for estimates: products in bf16, copies, and this library's quantizers."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ _MULTIPROCESSORS: Final = 132
 
 
 def rates_of(chip: Chip) -> Rates:
-    """Of a chip of sm90: where it is not known by name the H200's, with the products of its multiprocessors."""
+    """Rates of an sm90 chip, the H200's if its name is unknown, with bf16 in proportion to its multiprocessors."""
     found = _BY_NAME.get(chip.name, _H200)
     return replace(found, bf16=found.bf16 * chip.multiprocessors / _MULTIPROCESSORS)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median, quantiles
 from typing import Any, Final, Protocol, TypeAlias
 
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.candidates import SMALLEST, W, X, candidates, config_name
 from fp8fn.ops.tuning.model import microseconds, ranked
@@ -26,7 +26,7 @@ Call: TypeAlias = Callable[[], Any]
 _BEST: Final = 4
 _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
-# Of a median, whatever the quartiles say: times of one kernel in two sweeps of a warm H200 mostly differ by more.
+# The least spread, as a part of the median: one kernel's times in two sweeps of a warm H200 mostly differ by more.
 _LEAST_SPREAD: Final = 0.005
 _BURST_US: Final = 6000.0
 _MOST_REPEATS: Final = 30
@@ -54,8 +54,8 @@ class Bench(Protocol):
     @property
     def clock(self) -> Clock: ...
 
-    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
-        """What to time, by `config_name`, and `PEER` where it takes the operands; left out is what does not run."""
+    def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
+        """Calls to time, by `config_name`, and `PEER` where it takes the operands; without calls that do not run."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def turns_for(us: float) -> Turns:
     return Turns(5, max(1, min(_MOST_REPEATS, round(_BURST_US / (us + _FLUSH_US)))))
 
 
-def shortlist(problem: Problem, cores: int) -> list[Config]:
+def shortlist(problem: Problem, cores: int) -> list[ScaledMmConfig]:
     """The model's best few, and the two tiles that win most large products, or the smallest where rows are few."""
     there = candidates(problem, cores)
     others = (X, W) if problem.m > _FEW_ROWS else (SMALLEST,)
@@ -120,9 +120,9 @@ def decide(samples: Mapping[str, Sequence[float]], models: str) -> Entry:
 
 
 def spread(samples: Sequence[float], others: Sequence[float] | None = None) -> float:
-    """What medians have to differ by: the interquartile range of turns, or half a percent where that is more.
+    """The difference from which medians differ: the turns' interquartile range, or half a percent if that is larger.
 
-    Between two calls it is that of their difference in each round, for both follow the clock of the chip.
+    Between two calls, the range is that of their difference in each round, since both follow the clock of the chip.
     """
     least = _LEAST_SPREAD * median(samples)
     if others is not None:

@@ -40,7 +40,7 @@ _OUT: Final = frozenset(map(short_name, OUT))
 
 @dataclass(frozen=True)
 class Entry:
-    """What was measured of a problem: the configuration chosen, and median µs of each that was timed.
+    """The measurement of a problem: the configuration chosen, and the median µs of each that was timed.
 
     `spread` is the difference in µs that the measurement can tell, and `peer_us` cuBLASLt's time through PyTorch,
     None where it does not take the operands.

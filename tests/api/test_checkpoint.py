@@ -493,7 +493,7 @@ def test_a_model_of_the_hub_is_to_be_downloaded_first(tmp_path: Path, monkeypatc
     for path in ("Qwen/Qwen3-8B-FP8", Path("Qwen/Qwen3-8B-FP8")):
         with pytest.raises(FileNotFoundError, match=f"^Qwen/Qwen3-8B-FP8 does not exist; .*first: {command}$"):
             fp8fn.load_blockwise(path)
-    # What the command makes is then found.
+    # The folder that the command makes is then found.
     (tmp_path / "Qwen" / "Qwen3-8B-FP8").mkdir(parents=True)
     save_file({"bias": torch.ones(3)}, tmp_path / "Qwen" / "Qwen3-8B-FP8" / "model.safetensors")
     assert list(fp8fn.load_blockwise("Qwen/Qwen3-8B-FP8")) == ["bias"]
@@ -517,7 +517,7 @@ def test_a_device_is_refused_before_anything_is_read(tmp_path: Path) -> None:
         fp8fn.load_blockwise(tmp_path / "gone.safetensors", device="foo")
 
 
-# What the parsers say to anything: an error of ours that begins with a path, or tensors.
+# The parsers turn any input into tensors, or into an error of ours that begins with a path.
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**20), 10**20) | st.floats() | st.text(max_size=6),

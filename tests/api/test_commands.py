@@ -1,4 +1,4 @@
-"""What every command says about a wrong device, unreadable and unwritable files, missing packages, and Ctrl-C."""
+"""Messages of every command about a wrong device, unreadable and unwritable files, missing packages, and Ctrl-C."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def small(folder: Path) -> dict[str, bytes]:
 
 
 def test_no_flipped_byte_passes(tmp_path: Path) -> None:
-    """Of the header, of the checksums, and of every tensor; nothing is written."""
+    """A flipped byte of the header, the checksums or any tensor is an error, and nothing is written."""
     before, path = small(tmp_path), tmp_path / "out" / "in.safetensors"
     whole = before[path.name]
     begin = 8 + int.from_bytes(whole[:8], "little")

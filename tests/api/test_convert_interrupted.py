@@ -121,7 +121,7 @@ def test_an_overwriting_run_leaves_a_good_output_until_all_is_there(
         patch.setattr(convert, "quantize", failing(5, interrupt))
         assert run(tmp_path / "in", tmp_path / "out", "--scale", "pow2", "--overwrite") == 130
     assert content(tmp_path / "out") == before
-    # What the interrupted run left is neither lost without --overwrite nor taken for this conversion's with it.
+    # The interrupted run's files are neither lost without --overwrite nor taken for this conversion's with it.
     assert run(tmp_path / "in", tmp_path / "out") == 1
     assert len(content(tmp_path / "out" / ".unfinished")) == 2
     assert run(tmp_path / "in", tmp_path / "out", "--overwrite") == 0

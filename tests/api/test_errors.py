@@ -219,7 +219,7 @@ def test_the_compiled_function_names_the_bad_option(option: dict[str, Any], fres
 
 
 def test_a_float32_scale_serves_every_block() -> None:
-    """What is an error is a product of the two formats, not float32 scales in blocks of 32."""
+    """Float32 scales in blocks of 32 are no error; only a product of the two formats is."""
     a, b = torch.randn(32, 64), torch.randn(64, 48)
     got = fp8fn.gemm(quantized(a, (1, 32)), quantized(b, (32, 1)), out_dtype=torch.float32)
     assert (got - a @ b).norm() < 0.056 * (a @ b).norm()

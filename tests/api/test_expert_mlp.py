@@ -121,7 +121,7 @@ def test_nothing_leaks_out_of_an_expert(recipe: Recipe, device: torch.device) ->
 
 @EACH_RECIPE
 def test_what_is_saved(recipe: Recipe, device: torch.device) -> None:
-    """Of 16 bits gate and up alone; a byte for an element of everything else that is large."""
+    """Only gate and up are saved in 16 bits; every other large tensor takes a byte for an element."""
     offsets = ends((100, 28), device)
     inputs = [x.requires_grad_() for x in operands(128, 2, device)]
     saved = saved_by(lambda: fp8fn.expert_mlp(*inputs, offsets, recipe))

@@ -387,7 +387,7 @@ def test_meta_tensors_have_a_shape() -> None:
 
 
 def test_who_listens_to_an_op_sees_its_call() -> None:
-    """What `fp8fn.gemm` asks before it leaves the dispatcher out."""
+    """`fp8fn.gemm` calls `goes_unseen` before it leaves the dispatcher out."""
     x = torch.randn(4, 4)
     assert goes_unseen(x, None)
     assert not goes_unseen(x, x.clone().requires_grad_())
@@ -425,7 +425,7 @@ KINDS_OF_TENSOR = {
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of nested tensors
 @pytest.mark.parametrize("kind", KINDS_OF_TENSOR)
 def test_tensors_that_are_not_what_their_memory_holds_go_through_the_dispatcher(kind: str) -> None:
-    """Of every place: an op's Autograd kernel asks the keys of a call, `gemm` those of its tensors."""
+    """Every bypass asks: an op's Autograd kernel for the keys of the call, `gemm` for the keys of its tensors."""
     x, special = torch.randn(4, 4), KINDS_OF_TENSOR[kind]()
     assert not goes_unseen(special)
     assert not goes_unseen(x, None, special)

@@ -32,7 +32,7 @@ EACH_KIND = pytest.mark.parametrize("kind", ["rows", "k"])
 
 
 def loop(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """What `grouped_gemm` means, in the type of the operands and differentiable."""
+    """The definition of `grouped_gemm`, in the type of the operands and differentiable."""
     pieces = []
     for group, (start, end) in enumerate(spans(offsets)):
         out = a[start:end] @ b[group] if b.ndim == 3 else a[:, start:end] @ b[start:end]
@@ -462,7 +462,7 @@ def test_second_derivatives(kind: str) -> None:
 
 @EACH_KIND
 def test_each_gradient_of_kept_operands_is_the_product_of_its_own_recipe(kind: str) -> None:
-    """Of three types, one for each operand: float64 products of what each group's operands dequantize to."""
+    """With one type for each operand: expected are float64 products of each group's dequantized operands."""
     types = {"x": torch.float8_e4m3fn, "w": torch.float8_e4m3fnuz, "g": torch.float8_e5m2}
     recipe = Recipe(
         activation_dtype=types["x"], weight_dtype=types["w"], gradient_dtype=types["g"], second_order=True
@@ -510,7 +510,7 @@ def test_opcheck_with_gradients(name: str, label: str, fp8_opcheck: Callable[...
 def test_compiled_for_every_number_of_tokens_once(
     kind: str, recipe: str, fresh_dynamo: None, fresh_caches: None
 ) -> None:
-    """Where groups end is data: neither their ends nor the number of tokens compiles anything again."""
+    """The ends of groups are data: neither they nor the number of tokens compile anything again."""
 
     def step(a: Tensor, b: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
         return torch.tanh(fp8fn.grouped_gemm(a * 2, b, offsets, bias=bias, recipe=RECIPES[recipe]))

@@ -19,7 +19,7 @@ nbclient = pytest.importorskip("nbclient")
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# Of one cell: where others use the cores too, Inductor's C++ takes a minute.
+# The time for one cell: on shared cores Inductor's C++ takes a minute.
 TIMEOUT_S = 400
 LARGEST = 1_000_000
 MACHINE = re.compile(r"(?<![\w.])/(?:tmp|home|root|Users|usr|opt|var|work|private)/|\b\d\d:\d\d:\d\d\b|[A-Z]:\\")
@@ -48,7 +48,7 @@ def cleaned(notebook: Any) -> Any:
 
 
 def texts(notebook: Any) -> list[str]:
-    """What is printed and shown as text, HTML or Markdown."""
+    """Everything that is printed or shown as text, HTML or Markdown."""
     found = []
     for cell in notebook.cells:
         for output in cell.get("outputs", []):

@@ -91,7 +91,7 @@ def test_error_of_tensors() -> None:
         fp8fn.error(x, x[:, 1:])
 
 
-# What a notebook shows.
+# Summaries that a notebook shows.
 
 
 def test_summary_counts_codes() -> None:

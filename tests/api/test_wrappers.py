@@ -132,7 +132,7 @@ def process_group(rank: int, size: int, port: int) -> Iterator[None]:
 
 
 def expected_gradients() -> list[Tensor]:
-    """Of the mean over both ranks' tokens, each rank's own quantized alone."""
+    """Gradients of the mean over both ranks' tokens; each rank quantizes its own alone."""
     module = model()
     compiled = torch.compile(module, backend="fp8fn", options={"where": "*"})
     each = [gradients(module, compiled, tokens(seed)) for seed in (1, 2)]

@@ -1,4 +1,4 @@
-"""What conftest adds to a run: slow files first, and an end for a test that hangs, each with two workers of xdist."""
+"""The order and time limit of conftest: slow files first, and an end for a test that hangs, with two workers."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def rows_by_weight(kernel: Any, config: Any, m: int, n: int, k: int, out: torch.
 
 
 def gemv(*, cluster: int = 1, limit: int = 200 << 10) -> Tensor:
-    config = gemv_a16w8.Config(8, 1, 1, 4, 2, cluster, 1)
+    config = gemv_a16w8.GemvConfig(8, 1, 1, 4, 2, cluster, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gemv_a16w8, "SHARED_LIMIT", limit)
         return rows_by_weight(gemv_a16w8, config, 7, 64, 1536)
@@ -69,7 +69,7 @@ def gemv_of_a_cluster() -> Tensor:
 
 
 def tiles(*, late: bool = False, cluster: int = 1) -> Tensor:
-    config = a16w8_tiles.Config(8, 4, 2, cluster, LATE=late)
+    config = a16w8_tiles.A16W8TilesConfig(8, 4, 2, cluster, LATE=late)
     return rows_by_weight(a16w8_tiles, config, 5, 64, 768)
 
 
@@ -78,7 +78,7 @@ def late_tiles() -> Tensor:
 
 
 def many() -> Tensor:
-    config = mm_a16w8.Config(32, 1, 1, MATH=1, RESIDENT=4)
+    config = mm_a16w8.ManyRowsConfig(32, 1, 1, MATH=1, RESIDENT=4)
     return rows_by_weight(mm_a16w8, config, 32, 64, 256, BF16)
 
 
@@ -87,7 +87,7 @@ def mx(depth: int = 2) -> Tensor:
     a = fp8fn.quantize(torch.randn(5, 512), (1, 32), scale="e8m0")
     b = fp8fn.quantize(torch.randn(512, 64), (32, 1), scale="e8m0")
     out = torch.full((5, 64), 7.0)
-    (launch,) = mx_tiles.plan(scaled_product(a, b, out, SM90), mx_tiles.Config(8, 4, 1, 2, DEPTH=depth))
+    (launch,) = mx_tiles.plan(scaled_product(a, b, out, SM90), mx_tiles.MxTilesConfig(8, 4, 1, 2, DEPTH=depth))
     emulate(launch)
     return out
 
@@ -101,7 +101,7 @@ def cluster_of_products() -> Tensor:
     a = fp8fn.quantize(torch.randn(256, 256), (1, 128))
     b = fp8fn.quantize(torch.randn(256, 64), (128, 128))
     out = torch.full((256, 64), 7.0)
-    config = products.Config(MATH=1, BN=64, CLUSTER=2)
+    config = products.ScaledMmConfig(MATH=1, BN=64, CLUSTER=2)
     emulate(products.plan(scaled_product(a, b, out, SM90), config)[0])
     return out
 

@@ -77,7 +77,7 @@ def test_gemv_a16w8_of_several_tiles(case: str) -> None:
     found = torch.full((12, n), 7.0)
     given = weight_product(x, ScaledTensor(data.view(w.data.dtype), scale, w.block), found)
     assert gemv_a16w8.accepts(given) is None
-    emulate(planned(gemv_a16w8, given, None if rows else gemv_a16w8.Config(ROWS=8, WARPS_K=1)))
+    emulate(planned(gemv_a16w8, given, None if rows else gemv_a16w8.GemvConfig(ROWS=8, WARPS_K=1)))
     assert (found.double() - expected).norm() <= 1e-3 * expected.norm()
 
 

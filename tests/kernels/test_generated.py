@@ -164,7 +164,7 @@ _WAITS_BY = ("PERSISTENT", "W_CONSTANT", "ROUTED", "K_CONTIGUOUS")
 
 
 def waiting(info: KernelInfo) -> dict[str, CudaLaunch]:
-    """Of a kernel that overlaps, a launch of each way to wait for the launches before it."""
+    """One launch for each way in which a kernel that overlaps waits for the launches before it."""
     ways: dict[Hashable, tuple[str, CudaLaunch]] = {}
     for form in info.forms(META, SM90):
         for launch in form.launches:

@@ -133,7 +133,7 @@ def test_quantize(block: Block, scale: str, target: Target) -> None:
 @pytest.mark.parametrize("dtype", [FP16, FP32], ids=str)
 @pytest.mark.parametrize("block", [(1, 128), (-1, 1), (-1, -1)], ids=str)
 def test_quantize_wider_types(block: Block, dtype: torch.dtype, target: Target) -> None:
-    """Of a column-major matrix, into e5m2."""
+    """A column-major matrix is quantized to e5m2."""
     x = hard_values(144, 37, dtype).mT
     check_quantize(x, block, "fp32", target, fp8_dtypes(target)[1])
 
@@ -247,7 +247,7 @@ def assert_product(out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None
     assert not outside.any(), f"{int(outside.sum())} of {out.numel()}, first at {outside.nonzero()[0].tolist()}"
 
 
-# What a Linear multiplies: forward, dgrad with the weight as it was quantized for the forward, wgrad, and the rest.
+# The products of a Linear: forward, dgrad with the weight as it was quantized for the forward, wgrad, and the rest.
 PRODUCTS: Final[dict[str, tuple[Block, Block, str, str, str]]] = {
     "forward": ((1, 128), (128, 128), "K", "K", "fp32"),
     "dgrad": ((1, 128), (128, 128), "K", "N", "fp32"),
@@ -296,7 +296,7 @@ def test_scaled_mm_of_another_configuration(kind: str, target: Target) -> None:
 @BY_TARGET
 @pytest.mark.parametrize("kind", ["wgrad", "TN"])
 def test_scaled_mm_into_columns(kind: str, target: Target) -> None:
-    """Of a gradient that is stored as its weight is, turned in LDS."""
+    """The gradient is stored as its weight is, by a transpose in LDS."""
     config = GemmConfig(64, 64, 4, 2, XCDS=4, WGRAD_TRANS_STORE=True, options=(("matrix_instr_nonkdim", 16),))
     check_scaled_mm(kind, 131, target, config, column_major_out=True)
 
@@ -313,7 +313,7 @@ CANDIDATES: Final = [
     ("target", "kind", "name"), CANDIDATES, ids=lambda part: part.name if isinstance(part, Target) else part
 )
 def test_scaled_mm_of_every_candidate(target: Target, kind: str, name: str) -> None:
-    """Of the choice for AMD, without masks and in the order of chiplets."""
+    """Every candidate of the choice for AMD, without masks and in the order of chiplets."""
     check_scaled_mm(kind, 256, target, amd.config_of(f"{name}g4x8"), n=256, k=256)
 
 
@@ -379,7 +379,7 @@ WEIGHTS: Final[tuple[tuple[Block, str], ...]] = (
 
 
 def check_mm_a16w8(
-    w_block: Block, scale: str, m: int, dtype: torch.dtype, target: Target, config: mm_a16w8.Config | None = None,
+    w_block: Block, scale: str, m: int, dtype: torch.dtype, target: Target, config: mm_a16w8.A16W8Config | None = None,
     *, n: int = 72, k: int = 208, out_dtype: torch.dtype = FP32,
 ) -> None:  # fmt: skip
     x = Operand(torch.randn(m, k).to(dtype))
@@ -411,7 +411,7 @@ def test_mm_a16w8_of_other_types(w_block: Block, scale: str, dtype: torch.dtype,
 @BY_TARGET
 @pytest.mark.parametrize(("w_block", "scale"), WEIGHTS, ids=str)
 def test_mm_a16w8_of_another_configuration(w_block: Block, scale: str, target: Target) -> None:
-    config = mm_a16w8.Config(32, 64, 32, 8, 1, GROUP=2, options=(("matrix_instr_nonkdim", 32),))
+    config = mm_a16w8.A16W8Config(32, 64, 32, 8, 1, GROUP=2, options=(("matrix_instr_nonkdim", 32),))
     check_mm_a16w8(w_block, scale, 37, BF16, target, config)
 
 
@@ -423,7 +423,7 @@ def test_mm_a16w8_without_masks(w_block: Block, scale: str, m: int, target: Targ
 
 
 def check_mx_mm(
-    name: str, m: int, k: int, target: Target, config: mx.Config | None = None, *, n: int = 72, batch: int = 0,
+    name: str, m: int, k: int, target: Target, config: mx.MxConfig | None = None, *, n: int = 72, batch: int = 0,
     scale: str = "e8m0", out_dtype: torch.dtype = BF16,
 ) -> None:  # fmt: skip
     kernel = next(kernel for kernel in mx_mm.KERNELS if kernel.name == name)
@@ -458,8 +458,8 @@ def test_mx_mm_without_masks(name: str, m: int, target: Target) -> None:
 def test_mx_mm_of_another_configuration(target: Target) -> None:
     """A sum over K in two parts, and a batch of 32x32 products."""
     options = (("matrix_instr_nonkdim", 16),)
-    check_mx_mm("triton_few", 9, 272, target, mx.Config(16, 32, 128, 4, 2, SPLITS=2, options=options), out_dtype=FP32)
-    config = mx.Config(64, 64, 64, 4, 1, GROUP=2, options=(("matrix_instr_nonkdim", 32),))
+    check_mx_mm("triton_few", 9, 272, target, mx.MxConfig(16, 32, 128, 4, 2, SPLITS=2, options=options), out_dtype=FP32)
+    config = mx.MxConfig(64, 64, 64, 4, 1, GROUP=2, options=(("matrix_instr_nonkdim", 32),))
     check_mx_mm("triton_widened", 37, 144, target, config, batch=2, out_dtype=FP32)
 
 
@@ -469,7 +469,7 @@ def test_mx_mm_scaled(m: int, n: int, k: int) -> None:
 
 
 def test_mx_mm_scaled_of_another_configuration() -> None:
-    config = mx.Config(64, 64, 128, 4, 1, GROUP=2, options=(("matrix_instr_nonkdim", 32),))
+    config = mx.MxConfig(64, 64, 128, 4, 1, GROUP=2, options=(("matrix_instr_nonkdim", 32),))
     check_mx_mm("triton_scaled", 37, 160, GFX950, config, batch=2, out_dtype=FP32)
 
 
@@ -493,7 +493,7 @@ def test_moe_gemm(kind: str, config: str, block_m: int, n: int, k: int, target: 
     w = operand(torch.randn(experts, k, n), w_block, dtype, scale, column_major=True)
     weights = torch.rand(tokens * top_k) if config == "default" else None
     out = torch.empty(tokens * top_k, n, dtype=FP32)
-    other = mx.Config(32, 64, 128, 8, 1, options=(("matrix_instr_nonkdim", 32),)) if config == "other" else None
+    other = mx.MxConfig(32, 64, 128, 8, 1, options=(("matrix_instr_nonkdim", 32),)) if config == "other" else None
     given = RoutedProduct(
         a=Quantized(*a), w=Quantized(*w), routing=Routing(*layout), a_div=top_k, out=out, target=target,
         token_weights=weights,

@@ -1,4 +1,4 @@
-"""What the compiler makes of every default configuration, offline: the matrix instructions, the stores, no spills."""
+"""Machine code of every default configuration, compiled offline: the matrix instructions, the stores, no spills."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from support.quantizers import plan_quantize, plan_quantize_dual
 NEW = tuple(int(part) for part in version("triton").split(".")[:2]) >= (3, 7)
 TARGETS = (SM89, SM90, SM100, SM120, GFX942, GFX950)
 
-# What a Linear multiplies: forward, dgrad with the weight as it was quantized for the forward, wgrad; rowwise and MX.
+# The products of a Linear: forward, dgrad with the weight as it was quantized for the forward, wgrad; rowwise and MX.
 PRODUCTS: dict[str, tuple[Block, Block, str, str, str]] = {
     "forward": ((1, 128), (128, 128), "K", "K", "fp32"),
     "dgrad": ((1, 128), (128, 128), "K", "N", "fp32"),
@@ -94,7 +94,7 @@ def test_cdna_multiplies_mx_blocks_by_pointers(target: Target) -> None:
     assert (set(found.whole.widths("store")), found.spills) == ({16}, 0)
 
 
-# What multiplies on AMD, and the fewest bytes of a store, in layers of 4096: op, kernel of it, gfx942, gfx950, bytes.
+# Matrix instructions on AMD, and the least bytes of a store, in layers of 4096: op, its kernel, gfx942, gfx950, bytes.
 # The moves to and from accumulators of NN from 256 rows were 405 in Primus-Turbo's kernel, a tenth is the most here.
 CDNA = (
     ("forward", 0, "32x32x16_fp8_fp8", "32x32x64_f8f6f4", 16),
@@ -124,7 +124,7 @@ def test_machine_code_of_cdna(target: Target, op: str, index: int, gfx942: str, 
         assert waves_per_simd(found.vgprs, found.lds, warps, PROCESSORS[target.name]) >= 2
     assert not any("short" in name for name in found.whole.names if "_store_" in name)
     assert max(found.loop.widths("load")) == 16
-    # What is not loaded by 16 bytes are scales and offsets.
+    # Only scales and offsets are loaded by 4 bytes.
     assert set(found.loop.widths("load")) <= {16, 4}
 
 

@@ -328,7 +328,7 @@ def test_options_reach_inductor() -> None:
 
 
 def test_compiled_keeps_fp8_for_the_backward() -> None:
-    """What AOTAutograd saves of a layer's input is FP8: no 16- or 32-bit copy of it."""
+    """AOTAutograd saves a layer's input in FP8, with no 16- or 32-bit copy."""
     model, x = nn.Sequential(nn.Linear(256, 512), nn.Linear(512, 256)), torch.randn(64, 256)
     compiled = torch.compile(model, backend="fp8fn", options={"where": "*"})
     saved: list[Tensor] = []

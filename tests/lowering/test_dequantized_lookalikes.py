@@ -1,4 +1,4 @@
-"""What looks like dequantized data, or like a copy of it, and differs in one place: the values are those of eager."""
+"""Graphs that look like dequantized data, or like a copy of it, but differ in one place: the values are eager's."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def of_bytes(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
 
 
 A16W8 = "fp8fn.mm_a16w8.default"
-# What becomes of the forward's product; where None, it is left alone or needs no saying.
+# The op that the forward's product becomes; None where the product is left alone or either is right.
 SPELLINGS: dict[Callable[..., Tensor], str | None] = {
     straight_through: "fp8fn.scaled_mm.default", scale_first: A16W8, divided: A16W8, kron: A16W8,
     **dict.fromkeys((of_another, of_another_first, turned_round, added_twice, taken_twice), A16W8),

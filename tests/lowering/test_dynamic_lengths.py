@@ -171,7 +171,7 @@ def test_an_op_outside_of_a_product(block: Block) -> None:
 
 
 def test_inductor_adds_none() -> None:
-    """Of what the forward keeps for the backward Inductor asks whether it is dense."""
+    """Inductor asks whether the tensors that the forward keeps for the backward are dense."""
     model = nn.Sequential(nn.Linear(128, 144, bias=False), nn.Linear(144, 128, bias=False))
     compiled = torch.compile(model, backend="fp8fn", options={"where": "*"}, dynamic=True)
     for length in (64, 65, 129, 80):

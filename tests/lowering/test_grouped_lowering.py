@@ -261,7 +261,7 @@ def test_one_compile_serves_every_count_of_tokens() -> None:
 
 
 class Layer(nn.Module):
-    """What a mixture of experts multiplies: a router, wide and narrow experts, some of them stacked."""
+    """The products of a mixture of experts: a router, wide and narrow experts, some of them stacked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -391,7 +391,7 @@ def choices_of(seed: int) -> tuple[Tensor, Tensor]:
 
 
 def test_a_loop_over_chosen_tokens() -> None:
-    """Where Dynamo captures it, each expert's product has a size that depends on data; else no graph has the weight."""
+    """If Dynamo captures it, each expert's product has a size that depends on data; else no graph has the weight."""
     model, args = Choosing("loop"), choices_of(0)
     explanation = fp8fn.explain(model, *args, where="*", show=False)
     assert explanation.rows == ()
@@ -442,7 +442,7 @@ def test_export_of_a_grouped_gemm(recipe: str) -> None:
 
 
 def test_an_exported_product_of_groups() -> None:
-    """What `torch.export` makes of PyTorch's own is substituted when it is compiled."""
+    """PyTorch's own product, exported by `torch.export`, is substituted when it is compiled."""
     model, inputs = Rows().eval(), (randn(ROWS, K), offsets())
     with torch.no_grad():
         module = torch.export.export(model, inputs).module()

@@ -217,7 +217,7 @@ def text(graph: Graph) -> str:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the graphs are torch 2.13's")
 def test_forward_graph_of_a_training_step() -> None:
-    """Of a norm its statistics stay, which its backward reads, and which the op is given."""
+    """A norm's statistics stay: the backward reads them, and the op takes them as an argument."""
     with uncompiled() as graphs:
         fp8(Block().bfloat16())(random(2, M, WIDTH).requires_grad_()).sum()
     assert_expected_inline(
@@ -251,7 +251,7 @@ add_5 = add.Tensor(add_2, scaled_mm_5)""",
 
 
 class Keep(CustomGraphPass):
-    """Of each graph fp8fn's quantizers of activations, and the 16-bit tensors that a kernel writes for one to read."""
+    """Records each graph's quantizers of activations, and the number of 16-bit tensors that are written for them."""
 
     def __init__(self) -> None:
         self.found: list[tuple[list[str], int]] = []
@@ -267,7 +267,7 @@ Counts = list[tuple[list[str], int, int]]
 
 
 def counts(model: Callable[[Tensor], Tensor], x: Tensor, fuse: bool | None, **options: Any) -> Counts:
-    """What `Keep` finds, and how many Triton kernels Inductor launches besides fp8fn's; and for the backward.
+    """`Keep`'s records, and how many Triton kernels Inductor launches besides fp8fn's; and for the backward.
 
     Inductor makes its code for a GPU, which needs none, of graphs on the CPU. The kernels do nothing.
     """
@@ -360,7 +360,7 @@ def test_numbers_of_kernels_of_other_producers(producer: str) -> None:
 
 @on_gpus
 def test_the_norm_of_other_devices_is_inlined_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no op for it: a kernel for the statistics, and one that normalises and quantizes."""
+    """A norm without an op takes a kernel for the statistics, and one that normalises and quantizes."""
     monkeypatch.setattr(targets, "target_of", lambda device: SM89)
     linear, norm = nn.Linear(N, WIDTH).bfloat16(), nn.RMSNorm(N).bfloat16()
     assert counts(lambda x: linear(norm(x)), random(M, N), None) == [([], 0, 2)]
@@ -397,7 +397,7 @@ def reasons(function: Callable[..., Any], *inputs: Tensor) -> list[str | None]:
 
 
 def test_what_stays() -> None:
-    """Where nothing would be saved, or the op computes something else."""
+    """Producers stay where nothing would be saved, or where the op computes something else."""
     weight, square = nn.Parameter(random(WIDTH, N)), nn.Parameter(random(WIDTH, M))
     gate, up, scale = random(M, N), random(M, N), random(N)
 
@@ -485,7 +485,7 @@ INLINED: list[tuple[ScaleBlock, str, torch.dtype]] = [
 
 
 def test_inlined_quantizers_have_the_same_bits(device: torch.device) -> None:
-    """Of producers that are exact in 16 bits: all blocks and scales, zeros, NaN, Inf, and the least and largest."""
+    """The producers are exact in 16 bits: all blocks and scales, zeros, NaN, Inf, and the least and largest."""
     if device.type == "cuda" and not exact_on_gpus:
         pytest.skip(INEXACT)
 
@@ -555,7 +555,7 @@ def test_one_quantizer_for_all_that_read_a_tensor() -> None:
 
 
 def test_exact_substitution_fuses_nothing() -> None:
-    """What was written is what is rounded: a fused product is 1.3 % away, and exact patterns keep within 1 %."""
+    """The value that the user wrote is the value that is rounded: fusing would be 1.3 % away, and the limit is 1 %."""
     w, gate, up = fp8fn.quantize(random(WIDTH, N).mT, (128, 128)), random(M, N), random(M, N, seed=1)
 
     def product(gate: Tensor, up: Tensor) -> Tensor:

@@ -73,7 +73,7 @@ def v1(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, pair: str, **opti
 
 
 def v2(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, pair: str, **options: Any) -> Tensor:
-    """What is below `F.scaled_mm`, which Dynamo traces since PyTorch 2.13."""
+    """The op below `F.scaled_mm`, which Dynamo traces since PyTorch 2.13."""
     left, right = ([KINDS[block]] for block in PAIRS[pair])
     given = (options.get("bias"), options.get("out_dtype", BF16), [], options.get("use_fast_accum", False))
     return torch.ops.aten._scaled_mm_v2.default(a, b, [a_scale], left, [], [b_scale], right, [], *given)

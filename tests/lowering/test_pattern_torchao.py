@@ -28,7 +28,7 @@ M, N, K = 384, 256, 128
 X = "Tensor x, int block_size=128, ScalarType dtype=float8_e4m3fn) -> (Tensor, Tensor)"
 AB = "Tensor a, Tensor b, Tensor a_s, Tensor b_s, int block_size=128, ScalarType out_dtype=float) -> Tensor"
 RECIPES = "Tensor a, Tensor b, Tensor a_s, int scale_recipe_a, Tensor b_s, int scale_recipe_b, ScalarType out_dtype)"
-# Of a quantizer: its block, whether the results are transposed, and whether data and scales are then column-major.
+# Each quantizer's block, whether its results are transposed, and whether data and scales are then column-major.
 QUANTIZERS = {
     "act_quant_lhs": ((1, 128), False, False, True),
     "act_quant_rhs": ((128, 1), False, True, False),
@@ -67,7 +67,7 @@ def by_recipes(a: Tensor, b: Tensor, a_s: Tensor, left: int, b_s: Tensor, right:
 
 @pytest.fixture(scope="module", autouse=True)
 def ops() -> Iterator[None]:
-    """What is in `torch.ops.torchao`."""
+    """torchao's own ops if it is installed, else stand-ins of the same schemas."""
     with warnings.catch_warnings(), contextlib.suppress(ImportError):
         warnings.simplefilter("ignore")
         import torchao.prototype.blockwise_fp8_training.kernels  # noqa: F401
@@ -147,7 +147,7 @@ def test_blockwise_scaled_mm(recipe: int, fresh_dynamo: None) -> None:
 
 
 def test_a_training_step(fresh_dynamo: None) -> None:
-    """What is read along rows and columns is quantized once."""
+    """A tensor that is read along rows and columns is quantized once."""
     with graphs() as found:
         actual, record = compiled_step(Linear.apply, *inputs())
     assert [(made.made, made.shape) for made in record] == [

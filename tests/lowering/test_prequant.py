@@ -101,7 +101,7 @@ def test_what_it_costs(block: Block, scale: ScaleFormat, device: torch.device) -
 def test_leading_dimensions(
     block: Block, scale: ScaleFormat, left: Block, lead: tuple[int, ...], batch: tuple[int, ...], device: torch.device
 ) -> None:
-    """Of a matrix `w` they are rows; else each matrix of `x` is quantized by itself, which only `(-1, -1)` can tell."""
+    """They are rows beside a matrix `w`; else each matrix of `x` has its own scales, which only `(-1, -1)` can tell."""
     x, w = torch.randn(*lead, 5, 64, device=device).bfloat16(), weight(64, 40, block, scale, batch=batch, device=device)
     found = fp8fn.gemm(x, w, prequant=True, out_dtype=FP32)
     if batch:
@@ -214,7 +214,7 @@ def test_transforms(name: str, block: Block, scale: ScaleFormat, fresh_dynamo: N
 
 @EACH_WEIGHT
 def test_vmap_is_the_loop(block: Block, scale: ScaleFormat, left: Block) -> None:
-    """Of tensorwise scales too: each element has its own."""
+    """Each element of a batch has its own scale, tensorwise too."""
     x = torch.randn(5, 3, 64) * torch.tensor([1.0, 8.0, 64.0])[:, None]
     w, many = weight(64, 40, block, scale), weight(64, 40, block, scale, batch=(3,))
     found = vmap(lambda x: fp8fn.gemm(x, w, prequant=True), 1)(x)

@@ -35,7 +35,7 @@ def site_of(name: str) -> Site:
 
 
 def decided(model: Callable[..., Any], *args: Any, where: Where = None) -> list[Decision]:
-    """What the recipe decides about a model; its graphs run as they are."""
+    """The recipe's decisions about a model, whose graphs run unchanged."""
     found: list[Decision] = []
 
     def backend(gm: GraphModule, _: Any) -> Callable[..., Any]:

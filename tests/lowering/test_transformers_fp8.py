@@ -35,7 +35,7 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
     # transformers asks for PyTorch's version in a cached function, which Dynamo traces through.
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
-    # What Dynamo itself does with an autograd.Function.
+    # Dynamo itself instantiates an autograd.Function.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
@@ -128,7 +128,7 @@ def layer(bias: bool = False, width: int = 256, features: int = 384) -> nn.Modul
 
 
 def of(model: nn.Module, x: Tensor) -> Tensor:
-    """What the layer means: the activation in FP8 of (1, 128), its scales, and the weight's."""
+    """The definition of the layer: the activation in FP8 of (1, 128), its scales, and the weight's."""
     linear: Any = model[0]  # type: ignore[index]
     data, scale = torch.ops.fp8fn.quantize(x.flatten(0, -2), (1, 128))
     rows = data.double() * scale.double().repeat_interleave(128, 1)
@@ -275,7 +275,7 @@ OPS = torch.ops._finegrained_fp8_1a2b3c
 
 @pytest.mark.parametrize("block", [128, 64])
 def test_the_hubs_op(block: int) -> None:
-    """Where transformers has the Hub's kernel as an op; here one of its name, which gives nothing of use."""
+    """transformers may have the Hub's kernel as an op; here a stub of that name, which computes nothing."""
     w, x = fp8fn.quantize(torch.randn(384, 256), (128, 128)), torch.randn(2, 24, 256).bfloat16()
 
     def function(x: Tensor, b: Tensor, scale: Tensor) -> Tensor:

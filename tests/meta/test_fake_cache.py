@@ -20,7 +20,7 @@ def geometry(x: Tensor) -> tuple[object, ...]:
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[fake_cache.Geometry]:
-    """What is made without asking an op."""
+    """The geometries that are made without asking an op."""
     seen: list[fake_cache.Geometry] = []
     empty = fake_cache._empty
 

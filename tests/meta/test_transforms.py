@@ -129,7 +129,7 @@ def test_forward_ad(a: Tensor, w: Tensor) -> None:
 
 
 def test_jacrev_and_jacfwd(w: Tensor) -> None:
-    """Of a function of a few numbers, for a Jacobian of all of `a` is the tangent of each element."""
+    """The function has few inputs, since a Jacobian of all of `a` takes a tangent for each element."""
     basis = torch.randn(3, M, K)
 
     def of(product: Function) -> Function:

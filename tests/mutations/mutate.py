@@ -72,7 +72,7 @@ class Mutation:
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a fault."""
+    """The outcome of a fault."""
 
     name: str
     file: str
@@ -129,7 +129,7 @@ def run_mutation(mutation: Mutation | None, tests: Sequence[str], root: Path, ti
 
 
 def _pytest(copy: Path, work: Path, args: Sequence[str], timeout: float) -> tuple[str, int | None]:
-    """What pytest printed, and its exit code; None where it did not end."""
+    """pytest's output and its exit code; None where it did not end."""
     plugins = work / "plugins"
     plugins.mkdir()
     shutil.copy(_PLUGIN, plugins)

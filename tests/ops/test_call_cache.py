@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.call_cache import geometry, kind
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -88,7 +88,7 @@ def test_a_call_puts_each_tensor_in_its_place(
     blocks: tuple[Block, Block], bias: torch.dtype | None, batch: int | None, stub: StubDriver
 ) -> None:
     planned, other = (Operands(blocks=blocks, bias=bias, batch=batch) for _ in range(2))
-    plan = planned.plan(Config())
+    plan = planned.plan(ScaledMmConfig())
     call = planned.call(plan)
     assert call.made[0] == geometry(planned.out)
     assert len(call.made) == 1
@@ -106,7 +106,7 @@ def test_a_call_puts_each_tensor_in_its_place(
 
 def test_a_call_allocates_anew_each_time(stub: StubDriver) -> None:
     operands = Operands()
-    call = operands.call(operands.plan(Config()))
+    call = operands.call(operands.plan(ScaledMmConfig()))
     first, second = call(*operands.inputs)[0], call(*operands.inputs)[0]
     assert first.data_ptr() != second.data_ptr()
     assert first.data_ptr() != operands.out.data_ptr()

@@ -333,7 +333,7 @@ def test_a_cache_in_the_place_of_a_file_is_said_once(
     assert "FP8FN_CACHE_DIR" in message
 
 
-# Where it is.
+# The folder of the cache.
 
 
 @pytest.fixture

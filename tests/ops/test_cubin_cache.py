@@ -29,7 +29,7 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What reaches NVRTC, which answers with the count of its calls."""
+    """The calls that reach NVRTC, which answers with their count."""
     calls: list[tuple[Any, ...]] = []
 
     def compile_(*args: Any) -> Compiled:

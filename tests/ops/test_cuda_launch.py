@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime import driver, launch
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap, pointers
 from fp8fn.ops.layout import Block
@@ -83,7 +83,7 @@ def test_a_float_is_packed_as_float32_and_none_as_a_null_pointer(stub: StubDrive
 
 
 def test_shape_shared_memory_and_stream_reach_the_driver(stub: StubDriver) -> None:
-    plan = Operands((300, 300, 300)).plan(Config(MATH=3, DEPTH=1))
+    plan = Operands((300, 300, 300)).plan(ScaledMmConfig(MATH=3, DEPTH=1))
     plan.prepare().launch(pointers(plan.args))
     (seen,) = stub.launched
     assert (seen.grid, seen.block) == ((6, 1, 1), (512, 1, 1))

@@ -18,8 +18,8 @@ from fp8fn.ops.tuning.divisions import COLUMNS, CORES, Division, parse
 def test_a_row_is_a_division() -> None:
     options = {"ROWS": 16, "WARPS_N": 8, "HELD": 2}
     rows = [[True, 8, 10, 20, [4, 2], [3, 5], options], [True, 8, 1, 2, [1, 1], [2, 2], options]]
-    table = parse({"format": 1, "columns": list(COLUMNS), "rows": rows}, splitk_a16w8.Config)
-    config = splitk_a16w8.Config(16, 8, HELD=2)
+    table = parse({"format": 1, "columns": list(COLUMNS), "rows": rows}, splitk_a16w8.SplitKConfig)
+    config = splitk_a16w8.SplitKConfig(16, 8, HELD=2)
     first = Division(10, 20, range(4, 1, -1), range(3, 6), config)
     assert table == {(True, 8): (first, Division(1, 2, range(1, 2), range(2, 3), config))}
     assert list(first.parts(12)) == [(4, 3), (3, 4)]
@@ -31,7 +31,7 @@ def test_a_row_is_a_division() -> None:
 def test_another_format_is_refused(change: dict[str, Any]) -> None:
     document = {"format": 1, "columns": list(COLUMNS), "rows": []}
     with pytest.raises(ValueError, match="no table of divisions of format 1"):
-        parse(document | change, a16w8_tiles.Config)
+        parse(document | change, a16w8_tiles.A16W8TilesConfig)
 
 
 def test_each_shipped_division_finds_room() -> None:

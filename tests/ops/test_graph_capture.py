@@ -1,4 +1,4 @@
-"""What may still run when a captured launch begins, and whether a CUDA graph's products read their weights early."""
+"""Launches that may still run when a captured one begins, and CUDA graphs whose products read their weights early."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_outside_of_a_capture_and_on_a_cpu_nothing(graph: Graph, monkeypatch: py
 
 
 def test_calls_are_not_written_down_as_one(graph: Graph, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one graph may read early another may not."""
+    """A tensor that one graph may read early another graph may not."""
     monkeypatch.setattr(call_cache, "_kept", type(call_cache._kept)())
     ran = []
 
@@ -203,17 +203,17 @@ def test_what_the_driver_says() -> None:
 
 
 def test_which_launches_settle() -> None:
-    """Those that do not overlap, for they begin when all before has ended; and those that let the next begin late."""
+    """Launches settle that do not overlap, as they begin after all others, or that let the next one begin late."""
     assert CudaLaunch(CudaKernel("a.cu", "a", ()), (1, 1, 1), 32, 0, {}, target=SM90).settles
     x, w = torch.empty(1, 2048, dtype=BF16), weight(2048, 256, (128, 128))
     out = torch.empty(1, 256, dtype=BF16)
     for late in (False, True):
-        launch_ = planned(a16w8_tiles, weight_product(x, w, out), a16w8_tiles.Config(8, 4, 2, LATE=late))
+        launch_ = planned(a16w8_tiles, weight_product(x, w, out), a16w8_tiles.A16W8TilesConfig(8, 4, 2, LATE=late))
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
     a, b = operands(1, 256, 2048)
     for late in (False, True):
-        config = mx_tiles.Config(8, LATE=late, STAGES=2)
+        config = mx_tiles.MxTilesConfig(8, LATE=late, STAGES=2)
         (launch_,) = mx_tiles.plan(scaled_product(a, b, out, SM90), config)
         assert launch_.overlaps
         assert launch_.settles == late == bool(launch_.options["LATE"])
@@ -221,7 +221,7 @@ def test_which_launches_settle() -> None:
 
 @pytest.fixture
 def early(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """What was said of each weight whose product was captured."""
+    """The answers for each weight whose product was captured."""
     said: list[bool] = []
     readable = graph_capture.readable
 
@@ -317,7 +317,7 @@ def test_a_weight_that_the_graph_writes_is_read_in_its_turn(mx: bool, early: lis
 
 
 def test_addresses_below_and_above_what_is_written_are_none_of_it(graph: Graph) -> None:
-    """Of one piece of memory, each part a storage of its own."""
+    """The parts lie in one piece of memory, each in a storage of its own."""
     memory = bytearray(64)
 
     def part(start: int, stop: int) -> Tensor:

@@ -65,7 +65,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[tuple[HipKernel, Compiler]]:
-    """What reaches a compiler, which answers with the count of its calls."""
+    """The calls that reach a compiler, which answers with their count."""
     calls: list[tuple[HipKernel, Compiler]] = []
 
     def compile_(kernel: HipKernel, compiler: Compiler) -> bytes:
@@ -251,7 +251,7 @@ def test_an_unknown_tag_is_an_error() -> None:
 
 @dataclass
 class Launched:
-    """What one hipModuleLaunchKernel saw: its sizes, its stream, and the bytes at the address of each argument."""
+    """The arguments of one hipModuleLaunchKernel: sizes, stream, and the bytes at the address of each parameter."""
 
     function: int
     grid: tuple[int, ...]
@@ -479,7 +479,7 @@ const char *hipGetErrorString(int status) { return status == 1 ? "invalid argume
 
 
 class Seen(ctypes.Structure):
-    """What the library saw last."""
+    """The last call of the library."""
 
     _fields_ = (
         ("function", ctypes.c_void_p), ("stream", ctypes.c_void_p), ("extra", ctypes.c_void_p),

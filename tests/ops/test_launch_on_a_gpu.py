@@ -16,7 +16,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from fp8fn.ops import reference
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.call_cache import Call
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap
@@ -29,14 +29,14 @@ from support.stub_driver import FORWARD, ROWS, WGRAD
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
 
-Forced = Callable[[Config], None]
+Forced = Callable[[ScaledMmConfig], None]
 
 
 @pytest.fixture
 def forced(monkeypatch: pytest.MonkeyPatch, kept: OrderedDict[Any, Any], hopper: Target) -> Forced:
     """`forced(config)`: the op takes the CUDA kernel in this configuration, whatever the tables say."""
 
-    def force(config: Config) -> None:
+    def force(config: ScaledMmConfig) -> None:
         kept.clear()
         monkeypatch.setattr(choose, "named", lambda product: Named("cuda", "a test", lambda _: config))
 
@@ -44,9 +44,11 @@ def forced(monkeypatch: pytest.MonkeyPatch, kept: OrderedDict[Any, Any], hopper:
 
 
 CONFIGS = {
-    "192x128": Config(MATH=3, DEPTH=1), "128x256": Config(BN=256, SLICES_N=2, DEPTH=1), "128x128": Config(),
-    "split": Config(SPLIT=4),
-}  # fmt: skip
+    "192x128": ScaledMmConfig(MATH=3, DEPTH=1),
+    "128x256": ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1),
+    "128x128": ScaledMmConfig(),
+    "split": ScaledMmConfig(SPLIT=4),
+}
 
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 
@@ -117,7 +119,7 @@ def test_the_op_takes_the_kernel_in_cuda(
 @each_config
 @pytest.mark.parametrize("bias", [None, BF16, FP32], ids=str)
 def test_a_kept_call_gives_the_same_bits_and_takes_other_addresses(
-    bias: torch.dtype | None, config: Config, forced: Forced, kept: OrderedDict[Any, Any]
+    bias: torch.dtype | None, config: ScaledMmConfig, forced: Forced, kept: OrderedDict[Any, Any]
 ) -> None:
     forced(config)
     products = [Product(bias=bias) for _ in range(4)]
@@ -133,7 +135,7 @@ def test_a_kept_call_gives_the_same_bits_and_takes_other_addresses(
 
 @pytest.mark.gpu
 def test_other_strides_types_or_alignment_make_another_plan(forced: Forced, kept: OrderedDict[Any, Any]) -> None:
-    forced(Config())
+    forced(ScaledMmConfig())
 
     def calls() -> int:
         return sum(key[0] == "scaled_mm" for key in kept)
@@ -188,7 +190,7 @@ def test_operands_that_tma_cannot_address_are_right_too(hopper: Target) -> None:
 
 @pytest.mark.gpu
 @each_config
-def test_one_row_column_and_matrix(config: Config, forced: Forced) -> None:
+def test_one_row_column_and_matrix(config: ScaledMmConfig, forced: Forced) -> None:
     """Axes of size 1 have strides that no descriptor takes."""
     forced(config)
     for shape in ((1, 7, 129), (1, 1, 1), (5, 1, 17)):
@@ -206,7 +208,7 @@ def test_one_row_column_and_matrix(config: Config, forced: Forced) -> None:
 
 @pytest.mark.gpu
 @each_config
-def test_two_streams(config: Config, forced: Forced) -> None:
+def test_two_streams(config: ScaledMmConfig, forced: Forced) -> None:
     """Launches of one kept call on two streams at once are those of one after the other."""
     forced(config)
     products = [Product(1000, 2000, 1024, bias=BF16) for _ in range(2)]
@@ -225,7 +227,7 @@ def test_two_streams(config: Config, forced: Forced) -> None:
 
 @pytest.mark.gpu
 @each_config
-def test_threads(config: Config, forced: Forced) -> None:
+def test_threads(config: ScaledMmConfig, forced: Forced) -> None:
     """New threads, in which CUDA has no context yet, each on a stream of its own, through one kept call."""
     forced(config)
     products = [Product(300, 520, 768, bias=FP32) for _ in range(6)]
@@ -257,7 +259,7 @@ def test_threads(config: Config, forced: Forced) -> None:
 
 @pytest.mark.gpu
 @each_config
-def test_a_captured_graph_replays_on_new_values(config: Config, forced: Forced) -> None:
+def test_a_captured_graph_replays_on_new_values(config: ScaledMmConfig, forced: Forced) -> None:
     forced(config)
     product, other = Product(300, 520, 777, bias=BF16), Product(300, 520, 777, bias=BF16)
     side = torch.cuda.Stream()
@@ -285,7 +287,7 @@ def test_a_captured_graph_replays_on_new_values(config: Config, forced: Forced) 
 
 @pytest.mark.gpu
 @each_config
-def test_a_thousand_calls_give_one_bit_pattern(config: Config, forced: Forced) -> None:
+def test_a_thousand_calls_give_one_bit_pattern(config: ScaledMmConfig, forced: Forced) -> None:
     forced(config)
     product = Product(333, 777, 1111, bias=BF16)
     first = product()

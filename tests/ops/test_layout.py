@@ -1,4 +1,4 @@
-"""Where data and scales lie: shapes, 16-byte padding, and the symmetry of every block with its transpose."""
+"""The layout of data and scales: shapes, 16-byte padding, and the symmetry of every block with its transpose."""
 
 from __future__ import annotations
 

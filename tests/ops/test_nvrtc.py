@@ -1,4 +1,4 @@
-"""Where NVRTC is looked for, and what is said where it is missing."""
+"""The search for NVRTC, and the message where it is missing."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from support.samples import SAMPLES, Sample
 
 # Products are summed in another order when a batch is flattened; quantized bytes have no such freedom.
 EXACT = {name for name in OPS if name.startswith("quantize")}
-# What they quantize comes of exp or rsqrt, which a batch may compute with other instructions than a matrix does.
+# The values that they quantize come of exp or rsqrt, for which a batch and a matrix may have other instructions.
 PRODUCED = {name for name in OPS if name.startswith(("quantize_silu_mul", "quantize_rms_norm"))}
 NEEDED_LABELS = ("plain", "ragged", "strided")
 CASES = [(name, label) for name in OPS for label in [s.label for s in SAMPLES.get(name, list)()]]

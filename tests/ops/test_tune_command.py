@@ -47,7 +47,7 @@ def test_the_command_tunes_saves_and_prints(capsys: pytest.CaptureFixture[str]) 
     row = next(line for line in out.splitlines() if line.startswith("8192,6144,4096 1x128·128x128"))
     assert row.split()[2:4] == ["128x256d1", f"{found.entries[PROBLEM].us:.1f}"]
     assert "192x128d1" in row
-    # What it saved is what a plan takes from now on.
+    # A plan takes the saved configuration from now on.
     assert choose_config(PROBLEM, 132, table.tables(CHIP)).config == W
 
 

@@ -97,7 +97,7 @@ def test_the_users_table_precedes_the_shipped_one(monkeypatch: pytest.MonkeyPatc
         "64x256d1", "128x256d1", config_name(ranked(third, 132)[0]),
     ]  # fmt: skip
     assert [choice.source for choice in found] == [path.name, "shipped.json", "the model"]
-    # Of another chip, or of one with other multiprocessors, nothing of it holds.
+    # The file says nothing about another chip, or about one with other multiprocessors.
     for other in (Chip("NVIDIA Test", 78), Chip("NVIDIA H100", 132)):
         assert choose_config(PROBLEM, 132, table.tables(other)).source == "the model"
 

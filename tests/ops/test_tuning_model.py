@@ -8,7 +8,7 @@ from math import exp, log, sqrt
 import pytest
 
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.candidates import X, candidates, config_name, config_of, tile_count, tiles
 from fp8fn.ops.tuning.model import FITTED, microseconds, ranked
@@ -101,7 +101,7 @@ MEASURED: dict[tuple[int, int, int], dict[str, float]] = {
 }  # fmt: skip
 
 
-# Of the weight's gradient, M, N, K of that product: 128x128 with one temporary has 0.90 of 192x128's rate.
+# TFLOP/s of the weight's gradient by its M, N, K: 128x128 with one temporary has 0.90 of 192x128's rate.
 WGRAD = {(6144, 4096, 8192): 950.0, (28672, 4096, 8192): 930.0, (8192, 8192, 16384): 963.0}
 
 
@@ -130,7 +130,7 @@ def test_the_model_of_wgrad(shape: tuple[int, int, int], tflops: float) -> None:
     problem = Problem(*shape, "VECTOR", "VECTOR")
     ours = microseconds(problem, X, 132)
     assert ours == pytest.approx(us(*shape, tflops), rel=0.05)
-    assert microseconds(problem, Config(DEPTH=1), 132) / ours == pytest.approx(1 / 0.90, rel=0.05)
+    assert microseconds(problem, ScaledMmConfig(DEPTH=1), 132) / ours == pytest.approx(1 / 0.90, rel=0.05)
 
 
 def test_the_model_knows_waves_shares_of_k_and_bytes() -> None:
@@ -146,7 +146,7 @@ def test_the_model_knows_waves_shares_of_k_and_bytes() -> None:
     assert ranked(Problem(64, 512, 256), 132)[0].SPLIT == 1
     assert {config.SPLIT for config in ranked(large, 132)} == {1}
     # A batch of 64 is 64 times the tiles, and float32 outputs are twice the bytes.
-    assert tile_count(Problem(128, 128, 128, batch=64), Config()) == 64
+    assert tile_count(Problem(128, 128, 128, batch=64), ScaledMmConfig()) == 64
     wide = Problem(4096, 4096, 128)
     assert microseconds(replace(wide, out_type="float32"), X, 132) > 1.3 * microseconds(wide, X, 132)
 

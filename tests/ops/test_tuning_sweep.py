@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.candidates import SMALLEST, W, X
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
@@ -30,7 +30,7 @@ def test_a_winner_beats_the_models_choice_by_more_than_the_spread() -> None:
     assert PEER not in won.times
     # A wide spread of either ties them too.
     assert decide({"192x128d1": [90.0, 100.0, 110.0], "128x256d1": clear}, "192x128d1").config == "192x128d1"
-    # Where the model's choice did not run, the fastest has it.
+    # If the model's choice did not run, the fastest is chosen.
     assert decide({"128x256d1": close, "64x64d2": clear}, "192x128d1").config == "64x64d2"
 
 
@@ -109,7 +109,7 @@ def test_the_chip_is_warmed_before_each_problem() -> None:
 
 
 class Nothing(FakeBench):
-    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+    def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
         return {PEER: self._call(PEER, 1.0)}
 
 

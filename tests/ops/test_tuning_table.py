@@ -239,7 +239,7 @@ def test_no_table_makes_a_lookup_raise(drawn: list[Any], place: int) -> None:
             assert entry.peer_wins in (True, False)
             config = table.config_of(entry.config)
             cuda.plan(empty_product(runnable(problem), "meta", HOPPER), config)
-        # What is merged with it is a table again.
+        # A merge of it with another table is a table again.
         table.add(CHIP, {Problem(1, 2, 3): table.Entry("64x64d2", {"64x64d2": 0.001}, 0.0)}, {})
         assert set(table.read(table.user_path(CHIP)).entries) == {Problem(1, 2, 3), *found.entries}
 

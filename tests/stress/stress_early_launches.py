@@ -81,7 +81,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of operands: large enough on a GPU that a weight is still written when the launch behind begins."""
+    """Sizes of operands, large enough on a GPU that a weight is still written when the next launch begins."""
 
     n: int
     k: int
@@ -473,7 +473,7 @@ def launches_seen() -> Iterator[set[str]]:
 
 @contextmanager
 def answers(given: Sequence[bool] | None = None) -> Iterator[list[bool]]:
-    """What `captured.readable` says inside, of each weight in turn; with `given` it says that."""
+    """Records `graph_capture.readable`'s answer for each weight in turn; `given` replaces the answers."""
     readable, said = graph_capture.readable, list[bool]()
 
     def answer(*tensors: Tensor) -> bool:
@@ -696,7 +696,7 @@ def _by_product(x: Tensor) -> bool:
 
 
 def _staged(values: Values, writer: str) -> Values:
-    """What `_write` reads to write these values."""
+    """The tensors that `_write` reads to write these values."""
     if writer != "elementwise":
         return values
     made = copied(values)

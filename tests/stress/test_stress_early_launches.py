@@ -44,7 +44,7 @@ def test_what_reads_its_operands_in_time_is_right() -> None:
 def test_what_reads_an_operand_of_the_time_before_is_found_in_every_mode(
     late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the operand moves: one that is constant may be read at any time."""
+    """The operand moves, since a constant one may be read at any time."""
     before = [torch.zeros(3, 5), torch.zeros(3, 5)]
     synchronized = []
     expected = Stress._expected

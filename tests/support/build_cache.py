@@ -1,4 +1,4 @@
-"""What tests compile, kept between runs by content, in the folder `FP8FN_TEST_CACHE`.
+"""Compiled results of tests, kept between runs by content in the folder `FP8FN_TEST_CACHE`.
 
 A result is found again only where everything that it depends on is the same: the sources, the headers that they reach,
 the macros, the options and the compiler. Without the folder, tests compile as if nothing had been kept.
@@ -47,7 +47,7 @@ def digest(key: object) -> str:
 
 
 def kept(kind: str, key: object, make: Callable[[], bytes]) -> bytes:
-    """What `make` returns, from the folder where an equal key has been made before; `key` is known by its `repr`."""
+    """The result of `make`, from the folder if an equal key has been made before; `key` is known by its `repr`."""
     name = digest(key)
     path = folder() / kind / name[:2] / name
     if (found := _read(path)) is not None:
@@ -102,7 +102,7 @@ def loaded_library(pattern: str) -> str:
 
 @cache
 def host_compiler() -> tuple[str, ...]:
-    """What g++ is here: its version and target, and the C library."""
+    """The version and target of this machine's g++, and its C library."""
     if shutil.which("g++") is None:
         return ()
     said = [
@@ -153,7 +153,7 @@ def prune(longest_unused: float = LONGEST_UNUSED, largest: int = LARGEST) -> Non
 
 
 def _read(path: Path) -> bytes | None:
-    """What `_write` wrote, or None where the file is missing or damaged."""
+    """The content that `_write` wrote, or None where the file is missing or damaged."""
     try:
         content = path.read_bytes()
         os.utime(path)  # the time of its last use, for `prune`

@@ -1,4 +1,4 @@
-"""What the offline compilers make of a kernel: whether NVRTC is there, SASS, spills, shared memory."""
+"""Offline compilers: whether NVRTC is there, and a kernel's SASS, spills and shared memory."""
 
 from __future__ import annotations
 

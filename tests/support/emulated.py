@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fp8fn.ops.hip.launch import HipLaunch
 
 FOLDER: Final = "FP8FN_CDNA_EMULATOR"
-# Of one byte 2 ** 40 as a scale and no NaN as FP8; of more bytes a huge number, that a sum or a maximum does not hide.
+# One byte is 2 ** 40 as a scale and no NaN as FP8; more bytes are a huge number that no sum or maximum hides.
 _POISON_BYTE, _POISON_BYTES = 0xA7, 0x7F
 
 

@@ -69,7 +69,7 @@ def _bpermute(instruction: Any, code: bytes) -> Instruction:
 
 
 def _with_dpp(instruction: Any, code: bytes) -> Instruction:
-    """Of the two-operand encoding: its second word says which lanes of which register the first operand is."""
+    """Reads the two-operand encoding, whose second word says which lanes of which register the first operand is."""
     word, control = int.from_bytes(code[:4], "little"), int.from_bytes(code[4:8], "little")
     if word >> 31 or control >> 20 & 0xF or 16 in instruction.canonical_op_bits.values():
         raise NotImplementedError(
@@ -125,7 +125,7 @@ def _source_lane(pattern: int, lane: int) -> int | None:
 
 
 def _low_registers(operands: list[tuple[int, int]], code: bytes) -> dict[tuple[int, int], tuple[int, int]]:
-    """Of each operand from v128 on: the bits that name it → its register, and one below v128 that is free."""
+    """Maps the bits that name each operand from v128 on to its register and to a free one below v128."""
     word = int.from_bytes(code[:4], "little")
     registers = {}
     for low, high in operands:

@@ -43,7 +43,7 @@ class Storage:
                 raise OSError(ctypes.get_errno(), "mprotect")
 
     def contents(self) -> bytes:
-        """What lies there now; ValueError where a byte beside it was written."""
+        """The present bytes of the storage; ValueError where a byte beside it was written."""
         before = self.memory[PAGE : self.start]
         after = self.memory[self.start + self.size : (self.pages + 1) * PAGE]
         if (before + after).strip(b"\xa7"):

@@ -34,7 +34,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_tiles, splitk_a16w8
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, Config
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, ScaledMmConfig
 from fp8fn.ops.cuda.quantize import quantize, quantize_rows, rms_norm, stream_columns, walk_columns
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
@@ -97,7 +97,13 @@ def _scaled_mm(place: Place, target: Target) -> Forms:
 
 def _dense(place: Place, target: Target) -> Forms:
     def form(
-        kinds: tuple[str, str], shape: str, config: Config, out: str = "bfloat16", *, bias: bool = False, batch: int = 1
+        kinds: tuple[str, str],
+        shape: str,
+        config: ScaledMmConfig,
+        out: str = "bfloat16",
+        *,
+        bias: bool = False,
+        batch: int = 1,
     ) -> Form:
         # Their outputs leave by bulk stores, by pairs and by lines.
         m, n = {
@@ -116,11 +122,11 @@ def _dense(place: Place, target: Target) -> Forms:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
             yield form(kinds, shape, config)
     yield form(FORWARD, "low", X, bias=True)
-    yield form(FORWARD, "even", Config(), "float16", batch=2)
+    yield form(FORWARD, "even", ScaledMmConfig(), "float16", batch=2)
     yield form(WGRAD, "ragged", X, "float32", bias=True)
-    yield form(FORWARD, "low", Config(SPLIT=2))
+    yield form(FORWARD, "low", ScaledMmConfig(SPLIT=2))
     yield form(FORWARD, "ragged", replace(SMALLEST, SPLIT=4))
-    for config in (replace(X, CLUSTER=2), Config(CLUSTER=2, SHARE_B=False)):
+    for config in (replace(X, CLUSTER=2), ScaledMmConfig(CLUSTER=2, SHARE_B=False)):
         yield form(FORWARD, "even", config)
         yield form(KINDS[2], "ragged", config)
 
@@ -209,7 +215,7 @@ def _a16w8_tiles(place: Place, target: Target) -> Forms:
         of_others = set()
         configs = dict.fromkeys(division.config for division in divisions)
         for (config, cluster), dtype in zip(product(configs, (2, 1)), cycle((FP16, BF16, BF16, FP16)), strict=False):
-            # Those without stages hold a block's part as a whole, which zeros follow here.
+            # Configurations without stages hold a block's part as a whole, which zeros follow here.
             stages, beyond = config.STAGES or config.HELD, 0 if config.STAGES else 48
             count = config.HELD - (dtype == FP16 and m == 16 and config.HELD > 3)
             config = replace(config, CLUSTER=cluster, STAGES=stages, HELD=count, READY=min(config.READY, count))
@@ -229,12 +235,18 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
         k = 2 * config.STAGES * config.K_PARTS * BK + 16
         operands, given = made(2 * config.BM + 9, 2 * config.BN + 8, k, block, place)
         yield Form(f"{config}", mm_a16w8.plan(given, config), operands)
-    for config in (mm_a16w8.Config(128, 1, 1, MATH=1, RESIDENT=4), mm_a16w8.Config(64, 1, 3, K_PARTS=2, RESIDENT=1)):
+    for config in (
+        mm_a16w8.ManyRowsConfig(128, 1, 1, MATH=1, RESIDENT=4),
+        mm_a16w8.ManyRowsConfig(64, 1, 3, K_PARTS=2, RESIDENT=1),
+    ):
         operands, given = made(config.BM + 9, config.BN + 8, config.STAGES * BK, first, place)
         for constant in (False, True):
             name = f"{'constant ' * constant}{config} all of K in flight"
             yield Form(name, mm_a16w8.plan(replace(given, constant=constant), config), operands)
-    for config in (mm_a16w8.Config(32, 1, 4, K_PARTS=2, RESIDENT=2), mm_a16w8.Config(32, 1, 2, RESIDENT=2)):
+    for config in (
+        mm_a16w8.ManyRowsConfig(32, 1, 4, K_PARTS=2, RESIDENT=2),
+        mm_a16w8.ManyRowsConfig(32, 1, 2, RESIDENT=2),
+    ):
         for k in (config.STAGES * BK, 2 * config.STAGES * BK + 144):
             operands, given = made(config.BM + 9, config.BN + 8, k, first, place)
             launches = mm_a16w8.plan(replace(given, constant=True), config)
@@ -273,7 +285,7 @@ def _gemv_mx(place: Place, target: Target) -> Forms:
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 1056
     chosen = torch.arange(tokens * choices).view(tokens, choices) * 7 % 5 - 1  # also experts that there are not
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    for config in (gemv_a16w8.Config(8, 1, 4, 2, 6, 1, 2), gemv_a16w8.Config(16, 1, 2, 2, 2, 2, 2)):
+    for config in (gemv_a16w8.GemvConfig(8, 1, 4, 2, 6, 1, 2), gemv_a16w8.GemvConfig(16, 1, 2, 2, 2, 2, 2)):
         operands = Operands(place)
         layout = [
             operands.input(name, part.shape, part.dtype, values=part)
@@ -353,7 +365,7 @@ def _quantize_groups(place: Place, target: Target) -> Forms:
 
 
 def _value(q: Quantization) -> Tensor:
-    """What is quantized, by the reference."""
+    """The tensor to quantize, by the reference."""
     if q.source is PLAIN:
         return q.x
     assert q.other is not None

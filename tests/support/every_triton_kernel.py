@@ -62,7 +62,7 @@ def _scaled_mm_tma(place: Place, target: Target) -> Forms:
         yield Form(kind, scaled_mm_tma.plan_scaled_mm_tma(given, config), operands)
 
 
-def _mx(plan: Callable[..., Any], config: mx.Config, place: Place, target: Target) -> Forms:
+def _mx(plan: Callable[..., Any], config: mx.MxConfig, place: Place, target: Target) -> Forms:
     for k in (K, 256):
         operands, given = _product(place, "MX", target, k)
         yield Form(f"K{k}", plan(given, config), operands)
@@ -70,7 +70,7 @@ def _mx(plan: Callable[..., Any], config: mx.Config, place: Place, target: Targe
 
 def _mx_mm(place: Place, target: Target) -> Forms:
     for splits in (1, 3):
-        config = mx.Config(16, 32, 64, 4, 2, SPLITS=splits)
+        config = mx.MxConfig(16, 32, 64, 4, 2, SPLITS=splits)
         for form in _mx(plan_mx_mm, config, place, target):
             yield form._replace(name=f"{form.name} splits{splits}")
 
@@ -83,14 +83,14 @@ def _mm_a16w8(place: Place, target: Target) -> Forms:
         bias, out = operands.input("bias", (N,), FP32), operands.output("out", (40, N), FP32)
         given = WeightProduct(x=x, w=w, bias=bias, out=out, target=target)
         operands.expected = partial(_weight_product, given)
-        config = mm_a16w8.Config(32, 64, 32, 4, 2, GROUP=2)
+        config = mm_a16w8.A16W8Config(32, 64, 32, 4, 2, GROUP=2)
         yield Form(f"{block}", mm_a16w8.plan_mm_a16w8(given, config), operands)
 
 
 def _weight_product(given: WeightProduct) -> dict[str, Expected]:
     value, magnitude, *_ = kernel_info.product(given.x, dequantized(given.w), given.bias)
     assert magnitude is not None
-    # Where a scale changes with each element along K, `w * scale` is rounded to the type of x.
+    # If a scale changes with each element along K, `w * scale` is rounded to the type of x.
     return {"out": Expected(value, magnitude * (2**-8 / 1e-5 if given.w.block[0] == 1 else 1.0))}
 
 
@@ -98,7 +98,7 @@ def _moe_gemm(place: Place, target: Target) -> Forms:
     tokens, choices, experts, block_m, n, k = 9, 2, 3, 16, 70, 200
     chosen = torch.arange(tokens * choices).view(tokens, choices) * 7 % 5 - 1  # also experts that there are not
     names = ("sorted_token_ids", "expert_ids", "num_tokens_post_padded")
-    for kind, config in (("mx", mx.Config(16, 32, 64, 4, 2)), ("blockwise", mx.Config(16, 32, 128, 4, 2))):
+    for kind, config in (("mx", mx.MxConfig(16, 32, 64, 4, 2)), ("blockwise", mx.MxConfig(16, 32, 128, 4, 2))):
         operands, (a_block, w_block, scale) = Operands(place), FORMATS[kind]
         layout = [
             operands.input(name, part.shape, part.dtype, values=part)
@@ -201,7 +201,7 @@ TRITON: Final = (
     ),
     KernelInfo("mx_mm.py", _mx_mm, 1e-5, 2.0**-12, emulated=("K300 splits1", "K300 splits3"), nan=_NAN, far=_FAR),
     KernelInfo(
-        "mx_mm_scaled.py", partial(_mx, plan_mx_mm_scaled, mx.Config(32, 32, 64, 4, 2, GROUP=2)), 1e-5, 2.0**-12,
+        "mx_mm_scaled.py", partial(_mx, plan_mx_mm_scaled, mx.MxConfig(32, 32, 64, 4, 2, GROUP=2)), 1e-5, 2.0**-12,
         emulated=("K300", "K256"), nan=_NAN, far=_FAR, targets=("gfx950", "sm100"),
     ),
     KernelInfo(

@@ -18,7 +18,7 @@ import pytest
 
 from support import build_cache
 
-# Where nothing has been measured yet: the files that took longest on two cores, the slowest first.
+# The order before anything is measured: the files that took longest on two cores, the slowest first.
 SLOW: Final = (
     "tests/api/test_notebooks.py",
     "tests/kernels/mm_a16w8/test_tiles.py",

@@ -1,4 +1,4 @@
-"""What a kernel declares about itself, so that its tests can be generated: forms, operands, expected results.
+"""The declaration of a kernel, from which its tests are generated: forms, operands, expected results.
 
 A `KernelInfo` yields `Form`s: launches at small shapes, one for each main configuration, on `Operands` that know what
 must come out of them. The operands lie among poison: bytes that are NaN in every type around inputs, and a pattern
@@ -51,7 +51,7 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Place:
-    """Where operands are made: a device, `meta` for launches that only compile, and what lies far apart."""
+    """The place of operands: a device, `meta` for launches that only compile, and the axis that lies far apart."""
 
     device: torch.device
     far: tuple[str, int] | None = None

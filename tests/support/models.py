@@ -19,7 +19,7 @@ SIZES: dict[str, Any] = {
 
 
 def all_but_logits(site: fp8fn.Site) -> bool:
-    """What the backend leaves out by itself, but for the sizes, which are a toy's here."""
+    """Leaves out `lm_head`, as the backend does by itself, but no small weight: all sizes are a toy's here."""
     return "lm_head" not in site.weight
 
 

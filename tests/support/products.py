@@ -56,7 +56,7 @@ class Parts(NamedTuple):
 
 
 def empty_operands(problem: Problem, device: torch.device | str) -> Parts:
-    """Those of `fp8fn.ops.tuning.problem.empty_product`."""
+    """The operands of `fp8fn.ops.tuning.problem.empty_product`."""
     product = empty_product(problem, device, SM90)
     return Parts(*product.a, *product.b, None, product.out)
 

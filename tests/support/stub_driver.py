@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.quantize.rms_norm import plan_row_rstd
 from fp8fn.ops.cuda.runtime import driver
 from fp8fn.ops.cuda.runtime.call_cache import Call, call_of
@@ -32,7 +32,7 @@ WGRAD: tuple[Block, Block] = ((1, 128), (128, 1))
 
 @dataclass
 class Launched:
-    """What one cuLaunchKernel saw."""
+    """The arguments of one cuLaunchKernel."""
 
     function: int
     grid: tuple[int, ...]
@@ -149,8 +149,8 @@ class Operands:
     def inputs(self) -> tuple[Tensor | None, ...]:
         return self.a, self.a_scale, self.b, self.b_scale, self.bias
 
-    def plan(self, config: Config | None = None) -> CudaLaunch:
-        return cuda.plan(self.product, config or Config())[0]
+    def plan(self, config: ScaledMmConfig | None = None) -> CudaLaunch:
+        return cuda.plan(self.product, config or ScaledMmConfig())[0]
 
     @property
     def product(self) -> ScaledProduct:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.candidates import config_name
@@ -85,7 +85,7 @@ class FakeBench:
         self._fail_at = fail_at
         self._random = random.Random(0)
 
-    def calls(self, problem: Problem, configs: Sequence[Config]) -> dict[str, Call]:
+    def calls(self, problem: Problem, configs: Sequence[ScaledMmConfig]) -> dict[str, Call]:
         if self._fail_at is not None and len(self.asked) == self._fail_at:
             raise KeyboardInterrupt
         self.asked.append(problem)

@@ -30,7 +30,7 @@ from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-STEP: Final = 128  # of K in a stage
+STAGE_K: Final = 128  # of K in a stage
 _PIECE: Final = 8  # of x, that a thread loads
 MOST_ROWS: Final = 16
 LEAST_STAGES: Final = 2  # of a ring
@@ -40,7 +40,7 @@ _LONG: Final = 8  # stages of K, of a block's part that may not be read early
 
 
 @dataclass(frozen=True)
-class Config:
+class A16W8TilesConfig:
     """How blocks divide a product; `a16w8_tiles.cu` says what each does.
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
@@ -74,8 +74,8 @@ class Config:
     def shared(self, k: int, w_block: Block, parts: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and x and scales of a block's part of K."""
         steps, arriving = self.steps(k), arriving_bytes(self.ROWS, self.WARPS_N, self.CLUSTER)
-        before = round_up(self.STAGES * (self.BN * STEP + 16) + arriving + 8, 1024)
-        x = steps * self.ROWS * ((0 if self.X_OVER else parts * STEP) + 4)
+        before = round_up(self.STAGES * (self.BN * STAGE_K + 16) + arriving + 8, 1024)
+        x = steps * self.ROWS * ((0 if self.X_OVER else parts * STAGE_K) + 4)
         return before + x + scale_bytes(steps, self.BN, w_block)
 
     def __str__(self) -> str:
@@ -96,13 +96,13 @@ def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
 
 def stages_of(k: int) -> int:
     """Stages that K takes, of which the last one may have zeros behind it."""
-    return -(-k // STEP)
+    return -(-k // STAGE_K)
 
 
 @cache
-def divisions() -> Divisions[Config]:
+def divisions() -> Divisions[A16W8TilesConfig]:
     """Divisions that hold weights in registers, as were timed on an H200."""
-    return read("a16w8_tiles.json", Config)
+    return read("a16w8_tiles.json", A16W8TilesConfig)
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -135,17 +135,17 @@ def untuned(product: WeightProduct) -> str | None:
     rows = product.m * product.batch
     if rows == 1 and 1024 < k <= 2048 and 4096 <= n <= 6144 and not constant:
         return "one row by short columns of a weight that may not be read early is faster in registers"
-    if rows <= 8 and (k < STEP or (k == STEP and n <= 3072)) and not constant:
+    if rows <= 8 and (k < STAGE_K or (k == STAGE_K and n <= 3072)) and not constant:
         return "up to eight rows by no more than a stage of a weight that may not be read early are faster in registers"
     return None
 
 
-def configure(product: WeightProduct) -> Config:
+def configure(product: WeightProduct) -> A16W8TilesConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(weight_problem(product))
 
 
-def choose_config(problem: WeightProblem) -> Config:
+def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
     """By what was timed on an H200, in chains of products, at the shapes of decoding and of larger models.
 
     Of a constant weight a block holds its part where the blocks of two launches find room at once, so that those of the
@@ -162,8 +162,8 @@ def choose_config(problem: WeightProblem) -> Config:
     most = max(1, min(8, steps // 2))
     late = not constant or (rows == 16 and steps >= 16)
 
-    def fitted(warps: int, cluster: int, resident: int) -> Config:
-        return _with_stages(Config(rows, warps, 0, cluster, resident, late), k, w_block, parts)
+    def fitted(warps: int, cluster: int, resident: int) -> A16W8TilesConfig:
+        return _with_stages(A16W8TilesConfig(rows, warps, 0, cluster, resident, late), k, w_block, parts)
 
     if (held := _held(rows, problem)) is not None:
         return held
@@ -202,7 +202,7 @@ def choose_config(problem: WeightProblem) -> Config:
     return fitted(8, cluster, 3 if crowded else 2)
 
 
-def _held(rows: int, problem: WeightProblem) -> Config | None:
+def _held(rows: int, problem: WeightProblem) -> A16W8TilesConfig | None:
     """The first of the table whose blocks are neither too few nor too many."""
     for division, config in _that_fit(rows, problem):
         if division.has(-(-problem.n // config.BN) * config.CLUSTER, problem.cores):
@@ -210,14 +210,14 @@ def _held(rows: int, problem: WeightProblem) -> Config | None:
     return None
 
 
-def _all_held(rows: int, problem: WeightProblem) -> Iterator[Config]:
+def _all_held(rows: int, problem: WeightProblem) -> Iterator[A16W8TilesConfig]:
     """The divisions of the table with about as many blocks as multiprocessors, whatever the table's own bounds are."""
     for _, config in _that_fit(rows, problem):
         if problem.cores <= 4 * -(-problem.n // config.BN) * config.CLUSTER <= 16 * problem.cores:
             yield config
 
 
-def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[Config], Config]]:
+def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[A16W8TilesConfig], A16W8TilesConfig]]:
     """The divisions of the table whose blocks have equally long parts and find room.
 
     A division without STAGES holds the whole of a block's part.
@@ -235,7 +235,7 @@ def _that_fit(rows: int, problem: WeightProblem) -> Iterator[tuple[Division[Conf
                 yield division, config
 
 
-def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+def candidates(problem: WeightProblem) -> tuple[A16W8TilesConfig, ...]:
     """The configurations to measure a problem in, the default one first; at most 16 rows by lines along K."""
     if problem.m > MOST_ROWS or problem.batch > 1 or not problem.k_lines or problem.k % _PIECE:
         return ()
@@ -244,11 +244,13 @@ def candidates(problem: WeightProblem) -> tuple[Config, ...]:
     late = (False, True) if problem.constant else (True,)
     for warps, cluster, resident, later in every((4, 8, 12), range(1, 9), (2, 3), late):
         if cluster <= stages_of(k) // 2 or cluster == 1:
-            found.append(_with_stages(Config(rows, warps, 0, cluster, resident, later), k, problem.block, parts))
+            found.append(
+                _with_stages(A16W8TilesConfig(rows, warps, 0, cluster, resident, later), k, problem.block, parts)
+            )
     return tuple(dict.fromkeys(config for config in found if (1 if config.HELD else LEAST_STAGES) <= config.STAGES))
 
 
-def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
+def _with_stages(config: A16W8TilesConfig, k: int, w_block: Block, parts: int) -> A16W8TilesConfig:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be.
 
     Two stages' sums take `parts * ROWS` registers of a thread; more blocks than leave it 42 beside them would spill.
@@ -257,13 +259,13 @@ def _with_stages(config: Config, k: int, w_block: Block, parts: int) -> Config:
     for resident in range(config.RESIDENT, 0, -1):
         config = replace(config, STAGES=0, RESIDENT=resident)
         room = (SHARED_LIMIT // resident - RESERVED - config.shared(k, w_block, parts)) // 1024 * 1024
-        stages = min(room // (config.BN * STEP + 16), max(config.steps(k), LEAST_STAGES))
+        stages = min(room // (config.BN * STAGE_K + 16), max(config.steps(k), LEAST_STAGES))
         if stages >= wanted and parts * config.ROWS + 42 <= 65536 // (resident * config.threads):
             break
     return replace(config, STAGES=max(stages, 0))
 
 
-def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
     """The launch of a product that `accepts` accepts, of which nothing is empty."""
     product = product.as_matrix()
     m, n, k, target, constant = product.m, product.n, product.k, product.target, product.constant
@@ -273,7 +275,7 @@ def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
     lanes = 16 if 16 * items <= threads and threads // 16 % rows == 0 else 8  # for all to have work
     macros: dict[str, int | str] = {
         "INPUT": INPUTS[x.dtype], "A_FP8": "Fp8::E4M3", "B_FP8": f"Fp8::{TYPES[w.dtype].upper()}",
-        "TAIL": int(k % STEP > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
+        "TAIL": int(k % STAGE_K > 0), "SCALE": SCALES[w_block], "OUT": OUT[out.dtype],
         "BIAS": 0 if bias is None else OUT[bias.dtype],
     }  # fmt: skip
     options = {
@@ -296,8 +298,8 @@ def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k, w_block, PARTS[x.dtype]),
             args={
-                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128), "w_scale": w_scale, "bias": bias,
-                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "x": x, "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128), "w_scale": w_scale, "bias": bias,
+                "out": out, "M": m, "N": n, "K": k, "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_m": x.stride(-2), "s_k": w_scale.stride(-2), "s_n": scale_step(product.w),
                 "bias_n": 0 if bias is None else bias.stride(-1),
             },

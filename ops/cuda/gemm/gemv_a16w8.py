@@ -39,7 +39,7 @@ _LARGEST_CLUSTER: Final = 8
 
 
 @dataclass(frozen=True)
-class Config:
+class GemvConfig:
     """How blocks divide a product; `gemv_a16w8.cu` says what each does.
 
     `ROWS` of x and `16 * TILES` columns of w a warp, `WARPS_N` x `WARPS_K` warps a block, `CLUSTER` blocks along K,
@@ -93,12 +93,12 @@ def accepts(product: WeightProduct) -> str | None:
     return None
 
 
-def configure(product: WeightProduct) -> Config:
+def configure(product: WeightProduct) -> GemvConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(weight_problem(product))
 
 
-def choose_config(problem: WeightProblem) -> Config:
+def choose_config(problem: WeightProblem) -> GemvConfig:
     """The default: blocks so that all multiprocessors wait for memory at once, and no more rows of x than needed."""
     m, n, batches, k_contiguous, cores = problem.m, problem.n, problem.batch, problem.k_lines, problem.cores
     rows = min(8 * ceil_power_of_two(-(-m // 8)), 64 if k_contiguous else 16)
@@ -108,7 +108,7 @@ def choose_config(problem: WeightProblem) -> Config:
     return _choose_many(m, n, units, batches, rows, k_contiguous, cores)
 
 
-def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+def candidates(problem: WeightProblem) -> tuple[GemvConfig, ...]:
     """The configurations to measure a problem in, the default one first: others share K by other clusters."""
     if problem.m > (MOST_ROWS if problem.k_lines else MOST_ROWS // 4):
         return ()
@@ -119,7 +119,7 @@ def candidates(problem: WeightProblem) -> tuple[Config, ...]:
     return tuple(dict.fromkeys([default, *others]))
 
 
-def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> Config:
+def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) -> GemvConfig:
     """Up to 32 rows of x by a weight whose columns are lines: by what was timed on an H200 at the shapes of decoding.
 
     Every block reads its part of x: one row costs little, so that K is shared by the warps of a block; more rows are
@@ -140,7 +140,7 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
         warps_n, warps_k, blocks = divide(1 if m == 1 else 2)
         cluster = 1 if blocks >= wanted else min(2, most_clusters(warps_k))
         unroll = min(4, -(-units // (warps_k * cluster)))
-        return Config(rows, 1, warps_n, warps_k, unroll, cluster, 3 if blocks > 6 * cores else 2)
+        return GemvConfig(rows, 1, warps_n, warps_k, unroll, cluster, 3 if blocks > 6 * cores else 2)
     wide = 1 if m == 1 else 4 if m <= 8 else 8
     warps_n, warps_k, blocks = divide(wide)
     # Of a batch each block reads another x.
@@ -157,7 +157,7 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
     each = -(-units // (warps_k * cluster))
     many = blocks * cluster > 2 * cores
     unroll = 1 if tiles == 2 or blocks * cluster > (3 if m == 1 else 2.25) * cores else 2
-    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
+    return GemvConfig(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 3 if many and 1 < m <= 16 else 2)
 
 
 def _is_large(n: int, units: int, cores: int) -> bool:
@@ -165,7 +165,7 @@ def _is_large(n: int, units: int, cores: int) -> bool:
     return -(-n // 16) * units > 120 * cores
 
 
-def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguous: bool, cores: int) -> Config:
+def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguous: bool, cores: int) -> GemvConfig:
     """Wide blocks read x seldom: its bytes are at most those of the weight. Then K is shared by warps, as long as each
     has two units of it and one wave of blocks does it, and by a cluster, until two multiprocessors have three blocks.
     """
@@ -188,10 +188,10 @@ def _choose_many(m: int, n: int, units: int, batches: int, rows: int, k_contiguo
     each = -(-units // (warps_k * cluster))
     unroll = tiles if k_contiguous else 2 if rows == 8 else 1
     # One block on a multiprocessor: the registers of two would spill.
-    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 1)
+    return GemvConfig(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, 1)
 
 
-def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: WeightProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     """The launch of a product that `accepts` accepts, of which nothing is empty. `constant` has no effect."""
     product = product.as_matrix()
     m, n, k, x, w = product.m, product.n, product.k, product.x, product.w.data
@@ -225,14 +225,14 @@ def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
     )  # fmt: skip
 
 
-def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: Config) -> tuple[int, int, int]:
+def _chunk_that_fits(m: int, k: int, k_contiguous: bool, config: GemvConfig) -> tuple[int, int, int]:
     padding, unit = (16, 64) if k_contiguous else (64, 32)
     rows = min(m, config.ROWS)
     held = config.ROWS if config.ROWS > 8 else rows
     return divide_memory(rows, held * 128 * 2, held * padding, k, unit, config)
 
 
-def divide_memory(rows: int, part: int, padding: int, k: int, unit: int, config: Config) -> tuple[int, int, int]:
+def divide_memory(rows: int, part: int, padding: int, k: int, unit: int, config: GemvConfig) -> tuple[int, int, int]:
     """How much of K of x lies in shared memory at a time, where sums arrive there, and its bytes.
 
     There is room for x, `part` bytes for 128 of K and `padding` beside them, and for sums of `rows` rows.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, divide_memory
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, divide_memory
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
@@ -54,7 +54,7 @@ def accepts(problem: Problem) -> str | None:
     return None
 
 
-def configure(problem: Problem) -> Config:
+def configure(problem: Problem) -> GemvConfig:
     """By what was timed on an H200 at the shapes of decoding: blocks so that two multiprocessors have three of them.
 
     Few rows are read by narrow blocks whose warps share K, more by wide ones; where those are too few, even when
@@ -82,20 +82,20 @@ def configure(problem: Problem) -> Config:
     each = -(-units // (warps_k * cluster))
     # Two tiles, or 64 rows, leave registers for one unit in flight.
     unroll = 2 if tiles == 1 and rows <= 16 else 1
-    return Config(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
+    return GemvConfig(rows, tiles, warps_n, warps_k, min(unroll, each), cluster, resident)
 
 
-def candidates(problem: Problem) -> tuple[Config, ...]:
+def candidates(problem: Problem) -> tuple[GemvConfig, ...]:
     """The configurations to measure a problem in, the default one first: K is shared by other clusters."""
     return _by_clusters(configure(problem), problem.k)
 
 
-def candidates_moe(problem: MoeProblem) -> tuple[Config, ...]:
+def candidates_moe(problem: MoeProblem) -> tuple[GemvConfig, ...]:
     """As `candidates`, for routed tokens."""
     return _by_clusters(configure_moe(problem), problem.k)
 
 
-def _by_clusters(default: Config, k: int) -> tuple[Config, ...]:
+def _by_clusters(default: GemvConfig, k: int) -> tuple[GemvConfig, ...]:
     units = -(-k // _UNIT)
     clusters = [c for c in range(1, _MOST_CLUSTER + 1) if c == 1 or c * default.WARPS_K <= units]
     found = [default]
@@ -112,13 +112,13 @@ def _enough(cores: int) -> int:
     return cores * 14 // 10
 
 
-def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) -> Config:
+def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) -> GemvConfig:
     """Of blocks that are many waves, so that none is waited for: as many units in flight as registers allow."""
     each = -(-units // (warps_k * cluster))
-    return Config(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
+    return GemvConfig(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
 
 
-def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: ScaledProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
     `out` and `bias` are contiguous. A 2-D operand serves a whole batch. That b is constant has no effect.
@@ -147,7 +147,7 @@ def accepts_moe(problem: MoeProblem) -> str | None:
     return accepts(each)
 
 
-def configure_moe(problem: MoeProblem) -> Config:
+def configure_moe(problem: MoeProblem) -> GemvConfig:
     """As many rows as twice an expert's share of the ids; K is shared by a cluster where blocks are too few."""
     share = -(-2 * problem.ids // problem.experts)
     rows = max(8, min(ceil_power_of_two(share), ceil_power_of_two(problem.block_m), _MOST_ROUTED))
@@ -161,7 +161,7 @@ def configure_moe(problem: MoeProblem) -> Config:
     return _in_flight(rows, warps_n, warps_k, cluster, units)
 
 
-def plan_moe(product: RoutedProduct, config: Config) -> tuple[CudaLaunch]:
+def plan_moe(product: RoutedProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     """The launch that fills the rows of `out` that ids name, of a problem that `accepts_moe` accepts.
 
     There is a tile and an expert at least.
@@ -182,7 +182,7 @@ def plan_moe(product: RoutedProduct, config: Config) -> tuple[CudaLaunch]:
 
 def _launch(
     product: ScaledProduct, sizes: dict[str, Argument], routing: dict[str, Argument], *, rows: int, tiles: int,
-    config: Config,
+    config: GemvConfig,
 ) -> CudaLaunch:  # fmt: skip
     """The launch of `tiles` tiles of up to `rows` rows, for each of a batch; of routed tokens where `sizes` has ids."""
     (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
@@ -227,6 +227,6 @@ def _launch(
     )  # fmt: skip
 
 
-def _prefetched(tiles: int, n: int, k: int, target: Target, config: Config) -> int:
+def _prefetched(tiles: int, n: int, k: int, target: Target, config: GemvConfig) -> int:
     blocks = min(tiles * -(-n // config.BN) * config.CLUSTER, target.cores * config.RESIDENT)
     return min(PREFETCHED // (blocks * config.BN), k)

@@ -22,7 +22,7 @@ _STAGE_BARRIERS: Final = 16
 
 
 @dataclass(frozen=True)
-class Config:
+class ManyRowsConfig:
     """How `MATH` warpgroups compute tiles of `WIDTH * SLICES` rows of x and `64 * MATH / K_PARTS` columns of w.
 
     `mm_a16w8.cu` says what each does: `STAGES` k-blocks in flight; `RESIDENT` blocks on a multiprocessor (0: a
@@ -60,7 +60,7 @@ class Config:
         return self.STAGES * w + self.slices_in_flight * x + self.BN // 32 * _OUT_ROWS * 128
 
     def blocks(self, tiles: int, cores: int) -> int:
-        """Of a launch."""
+        """The number of blocks in a launch."""
         return tiles if self.RESIDENT else min(tiles, cores)
 
     def __str__(self) -> str:
@@ -68,24 +68,24 @@ class Config:
         return f"{self.BM}x{self.BN}/{self.SLICES} stages{self.STAGES} resident{self.RESIDENT} group{self.GROUP}{marks}"
 
 
-_SQUARE: Final = Config(128, 1, 4, TURNS=True)
+_SQUARE: Final = ManyRowsConfig(128, 1, 4, TURNS=True)
 # And what a row of each costs beside the first, which is as large as the registers allow.
-_LARGE: Final = ((Config(160, TURNS=True), 1.0), (Config(256, 1, TURNS=True), 1.035), (_SQUARE, 1.3))
-_SMALLEST: Final = Config(64, 1, 6, TURNS=True)
+_LARGE: Final = ((ManyRowsConfig(160, TURNS=True), 1.0), (ManyRowsConfig(256, 1, TURNS=True), 1.035), (_SQUARE, 1.3))
+_SMALLEST: Final = ManyRowsConfig(64, 1, 6, TURNS=True)
 FEW: Final = 32  # rows
 _SHORT: Final = 4  # k-blocks: as many as all are in flight
 
 
-def tiles(m: int, n: int, batches: int, config: Config) -> int:
+def tiles(m: int, n: int, batches: int, config: ManyRowsConfig) -> int:
     return -(-m // config.BM) * -(-n // config.BN) * batches
 
 
-def configure(product: WeightProduct) -> Config:
+def configure(product: WeightProduct) -> ManyRowsConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(weight_problem(product))
 
 
-def choose_config(problem: WeightProblem) -> Config:
+def choose_config(problem: WeightProblem) -> ManyRowsConfig:
     """As was timed on an H200: of tiles that leave at most a third of the multiprocessors without one, those whose
     waves cost the least.
 
@@ -106,48 +106,52 @@ def choose_config(problem: WeightProblem) -> Config:
     }
     if costs:
         return min(costs, key=costs.__getitem__)
-    parts = Config(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
+    parts = ManyRowsConfig(128 if m > 64 else 64, 1, 4, K_PARTS=2, RESIDENT=1)
     if tiles(m, n, batches, parts) <= cores:
         return parts
     return _SQUARE if m > 64 else _SMALLEST
 
 
-def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+def candidates(problem: WeightProblem) -> tuple[ManyRowsConfig, ...]:
     """The configurations to measure a problem in, the default one first; more than 16 rows, or those of a batch."""
     if (problem.m <= 16 and problem.batch == 1) or not problem.k_lines:
         return ()
-    parts = (Config(rows, 1, 4, K_PARTS=2, RESIDENT=1) for rows in (64, 128))
-    few = [Config(32, 1, 4, K_PARTS=2, RESIDENT=2), Config(32, 1, 4, RESIDENT=2)] if problem.m <= FEW else []
+    parts = (ManyRowsConfig(rows, 1, 4, K_PARTS=2, RESIDENT=1) for rows in (64, 128))
+    few = (
+        [ManyRowsConfig(32, 1, 4, K_PARTS=2, RESIDENT=2), ManyRowsConfig(32, 1, 4, RESIDENT=2)]
+        if problem.m <= FEW
+        else []
+    )
     large = [config for config, _ in _LARGE if problem.m > config.BM // 2]
     return tuple(dict.fromkeys([choose_config(problem), *large, _SMALLEST, *parts, *few]))
 
 
-def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
+def _choose_few(m: int, n: int, blocks: int, batches: int, cores: int) -> ManyRowsConfig:
     """Up to 32 rows: two warpgroups share K as long as two blocks on each multiprocessor do it, else the columns."""
     if blocks == 1:
-        return Config(32, 1, 1, MATH=1, RESIDENT=4)
-    shared = Config(32, 1, min(blocks, 4), K_PARTS=2, RESIDENT=2)
+        return ManyRowsConfig(32, 1, 1, MATH=1, RESIDENT=4)
+    shared = ManyRowsConfig(32, 1, min(blocks, 4), K_PARTS=2, RESIDENT=2)
     return shared if n <= 64 or tiles(m, n, batches, shared) <= 2 * cores else replace(shared, K_PARTS=1)
 
 
-def _choose_once(m: int, n: int, batches: int, cores: int) -> Config:
-    """Of one k-block: four blocks a multiprocessor, of 64 rows where those of 128 would be one or two for each."""
-    wide = Config(128, 1, 1, MATH=1, RESIDENT=4)
+def _choose_once(m: int, n: int, batches: int, cores: int) -> ManyRowsConfig:
+    """For one k-block: four blocks a multiprocessor, of 64 rows if blocks of 128 would be one or two for each."""
+    wide = ManyRowsConfig(128, 1, 1, MATH=1, RESIDENT=4)
     if m <= 64 or cores < tiles(m, n, batches, wide) <= 2 * cores:
-        return Config(64, 1, 1, MATH=1, RESIDENT=4)
+        return ManyRowsConfig(64, 1, 1, MATH=1, RESIDENT=4)
     return wide
 
 
-def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> Config:
-    """Of a few k-blocks: two warpgroups share them, of the smallest tiles that are one wave of blocks."""
+def _choose_short(m: int, n: int, blocks: int, batches: int, cores: int) -> ManyRowsConfig:
+    """For a few k-blocks: two warpgroups share them, and the tile is the smallest that makes one wave of blocks."""
     for width, most in ((32, cores // 2), (64, cores), (128, cores if m > 64 else 0)):
-        config = Config(width, 1, blocks, K_PARTS=2, RESIDENT=1 if width > 32 else 2)
+        config = ManyRowsConfig(width, 1, blocks, K_PARTS=2, RESIDENT=1 if width > 32 else 2)
         if tiles(m, n, batches, config) <= most:
             return config
     if m > 64:
-        once = Config(128, 1, 2, RESIDENT=1)
+        once = ManyRowsConfig(128, 1, 2, RESIDENT=1)
         return once if tiles(m, n, batches, once) <= cores else _SQUARE
-    return Config(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
+    return ManyRowsConfig(64, 1, blocks, K_PARTS=1 if blocks == 2 else 2, RESIDENT=2)
 
 
 def is_slow(problem: WeightProblem) -> bool:
@@ -157,7 +161,7 @@ def is_slow(problem: WeightProblem) -> bool:
         return False
     if batches == 1:
         return True
-    blocks, count = -(-problem.k // BK), tiles(m, problem.n, batches, Config(FEW, 1, K_PARTS=2))
+    blocks, count = -(-problem.k // BK), tiles(m, problem.n, batches, ManyRowsConfig(FEW, 1, K_PARTS=2))
     if m > 8:
         return blocks > _SHORT
     return blocks > 1 or count > 4 * problem.cores or (m == 1 and not problem.constant)
@@ -187,7 +191,7 @@ def accepts(product: WeightProduct) -> str | None:
     return None
 
 
-def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
     """The launch of a product that `accepts` accepts, of which nothing is empty.
 
     A constant weight is read early by small tiles: of larger ones with more of K than is in flight it did not pay.

@@ -17,14 +17,14 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.tuning.mx import Problem
 
-STEP: Final = 128  # of K in a stage
+STAGE_K: Final = 128  # of K in a stage
 _MOST_CLUSTER: Final = 8
 _FEW_BLOCKS: Final = 3  # of a cluster
 _MOST_STEPS: Final = 64  # of a block, for whose scales there is room
 
 
 @dataclass(frozen=True)
-class Config:
+class MxTilesConfig:
     """How blocks divide a product; `mx_tiles.cu` says what each does.
 
     `ROWS` of a by `16 * WARPS_N` columns of b, `WARPS_K` warps for each along K, `STAGES` of K in flight, `DEPTH`
@@ -49,7 +49,7 @@ class Config:
     def least_stages(self) -> int:
         """As many as make a ring, and have room for the sums after."""
         sums = self.WARPS_K * self.ROWS * (self.BN + 4) * 4
-        return max(2, -(-sums // ((self.ROWS + self.BN) * STEP)))
+        return max(2, -(-sums // ((self.ROWS + self.BN) * STAGE_K)))
 
     @property
     def threads(self) -> int:
@@ -57,9 +57,9 @@ class Config:
 
     def shared(self, k: int) -> int:
         """Bytes of shared memory: stages, sums that arrive, barriers, and the scales of a block's part of K."""
-        stages = self.STAGES * (self.ROWS + self.BN) * STEP
+        stages = self.STAGES * (self.ROWS + self.BN) * STAGE_K
         arriving = self.ROWS * self.BN * 4 + self.CLUSTER * 8 if self.CLUSTER > 1 else 0
-        steps = -(-(k // STEP) // self.CLUSTER)
+        steps = -(-(k // STAGE_K) // self.CLUSTER)
         scales_of_a = 4 * 4 * (20 if self.ROWS == 64 else self.ROWS // 4) * 4 + 16
         return round_up(stages + arriving + self.STAGES * 16 + 8, 16) + steps * (scales_of_a + self.BN * 8)
 
@@ -75,8 +75,8 @@ def accepts(problem: Problem) -> str | None:
     """None for a product that `plan` takes, else the reason why not."""
     if (reason := gemv_mx.accepts(problem)) is not None:
         return reason
-    if problem.k % STEP:
-        return f"K={problem.k} is no multiple of {STEP}"
+    if problem.k % STAGE_K:
+        return f"K={problem.k} is no multiple of {STAGE_K}"
     if not problem.in_boxes:
         return "an operand does not lie as bulk copies take it, or its scales not in words of four"
     config = configure(problem)
@@ -94,7 +94,7 @@ def untuned(problem: Problem) -> str | None:
     return None
 
 
-def configure(problem: Problem) -> Config:
+def configure(problem: Problem) -> MxTilesConfig:
     """By what was timed on an H200 at the shapes of decoding.
 
     Up to 16 rows by a constant weight: small blocks, so that those of the launch before leave room for as many. Up to
@@ -105,7 +105,7 @@ def configure(problem: Problem) -> Config:
     """
     n, k, cores = problem.n, problem.k, problem.target.cores
     rows = min(8 * ceil_power_of_two(-(-problem.m // 8)), gemv_mx.MOST_ROWS)
-    tiles, steps = -(-n // 64) * problem.batch, k // STEP
+    tiles, steps = -(-n // 64) * problem.batch, k // STAGE_K
 
     def clusters(blocks: int) -> int:
         """Blocks along K, of `blocks` in all; one has scales for few steps and something to do."""
@@ -113,34 +113,34 @@ def configure(problem: Problem) -> Config:
 
     if rows <= 16 and problem.constant:
         late = rows == 16 and steps >= 16
-        return _with_stages(Config(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4, LATE=late), k)
+        return _with_stages(MxTilesConfig(rows, CLUSTER=clusters(cores * 5 // 2), RESIDENT=4, LATE=late), k)
     if problem.constant and rows == 32 and tiles <= cores * 11 // 10:
         cluster = clusters(cores * 11 // 10)
         if floor_power_of_two(cluster) * _MOST_STEPS >= steps:
             cluster = floor_power_of_two(cluster)
-        return _with_stages(Config(rows, 4, 2, 0, cluster, LATE=True), k)
+        return _with_stages(MxTilesConfig(rows, 4, 2, 0, cluster, LATE=True), k)
     if problem.constant and rows == 64 and 2 * cores < 4 * tiles <= 3 * cores and steps <= 12:
-        return _with_stages(Config(32, 4, 2, 0, LATE=True), k)
+        return _with_stages(MxTilesConfig(32, 4, 2, 0, LATE=True), k)
     cluster = clusters(cores * 7 // 4)
     if 2 * cores < tiles * _MOST_CLUSTER <= 3 * cores and steps >= 4 * _MOST_CLUSTER:
         cluster = _MOST_CLUSTER
     few = cluster <= _FEW_BLOCKS
     resident = 3 if few or tiles * cluster > 2 * cores else 2
     if rows == 64 and 2 * cores < 4 * tiles <= 3 * cores and steps >= 16:
-        config = Config(32, 4, 2, 0, 2, 3, 1)
+        config = MxTilesConfig(32, 4, 2, 0, 2, 3, 1)
     elif rows == 64 and few:
-        config = Config(rows, 4, 2, 0, clusters(cores), 1)
+        config = MxTilesConfig(rows, 4, 2, 0, clusters(cores), 1)
     elif rows == 64:
-        config = Config(rows, 4, 1, 0, cluster, resident)
+        config = MxTilesConfig(rows, 4, 1, 0, cluster, resident)
     else:
-        config = Config(rows, 4, 2, 0, cluster, resident, 1 if rows == 32 and resident == 3 else 2)
+        config = MxTilesConfig(rows, 4, 2, 0, cluster, resident, 1 if rows == 32 and resident == 3 else 2)
     return _with_stages(config, k)
 
 
-def candidates(problem: Problem) -> tuple[Config, ...]:
+def candidates(problem: Problem) -> tuple[MxTilesConfig, ...]:
     """The configurations to measure a problem in, the default one first: other clusters along K, and residents."""
     default, k = configure(problem), problem.k
-    steps = k // STEP
+    steps = k // STAGE_K
     found, late = [default], (False, True) if problem.constant else (False,)
     for cluster, resident, later in every(range(1, _MOST_CLUSTER + 1), (1, 2, 3, 4), late):
         if -(-steps // _MOST_STEPS) <= cluster <= max(1, steps // 2):
@@ -148,12 +148,12 @@ def candidates(problem: Problem) -> tuple[Config, ...]:
     return tuple(dict.fromkeys(config for config in found if config.least_stages <= config.STAGES))
 
 
-def _with_stages(config: Config, k: int) -> Config:
+def _with_stages(config: MxTilesConfig, k: int) -> MxTilesConfig:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
-    each = -(-(k // STEP) // config.CLUSTER)
+    each = -(-(k // STAGE_K) // config.CLUSTER)
     for resident in range(config.RESIDENT, 0, -1):
         room = SHARED_LIMIT // resident - RESERVED - replace(config, STAGES=0).shared(k)
-        stages = min(room // ((config.ROWS + config.BN) * STEP + 16), max(each, config.least_stages))
+        stages = min(room // ((config.ROWS + config.BN) * STAGE_K + 16), max(each, config.least_stages))
         if stages >= config.least_stages or resident == 1:
             break
     return replace(config, STAGES=max(stages, 0), RESIDENT=resident)
@@ -175,7 +175,7 @@ def _has_words(scale: Tensor) -> bool:
     return (step == 1 or scale.shape[-1] == 1) and aligned and scale.data_ptr() % 4 == 0
 
 
-def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, nothing empty; see `accepts`.
 
     `out` and `bias` are contiguous. A 2-D operand serves a whole batch. A constant b is read early.
@@ -204,10 +204,10 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
             threads=config.threads,
             shared=config.shared(k),
             args={
-                "a": TensorMap(as_batch(a), (1, config.ROWS, STEP), 128),
-                "b": TensorMap(as_batch(b.mT), (1, config.BN, STEP), 128),
+                "a": TensorMap(as_batch(a), (1, config.ROWS, STAGE_K), 128),
+                "b": TensorMap(as_batch(b.mT), (1, config.BN, STAGE_K), 128),
                 "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "out": out, "M": m, "N": n, "K": k,
-                "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3),
                 "as_batch": batch_step(a_scale), "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
                 "bs_batch": batch_step(b_scale), "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),

@@ -23,12 +23,12 @@ BK: Final = 128
 # B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
-# Of a and of b, as `scale_kind` names them: the pairs that are tuned.
+# The pairs of scale kinds, of a and of b, that are tuned; `scale_kind` names them.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 
 
 @dataclass(frozen=True)
-class Config:
+class ScaledMmConfig:
     """The tile of a block and how it is computed; `scaled_mm.cu` says what each does.
 
     `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries, `STAGES`
@@ -110,7 +110,7 @@ def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
     return None
 
 
-def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
 
     With `offsets (E,)` the launch walks over the tiles of all groups: `out (M, N) = a (M, K) @ b (E, K, N)[group of the
@@ -152,7 +152,7 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     b_scales: Argument = TensorMap(as_batch(b_scale), (1, 1, config.BN)) if kinds[1] == "VECTOR" else b_scale
     args: dict[str, Argument] = {
         "a": TensorMap(as_batch(a), (1, a_rows, BK), 128),
-        # What is read once comes by lines of 128 bytes, as it is used: 2 % faster than by 256.
+        # L2 promotion: an operand that is read once comes in lines of 128 bytes, 2 % faster than 256.
         "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
         "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
@@ -183,7 +183,7 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
     return (launch,)
 
 
-def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target: Target) -> int:
+def _programs(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig, target: Target) -> int:
     pair_m = config.CLUSTER if config.SHARE_B else 1
     pair_n = config.CLUSTER if not config.SHARE_B else 1
     rows = -(-m // (config.BM * pair_m)) * batches
@@ -195,7 +195,7 @@ def _programs(m: int, n: int, batches: int, grouped: str, config: Config, target
     return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
 
 
-def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
+def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
     """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
     a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
     b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 
 from fp8fn.ops.cuda.gemm import gemv_a16w8
-from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STEP, arriving_bytes, scale_bytes, stages_of
+from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, arriving_bytes, scale_bytes, stages_of
 from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.limits import (
@@ -35,7 +35,7 @@ _FEW: Final = 8  # rows
 
 
 @dataclass(frozen=True)
-class Config:
+class SplitKConfig:
     """How blocks divide a product; `splitk_a16w8.cu` says what each does.
 
     `ROWS` of x by `16 * WARPS_N` columns of w, `STAGES` of K in flight, `CLUSTER` blocks along K, `RESIDENT` blocks on
@@ -62,7 +62,7 @@ class Config:
     @property
     def stage(self) -> int:
         """Bytes of shared memory: both operands and two barriers."""
-        return (self.BN + 2 * self.ROWS) * STEP + 16
+        return (self.BN + 2 * self.ROWS) * STAGE_K + 16
 
     def steps(self, k: int) -> int:
         """The most that a block has."""
@@ -79,9 +79,9 @@ class Config:
 
 
 @cache
-def divisions() -> Divisions[Config]:
+def divisions() -> Divisions[SplitKConfig]:
     """Divisions with the whole of a block's part of K in flight, as were timed on an H200."""
-    return read("splitk_a16w8.json", Config)
+    return read("splitk_a16w8.json", SplitKConfig)
 
 
 def accepts(product: WeightProduct) -> str | None:
@@ -117,17 +117,17 @@ def untuned(product: WeightProduct) -> str | None:
     return f"{tiles} tiles of 64 columns keep most multiprocessors busy" if full else None
 
 
-def configure(product: WeightProduct) -> Config:
+def configure(product: WeightProduct) -> SplitKConfig:
     """The default configuration of a product; see `choose_config`."""
     return choose_config(weight_problem(product))
 
 
-def choose_config(problem: WeightProblem) -> Config:
+def choose_config(problem: WeightProblem) -> SplitKConfig:
     """By what was timed on an H200, in chains of products: the whole of K in flight where a table has it, or a ring."""
     return _whole(problem) or _ring(problem)
 
 
-def candidates(problem: WeightProblem) -> tuple[Config, ...]:
+def candidates(problem: WeightProblem) -> tuple[SplitKConfig, ...]:
     """The configurations to measure a problem in, the default one first; up to 128 rows by lines along K."""
     if not _FEW < problem.m <= gemv_a16w8.MOST_ROWS or not problem.k_lines:
         return ()
@@ -138,16 +138,16 @@ def candidates(problem: WeightProblem) -> tuple[Config, ...]:
     late = (False, True) if problem.constant else (True,)
     for rows, cluster, resident, later in every((32, 64), range(1, _MOST_CLUSTER + 1), (2, 3), late):
         if cluster <= steps // 2 or cluster == 1:
-            found.append(with_stages(Config(rows, 4, 0, cluster, resident, later), problem.k, problem.block))
+            found.append(with_stages(SplitKConfig(rows, 4, 0, cluster, resident, later), problem.k, problem.block))
     return tuple(dict.fromkeys(config for config in found if (1 if config.HELD else LEAST_STAGES) <= config.STAGES))
 
 
-def _blocks(problem: WeightProblem, config: Config) -> int:
+def _blocks(problem: WeightProblem, config: SplitKConfig) -> int:
     tiles = -(-problem.n // config.BN) * -(-problem.m // config.ROWS) * problem.batch
     return tiles * config.CLUSTER
 
 
-def _whole(problem: WeightProblem) -> Config | None:
+def _whole(problem: WeightProblem) -> SplitKConfig | None:
     """The first of the table that divides the product into as many blocks as the table has."""
     for division, config in _that_fit(problem):
         if division.has(_blocks(problem, config), problem.cores):
@@ -155,7 +155,7 @@ def _whole(problem: WeightProblem) -> Config | None:
     return None
 
 
-def _that_fit(problem: WeightProblem) -> Iterator[tuple[Division[Config], Config]]:
+def _that_fit(problem: WeightProblem) -> Iterator[tuple[Division[SplitKConfig], SplitKConfig]]:
     """The divisions of the table that divide K evenly, into blocks that find room."""
     if problem.m <= _FEW:
         return
@@ -168,7 +168,7 @@ def _that_fit(problem: WeightProblem) -> Iterator[tuple[Division[Config], Config
                 yield division, found
 
 
-def _ring(problem: WeightProblem) -> Config:
+def _ring(problem: WeightProblem) -> SplitKConfig:
     """Stages that are filled anew.
 
     A product with little work has about a block for each multiprocessor. The next launch begins late beside them.
@@ -192,7 +192,7 @@ def _ring(problem: WeightProblem) -> Config:
     cluster = max(1, min(cluster, steps // least, _MOST_CLUSTER))
     resident = 3 if rows == 32 and not little and cluster > 1 else 2
     late = little or not problem.constant or cluster == 1
-    return with_stages(Config(rows, 4, 0, cluster, resident, late), k, problem.block)
+    return with_stages(SplitKConfig(rows, 4, 0, cluster, resident, late), k, problem.block)
 
 
 def _tiles(problem: WeightProblem) -> int:
@@ -200,7 +200,7 @@ def _tiles(problem: WeightProblem) -> int:
     return -(-problem.n // 64) * problem.batch
 
 
-def with_stages(config: Config, k: int, w_block: Block) -> Config:
+def with_stages(config: SplitKConfig, k: int, w_block: Block) -> SplitKConfig:
     """With as many as there is room for and something to put into; fewer blocks a multiprocessor if need be."""
     steps = config.steps(k)
     for resident in range(config.RESIDENT, 0, -1):
@@ -211,7 +211,7 @@ def with_stages(config: Config, k: int, w_block: Block) -> Config:
     return replace(config, STAGES=max(stages, 0), RESIDENT=resident)
 
 
-def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
+def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
     """The launch of a product that `accepts` accepts, of which nothing is empty."""
     product = product.as_matrix()
     m, n, k, batches, constant = product.m, product.n, product.k, product.batch, product.constant
@@ -236,9 +236,9 @@ def plan(product: WeightProduct, config: Config) -> tuple[CudaLaunch]:
             shared=config.shared(k, product.w.block),
             args={
                 "x": TensorMap(as_batch(x), (1, config.ROWS, 64), 128),
-                "w": TensorMap(as_batch(w.mT), (1, config.BN, STEP), 128),
+                "w": TensorMap(as_batch(w.mT), (1, config.BN, STAGE_K), 128),
                 "w_scale": product.w.scale, "bias": product.bias, "out": product.out, "M": m, "N": n, "K": k,
-                "prefetched": PREFETCHED // (resident * config.BN * STEP),
+                "prefetched": PREFETCHED // (resident * config.BN * STAGE_K),
                 "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
                 **column_steps(product),
             },

@@ -18,7 +18,7 @@ def wgmma_source(width: int, a_type: str, b_type: str, *, a_in_registers: bool =
         given = ", ".join(f'"r"(a[{i}])' for i in range(words))
     else:
         kind, words, left, given = "unsigned long long a", 1, f"%{count}", '"l"(a)'
-    # Of 16 bits b may be turned around; it is not.
+    # WGMMA takes a transpose flag for a 16-bit b; it is 0 here.
     depth, turned = (16, ", 0") if b_type in ("bf16", "f16") else (32, "")
     return f"""
 __device__ __forceinline__ void wgmma(float (&d)[{count}], {kind}, unsigned long long b, int onto) {{

@@ -57,7 +57,7 @@ _CONFIGS: Final = (
     (3072, ColumnsConfig(128, 8)), (8192, ColumnsConfig(64, 8, 8, 3)),
 )  # fmt: skip
 _TALL: Final = ColumnsConfig(64, 8, 16, 1)
-# Where each GPC has 16 multiprocessors, these replace the last one above: faster on an H200.
+# On chips whose GPCs all have 16 multiprocessors these replace the last entry above: faster on an H200.
 _LARGE_GPCS: Final = ((6144, ColumnsConfig(128, 16)), (13312, ColumnsConfig(64, 16)))
 _CORES_OF_LARGE_GPCS: Final = 132
 

@@ -37,7 +37,7 @@ def kind(x: Tensor | None) -> Kind:
 
 
 def recall(key: Hashable) -> Any:
-    """What was kept under an equal key, or None.
+    """The value kept under an equal key, or None.
 
     `key` has to determine a launch but for the addresses of its tensors: the name of the op, its arguments, and the
     `kind` of each tensor.

@@ -127,7 +127,7 @@ def resident_clusters(function: int, cluster: int, threads: int, shared: int) ->
 
 
 def overlapping(grid: tuple[int, int, int], threads: int, shared: int) -> LaunchConfig:
-    """Of a launch that may begin while the one before it on the stream ends (programmatic dependent launch)."""
+    """The configuration of a programmatic dependent launch, which may begin before its predecessor ends."""
     attribute = _Attribute(id=_OVERLAPS, value=1)
     return LaunchConfig(
         (ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(threads, 1, 1), shared, None, ctypes.pointer(attribute), 1

@@ -1,9 +1,9 @@
-"""What may still run when the next launch of a CUDA graph begins: whether that one may read a weight before it waits.
+"""Launches that may still run when the next launch of a CUDA graph begins: may it read a weight before it waits?
 
-A launch that overlaps (programmatic dependent launch) may begin while others run, and reads what those may write once
-it has waited for them. While a stream is captured the driver tells which node of the graph it is behind. Where that is
-one of our launches it is known when its kernel lets the next one begin; and as ops are functional, it writes nothing
-but the tensors that were made for it. Of other nodes neither is known, nor behind what a launch outside of a graph is.
+A kernel that uses programmatic dependent launch may begin while others run, and reads the tensors that those write only
+after it has waited for them. During capture the driver tells which node of the graph the stream is behind. If that node
+is one of our launches, it is known when its kernel lets the next one begin; and as ops are functional, it writes
+only tensors that were made for it. For kernels of other libraries, and outside capture, neither is known.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Window: TypeAlias = frozenset[range]
 
 
 class Place(NamedTuple):
-    """Where a captured stream is: in which capture, behind which node, None at the beginning."""
+    """The position of a captured stream: its capture, and the node that it is behind (None at the beginning)."""
 
     capture: int
     node: int | None

@@ -75,7 +75,7 @@ CHAINS = [
 def test_a_chain_takes_each_product_as_the_next_one_s_x(
     m: int, size: int, batch: tuple[int, ...], hopper: Target
 ) -> None:
-    """Of 24 weights in a CUDA graph, replayed a hundred times with another x: as with a wait before each launch."""
+    """A graph of 24 products, replayed a hundred times with another x, has the results of a wait before each launch."""
     weights = [on_gpu(m, size, size, (128, 128), batch=batch)[1] for _ in range(24)]
     x = torch.randn(*batch, m, size, device="cuda").bfloat16()
     torch.cuda.synchronize()

@@ -19,7 +19,7 @@ from fp8fn.bench.shapes import BATCHED, DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm import mm_a16w8 as many
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config, accepts, choose_config
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, accepts, choose_config
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.layout import Block
@@ -54,8 +54,8 @@ by_layout = pytest.mark.parametrize("contiguous", ["K", "N"])
 
 
 def emulated(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: Config | None = None, *, out: torch.dtype = FP32,
-    backwards: bool = False,
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: GemvConfig | None = None, *,
+    out: torch.dtype = FP32, backwards: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into memory that was 7 before; what lies behind it must be as it was."""
     shape = (*(x.shape[:-2] or w.shape[:-2]), x.shape[-2], w.shape[-1])
@@ -99,7 +99,7 @@ def test_ragged_shapes(n: int, k: int, contiguous: str) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize(("contiguous", "config"), [("K", c) for c in GEMVS] + [("N", c) for c in ROW_MAJOR], ids=str)
-def test_every_division_of_the_work(contiguous: str, config: Config) -> None:
+def test_every_division_of_the_work(contiguous: str, config: GemvConfig) -> None:
     """Warps and blocks along K with much, little and nothing to do; rows in several tiles."""
     for m, n, k, block in ((5, 70, 700, (128, 128)), (19, 33, 200, (128, 1)), (70, 20, 90, (-1, 1))):
         x, w = torch.randn(m, k).half(), operand(k, n, block, contiguous=contiguous)
@@ -115,12 +115,12 @@ def test_every_division_of_the_work(contiguous: str, config: Config) -> None:
 @needs_compiler
 @by_layout
 def test_x_in_chunks(contiguous: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where x does not fit into shared memory, part of K after part."""
+    """An x too large for shared memory is read part of K after part."""
     monkeypatch.setattr("fp8fn.ops.cuda.gemm.gemv_a16w8.SHARED_LIMIT", 12 << 10)
-    for m, config in ((7, Config(8, 1, 1, 4, 2, 2, 1)), (16, Config(16, 1, 2, 2, 4, 1, 1))):
+    for m, config in ((7, GemvConfig(8, 1, 1, 4, 2, 2, 1)), (16, GemvConfig(16, 1, 2, 2, 4, 1, 1))):
         x, w = torch.randn(m, 1500).bfloat16(), operand(1500, 40, (128, 128), contiguous=contiguous)
         if contiguous == "N":
-            config = Config(config.ROWS, 8, config.WARPS_N, config.WARPS_K, 1, config.CLUSTER, 1)
+            config = GemvConfig(config.ROWS, 8, config.WARPS_N, config.WARPS_K, 1, config.CLUSTER, 1)
         assert_right(emulated(x, w, config=config), x, w)
 
 
@@ -204,8 +204,8 @@ def test_every_fp8_value(fp8: torch.dtype, contiguous: str) -> None:
 
 
 def many_rows(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: many.Config | None = None, *, target: Target = FEW,
-    backwards: bool = False, constant: bool = False,
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: many.ManyRowsConfig | None = None, *,
+    target: Target = FEW, backwards: bool = False, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     """Their product between two guards, in memory that was NaN before; on the CPU it is emulated."""
     n = w.shape[-1]
@@ -225,7 +225,7 @@ def many_rows(
 
 @needs_compiler
 @pytest.mark.parametrize("config", MANY, ids=str)
-def test_every_division_of_many_rows(config: many.Config) -> None:
+def test_every_division_of_many_rows(config: many.ManyRowsConfig) -> None:
     """Tiles at the edges, several for a block, of a K that is no multiple of 128; rounded to 16 bits, hence the bar."""
     for x_dtype, fp8, block, backwards in ((BF16, E4M3, (128, 128), False), (FP16, E5M2, (-1, 1), True)):
         for m, n, k, batch in ((config.BM + 9, config.BN + 8, 272, ()), (33, 72, 128, (2,))):
@@ -236,10 +236,12 @@ def test_every_division_of_many_rows(config: many.Config) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [many.Config(160), many.Config(64, 1, 4, K_PARTS=2, RESIDENT=1)], ids=str)
+@pytest.mark.parametrize(
+    "config", [many.ManyRowsConfig(160), many.ManyRowsConfig(64, 1, 4, K_PARTS=2, RESIDENT=1)], ids=str
+)
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_scales_of_any_size_among_many_rows(config: many.Config, fp8: torch.dtype, dtype: torch.dtype) -> None:
+def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: torch.dtype, dtype: torch.dtype) -> None:
     """That of one k-block alone, the others 0; falling, rising and of either sign along K: each column for itself."""
     blocks, alone = 5, (1e-5, 3e-3, 1.0, 300.0, *((3e-39, 1e-34, 1e-12, 1e12, 1e28) if dtype == BF16 else ()))
     columns = []
@@ -393,7 +395,7 @@ def test_many_rows_take_tiles_for_all_multiprocessors() -> None:
 
 
 def test_a_short_k_is_in_flight_as_a_whole() -> None:
-    """Of one k-block, or shared by two warpgroups: the tiles that were the fastest on an H200."""
+    """One k-block, or a few that two warpgroups share, have the tiles that were the fastest on an H200."""
 
     def choose(batches: int, m: int, n: int, k: int) -> tuple[int, int, int]:
         config = many.choose_config(WeightProblem(m, n, k, batches))
@@ -579,7 +581,7 @@ def test_values_of_ragged_shapes(contiguous: str, hopper: Target) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", [*GEMVS, *ROW_MAJOR], ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: GemvConfig, hopper: Target) -> None:
     for m, n, k in ((5, 80, 704), (19, 272, 208), (70, 1040, 6160)):
         x, w = on_gpu(m, n, k, (128, 128), contiguous="N" if config.TILES == 8 else "K")
         out = torch.full((m, n), torch.nan, device="cuda")
@@ -590,7 +592,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
 @pytest.mark.gpu
 @by_block
 @pytest.mark.parametrize("config", [None, *MANY], ids=str)
-def test_values_of_many_rows(config: many.Config | None, block: Block, hopper: Target) -> None:
+def test_values_of_many_rows(config: many.ManyRowsConfig | None, block: Block, hopper: Target) -> None:
     """Edges of tiles, more tiles than multiprocessors, K of part of a block; rounded to 16 bits, hence the bar."""
     for m, n, k, batch in (
         (129, 8, 16, ()), (193, 136, 144, ()), (384, 256, 1024, (3,)), (1000, 2056, 400, ()), (3000, 4096, 512, (2,)),

@@ -25,7 +25,7 @@ from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, Block, empty_scale
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.triton.mm_a16w8 import Config, choose_config, configure, plan_mm_a16w8
+from fp8fn.ops.triton.mm_a16w8 import A16W8Config, choose_config, configure, plan_mm_a16w8
 from support.compilers import assert_no_spills
 from support.operands.weights import CLASSES, exact, weight
 from support.products import planned, weight_product
@@ -33,7 +33,7 @@ from support.products import planned, weight_product
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LABELS = [sample.label for sample in SAMPLES["mm_a16w8"]()]
 # Small tiles, so that few elements make several along every axis; two, so that scales are vectors and numbers.
-SMALL, NARROW = Config(32, 64, 32, 4, 2, GROUP=2), Config(16, 32, 32, 4, 2)
+SMALL, NARROW = A16W8Config(32, 64, 32, 4, 2, GROUP=2), A16W8Config(16, 32, 32, 4, 2)
 # Half a unit in the last place: what a scale for each element along K costs, where `w * scale` is rounded.
 ROUNDED = {BF16: 2**-8, FP16: 2**-11, FP32: 0.0}
 
@@ -51,7 +51,7 @@ def assert_near(found: Tensor, x: Tensor, w: ScaledTensor, bias: Tensor | None =
 
 
 def interpreted(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: Config | None = SMALL, wide: bool = False
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: A16W8Config | None = SMALL, wide: bool = False
 ) -> Tensor:
     out = torch.full((*(x.shape[:-2] or w.shape[:-2]), x.shape[-2], w.shape[-1]), 7.0)
     given = weight_product(x, w, out, bias=bias)
@@ -297,7 +297,7 @@ def test_rows_have_the_same_bits_in_any_company(block: Block, dtype: torch.dtype
         assert found[1:-1].isnan().all()
 
 
-# What of a configuration of `gemv_a16w8` orders a sum over K.
+# The macros of `gemv_a16w8` that order a sum over K.
 ORDERING = ("ROWS", "TILES", "WARPS_N", "WARPS_K", "CLUSTER", "K_CHUNK")
 
 
@@ -353,7 +353,7 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
 
 @pytest.mark.parametrize("prequant", [False, True])
 def test_the_gradient_of_an_x_beside_a_batch_of_weights_is_rounded_once(prequant: bool, device: torch.device) -> None:
-    """Of two weights that almost cancel: rounded to bfloat16 before they are summed, two terms would leave 20 dB."""
+    """The two weights almost cancel: two terms rounded to bfloat16 before their sum would leave 20 dB."""
     one = fp8fn.quantize(torch.randn(1, 128, 128, device=device), (128, 128))
     data = one.data.view(torch.uint8)
     changed = (torch.rand(data.shape, device=device) < 1 / 64) & (data & 0x7F < 0x78)

@@ -18,7 +18,7 @@ from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import splitk_a16w8
-from fp8fn.ops.cuda.gemm.splitk_a16w8 import Config, accepts, choose_config, untuned
+from fp8fn.ops.cuda.gemm.splitk_a16w8 import SplitKConfig, accepts, choose_config, untuned
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM100, Target
@@ -37,7 +37,7 @@ LARGE = ((4096, 14336), (14336, 4096), (5120, 5120), (7168, 512), (8192, 8192)) 
 
 
 def emulated(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: Config | None = None, *,
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: SplitKConfig | None = None, *,
     out: torch.dtype = FP32, constant: bool = False, backwards: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into memory that was 7 before; what lies behind it must be as it was."""
@@ -51,14 +51,14 @@ def emulated(
     return found
 
 
-def depth(config: Config, k: int) -> int:
-    """Of parts in flight as a whole the ragged K that they are of, of others `k`."""
+def depth(config: SplitKConfig, k: int) -> int:
+    """A ragged K for a configuration whose parts are in flight as a whole (`HELD`), `k` for another."""
     return config.STAGES * config.CLUSTER * 128 - 112 if config.HELD else k
 
 
 @needs_compiler
 @pytest.mark.parametrize("config", SPLITS, ids=str)
-def test_every_division_of_the_work(config: Config) -> None:
+def test_every_division_of_the_work(config: SplitKConfig) -> None:
     """Blocks along K with more and with less, stages filled anew, N and K ragged, rows in several tiles."""
     for x_dtype, fp8, block in ((BF16, E4M3, (128, 128)), (FP16, E5M2, (128, 1)), (BF16, E5M2, (-1, 1))):
         m, n, k = min(config.ROWS + 5, 128), 70, depth(config, 1160)
@@ -72,7 +72,7 @@ def test_every_division_of_the_work(config: Config) -> None:
 @pytest.mark.parametrize("m", [17, 31, 32, 33, 64, 65, 127, 128])
 def test_rows_have_the_same_bits_in_any_number_of_them(m: int) -> None:
     x, w = torch.randn(128, 768).bfloat16(), operand(768, 72, (128, 128))
-    for config in (Config(32, 4, 2, 3), Config(64, 4, 3, 2), Config(32, 4, 3, 2, HELD=3)):
+    for config in (SplitKConfig(32, 4, 2, 3), SplitKConfig(64, 4, 3, 2), SplitKConfig(32, 4, 3, 2, HELD=3)):
         assert torch.equal(emulated(x[:m], w, config=config), emulated(x, w, config=config)[:m])
     assert_right(emulated(x[:m], w), x[:m], w)
 
@@ -92,7 +92,7 @@ def test_ragged_shapes(n: int, block: Block) -> None:
 def test_outputs_and_biases(out: torch.dtype) -> None:
     """Each output is the sum rounded once."""
     x, w = torch.randn(18, 704).bfloat16(), operand(704, 70, (128, 128))
-    for config in (Config(32, 4, 2, 3), Config(32, 4, 3), Config(16, 4, 2, 3, HELD=2)):
+    for config in (SplitKConfig(32, 4, 2, 3), SplitKConfig(32, 4, 3), SplitKConfig(16, 4, 2, 3, HELD=2)):
         for bias in (None, torch.randn(70), torch.randn(140).bfloat16()[::2], torch.randn(70).half()):
             wide, found = (emulated(x, w, bias, config, out=dtype) for dtype in (FP32, out))
             assert_right(wide, x, w, bias)
@@ -103,7 +103,7 @@ def test_outputs_and_biases(out: torch.dtype) -> None:
 @pytest.mark.parametrize("batch", BATCHES, ids=str)
 def test_batches(batch: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
     (size,) = batch[0] or batch[1]
-    ring, whole = Config(32, 4, 2, 2), Config(16, 4, 3, 1, HELD=3)
+    ring, whole = SplitKConfig(32, 4, 2, 2), SplitKConfig(16, 4, 3, 1, HELD=3)
     for block, m, config in (((128, 128), 18, ring), ((-1, 1), 33, ring), ((128, 1), 18, whole)):
         x, w = torch.randn(*batch[0], m, 328).bfloat16(), operand(328, 40, block, batch=batch[1])
         for bias in (None, torch.randn(40), torch.randn(size, 40).half(), torch.randn(size, 1, 40)):
@@ -118,7 +118,7 @@ def test_what_is_not_finite_stays_in_its_row_and_column(block: Block) -> None:
         x, w = torch.randn(40, 648).bfloat16(), operand(648, 140, block, dtype=fp8)
         x[3, 647], x[38, 0] = torch.nan, torch.inf
         w.data.view(torch.uint8)[647, 130] = POISON[fp8]
-        for config in (Config(64, 4, 3, 2), Config(32, 4, 3, 2, HELD=3)):
+        for config in (SplitKConfig(64, 4, 3, 2), SplitKConfig(32, 4, 3, 2, HELD=3)):
             finite = emulated(x, w, config=config).isfinite()
             touched = torch.zeros_like(finite)
             touched[[3, 38]] = touched[:, 130:131] = True
@@ -200,7 +200,7 @@ def test_the_default_configuration() -> None:
 
 @needs_nvrtc
 def test_which_products_it_serves() -> None:
-    """Of more than 16 rows, eight in a batch or by a small weight, unless there are tiles for larger blocks; as was
+    """More than 16 rows, or more than 8 in a batch or by a small weight, unless larger blocks have enough tiles; as
     timed on an H200."""
 
     def entry(m: int, n: int, k: int, *batch: int, **kwargs: Any) -> str:
@@ -269,7 +269,7 @@ def test_machine_code_waits_before_it_reads_what_may_be_written(m: int, constant
 def test_machine_code_of_a_whole_part_has_a_constant_weight_widened_before_it_waits(
     constant: bool, tmp_path: Path
 ) -> None:
-    launch = plan(operands(16, 1536, 768, bias=FP32, constant=constant), Config(16, 4, 3, 2, HELD=3))
+    launch = plan(operands(16, 1536, 768, bias=FP32, constant=constant), SplitKConfig(16, 4, 3, 2, HELD=3))
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     (waiting,) = [i for i, text in enumerate(sass) if "ACQBULK" in text]  # no warp that copies waits by itself
     for pattern in (r"UTMALDG", r"\bLDG\.", "F2FP.F16.E4M3"):  # the weight, its scales, its values widened
@@ -300,7 +300,7 @@ def test_values_on_a_gpu(m: int, block: Block, hopper: Target) -> None:
 @pytest.mark.gpu
 @by_block
 @pytest.mark.parametrize("config", SPLITS, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, block: Block, hopper: Target) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: SplitKConfig, block: Block, hopper: Target) -> None:
     for m, n, k, batch in ((config.ROWS + 5, config.BN + 6, 2064, ()), (20, 200, 4096, (3,)), (3, 1000, 1168, ())):
         x, w = on_gpu(m, n, depth(config, k), block, batch=batch)
         bias = torch.randn(n, device="cuda")

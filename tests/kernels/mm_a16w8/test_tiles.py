@@ -19,7 +19,7 @@ from fp8fn import ScaledTensor
 from fp8fn.bench.shapes import DECODE
 from fp8fn.ops import mm_a16w8 as op
 from fp8fn.ops.cuda.gemm import a16w8_tiles
-from fp8fn.ops.cuda.gemm.a16w8_tiles import PARTS, Config, accepts, choose_config, untuned
+from fp8fn.ops.cuda.gemm.a16w8_tiles import PARTS, A16W8TilesConfig, accepts, choose_config, untuned
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Target
@@ -40,7 +40,7 @@ LARGE = ((4096, 28672), (14336, 4096), (4096, 4096), (28672, 8192))  # (K, N)
 
 
 def emulated(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: Config | None = None, *,
+    x: Tensor, w: ScaledTensor, bias: Tensor | None = None, config: A16W8TilesConfig | None = None, *,
     out: torch.dtype = FP32, constant: bool = False, backwards: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into memory that was 7 before; what lies behind it must be as it was."""
@@ -60,7 +60,7 @@ def unwritten(*args: Any, out: torch.dtype | None = None, **kwargs: Any) -> Weig
 
 @needs_compiler
 @pytest.mark.parametrize("config", WEIGHT_TILES, ids=str)
-def test_every_division_of_the_work(config: Config) -> None:
+def test_every_division_of_the_work(config: A16W8TilesConfig) -> None:
     """Blocks along K with more and with less, stages filled anew, N ragged, rows in several tiles; types and scales."""
     for (m, n), x_dtype, fp8, block in (
         ((5, 70), BF16, E4M3, (128, 128)), ((13, 130), FP16, E5M2, (128, 1)), ((21, 40), BF16, E5M2, (-1, 1)),
@@ -73,7 +73,7 @@ def test_every_division_of_the_work(config: Config) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("config", WEIGHT_TILES_HELD, ids=str)
-def test_a_weight_in_registers_gives_the_bits_of_one_in_shared_memory(config: Config) -> None:
+def test_a_weight_in_registers_gives_the_bits_of_one_in_shared_memory(config: A16W8TilesConfig) -> None:
     k = config.STAGES * config.CLUSTER * 128
     for (m, n), x_dtype, fp8, block in (
         ((5, 70), BF16, E4M3, (128, 128)), ((13, 200), FP16, E5M2, (128, 1)), ((1, 40), BF16, E5M2, (-1, 1)),
@@ -121,8 +121,10 @@ def test_zeros_follow_k(k: int, block: tuple[int, int]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [Config(8, 4, 2, HELD=2), Config(16, 8, 1, 2, HELD=1, READY=1)], ids=str)
-def test_zeros_follow_k_in_registers(config: Config) -> None:
+@pytest.mark.parametrize(
+    "config", [A16W8TilesConfig(8, 4, 2, HELD=2), A16W8TilesConfig(16, 8, 1, 2, HELD=1, READY=1)], ids=str
+)
+def test_zeros_follow_k_in_registers(config: A16W8TilesConfig) -> None:
     for k in (136, 192, 240):
         x, w = torch.randn(7, k).bfloat16(), operand(k, 130, (128, 128))
         found = emulated(x, w, config=config, constant=True)
@@ -407,7 +409,7 @@ def test_values_on_a_gpu(block: tuple[int, int], constant: bool, hopper: Target)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", WEIGHT_TILES, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: A16W8TilesConfig, hopper: Target) -> None:
     for m, n, k in ((5, 80, 1152), (16, 272, 2048), (33, 1040, 1152)):
         for dtype in (BF16, FP16):
             x, w = on_gpu(m, n, k, (128, 128), x=dtype)
@@ -419,7 +421,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", WEIGHT_TILES_HELD, ids=str)
-def test_a_weight_in_registers_on_a_gpu(config: Config, hopper: Target) -> None:
+def test_a_weight_in_registers_on_a_gpu(config: A16W8TilesConfig, hopper: Target) -> None:
     k = config.STAGES * config.CLUSTER * 128
     for m, n, dtype in ((5, 80, BF16), (16, 1040, FP16), (33, 272, BF16)):
         x, w = on_gpu(m, n, k, (128, 128), x=dtype)

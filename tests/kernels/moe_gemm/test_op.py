@@ -27,13 +27,13 @@ from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.moe_gemm import configure, plan_moe_gemm
-from fp8fn.ops.tuning.mx import Config
+from fp8fn.ops.tuning.mx import MxConfig
 from support.compilers import assert_no_spills
 from support.operands.experts import FORMATS, Layout, assert_near, by_hand, operands
 from support.products import routed_product
 
 BF16, FP32 = torch.bfloat16, torch.float32
-SMALL: Final = {"mx": Config(16, 32, 64, 4, 2), "blockwise": Config(16, 32, 128, 4, 2)}
+SMALL: Final = {"mx": MxConfig(16, 32, 64, 4, 2), "blockwise": MxConfig(16, 32, 128, 4, 2)}
 
 
 def sorted_by_hand(chosen: list[list[int]], experts: int, block_m: int) -> tuple[list[int], list[int], int]:
@@ -111,7 +111,7 @@ def test_sorting_a_number_of_tokens_that_is_data() -> None:
 
 def interpreted(
     a: ScaledTensor, w: ScaledTensor, layout: Layout, a_div: int, weights: Tensor | None = None,
-    config: Config | None = None, wide: bool = False,
+    config: MxConfig | None = None, wide: bool = False,
 ) -> Tensor:  # fmt: skip
     out = torch.zeros(a.shape[0] * a_div, w.shape[-1])
     given = routed_product(a, w, layout, a_div, out, SM90, weights)

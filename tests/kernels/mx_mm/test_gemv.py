@@ -20,7 +20,7 @@ from fp8fn import ScaledTensor
 from fp8fn.ops import moe_gemm as moe
 from fp8fn.ops import mx_mm, reference
 from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
-from fp8fn.ops.cuda.gemm.gemv_a16w8 import Config
+from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig
 from fp8fn.ops.cuda.gemm.gemv_mx import accepts, configure, plan
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -73,7 +73,7 @@ def given(m: int, n: int, k: int, **kwargs: Any) -> tuple[ScaledTensor, ScaledTe
 
 
 def emulated(
-    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: Config | None = None, *,
+    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: GemvConfig | None = None, *,
     out: torch.dtype = FP32, backwards: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into memory that was 7 before; what lies behind it must be as it was."""
@@ -115,7 +115,7 @@ def test_ragged_shapes(n: int, k: int) -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("config", MX_GEMVS, ids=str)
-def test_every_division_of_the_work(config: Config) -> None:
+def test_every_division_of_the_work(config: GemvConfig) -> None:
     """Warps and blocks along K with much, little and nothing to do; rows in several tiles."""
     for m, n, k in ((5, 70, 700), (19, 33, 200), (70, 20, 96)):
         a, b = given(m, n, k)
@@ -129,9 +129,9 @@ def test_every_division_of_the_work(config: Config) -> None:
 
 @needs_compiler
 def test_a_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a does not fit into shared memory, part of K after part."""
+    """An a too large for shared memory is read part of K after part."""
     monkeypatch.setattr("fp8fn.ops.cuda.gemm.gemv_a16w8.SHARED_LIMIT", 12 << 10)
-    for config in (Config(8, 1, 1, 4, 2, 2, 1), Config(16, 1, 2, 2, 4, 1, 1), Config(32, 1, 4, 2, 1, 1, 1)):
+    for config in (GemvConfig(8, 1, 1, 4, 2, 2, 1), GemvConfig(16, 1, 2, 2, 4, 1, 1), GemvConfig(32, 1, 4, 2, 1, 1, 1)):
         a, b = given(config.ROWS - 1, 40, 1500)
         assert_near(emulated(a, b, config=config), a, b)
 
@@ -139,7 +139,7 @@ def test_a_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_compiler
 def test_more_of_a_than_is_asked_for_at_once() -> None:
     a, b = given(32, 20, 1100)
-    assert_near(emulated(a, b, config=Config(32, 1, 1, 1, 1, 1, 1)), a, b)
+    assert_near(emulated(a, b, config=GemvConfig(32, 1, 1, 1, 1, 1, 1)), a, b)
 
 
 @needs_compiler
@@ -207,9 +207,9 @@ def test_every_fp8_value_by_every_scale_is_exact() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [Config(8, 1, 1, 2, 1, 1), Config(8, 1, 4, 2, 1, 1)], ids=str)
-def test_scales_that_are_far_apart(config: Config) -> None:
-    """Those of a and b cancel in one block as in the next."""
+@pytest.mark.parametrize("config", [GemvConfig(8, 1, 1, 2, 1, 1), GemvConfig(8, 1, 4, 2, 1, 1)], ids=str)
+def test_scales_that_are_far_apart(config: GemvConfig) -> None:
+    """The scales of a and b cancel in every block."""
     a, b = given(5, 40, 256)
     expected = emulated(a, b, config=config)
     turns = torch.tensor([100, -100] * 4)
@@ -225,8 +225,8 @@ def test_scales_that_are_far_apart(config: Config) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("config", [Config(8, 1, 1, 2, 1, 1), Config(8, 1, 4, 2, 1, 1)], ids=str)
-def test_infinities_of_data_are_infinities_of_the_sum(config: Config) -> None:
+@pytest.mark.parametrize("config", [GemvConfig(8, 1, 1, 2, 1, 1), GemvConfig(8, 1, 4, 2, 1, 1)], ids=str)
+def test_infinities_of_data_are_infinities_of_the_sum(config: GemvConfig) -> None:
     a, b = given(3, 20, 100, dtypes=(E5M2, E5M2))
     a.data.view(torch.uint8)[1, 70], b.data.view(torch.uint8)[70, 5] = 0x7C, 0x40
     b.data.view(torch.uint8)[70] = torch.where(b.data.view(torch.uint8)[70] == 0, 0x40, b.data.view(torch.uint8)[70])
@@ -310,7 +310,8 @@ def routed(
 
 def emulated_moe(
     a: ScaledTensor, w: ScaledTensor, layout: tuple[Tensor, Tensor, Tensor], a_div: int,
-    weights: Tensor | None = None, config: Config | None = None, *, out: torch.dtype = FP32, backwards: bool = False,
+    weights: Tensor | None = None, config: GemvConfig | None = None, *,
+    out: torch.dtype = FP32, backwards: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into zeros; what lies behind them must be as it was."""
     shape = (a.shape[0] * a_div, w.shape[-1])
@@ -338,12 +339,12 @@ def test_routed_tokens(shape: tuple[int, int, int | None, int, int], block_m: in
         near_by_hand(found, by_hand(a, w, layout, a_div, factor))
 
 
-MOE_CONFIGS = [Config(8, 1, 1, 8, 4, 1, 2), Config(16, 1, 2, 2, 1, 4, 2), Config(32, 2, 4, 1, 2, 2, 2)]
+MOE_CONFIGS = [GemvConfig(8, 1, 1, 8, 4, 1, 2), GemvConfig(16, 1, 2, 2, 1, 4, 2), GemvConfig(32, 2, 4, 1, 2, 2, 2)]
 
 
 @needs_compiler
 @pytest.mark.parametrize("config", MOE_CONFIGS, ids=str)
-def test_tiles_of_every_kind(config: Config) -> None:
+def test_tiles_of_every_kind(config: GemvConfig) -> None:
     """A full one, one with a gap, without an id, of no expert, and past the last; ids that are padding of any kind."""
     a, w = of_experts(40, 50, 200, 3)
     ids = torch.full((6, 24), 40, dtype=torch.int32)
@@ -568,7 +569,7 @@ def test_values_of_ragged_shapes_and_batches_on_a_gpu(hopper: Target) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", MX_GEMVS, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: GemvConfig, hopper: Target) -> None:
     for m, n, k in ((5, 80, 704), (19, 272, 208), (33, 1040, 6160)):
         a, b = operands(m, n, k, device="cuda")
         out = torch.full((m, n), torch.nan, device="cuda")
@@ -578,7 +579,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
 
 @pytest.mark.gpu
 def test_extremes_on_a_gpu(hopper: Target) -> None:
-    """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
+    """The values are the CPU's float32, for subnormal scales too; NaN scales give NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
     b = fp8fn.quantize(torch.eye(128), (32, 1), scale="e8m0")

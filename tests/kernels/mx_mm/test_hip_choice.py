@@ -432,7 +432,7 @@ def test_an_error_of_a_launch_is_raised(gfx950: list[str], monkeypatch: pytest.M
 
 
 def test_what_no_kernel_takes_is_an_error_before_any_launch(gfx950: list[str]) -> None:
-    """Of the op, by the name of the argument; and of a plan that no dispatch makes."""
+    """The op's errors name the argument; a plan that no dispatch makes is an error too."""
     a, b = operands(4, 48, 128)
     for wrong, error, words in (
         (b.data.float().bfloat16(), TypeError, r"mx_mm: b: data has dtype torch\.bfloat16; it must be an FP8 type"),

@@ -94,7 +94,7 @@ def test_dense_products(case: Dense) -> None:
 @needs_compiler
 @pytest.mark.parametrize("case", [case for case in CASES if case.kernel == "gemv" and case.n > 8], ids=str)
 def test_rows_by_waves_of_32_lanes(case: Dense) -> None:
-    """What runs on an NVIDIA GPU."""
+    """Waves of 32 lanes are those of an NVIDIA GPU."""
     product = dense(case)
     (launch,) = product.launches
     kernel = replace(launch.kernel, macros=(*launch.kernel.macros, ("LANES", 32)))
@@ -109,7 +109,7 @@ def test_products_of_routed_tokens(case: Routed) -> None:
 
 @needs_compiler
 def test_tiles_of_no_expert_and_ids_of_no_row() -> None:
-    """Of six tiles, one has an expert before the first, one past the last, one holds no id, and one is past the end."""
+    """One of six tiles has an expert before the first, one an expert past the last, one no id; one is past the end."""
     case = Routed(10, 2, 3, 4, 9, 96, 2, 8)
     ids = [0, 7, 20, 2**31 - 1, 1, 2, 3, 4, -1, 19, 5, -(2**31), 6, 8, 9, 10, 20, 20, 20, 20, 11, 12, 13, 14]
     layout = [torch.tensor(x, dtype=torch.int32) for x in (ids, [2, -1, 0, 3, 1, 2], [20])]
@@ -190,7 +190,7 @@ def test_the_least_and_the_largest_scale(case: Dense) -> None:
 
 @needs_compiler
 def test_weights_beyond_2_gib() -> None:
-    """Of which only the lines take memory."""
+    """The columns of a weight lie far apart, and only they take memory."""
     case = Dense("gemv", 2, 40, 64, ROWS[1])
     for kernel in PLANS:
         a, b = operands(case)

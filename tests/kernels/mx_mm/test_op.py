@@ -23,7 +23,7 @@ from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.mx_mm import KERNELS, MX_MM, choose
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.tuning.mx import Config, Problem, Row, parse
+from fp8fn.ops.tuning.mx import MxConfig, Problem, Row, parse
 from support.accuracy import snr
 from support.called_ops import Names
 from support.compilers import assert_no_spills
@@ -38,14 +38,14 @@ TRITON = tuple(kernel for kernel in KERNELS if kernel.backend == "triton")
 NAMES = [kernel.name for kernel in TRITON]
 # Small tiles, so that few elements make several along every axis.
 SMALL: Final = {
-    "triton_few": Config(16, 32, 64, 4, 2, SPLITS=3),
-    "triton_scaled": Config(32, 32, 64, 4, 2, GROUP=2),
-    "triton_widened": Config(32, 16, 64, 4, 2, GROUP=2),
+    "triton_few": MxConfig(16, 32, 64, 4, 2, SPLITS=3),
+    "triton_scaled": MxConfig(32, 32, 64, 4, 2, GROUP=2),
+    "triton_widened": MxConfig(32, 16, 64, 4, 2, GROUP=2),
 }
 
 
 def interpreted(
-    name: str, a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: Config | None = None,
+    name: str, a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: MxConfig | None = None,
     wide: bool = False,
 ) -> Tensor:  # fmt: skip
     out = torch.full((*(a.shape[:-2] or b.shape[:-2]), a.shape[-2], b.shape[-1]), 7.0)

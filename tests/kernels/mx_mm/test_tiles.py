@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn import ScaledTensor
 from fp8fn.ops import mx_mm, reference
-from fp8fn.ops.cuda.gemm.mx_tiles import Config, accepts, configure, plan
+from fp8fn.ops.cuda.gemm.mx_tiles import MxTilesConfig, accepts, configure, plan
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.mx_mm import choose, problem_of
 from fp8fn.ops.targets import GFX950, SM90, SM100, Target, target_of
@@ -51,7 +51,7 @@ def along_k(q: ScaledTensor) -> ScaledTensor:
 
 
 def emulated(
-    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: Config | None = None, *,
+    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None = None, config: MxTilesConfig | None = None, *,
     out: torch.dtype = FP32, backwards: bool = False, constant: bool = False,
 ) -> Tensor:  # fmt: skip
     """Into memory that was 7 before; what lies behind it must be as it was."""
@@ -70,7 +70,7 @@ def emulated(
 
 @needs_compiler
 @pytest.mark.parametrize("config", MX_TILES, ids=str)
-def test_every_division_of_the_work(config: Config) -> None:
+def test_every_division_of_the_work(config: MxTilesConfig) -> None:
     """Blocks along K with much, little and nothing to do, stages filled anew, N ragged, rows in several tiles."""
     for m, n, k in ((5, 70, 896), (70, 130, 256)):
         a, b = operands(m, n, k)
@@ -83,7 +83,7 @@ def test_every_division_of_the_work(config: Config) -> None:
 @needs_compiler
 @pytest.mark.parametrize("m", [1, 2, 7, 8, 9, 16, 17, 31, 32, 33, 50, 63, 64])
 def test_every_number_of_rows(m: int) -> None:
-    """Of scales that lie in either way, the others than those of the output."""
+    """Scales in either order of memory give the same bits."""
     a, b = operands(m, 48, 256)
     found = emulated(a, b, constant=m % 2 == 0)
     assert_near(found, a, b)
@@ -147,7 +147,7 @@ def test_every_fp8_value_by_every_scale_is_exact(dtype: torch.dtype) -> None:
 
 @needs_compiler
 def test_scales_that_are_far_apart() -> None:
-    """Those of a and b cancel in one block as in the next; the product of the largest is Inf, but zeros stay zeros."""
+    """The scales of a and b cancel in every block; the product of the largest is Inf, but zeros stay zeros."""
     a, b = operands(20, 40, 256)
     expected = emulated(a, b)
     turns = torch.tensor([100, -100] * 4)
@@ -338,7 +338,7 @@ def test_values_at_the_shapes_of_decoding(shape: tuple[int, int], constant: bool
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("config", MX_TILES, ids=str)
-def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> None:
+def test_every_division_of_the_work_on_a_gpu(config: MxTilesConfig, hopper: Target) -> None:
     for m, n, k in ((5, 80, 768), (19, 272, 256), (64, 1040, 6144)):
         a, b = operands(m, n, k, device="cuda")
         torch.cuda.synchronize()
@@ -353,7 +353,7 @@ def test_every_division_of_the_work_on_a_gpu(config: Config, hopper: Target) -> 
 
 @pytest.mark.gpu
 def test_extremes_on_a_gpu(hopper: Target) -> None:
-    """What the CPU's float32 gives: subnormal scales too, and NaN scales are NaN."""
+    """The values are the CPU's float32, for subnormal scales too; NaN scales give NaN."""
     codes = torch.arange(254, dtype=torch.uint8)[:, None].repeat(1, 4)
     a = ScaledTensor(torch.full((254, 128), 1.0).to(E4M3), codes.view(E8M0), (1, 32))
     b = fp8fn.quantize(torch.eye(128), (32, 1), scale="e8m0")

@@ -106,7 +106,7 @@ class Problem:
 
 @pytest.fixture(params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)])
 def where(request: pytest.FixtureRequest) -> str:
-    """Where the kernels run: emulated on the CPU, or on a Hopper."""
+    """The device of the kernels: emulated on the CPU, or a Hopper."""
     if request.param == "cuda":
         name = target_of(torch.device("cuda")).name
         if name != "sm90" or nvrtc.unavailable():
@@ -197,7 +197,7 @@ VIEWS: dict[str, Callable[[], Tensor]] = {
 
 
 def hard_values(rows: int) -> Iterator[Tensor]:
-    """Those of HARD, of random bits, and about the amax whose scale is a power of two."""
+    """The values of HARD, random bits, and values about the amax whose scale is a power of two."""
     bits = torch.randint(-(2**31), 2**31, (rows, 8), dtype=torch.int32)
     borders = torch.tensor([448.0, 57344.0]).view(torch.int32) + torch.arange(-4, 5, dtype=torch.int32)[:, None]
     for x in (*(make() for make in HARD.values()), bits.view(FP32), borders.view(FP32).reshape(-1, 1)):
@@ -254,7 +254,7 @@ def test_silu_has_a_relative_error_under_1e5(where: str) -> None:
 @needs_compiler
 @over(FEW)
 def test_a_kept_call_takes_other_tensors_of_its_kind(source: str, kind: str) -> None:
-    """Of another address modulo 16, there is another call."""
+    """An address that differs modulo 16 has another call."""
     memory = random(128 * 256 + 8)
     with hopper_on_cpu() as launches:
         for x in (random(128, 256), random(128, 256, seed=1), memory[:-8].view(128, 256), memory[1:-7].view(128, 256)):
@@ -373,7 +373,7 @@ def test_accepts_all_that_it_can_address(block: Block) -> None:
     assert accepts_rms_norm(meta(3, 16, 8), meta(8), block, E4M3, SM90) is None
 
 
-# Those that are known to spill, and how many registers.
+# The kernels that are known to spill, and how many registers.
 SPILLS = {("quantize_rms_norm", 2, 8192): 4, ("quantize_rms_norm", 4, 16384): 10}
 COMPILED = [
     *itertools.product(SOURCES, ["dual"], [(4096, 4096), (4095, 4093)]),
@@ -383,7 +383,7 @@ COMPILED = [
 
 
 def launches_of(source: str, kind: str, of: torch.dtype, *shape: int) -> list[CudaLaunch]:
-    """What the op launches on a Hopper."""
+    """The op's launches on a Hopper."""
     other = meta(*shape[1:] if "rms" in source else shape, dtype=of)
     with hopper_on_cpu() as launches, pytest.MonkeyPatch.context() as patch:
         patch.setattr(call_cache, "start", lambda launch, addresses: None)

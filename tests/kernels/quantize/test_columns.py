@@ -38,7 +38,7 @@ from support.accuracy import same_bits
 from support.compilers import needs_nvrtc
 from support.configs import COLUMN_TILES, STREAMS, WALKS
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
-from support.operands.columns import Config, planned, run
+from support.operands.columns import WholeColumnsConfig, planned, run
 from support.quantizers import marked, quantization, tensors
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -53,20 +53,22 @@ _ALL_WALKS: Final = tuple(walk for _, walk in walk_columns._WALKS)
 
 
 def referred(q: Quantization) -> Any:
-    """What the reference makes of it."""
+    """The reference's data and scales."""
     form = q.block, q.dtype, q.scale
     if q.offsets is None:
         return reference.quantize(q.x, *form)
     return reference.quantize_grouped(q.x, q.offsets, *form)
 
 
-def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Sequence[Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype, scale: str, config: WholeColumnsConfig = None) -> Sequence[Tensor]:
     q = marked(quantization(x, (-1, 1), dtype=dtype, scale=scale))
     run(planned(q, config))
     return tensors(q)
 
 
-def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: Config = None) -> Sequence[Tensor]:
+def grouped(
+    x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: WholeColumnsConfig = None
+) -> Sequence[Tensor]:
     q = marked(quantization(x, (-1, 1), dtype=dtype, scale=scale, offsets=offsets))
     run(planned(q, config))
     return tensors(q)
@@ -75,7 +77,7 @@ def grouped(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str, config: 
 @needs_compiler
 @pytest.mark.parametrize("config", COLUMN_TILES, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-def test_matrices_have_the_references_bits(config: Config, backwards: bool) -> None:
+def test_matrices_have_the_references_bits(config: WholeColumnsConfig, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
         for shape, dtype, scale, fp8 in (
             ((1, 1), BF16, "fp32", E4M3),
@@ -92,7 +94,7 @@ def test_matrices_have_the_references_bits(config: Config, backwards: bool) -> N
 
 @needs_compiler
 @pytest.mark.parametrize("config", COLUMN_TILES, ids=str)
-def test_groups_have_the_references_bits(config: Config) -> None:
+def test_groups_have_the_references_bits(config: WholeColumnsConfig) -> None:
     with hopper_on_cpu():
         for sizes, rest in (([0, 1, 15, 16, 17, 60], 5), ([3] * 9, 0), ([150], 0), ([0, 0, 40, 0], 30), ([0], 20)):
             offsets = torch.tensor(sizes).cumsum(0).int()
@@ -106,7 +108,7 @@ def test_groups_have_the_references_bits(config: Config) -> None:
 @needs_compiler
 @pytest.mark.parametrize("config", STREAMS, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-def test_streamed_matrices_have_the_references_bits(config: Config, backwards: bool) -> None:
+def test_streamed_matrices_have_the_references_bits(config: WholeColumnsConfig, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
         for shape, dtype, scale, fp8 in (
             ((1, 1), BF16, "fp32", E4M3),
@@ -125,7 +127,7 @@ def test_streamed_matrices_have_the_references_bits(config: Config, backwards: b
 @needs_compiler
 @pytest.mark.parametrize("config", STREAMS, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-def test_streamed_groups_have_the_references_bits(config: Config, backwards: bool) -> None:
+def test_streamed_groups_have_the_references_bits(config: WholeColumnsConfig, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
         for sizes, rest in (
             ([0, 1, 15, 16, 17, 60, 31, 33], 5),
@@ -174,7 +176,7 @@ def test_two_launches_divide_the_columns(tiles: tuple[StreamConfig, StreamConfig
 @needs_compiler
 @pytest.mark.parametrize("config", WALKS, ids=str)
 @pytest.mark.parametrize("backwards", [False, True], ids=["forwards", "backwards"])
-def test_walked_groups_have_the_references_bits(config: Config, backwards: bool) -> None:
+def test_walked_groups_have_the_references_bits(config: WholeColumnsConfig, backwards: bool) -> None:
     with hopper_on_cpu(backwards=backwards):
         for sizes, rest in (
             ([0, 1, 15, 16, 17, 60, 31, 33], 5),
@@ -303,7 +305,7 @@ def test_the_tile_keeps_the_rows_where_a_cluster_can() -> None:
 
 
 def launches_of(tile: ColumnsConfig | StreamConfig) -> Iterator[CudaLaunch]:
-    """Of matrices and of groups, in 16 bits and in 32."""
+    """Launches for matrices and for groups, in 16 bits and in 32."""
     for dtype, width in ((BF16, 512), (FP32, 500)):
         x = torch.empty(1000, width, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
@@ -400,7 +402,7 @@ def test_the_plan_streams_many_rows_that_the_copy_engine_takes() -> None:
 
 
 def default_walk(x: Tensor, groups: int) -> WalkConfig | None:
-    """Where the groups are small and many enough to be walked over."""
+    """The walk over groups; None unless they are small and many enough."""
     q = quantization(x, (-1, 1), offsets=torch.empty(groups, device="meta", dtype=torch.int32))
     return walk_columns.configure(q) if walk_columns.untuned(q) is None else None
 
@@ -459,7 +461,7 @@ def test_clusters_have_the_references_bits() -> None:
     target = targets.target_of(torch.device("cuda"))
     if target.name != "sm90" or nvrtc.unavailable() is not None:
         pytest.skip("the kernel is Hopper's, compiled by NVRTC")
-    tiles: list[Config] = [(tile, None) for _, tile in (*_CONFIGS, *_LARGE_GPCS)]
+    tiles: list[WholeColumnsConfig] = [(tile, None) for _, tile in (*_CONFIGS, *_LARGE_GPCS)]
     tiles += [
         (_TALL, None),
         (ColumnsConfig(128, 4, 2), 32),

@@ -240,7 +240,7 @@ def test_a_nan_or_inf_stays_inside_its_group(
     assert not scales[row, 7].isfinite()
     tokens = data.float()[rows, 7][:5]
     assert tokens.isnan().all() if value != value else tokens[2].isnan()
-    # What holds no token is zero bytes, also beside a NaN.
+    # Rows without a token are zero bytes, also beside a NaN.
     assert not data.view(torch.uint8)[rows, 7][5:].any()
     if block == WHOLE:
         assert not data.view(torch.uint8)[-tail:].any()

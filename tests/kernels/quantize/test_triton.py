@@ -164,7 +164,7 @@ def test_wide_offsets_address_the_same_elements(block: Block) -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, -1), (-1, -1), "dual"], ids=str)
 def test_wide_offsets_reach_elements_past_32_bits(block: Block | str, axis: int) -> None:
-    """Of input and data, along each axis: the third matrix, row or column lies more than 2**31 elements away."""
+    """The third matrix, row or column of input and data lies more than 2**31 elements away."""
     x = random(3, 3, 3)
     strides = tuple(FAR if a == axis else stride for a, stride in enumerate(x.stride()))
     source = far(x, strides)

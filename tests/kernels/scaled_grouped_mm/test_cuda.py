@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn.ops import groups, reference
 from fp8fn.ops.cuda.gemm import scaled_mm as products
-from fp8fn.ops.cuda.gemm.scaled_mm import Config
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block, empty_data, empty_scale
@@ -88,7 +88,7 @@ def test_hard_values_stay_in_their_blocks() -> None:
 @pytest.mark.parametrize("scale", ["fp32", "e8m0"])
 @pytest.mark.parametrize("rest", [70, 2260], ids=["small", "large"])
 def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale: str) -> None:
-    """Those between a group's tokens and the next group, and those past the last."""
+    """Rows lie between a group's tokens and the next group, and past the last group."""
     sizes = [5, 128, 0, 130, 37]
     offsets = ends(sizes)
     x = torch.randn(sum(sizes) + rest, 40, dtype=BF16)
@@ -194,7 +194,7 @@ def grouped_product(
     return Parts(*parts, bias, out).product(target, offsets=offsets)
 
 
-def emulated(operands: tuple[Any, ...], config: Config, *, backwards: bool = False) -> Tensor:
+def emulated(operands: tuple[Any, ...], config: ScaledMmConfig, *, backwards: bool = False) -> Tensor:
     a, _, _, b, _, _, offsets = operands
     out = torch.full((offsets.shape[0], a.shape[0], b.shape[1]), 7.0)
     product = grouped_product(operands, None, out)
@@ -204,7 +204,7 @@ def emulated(operands: tuple[Any, ...], config: Config, *, backwards: bool = Fal
 
 
 every_loop = pytest.mark.parametrize(
-    "config", [SMALLEST, Config(BN=64), X, Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1)], ids=str
+    "config", [SMALLEST, ScaledMmConfig(BN=64), X, ScaledMmConfig(MATH=1, BN=256, SLICES_N=2, DEPTH=1)], ids=str
 )
 
 
@@ -224,7 +224,7 @@ every_loop = pytest.mark.parametrize(
     ],
     ids=str,
 )
-def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, config: Config) -> None:
+def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, config: ScaledMmConfig) -> None:
     """Groups are those of a loop in float64, and each second one is the same beside NaN in the first token after it."""
     offsets, tokens = ends(sizes), sum(sizes) + rest
     x, y = torch.randn(tokens, 72), torch.randn(tokens, 68)
@@ -247,7 +247,7 @@ def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, c
 @needs_compiler
 @every_loop
 @pytest.mark.parametrize("tokens", [200, 1600])
-def test_offsets_that_are_none_read_nothing_outside(tokens: int, config: Config) -> None:
+def test_offsets_that_are_none_read_nothing_outside(tokens: int, config: ScaledMmConfig) -> None:
     x, y = torch.randn(tokens, 72), torch.randn(tokens, 68)
     *operands, _ = summed(x, y, ends([100, 60, 40]))
     for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
@@ -267,7 +267,7 @@ PAIRS: Final[dict[str, tuple[Block, Block]]] = {
 
 
 def operands(kind: str, m: int, n: int, k: int, experts: int) -> tuple[Any, ...]:
-    """What `accepts` and `plan` take before `bias`, unwritten; of "summed" tokens k is their number."""
+    """Unwritten operands of a product; for the "summed" kinds k is the number of tokens."""
     a_block, b_block = PAIRS[kind]
 
     def meta(*shape: int) -> Tensor:
@@ -284,7 +284,9 @@ def operands(kind: str, m: int, n: int, k: int, experts: int) -> tuple[Any, ...]
     )  # fmt: skip
 
 
-def planned(kind: str, config: Config, out_dtype: torch.dtype = BF16, bias: bool = False, n: int = 512) -> CudaLaunch:
+def planned(
+    kind: str, config: ScaledMmConfig, out_dtype: torch.dtype = BF16, bias: bool = False, n: int = 512
+) -> CudaLaunch:
     m, k, experts = 1000, 2048 if kind == "summed, large groups" else 1024, 4
     ops = operands(kind, m, n, k, experts)
     out = torch.empty((experts, m, n) if kind.startswith("summed") else (m, n), device="meta", dtype=out_dtype)
@@ -323,7 +325,7 @@ def test_no_quantizer_spills(tokens: int, source: Source) -> None:
 
 
 def test_the_grid_is_no_larger_than_the_tiles() -> None:
-    config = Config(MATH=3, DEPTH=1)
+    config = ScaledMmConfig(MATH=3, DEPTH=1)
     assert planned("rows", config).grid == (4 * (1000 // 192 + 4 + 1), 1, 1)
     assert planned("summed", config).grid == (4 * 6 * 4, 1, 1)
     out = torch.empty(32768, 7168, device="meta", dtype=BF16)
@@ -389,7 +391,13 @@ class Rows:
         self.biased[: self.grouped] += self.bias.double().repeat_interleave(torch.tensor(sizes, device=device), 0)
 
     def product(
-        self, bias: Tensor | None, config: Config, dtype: torch.dtype, target: Target, *, backwards: bool = False
+        self,
+        bias: Tensor | None,
+        config: ScaledMmConfig,
+        dtype: torch.dtype,
+        target: Target,
+        *,
+        backwards: bool = False,
     ) -> Tensor:
         """Into memory that was NaN before; rows of no group must be zeros. On the CPU it is emulated."""
         out = torch.full(self.shape, torch.nan, device=self.bias.device, dtype=dtype)

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import fp8fn
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config, accepts, plan
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig, accepts, plan
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
@@ -67,8 +67,8 @@ class Problem:
         )  # fmt: skip
         return parts.product(self.target)
 
-    def plan(self, config: Config | None = None) -> CudaLaunch:
-        return plan(self.product, config or Config())[0]
+    def plan(self, config: ScaledMmConfig | None = None) -> CudaLaunch:
+        return plan(self.product, config or ScaledMmConfig())[0]
 
     def refusal(self) -> str | None:
         return accepts(self.product)
@@ -187,7 +187,7 @@ def test_a_stage_is_given_back_when_the_last_of_its_scales_is_there(config: str,
 
 @needs_nvrtc
 def test_a_cluster_may_share_a(tmp_path: Path) -> None:
-    launch = Problem("forward").plan(Config(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False))
+    launch = Problem("forward").plan(ScaledMmConfig(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False))
     compiled = launch.compile(verbose=True)
     assert_well_compiled(compiled.log, launch.shared)
     assert "UTMALDG.3D.MULTICAST" in names(instructions(compiled.cubin, tmp_path))
@@ -369,7 +369,7 @@ def test_arguments_are_the_kernels_parameters_in_order(kind: str, batch: int | N
         assert list(launch.args) == parameters("scaled_mm.cu", "scaled_mm")
 
 
-def shared_layout(config: Config, macros: dict[str, int | str]) -> int:
+def shared_layout(config: ScaledMmConfig, macros: dict[str, int | str]) -> int:
     """Bytes up to the end of the last barrier: a mirror of the `AT_...` constants of scaled_mm.cu."""
     stages = int(macros["STAGES"])
     chunk = next(size for size in (128, 64, 32, 16) if config.BN % size == 0)
@@ -396,7 +396,7 @@ def test_shared_memory_is_what_the_kernel_lays_out(config: str, kind: str) -> No
 
 
 def test_stages_may_be_given() -> None:
-    launch = Problem().plan(Config(STAGES=3))
+    launch = Problem().plan(ScaledMmConfig(STAGES=3))
     assert dict(launch.kernel.macros)["STAGES"] == 3
     assert launch.options["STAGES"] == 3
 
@@ -410,7 +410,7 @@ def test_grid_has_a_block_a_tile_or_a_multiprocessor() -> None:
         large = Problem(shape=(2**14, 2**14, 128)).plan(config)
         tiles = -(-(2**14) // config.BM) * -(-(2**14) // config.BN)
         assert large.grid == (132 if config.SPLIT == 1 else tiles * config.SPLIT, 1, 1)
-    assert Problem(shape=(64, 64, 64), a_batch=7, b_batch=7).plan(Config()).grid == (7, 1, 1)
+    assert Problem(shape=(64, 64, 64), a_batch=7, b_batch=7).plan(ScaledMmConfig()).grid == (7, 1, 1)
 
 
 def test_grid_of_clusters_is_whole_on_an_odd_number_of_multiprocessors() -> None:
@@ -421,11 +421,11 @@ def test_grid_of_clusters_is_whole_on_an_odd_number_of_multiprocessors() -> None
 
 
 def test_scalars_say_sizes_batches_and_strides() -> None:
-    launch = Problem("forward", (70, 130, 300), FP32, a_batch=3).plan(Config())
+    launch = Problem("forward", (70, 130, 300), FP32, a_batch=3).plan(ScaledMmConfig())
     assert launch.args["problem"] == (70, 130, 300, 3)
     assert (launch.args["a_batched"], launch.args["b_batched"], launch.args["out_m"]) == (1, 0, 130)
     assert (launch.args["bs_batch"], launch.args["bs_n"], launch.args["bs_k"]) == (0, 4, 1)
-    launch = Problem("rowwise", (70, 130, 300), a_batch=3, b_batch=3).plan(Config())
+    launch = Problem("rowwise", (70, 130, 300), a_batch=3, b_batch=3).plan(ScaledMmConfig())
     assert (launch.args["a_batched"], launch.args["b_batched"]) == (1, 1)
     assert (launch.args["as_batch"], launch.args["bs_batch"]) == (72, 132)
 
@@ -446,7 +446,7 @@ def test_macros_follow_blocks_types_and_bias() -> None:
 
 
 def test_how_a_tile_leaves() -> None:
-    def way(shape: tuple[int, int, int], out: torch.dtype, config: Config | None = None) -> str:
+    def way(shape: tuple[int, int, int], out: torch.dtype, config: ScaledMmConfig | None = None) -> str:
         launch = Problem("forward", shape, out).plan(config)
         found = str(dict(launch.kernel.macros)["OUT_VIA"])
         assert isinstance(launch.args["out"], TensorMap) == (found == "BULK")
@@ -459,21 +459,21 @@ def test_how_a_tile_leaves() -> None:
         assert way((rows, 132, 128), BF16) == "PAIRS"  # rows of 264 bytes
         assert way((rows, 101, 128), BF16) == "PAIRS"
         assert way((rows, 128, 128), FP32) == "PAIRS"
-        assert way((rows, 128, 128), BF16, Config(BN=96)) == "PAIRS"
+        assert way((rows, 128, 128), BF16, ScaledMmConfig(BN=96)) == "PAIRS"
 
 
 def test_a_weight_that_is_read_once_leaves_the_l2_first() -> None:
-    def once(m: int, config: Config, **batches: int) -> bool:
+    def once(m: int, config: ScaledMmConfig, **batches: int) -> bool:
         launch = Problem("forward", (m, 256, 256), **batches).plan(config)
         return bool(dict(launch.kernel.macros)["B_ONCE"])
 
-    assert once(128, Config(MATH=1))
-    assert once(256, Config())
-    assert not once(129, Config(MATH=1))
-    assert not once(257, Config())
-    assert not once(128, Config(CLUSTER=2))
-    assert once(128, Config(), a_batch=3, b_batch=3)
-    assert not once(128, Config(), a_batch=3)  # b is read for each matrix of the batch
+    assert once(128, ScaledMmConfig(MATH=1))
+    assert once(256, ScaledMmConfig())
+    assert not once(129, ScaledMmConfig(MATH=1))
+    assert not once(257, ScaledMmConfig())
+    assert not once(128, ScaledMmConfig(CLUSTER=2))
+    assert once(128, ScaledMmConfig(), a_batch=3, b_batch=3)
+    assert not once(128, ScaledMmConfig(), a_batch=3)  # b is read for each matrix of the batch
 
 
 def test_a_padded_output_keeps_its_stride_and_its_padding() -> None:
@@ -496,7 +496,7 @@ def maps(launch: CudaLaunch) -> dict[str, TensorMap]:
 
 
 def assert_encodable(launch: CudaLaunch) -> None:
-    """What cuTensorMapEncodeTiled asks of its arguments (CUDA driver API, Tensor Map Object Management)."""
+    """Asserts cuTensorMapEncodeTiled's conditions on its arguments (CUDA driver API, Tensor Map Object Management)."""
     for name, map_ in maps(launch).items():
         size = map_.tensor.element_size()
         assert map_.tensor.dim() == len(map_.box) == 3, name
@@ -561,7 +561,7 @@ def test_description_names_the_tile_and_the_grid() -> None:
     assert str(SCALED_MM["128x256 cluster"]) == "128x256/1x2 depth1 cluster2B group8"
 
 
-def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) -> list[tuple[int, ...]]:
+def walk(m: int, n: int, k: int, batches: int, config: ScaledMmConfig, programs: int) -> list[tuple[int, ...]]:
     """`(m, n, batch, rank, k_start, k_stop)` of each block's tiles, `rank` in a cluster that shares K: mirrors
     `Tile` and `Walk` in tiles.cuh.
     """
@@ -592,7 +592,7 @@ def walk(m: int, n: int, k: int, batches: int, config: Config, programs: int) ->
 
 
 def test_the_walk_is_the_one_of_the_source() -> None:
-    """What `walk` mirrors, so that a change of the source is a change of the mirror too."""
+    """`walk` mirrors these lines, so that a change of the source asks for a change of the mirror."""
     source = "".join(nvrtc.sources()[name].read_text() for name in ("tiles.cuh", "scaled_mm.cu"))
     for line in (
         "batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);",
@@ -615,9 +615,12 @@ def test_the_walk_is_the_one_of_the_source() -> None:
 def test_every_tile_and_share_of_k_is_visited_exactly_once() -> None:
     random = Random(0)
     configs = [
-        *SCALED_MM.values(), Config(MATH=3, CLUSTER=2, SHARE_B=False, GROUP=4), Config(GROUP=1, SPLIT=2),
-        Config(BN=64, GROUP=16, CLUSTER=2), Config(MATH=1, BN=64, GROUP=3, CLUSTER=2, SHARE_B=False),
-    ]  # fmt: skip
+        *SCALED_MM.values(),
+        ScaledMmConfig(MATH=3, CLUSTER=2, SHARE_B=False, GROUP=4),
+        ScaledMmConfig(GROUP=1, SPLIT=2),
+        ScaledMmConfig(BN=64, GROUP=16, CLUSTER=2),
+        ScaledMmConfig(MATH=1, BN=64, GROUP=3, CLUSTER=2, SHARE_B=False),
+    ]
     for _ in range(400):
         config = random.choice(configs)
         m, n = random.choice((1, 64, 65, random.randint(1, 3000))), random.randint(1, 3000)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from fp8fn.ops.cuda.gemm.scaled_mm import Config, accepts, plan
+from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig, accepts, plan
 from fp8fn.ops.cuda.runtime.launch import pointers
 from fp8fn.ops.layout import matrix_strides
 from fp8fn.ops.products import ScaledProduct
@@ -75,7 +75,9 @@ class Operands:
         parts = Parts(self.a, self.a_scale, self.a_block, self.b, self.b_scale, self.b_block, self.bias, out)
         return parts.product(self.target)
 
-    def product(self, config: Config, dtype: torch.dtype = FP32, *, backwards: bool = False, seed: int = 0) -> Tensor:
+    def product(
+        self, config: ScaledMmConfig, dtype: torch.dtype = FP32, *, backwards: bool = False, seed: int = 0
+    ) -> Tensor:
         """Into memory that was NaN before; what lies before and after the output must be as it was."""
         batch = self.a.shape[:-2] or self.b.shape[:-2]
         shape = (*batch, self.a.shape[-2], self.b.shape[-1])
@@ -125,8 +127,8 @@ def test_every_configuration_emulated(config: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_biases_and_batches_emulated(kind: str) -> None:
     for config, bias, (a_batch, b_batch), out in (
-        (Config(MATH=1, BN=64), BF16, (3, None), FP16), (Config(BN=64), FP16, (None, 2), BF16),
-        (Config(MATH=1, BN=64, SPLIT=4), FP32, (2, 2), FP16),
+        (ScaledMmConfig(MATH=1, BN=64), BF16, (3, None), FP16), (ScaledMmConfig(BN=64), FP16, (None, 2), BF16),
+        (ScaledMmConfig(MATH=1, BN=64, SPLIT=4), FP32, (2, 2), FP16),
     ):  # fmt: skip
         for n in (80, 77):  # 16 bytes of each row, and not
             operands = Operands(
@@ -153,10 +155,14 @@ def test_single_scales_of_many_k_blocks_and_of_many_tiles_emulated(config: str) 
 @needs_compiler
 @pytest.mark.parametrize(
     "config",
-    [Config(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False), Config(GROUP=1, STAGES=2), *(Config(SPLIT=s) for s in (2, 8))],
+    [
+        ScaledMmConfig(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False),
+        ScaledMmConfig(GROUP=1, STAGES=2),
+        *(ScaledMmConfig(SPLIT=s) for s in (2, 8)),
+    ],
     ids=str,
 )
-def test_other_clusters_groups_stages_and_shares_of_k_emulated(config: Config) -> None:
+def test_other_clusters_groups_stages_and_shares_of_k_emulated(config: ScaledMmConfig) -> None:
     for shape in ((400, 264, 300), (65, 77, 1)):
         operands = Operands("forward", shape, FEW, device="cpu")
         for backwards in (False, True):
@@ -168,7 +174,7 @@ def test_other_clusters_groups_stages_and_shares_of_k_emulated(config: Config) -
 def test_stages_that_are_filled_anew_emulated(kind: str) -> None:
     """One given back before its product has ended would be poison there."""
     operands = Operands(kind, (65, 77, 7 * 128), FEW, device="cpu")
-    for config in (Config(MATH=1, BN=64, STAGES=2), Config(MATH=1, BN=64, STAGES=3, DEPTH=1)):
+    for config in (ScaledMmConfig(MATH=1, BN=64, STAGES=2), ScaledMmConfig(MATH=1, BN=64, STAGES=3, DEPTH=1)):
         for backwards in (False, True):
             assert snr(operands.product(config, backwards=backwards), operands.expected()) >= 110
 
@@ -275,9 +281,9 @@ def test_types(types: tuple[torch.dtype, torch.dtype], hopper: Target) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "config", [Config(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False), Config(GROUP=1, STAGES=2)], ids=str
+    "config", [ScaledMmConfig(MATH=3, DEPTH=1, CLUSTER=2, SHARE_B=False), ScaledMmConfig(GROUP=1, STAGES=2)], ids=str
 )
-def test_other_clusters_groups_and_stages(config: Config, hopper: Target) -> None:
+def test_other_clusters_groups_and_stages(config: ScaledMmConfig, hopper: Target) -> None:
     for shape in (*SHAPES, (1000, 2000, 300)):
         operands = Operands("forward", shape, hopper)
         assert snr(operands.product(config), operands.expected()) >= 50, shape
@@ -288,7 +294,7 @@ def test_other_clusters_groups_and_stages(config: Config, hopper: Target) -> Non
 def test_more_blocks_that_share_k_than_blocks_of_it(split: int, hopper: Target) -> None:
     for shape in ((65, 77, 1), (65, 77, 385), (130, 264, 1500)):
         operands = Operands("forward", shape, hopper, bias=BF16)
-        assert snr(operands.product(Config(SPLIT=split)), operands.expected()) >= 50
+        assert snr(operands.product(ScaledMmConfig(SPLIT=split)), operands.expected()) >= 50
 
 
 @pytest.mark.gpu

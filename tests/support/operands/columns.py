@@ -14,10 +14,10 @@ from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.quantize import QUANTIZE
 from fp8fn.ops.quantize_grouped import QUANTIZE_GROUPED
 
-Config: TypeAlias = "tuple[ColumnsConfig, int | None] | StreamConfig | WalkConfig | None"
+WholeColumnsConfig: TypeAlias = "tuple[ColumnsConfig, int | None] | StreamConfig | WalkConfig | None"
 
 
-def planned(q: Quantization, config: Config = None) -> tuple[CudaLaunch, ...]:
+def planned(q: Quantization, config: WholeColumnsConfig = None) -> tuple[CudaLaunch, ...]:
     if config is None:
         launches = (QUANTIZE if q.offsets is None else QUANTIZE_GROUPED).plan(q)
         return tuple(launch for launch in launches if isinstance(launch, CudaLaunch))

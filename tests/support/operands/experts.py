@@ -31,7 +31,7 @@ def operands(
 def by_hand(
     a: ScaledTensor, w: ScaledTensor, layout: Layout, a_div: int, weights: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What SEMANTICS says, an id after the other in float64; and the sums of magnitudes."""
+    """The definition of `moe_gemm`, one id after the other in float64; and the sums of magnitudes."""
     left, right = (reference.dequantize(q.data, q.scale, q.block).double() for q in (a, w))
     ids, owners, number = (part.tolist() for part in layout)
     total, block_m = a.shape[0] * a_div, len(ids) // max(len(owners), 1)

@@ -38,7 +38,7 @@ RECIPES = {
 
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 
-# What breaks kernels: no token, one, one less and one more than a block, groups alone with everything.
+# Sizes that break kernels: no token, one, one less and one more than a block, groups alone with everything.
 SIZES: dict[str, tuple[int, ...]] = {
     "around a block": (0, 1, 127, 128, 129),
     "one with everything": (0, 0, 300, 0),
