@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,6 +122,8 @@ class Filling(Launch):
     out: Tensor
     value: float
     broken: str | None = None
+    kept: bool = False
+    """Whether later calls fill with the same number, as a launch on tensors of the same kinds does."""
 
     @property
     def name(self) -> str:
@@ -136,6 +138,9 @@ class Filling(Launch):
 
     def fault(self) -> str | None:
         return self.broken
+
+    def call(self) -> Callable[..., Sequence[Tensor]] | None:
+        return (lambda *_: [torch.full((2,), self.value)]) if self.kept else None
 
 
 @dataclass(frozen=True)
@@ -166,17 +171,18 @@ def sum_op(name: str, *kernels: Kernel, **changes: Any) -> Dispatch:
     return Dispatch(name, ("a", "b"), operands, kernels, reference, **changes)
 
 
-def filling(name: str, offset: float = 0.0, broken: str | None = None, **changes: Any) -> Kernel:
+def filling(name: str, offset: float = 0.0, broken: str | None = None, kept: bool = False, **changes: Any) -> Kernel:
     def plan(given: Sum, config: Any) -> tuple[Launch, ...]:
         value = given.elements + 1000.0 * sum(map(float, given.values)) + offset  # type: ignore[arg-type]
-        return (Filling(target=CPU, out=given.out, value=value, broken=broken),)
+        return (Filling(target=CPU, out=given.out, value=value, broken=broken, kept=kept),)
 
     return kernel(name, plan=plan, configure=lambda _: None, **changes)
 
 
-def test_a_kept_call_is_found_by_the_op_its_values_and_all_tensors() -> None:
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_kept_call_is_found_by_the_op_its_values_and_all_tensors(kept: bool) -> None:
     """Each argument that a plan reads, changed alone, after a call that is kept."""
-    first, second = sum_op("first", filling("triton_a")), sum_op("second", filling("triton_a", 0.5))
+    first, second = (sum_op(name, filling("triton_a", at, kept=kept)) for name, at in (("first", 0.0), ("second", 0.5)))
     x, y = torch.ones(3), torch.ones(4)
     for _ in range(2):
         assert first((x, y), (1,))[0].tolist() == [1011.0] * 2
