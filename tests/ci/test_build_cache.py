@@ -89,6 +89,16 @@ def test_another_compiler_compiles_again(
 
 
 @needs_compiler
+def test_another_object_is_linked_again(folder: Path, commands: list[list[str]]) -> None:
+    source = '#include "value.h"\nint value();\nextern "C" int answer() { return value() + VALUE; }\n'
+    for value in (1, 2, 1):
+        text = f"int value() {{ return {value}; }}\n"
+        linked = build_cache.compiled(text, {}, ["-fPIC", "-c"])
+        assert build_cache.library(source, HEADERS, OPTIONS, linked).answer() == value + 1
+    assert len(commands) == 4
+
+
+@needs_compiler
 @pytest.mark.parametrize("damage", ["one byte", "cut off", "empty"])
 def test_a_damaged_file_is_compiled_again(damage: str, folder: Path, commands: list[list[str]]) -> None:
     answer()
@@ -140,11 +150,12 @@ def test_the_emulator_sees_a_change(
     monkeypatch.setattr(nvrtc, "_headers", dict)
     emulator = tmp_path / "emulator"
     shutil.copytree(cuda_emulator.FOLDER, emulator)
+    (emulator / "runtime.cuh").write_text('#define RUNTIME\n#include "cuda.h"\n')
     monkeypatch.setattr(cuda_emulator, "FOLDER", emulator)
     monkeypatch.setattr(cuda_emulator, "_built", cuda_emulator._built.__wrapped__)
     cuda_emulator._built(kernel)
     cuda_emulator._built(kernel)
-    assert len(commands) == 1
+    assert len(commands) == 2  # the emulator's own functions, and the kernel
     if where == "sources of the library":
         texts["probe.cu"] = texts["probe.cu"].replace("N;", "N + 1;")
     elif where == "macros":
@@ -153,7 +164,7 @@ def test_the_emulator_sees_a_change(
         with (emulator / "cuda.h").open("a") as file:
             file.write("inline int changed;\n")
     cuda_emulator._built(kernel)
-    assert len(commands) == 2
+    assert len(commands) == (4 if where == "headers of the emulator" else 3)
 
 
 def test_machine_code_is_found_by_all_that_it_depends_on(folder: Path) -> None:

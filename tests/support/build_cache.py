@@ -72,8 +72,8 @@ def reached(main: str, headers: Mapping[str, str]) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def library(source: str, headers: Mapping[str, str], options: Sequence[str]) -> ctypes.CDLL:
-    """A C++ source as a shared library, compiled by g++ and loaded anew: no two calls share its variables."""
+def compiled(source: str, headers: Mapping[str, str], options: Sequence[str], linked: bytes | None = None) -> bytes:
+    """What g++ makes of a C++ source; the object file `linked` is linked with it."""
     included = reached(source, headers)
 
     def build() -> bytes:
@@ -82,10 +82,22 @@ def library(source: str, headers: Mapping[str, str], options: Sequence[str]) -> 
             for header, text in included.items():
                 (inside / header).write_text(text, encoding="utf-8")
             (inside / "kernel.cpp").write_text(source, encoding="utf-8")
-            subprocess.run(["g++", *options, "-o", inside / "kernel.so", inside / "kernel.cpp"], check=True)
-            return (inside / "kernel.so").read_bytes()
+            files = [inside / "kernel.cpp"]
+            if linked is not None:
+                files.append(inside / "linked.o")
+                files[-1].write_bytes(linked)
+            subprocess.run(["g++", *options, "-o", inside / "made", *files], check=True)
+            return (inside / "made").read_bytes()
 
-    code = kept("libraries", (source, included, tuple(options), host_compiler()), build)
+    others = () if linked is None else (hashlib.sha256(linked).hexdigest(),)
+    return kept("libraries", (source, included, tuple(options), host_compiler(), *others), build)
+
+
+def library(
+    source: str, headers: Mapping[str, str], options: Sequence[str], linked: bytes | None = None
+) -> ctypes.CDLL:
+    """A C++ source as a shared library, compiled by g++ and loaded anew: no two calls share its variables."""
+    code = compiled(source, headers, options, linked)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "kernel.so")
         path.write_bytes(code)

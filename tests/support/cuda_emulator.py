@@ -52,19 +52,13 @@ LARGEST_HIDDEN = 64 << 20
 # Types of 16 bits that a tensor core multiplies.
 _WIDE = {"bf16": "Bf16", "f16": "Fp16"}
 
-# No contraction to fused multiply-adds that the source does not ask for: NVRTC has none to make either. With -O1,
-# kernels run three times as fast as with -O0, but compile in 0.6 s instead of 0.4, and a cold run compiles 1,400 of
-# them. _FORTIFY_SOURCE would refuse the longjmp to another stack by which the emulator changes threads.
-_OPTIONS = (
-    "-std=c++20",
-    "-O0",
-    "-U_FORTIFY_SOURCE",
-    "-ffp-contract=off",
-    "-fno-strict-aliasing",
-    "-w",
-    "-shared",
-    "-fPIC",
-)
+# No contraction to fused multiply-adds that the source does not ask for: NVRTC has none to make either.
+# _FORTIFY_SOURCE would refuse the longjmp to another stack by which the emulator changes threads.
+_OPTIONS = ("-std=c++20", "-U_FORTIFY_SOURCE", "-ffp-contract=off", "-fno-strict-aliasing", "-w", "-fPIC")
+# A cold run compiles 1,400 kernels: each takes 0.2 s with -O0, 0.5 s with -O1. The emulator's own functions, in which
+# a kernel spends most of its time, are compiled once.
+_KERNEL_OPTIONS = ("-O0", "-shared")
+_RUNTIME_OPTIONS = ("-O2", "-c")
 
 
 @cache
@@ -90,10 +84,11 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
             macros["WIDE"] = _WIDE[types[1]]
         else:  # the emulator calls b's what the tensor core takes for a
             macros = {"B_FP8": f"Fp8::{types[1].upper()}", "A_FP8": f"Fp8::{types[2].upper()}", **macros}
-    headers = nvrtc._headers() | {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
-    loaded = build_cache.library(
-        before + source + glue, headers, [*_OPTIONS, *(f"-D{k}={v}" for k, v in macros.items())]
-    )
+    emulator = {path.name: path.read_text(encoding="utf-8") for path in FOLDER.iterdir()}
+    headers = nvrtc._headers() | emulator
+    options = [*_OPTIONS, *_KERNEL_OPTIONS, *(f"-D{k}={v}" for k, v in macros.items())]
+    runtime = build_cache.compiled(emulator["runtime.cuh"], headers, [*_OPTIONS, *_RUNTIME_OPTIONS])
+    loaded = build_cache.library(before + source + glue, headers, options, runtime)
     loaded.emulate.restype = ctypes.c_char_p
     return loaded
 

@@ -14,7 +14,7 @@ template <int TOGETHER>
 void cluster_wait_alone() {
     cluster_wait<TOGETHER>();
 }
-inline uint32_t load_of_block(const uint32_t* address, uint32_t rank) {
+LINKED uint32_t load_of_block(const uint32_t* address, uint32_t rank) {
     if (rank != cluster_rank()) reach_block(rank);
     const auto offset = reinterpret_cast<const char*>(address) - block_memory();
     return *reinterpret_cast<const uint32_t*>(memories[rank] + offset);

@@ -17,13 +17,13 @@ struct Fp16 {
 template <typename T>
 uint32_t rounded(float value);
 template <>
-inline uint32_t rounded<Bf16>(float value) {
+LINKED uint32_t rounded<Bf16>(float value) {
     const uint32_t bits = __float_as_uint(value);
     if (value != value) return 0x7fff;
     return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 template <>
-inline uint32_t rounded<Fp16>(float value) {
+LINKED uint32_t rounded<Fp16>(float value) {
     return bits_of<uint16_t>(static_cast<_Float16>(value));
 }
 template <typename T>

@@ -15,6 +15,16 @@
 
 #include "types.cuh"
 
+// The emulator's own functions are compiled once, with optimization, into an object that the library of each kernel is
+// linked with (runtime.cuh). The compilation of a kernel, which is without optimization, leaves them out.
+#ifdef RUNTIME
+#define LINKED [[gnu::used]] inline
+#define LINKED_TEMPLATE template
+#else
+#define LINKED inline __attribute__((gnu_inline))
+#define LINKED_TEMPLATE extern template
+#endif
+
 #define __global__
 #define __device__
 #define __shared__ static __attribute__((section("shared_static")))
@@ -38,10 +48,10 @@ struct alignas(16) float4 {
 struct alignas(8) float2 {
     float x, y;
 };
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-inline float2 make_float2(float x, float y) { return {x, y}; }
-inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
-inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
+LINKED float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+LINKED float2 make_float2(float x, float y) { return {x, y}; }
+LINKED uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+LINKED uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 
 template <typename To, typename From>
 To bits_of(From value) {
@@ -50,28 +60,28 @@ To bits_of(From value) {
     memcpy(&bits, &value, sizeof(To));
     return bits;
 }
-inline uint32_t __float_as_uint(float value) { return bits_of<uint32_t>(value); }
-inline float __uint_as_float(uint32_t bits) { return bits_of<float>(bits); }
+LINKED uint32_t __float_as_uint(float value) { return bits_of<uint32_t>(value); }
+LINKED float __uint_as_float(uint32_t bits) { return bits_of<float>(bits); }
 
-inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
-inline int max(int a, int b) { return a > b ? a : b; }
-inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
-inline int min(int a, int b) { return a < b ? a : b; }
-inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
+LINKED uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
+LINKED int max(int a, int b) { return a > b ? a : b; }
+LINKED uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+LINKED int min(int a, int b) { return a < b ? a : b; }
+LINKED uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
     const uint64_t bytes = low | uint64_t(high) << 32;
     uint32_t result = 0;
     for (int i = 0; i < 4; ++i) result |= (bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
     return result;
 }
-inline uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
-inline uint32_t __vmaxs2(uint32_t a, uint32_t b) { return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
-inline float __fmul_rn(float a, float b) { return a * b; }
-inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
-inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float __fdividef(float a, float b) { return a / b; }
-inline float __expf(float a) { return __builtin_expf(a); }
+LINKED uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
+LINKED uint32_t __vmaxs2(uint32_t a, uint32_t b) { return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
+LINKED float __fmul_rn(float a, float b) { return a * b; }
+LINKED float __fadd_rn(float a, float b) { return a + b; }
+LINKED float __fdiv_rn(float a, float b) { return a / b; }
+LINKED float __fsqrt_rn(float a) { return __builtin_sqrtf(a); }
+LINKED float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
+LINKED float __fdividef(float a, float b) { return a / b; }
+LINKED float __expf(float a) { return __builtin_expf(a); }
 
 // A list that grows. The standard library's takes longer to compile than most kernels.
 template <typename T>
@@ -117,7 +127,7 @@ inline char fault[300];
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 // Whether an access at a multiple of `bytes` has `needed` bytes in one tensor; else it is reported and left out.
-inline bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t needed) {
+LINKED bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t needed) {
     const auto address = reinterpret_cast<uint64_t>(to);
     bool inside = false;
     for (int i = 0; i < tensor_count; ++i) inside |= address >= tensors[i].start && address + needed <= tensors[i].end;
@@ -128,8 +138,8 @@ inline bool allowed(const char* what, const void* to, uint64_t bytes, uint64_t n
 }
 #pragma GCC pop_options
 // A load that begins in a tensor stays in its page, so it may pass the tensor's end.
-inline bool may_load(const void* from, uint64_t bytes) { return allowed("load", from, bytes, 1); }
-inline bool may_store(const void* to, uint64_t bytes) { return allowed("store", to, bytes, bytes); }
+LINKED bool may_load(const void* from, uint64_t bytes) { return allowed("load", from, bytes, 1); }
+LINKED bool may_store(const void* to, uint64_t bytes) { return allowed("store", to, bytes, bytes); }
 
 template <typename T>
 T __ldg(const T* address) {
@@ -160,25 +170,25 @@ inline int threads_begun[MOST_BLOCKS], threads_done[MOST_BLOCKS];
 inline uint32_t block_round[MOST_BLOCKS], cluster_round;
 inline bool early;  // whether asynchronous operations happen at once, as early as they may
 
-inline uint32_t cluster_rank() { return current / thread_count; }
+LINKED uint32_t cluster_rank() { return current / thread_count; }
 
 // Dynamic shared memory.
 alignas(1024) inline char memories[MOST_BLOCKS][BLOCK_MEMORY];
-inline char* block_memory() { return memories[cluster_rank()]; }
+LINKED char* block_memory() { return memories[cluster_rank()]; }
 
-inline void wait_for_others() {
+LINKED void wait_for_others() {
     if (_setjmp(threads[current].at) == 0) _longjmp(scheduler, 1);
 }
 // If threads are `polite`, a thread that others waited for lets all of them run first: they take what it released too
 // early.
 inline bool polite;
-inline void step_back() {
+LINKED void step_back() {
     if (!polite) return;
     threads[current].stepped_back = true;
     wait_for_others();
 }
 // Waits until `round` changes.
-inline void wait_for_change(const uint32_t& round) {
+LINKED void wait_for_change(const uint32_t& round) {
     Thread& thread = threads[current];
     thread.round = &round, thread.mine = round;
     wait_for_others();
@@ -194,24 +204,24 @@ void break_off(const char* why, Values... values) {
 }
 
 // Whether this arrival is the last of `count`, which ends the round.
-inline bool arrive(int& arrived, uint32_t& round, int count) {
+LINKED bool arrive(int& arrived, uint32_t& round, int count) {
     if (++arrived < count) return false;
     arrived = 0;
     ++round;
     return true;
 }
-inline void meet(int& arrived, uint32_t& round, int count) {
+LINKED void meet(int& arrived, uint32_t& round, int count) {
     const uint32_t mine = round;
     if (arrive(arrived, round, count)) return;
     while (round == mine) wait_for_change(round);
 }
-inline void __syncthreads() { meet(block_arrived[cluster_rank()], block_round[cluster_rank()], thread_count); }
-inline void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count * block_count); }
-inline void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
-inline void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
+LINKED void __syncthreads() { meet(block_arrived[cluster_rank()], block_round[cluster_rank()], thread_count); }
+LINKED void cluster_sync() { meet(cluster_arrived, cluster_round, thread_count * block_count); }
+LINKED void __syncwarp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
+LINKED void meet_warp() { meet(warps[current / 32].arrived, warps[current / 32].round, 32); }
 
 // Checks that a block of the cluster runs, so that its shared memory exists.
-inline void reach_block(uint32_t rank) {
+LINKED void reach_block(uint32_t rank) {
     if (rank >= uint32_t(block_count)) break_off("block %u is none of the cluster's", rank);
     if (threads_begun[rank] == 0)
         break_off("block %u of the cluster, whose shared memory is accessed, may not have begun", rank);
@@ -237,14 +247,14 @@ template <typename T>
 T __shfl_sync(uint32_t, T value, int lane) {
     return exchanged(value, lane % 32);
 }
-inline uint32_t __ballot_sync(uint32_t, bool value) {
+LINKED uint32_t __ballot_sync(uint32_t, bool value) {
     uint32_t votes = 0;
     for (int lane = 0; lane < 32; ++lane) votes |= uint32_t(__shfl_sync(~0u, value, lane)) << lane;
     return votes;
 }
-inline bool __all_sync(uint32_t, bool value) { return __ballot_sync(~0u, value) == ~0u; }
-inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
-inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+LINKED bool __all_sync(uint32_t, bool value) { return __ballot_sync(~0u, value) == ~0u; }
+LINKED int __popc(uint32_t bits) { return __builtin_popcount(bits); }
+LINKED uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
     return value;
 }
@@ -262,18 +272,18 @@ inline bool overlaps;  // whether the launch may start before the launch before 
 inline bool waited;  // whether a thread of the cluster has waited for that end
 inline bool must_settle;  // the next launch starts only when the launch before this one has ended
 
-inline bool is_hidden(const void* address) {
+LINKED bool is_hidden(const void* address) {
     const auto at = reinterpret_cast<uint64_t>(address);
     for (int i = 0; i < hidden_count && launches_ended == 0; ++i)
         if (at >= hidden[i].start && at < hidden[i].end) return true;
     return false;
 }
 // An asynchronous copy may read its source from here on.
-inline void read_ahead(const void* address) {
+LINKED void read_ahead(const void* address) {
     if (is_hidden(address))
         break_off("a copy reads %p, which a launch before may write, without wait_for_launches", address);
 }
-inline void hide(bool has_ended) {
+LINKED void hide(bool has_ended) {
     launches_ended = has_ended || hidden_count == 0;
     waited = false;
     char* to = kept_back;
@@ -284,7 +294,7 @@ inline void hide(bool has_ended) {
         to += bytes;
     }
 }
-inline void reveal() {
+LINKED void reveal() {
     if (launches_ended) return;
     launches_ended = 1;
     const char* from = kept_back;
@@ -298,18 +308,18 @@ inline void reveal() {
         from += bytes;
     }
 }
-inline void wait_for_launches() {
+LINKED void wait_for_launches() {
     waited = true;
     while (launches_ended == 0) wait_for_change(launches_ended);
 }
-inline void let_next_begin() {
+LINKED void let_next_begin() {
     if (must_settle && launches_ended == 0)
         break_off("a late launch has the next begin before the one before has ended");
 }
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-inline void (*kernel)(void*);
+LINKED void (*kernel)(void*);
 inline void* parameters;
 
 // Static `__shared__` memory of the kernel. Each block has its own; that of block `present` is in place.
@@ -317,8 +327,8 @@ extern char __start_shared_static[] __attribute__((weak, visibility("hidden")));
 extern char __stop_shared_static[] __attribute__((weak, visibility("hidden")));
 inline char* static_memories[MOST_BLOCKS];
 inline int present;
-inline int64_t static_bytes() { return __stop_shared_static - __start_shared_static; }
-inline void have_present(int block) {
+LINKED int64_t static_bytes() { return __stop_shared_static - __start_shared_static; }
+LINKED void have_present(int block) {
     if (block == present) return;
     memcpy(static_memories[present], __start_shared_static, static_bytes());
     memcpy(__start_shared_static, static_memories[block], static_bytes());
@@ -333,9 +343,9 @@ struct Hooks {
 };
 inline Hooks hooks[4];
 inline int hook_count;
-inline bool watch(Hooks added) { return hooks[hook_count++] = added, true; }
+LINKED bool watch(Hooks added) { return hooks[hook_count++] = added, true; }
 
-inline void run_thread() {
+LINKED void run_thread() {
     ++threads_begun[cluster_rank()];
     kernel(parameters);
     for (int i = 0; i < hook_count; ++i) hooks[i].end_thread();
@@ -345,7 +355,7 @@ inline void run_thread() {
 }
 
 // Returns when the current thread waits or is done.
-[[gnu::noinline]] inline void resume() {
+[[gnu::noinline]] LINKED void resume() {
     Thread& thread = threads[current];
     if (_setjmp(scheduler) != 0) return;
     thread.round = nullptr;
@@ -380,19 +390,19 @@ struct Order {
     }
 };
 
-inline void stuck() {
+LINKED void stuck() {
     FAULT("all threads wait");
     broken = true;
 }
 
 #pragma GCC push_options
 #pragma GCC optimize("O2")
-inline bool is_ready(const Thread& thread) {
+LINKED bool is_ready(const Thread& thread) {
     return !thread.done && !thread.stepped_back && (thread.round == nullptr || *thread.round != thread.mine);
 }
 
 // Runs a warp as far as it can, and returns whether it advanced.
-inline bool run_warp(int warp, bool backwards, Index first) {
+LINKED bool run_warp(int warp, bool backwards, Index first) {
     bool ran = false;
     for (bool more = true; more && !broken;) {
         more = false;
@@ -410,7 +420,7 @@ inline bool run_warp(int warp, bool backwards, Index first) {
     return ran;
 }
 // The first warp in the order that can advance runs on, so that the others fall behind as far as possible.
-inline void run_cluster(Order& order, int warp_count, Index first) {
+LINKED void run_cluster(Order& order, int warp_count, Index first) {
     order.next(warp_count);
     for (bool left = true; left && !broken;) {
         bool ran = false;
@@ -433,7 +443,7 @@ inline void run_cluster(Order& order, int warp_count, Index first) {
 
 // Runs a launch. A kernel that is right in every order has the barriers that it needs: clusters alternate between
 // orders, and for every fourth cluster asynchronous operations happen early. Returns the first fault, or an empty text.
-inline const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards,
+LINKED const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards,
                           uint32_t seed) {
     kernel = run;
     parameters = with;

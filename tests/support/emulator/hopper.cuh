@@ -11,10 +11,10 @@ struct TensorMap {
 };
 
 // An address of shared memory is its distance from the shared memory of the cluster's first block.
-inline uint32_t shared_address(const void* pointer) {
+LINKED uint32_t shared_address(const void* pointer) {
     return uint32_t(static_cast<const char*>(pointer) - memories[0]);
 }
-inline uint32_t address_in(uint32_t rank, uint32_t address) {
+LINKED uint32_t address_in(uint32_t rank, uint32_t address) {
     if (rank != cluster_rank()) reach_block(rank);
     return address + (int(rank) - int(cluster_rank())) * BLOCK_MEMORY;
 }
@@ -23,10 +23,10 @@ inline uint32_t address_in(uint32_t rank, uint32_t address) {
 
 // How often the emulator has seen each KiB of shared memory written.
 inline uint32_t writings[MOST_BLOCKS * BLOCK_MEMORY / 1024];
-inline void written(uint32_t address, int bytes) {
+LINKED void written(uint32_t address, int bytes) {
     for (uint32_t i = address / 1024; i <= (address + bytes - 1) / 1024; ++i) ++writings[i];
 }
-inline void poison(uint32_t address, int bytes) {
+LINKED void poison(uint32_t address, int bytes) {
     memset(memories[0] + address, 0xff, bytes);
     written(address, bytes);
 }
@@ -35,7 +35,7 @@ inline void poison(uint32_t address, int bytes) {
 // many such pieces it has.
 inline uint16_t unfenced[MOST_BLOCKS * BLOCK_MEMORY / 16], unfenced_count[MOST_BLOCKS * BLOCK_MEMORY / 1024];
 inline List<uint32_t> unfenced_of[MOST_THREADS];
-inline void written_by_thread(uint32_t address, int bytes) {
+LINKED void written_by_thread(uint32_t address, int bytes) {
     written(address, bytes);
     for (uint32_t i = address / 16; i <= (address + bytes - 1) / 16; ++i) {
         if (unfenced[i] == current + 1) continue;
@@ -45,14 +45,14 @@ inline void written_by_thread(uint32_t address, int bytes) {
     }
 }
 inline int fences[MOST_THREADS];  // the round of the block's barrier in which a thread executed its last fence
-inline void fence_async() {
+LINKED void fence_async() {
     for (const uint32_t i : unfenced_of[current])
         if (unfenced[i] == current + 1) unfenced[i] = 0, --unfenced_count[i / 64];
     unfenced_of[current].count = 0;
     fences[current] = int(block_round[cluster_rank()]);
 }
 // The async proxy reads `bytes` from a multiple of 16 on.
-inline void read_by_engine(const char* who, uint32_t address, int bytes) {
+LINKED void read_by_engine(const char* who, uint32_t address, int bytes) {
     for (uint32_t k = address / 1024; k <= (address + bytes - 1) / 1024; ++k) {
         if (unfenced_count[k] == 0) continue;
         for (uint32_t i = max(k * 64, address / 16); i < min(k * 64 + 64, (address + bytes) / 16); ++i)
@@ -99,52 +99,52 @@ inline Barrier barriers[MOST_BLOCKS * BLOCK_MEMORY / 8];
 inline constexpr uint64_t IS_BARRIER = 0x7265697272616220;
 inline List<uint32_t> made_barriers[MOST_THREADS];
 
-inline Barrier& barrier_at(uint32_t address) {
+LINKED Barrier& barrier_at(uint32_t address) {
     uint64_t there;
     memcpy(&there, memories[0] + address, 8);
     if (there != IS_BARRIER) break_off("where a barrier is used there is none, not yet or no longer");
     return barriers[address / 8];
 }
-inline void end_phase(Barrier& barrier) {
+LINKED void end_phase(Barrier& barrier) {
     if (barrier.left == 0 && barrier.bytes == 0) ++barrier.phase, ++barrier.changes, barrier.left = barrier.arrivals;
 }
-inline void count_bytes(Barrier& barrier, int bytes) {
+LINKED void count_bytes(Barrier& barrier, int bytes) {
     barrier.bytes -= bytes;
     end_phase(barrier);
 }
-inline void barrier_init(uint32_t barrier, int arrivals) {
+LINKED void barrier_init(uint32_t barrier, int arrivals) {
     memcpy(memories[0] + barrier, &IS_BARRIER, 8);
     barriers[barrier / 8] = {arrivals, arrivals, 0, 0, barriers[barrier / 8].changes + 1, -1, -1, false};
     made_barriers[current].add(barrier);
 }
-inline void barrier_init_fence() {
+LINKED void barrier_init_fence() {
     for (const uint32_t barrier : made_barriers[current]) barrier_at(barrier).fenced = true;
     made_barriers[current].count = 0;
 }
 // An mbarrier at which another block or TMA arrives.
-inline Barrier& barrier_of_others(uint32_t address) {
+LINKED Barrier& barrier_of_others(uint32_t address) {
     Barrier& barrier = barrier_at(address);
     if (!barrier.fenced) break_off("a barrier is used from outside of its block without barrier_init_fence");
     return barrier;
 }
-inline void arrive_at(Barrier& barrier) {
+LINKED void arrive_at(Barrier& barrier) {
     if (barrier.left-- == 0) return break_off("a barrier has more arrivals than its count");
     end_phase(barrier);
 }
-inline void barrier_arrive(uint32_t barrier) {
+LINKED void barrier_arrive(uint32_t barrier) {
     arrive_at(barrier_at(barrier));
     step_back();
 }
-inline void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+LINKED void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
     arrive_at(barrier_of_others(address_in(rank, barrier)));
     step_back();
 }
 // The machine code does not branch between these loads and the arrival, so a warp's lanes go on together.
-inline uint32_t once_loaded(uint32_t barrier, uint32_t, int) {
+LINKED uint32_t once_loaded(uint32_t barrier, uint32_t, int) {
     meet_warp();
     return barrier;
 }
-inline void barrier_expect(uint32_t barrier, int bytes) {
+LINKED void barrier_expect(uint32_t barrier, int bytes) {
     barrier_at(barrier).bytes += bytes;
     arrive_at(barrier_at(barrier));
 }
@@ -153,7 +153,7 @@ inline void barrier_expect(uint32_t barrier, int bytes) {
 #pragma GCC optimize("O2")
 // Moves the box between the tensor and shared memory, 16 bytes at a time. Outside of the tensor are zeros, which are
 // not stored.
-inline int move(const BulkCopy& copy, bool to_shared) {
+LINKED int move(const BulkCopy& copy, bool to_shared) {
     const TensorMap& map = copy.map;
     const int64_t bytes = map.element, row_bytes = map.box[0] * bytes, of_piece = 16 / bytes;
     if (row_bytes % 16 != 0) break_off("a bulk copy moves rows of %ld bytes", row_bytes);
@@ -180,9 +180,9 @@ inline int move(const BulkCopy& copy, bool to_shared) {
     return map.box[0] * map.box[1] * map.box[2] * bytes;
 }
 #pragma GCC pop_options
-inline int bytes_of(const TensorMap& map) { return map.box[0] * map.box[1] * map.box[2] * map.element; }
+LINKED int bytes_of(const TensorMap& map) { return map.box[0] * map.box[1] * map.box[2] * map.element; }
 
-inline void land(Barrier& barrier, const Landing& landing) {
+LINKED void land(Barrier& barrier, const Landing& landing) {
     if (landing.kind == Landing::of_box) {
         written(landing.box.at_shared, bytes_of(landing.box.map));
         count_bytes(barrier, move(landing.box, true));
@@ -195,7 +195,7 @@ inline void land(Barrier& barrier, const Landing& landing) {
         arrive_at(barrier);
     }
 }
-inline void send(Barrier& barrier, const Landing& landing) {
+LINKED void send(Barrier& barrier, const Landing& landing) {
     if (early) return land(barrier, landing);
     if (free_landing < 0 && used_landings == MOST_LANDINGS)
         return break_off("more copies under way than the emulator has room for");
@@ -207,7 +207,7 @@ inline void send(Barrier& barrier, const Landing& landing) {
     barrier.last = place;
     ++under_way, ++barrier.changes;
 }
-inline void barrier_wait(uint32_t address, uint32_t parity) {
+LINKED void barrier_wait(uint32_t address, uint32_t parity) {
     Barrier& barrier = barrier_at(address);
     while ((barrier.phase & 1u) == parity) {
         if (const int place = barrier.first; place >= 0) {
@@ -224,23 +224,23 @@ inline void barrier_wait(uint32_t address, uint32_t parity) {
 
 // ---- copies ---------------------------------------------------------------------------------------------------------
 
-inline void prefetch_map(const TensorMap&) {}
-inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
+LINKED void prefetch_map(const TensorMap&) {}
+LINKED void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z) {
     read_ahead(reinterpret_cast<const void*>(map.start));
     if (!early) poison(to, bytes_of(map));
     send(barrier_of_others(barrier), {.kind = Landing::of_box, .box = {to, map, {x, y, z}}});
 }
-inline void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
+LINKED void tma_load(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z, uint64_t) {
     tma_load(to, map, barrier, x, y, z);
 }
-inline void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z,
+LINKED void tma_load_multicast(uint32_t to, const TensorMap& map, uint32_t barrier, int x, int y, int z,
                                uint16_t blocks) {
     for (uint32_t rank = 0; rank < 16; ++rank)
         if (blocks >> rank & 1) tma_load(address_in(rank, to), map, address_in(rank, barrier), x, y, z);
 }
-inline void tma_prefetch(const TensorMap&, int, int, int) {}
-inline uint64_t first_out_policy() { return 0; }
-inline uint64_t last_out_policy() { return 0; }
+LINKED void tma_prefetch(const TensorMap&, int, int, int) {}
+LINKED uint64_t first_out_policy() { return 0; }
+LINKED uint64_t last_out_policy() { return 0; }
 
 // A thread's bulk stores read shared memory when the thread waits for them, as late as they may, or at once if `early`.
 // The memory that they read must not change in between. Groups of stores are waited for together.
@@ -251,7 +251,7 @@ struct BulkStore {
 };
 inline List<BulkStore> bulk_stores[MOST_THREADS];
 inline int store_groups[MOST_THREADS];  // number of groups that a thread has begun
-inline void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
+LINKED void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) {
     const int bytes = bytes_of(map);
     if (is_hidden(reinterpret_cast<const void*>(map.start))) break_off("a bulk store without wait_for_launches");
     read_by_engine("a bulk store", from, bytes);
@@ -260,7 +260,7 @@ inline void tma_store(const TensorMap& map, uint32_t from, int x, int y, int z) 
     bulk_stores[current].add(store);
     if (early) move(store.copy, false);
 }
-inline void tma_store_commit() { ++store_groups[current]; }
+LINKED void tma_store_commit() { ++store_groups[current]; }
 template <int PENDING>
 void tma_store_wait_read() {
     bulk_stores[current].take_out([](const BulkStore& store) {
@@ -276,14 +276,14 @@ void tma_store_wait_read() {
 // A thread's words are copied when their mbarrier is waited for.
 inline Word words[MOST_THREADS][MOST_WORDS];
 inline int word_count[MOST_THREADS];
-inline void copy_word(uint32_t to, const void* from, bool valid) {
+LINKED void copy_word(uint32_t to, const void* from, bool valid) {
     if (word_count[current] == MOST_WORDS) return break_off("more words under way than the emulator keeps");
     if (valid) read_ahead(from);
     if (!early) poison(to, 4);
     words[current][word_count[current]++] = {
         to, valid && allowed("copy", from, 4, 4) ? *static_cast<const uint32_t*>(from) : 0};
 }
-inline void barrier_arrive_after_copies(uint32_t barrier) {
+LINKED void barrier_arrive_after_copies(uint32_t barrier) {
     Landing landing = {.kind = Landing::of_words, .count = word_count[current]};
     memcpy(landing.words, words[current], sizeof(landing.words));
     word_count[current] = 0;
@@ -295,12 +295,12 @@ void store_shared(uint32_t to, Value value) {
     written_by_thread(to, sizeof value);
     memcpy(memories[0] + to, &value, sizeof value);
 }
-inline uint32_t load_shared_word(uint32_t from) { return *reinterpret_cast<uint32_t*>(memories[0] + from); }
-inline float load_shared(uint32_t from) { return *reinterpret_cast<float*>(memories[0] + from); }
-inline float2 load_shared_pair(uint32_t from) { return *reinterpret_cast<float2*>(memories[0] + from); }
-inline float4 load_shared_quad(uint32_t from) { return *reinterpret_cast<float4*>(memories[0] + from); }
-inline uint32_t load_shared_pair_of_bytes(uint32_t from) { return *reinterpret_cast<uint16_t*>(memories[0] + from); }
-inline uint4 load_shared_words(uint32_t from) { return *reinterpret_cast<uint4*>(memories[0] + from); }
+LINKED uint32_t load_shared_word(uint32_t from) { return *reinterpret_cast<uint32_t*>(memories[0] + from); }
+LINKED float load_shared(uint32_t from) { return *reinterpret_cast<float*>(memories[0] + from); }
+LINKED float2 load_shared_pair(uint32_t from) { return *reinterpret_cast<float2*>(memories[0] + from); }
+LINKED float4 load_shared_quad(uint32_t from) { return *reinterpret_cast<float4*>(memories[0] + from); }
+LINKED uint32_t load_shared_pair_of_bytes(uint32_t from) { return *reinterpret_cast<uint16_t*>(memories[0] + from); }
+LINKED uint4 load_shared_words(uint32_t from) { return *reinterpret_cast<uint4*>(memories[0] + from); }
 template <typename Value>
 void send_to_block(uint32_t to, uint32_t barrier, uint32_t rank, Value value) {
     Landing landing = {.kind = Landing::of_value, .to = address_in(rank, to), .bytes = sizeof value};
@@ -347,9 +347,9 @@ void store_matrices(uint32_t row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_
     __syncwarp();
 }
 
-inline char* swizzled_memory() { return block_memory(); }
-inline bool elect() { return current % 32 == 0; }
-inline uint32_t lane_index() { return current % 32; }
+LINKED char* swizzled_memory() { return block_memory(); }
+LINKED bool elect() { return current % 32 == 0; }
+LINKED uint32_t lane_index() { return current % 32; }
 template <int REGISTERS>
 void take_registers() {}
 template <int REGISTERS>
@@ -378,18 +378,18 @@ template <int COUNT>
 void sync_first() {
     named_sync<COUNT>(1);
 }
-inline void warpgroup_sync(int id) { named_sync<128>(id); }
+LINKED void warpgroup_sync(int id) { named_sync<128>(id); }
 
 // The two halves of a cluster's barrier: the round in which each thread has arrived.
 inline uint32_t cluster_promised[MOST_THREADS];
 inline bool has_promised[MOST_THREADS];
-inline void cluster_arrive() {
+LINKED void cluster_arrive() {
     if (has_promised[current]) break_off("a thread arrives at the cluster's barrier, and had not waited before");
     has_promised[current] = true;
     cluster_promised[current] = cluster_round;
     arrive(cluster_arrived, cluster_round, thread_count * block_count);
 }
-inline void cluster_wait() {
+LINKED void cluster_wait() {
     if (!has_promised[current]) break_off("a thread waits at the cluster's barrier, and has not arrived");
     has_promised[current] = false;
     while (cluster_round == cluster_promised[current]) wait_for_change(cluster_round);
@@ -419,4 +419,4 @@ inline const bool watches_hopper = watch({
 });
 
 // As on Hopper, adding 2 to the descriptor moves 32 bytes along the rows.
-inline uint64_t matrix_descriptor(uint32_t address) { return address >> 4; }
+LINKED uint64_t matrix_descriptor(uint32_t address) { return address >> 4; }

@@ -36,17 +36,19 @@ uint32_t to_fp8(float value) {
     const auto steps = uint32_t(__builtin_nearbyint(__builtin_ldexp(magnitude, MANTISSA - exponent)));
     return sign | (steps + (uint32_t(exponent + OFFSET - 1) << MANTISSA));
 }
+LINKED_TEMPLATE uint32_t to_fp8<Fp8::E4M3>(float);
+LINKED_TEMPLATE uint32_t to_fp8<Fp8::E5M2>(float);
 template <Fp8 TYPE>
 uint32_t pack(float a, float b, float c, float d) {
     return to_fp8<TYPE>(a) | to_fp8<TYPE>(b) << 8 | to_fp8<TYPE>(c) << 16 | to_fp8<TYPE>(d) << 24;
 }
 #define DYNAMIC_SHARED(TYPE, NAME) TYPE& NAME = *reinterpret_cast<TYPE*>(block_memory())
-inline float half_to_float(uint16_t half) { return float(bits_of<_Float16>(half)); }
+LINKED float half_to_float(uint16_t half) { return float(bits_of<_Float16>(half)); }
 // As inexact as the hardware may be: of the two floats that 1 / x lies between, the one that is farther from it.
-inline float reciprocal(float x) {
+LINKED float reciprocal(float x) {
     const float nearest = 1.0f / x, rest = __builtin_fmaf(-x, nearest, 1.0f);
     if (__builtin_fabsf(nearest) < __FLT_MIN__) return 0.0f;
     if (!__builtin_isfinite(nearest) || rest == 0.0f) return nearest;
     return __uint_as_float(__float_as_uint(nearest) + (rest > 0.0f ? 1 : -1));
 }
-inline void forget(uint32_t&) {}
+LINKED void forget(uint32_t&) {}

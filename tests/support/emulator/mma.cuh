@@ -3,16 +3,16 @@
 #include "convert.cuh"
 #include "overlap.cuh"
 
-inline uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
+LINKED uint4 load_ahead(const void* address) { return load16<Load::PAST_L1>(address); }
 
-inline uint32_t load_constant(const uint32_t* address) { return __ldg(address); }
-inline float load_constant(const float* address) { return __ldg(address); }
+LINKED uint32_t load_constant(const uint32_t* address) { return __ldg(address); }
+LINKED float load_constant(const float* address) { return __ldg(address); }
 
-inline uint4 load_written(const void* address, bool inside) {
+LINKED uint4 load_written(const void* address, bool inside) {
     return inside ? *static_cast<const uint4*>(address) : make_uint4(0, 0, 0, 0);
 }
 
-inline uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
+LINKED uint32_t load_byte_ahead(const void* address) { return __ldg(static_cast<const uint8_t*>(address)); }
 
 // A thread's copies are made when it waits for them, as late as they may be; `end_copies` marks those that a wait is
 // for.
@@ -24,7 +24,7 @@ struct Copy {
 };
 inline List<Copy> copies[MOST_THREADS];
 
-inline void copy16(void* to, const void* from, int bytes) {
+LINKED void copy16(void* to, const void* from, int bytes) {
     if (bytes > 0 && !allowed("copy", from, 16, bytes)) return;
     if (bytes > 0) read_ahead(from);
     if (early) {
@@ -35,10 +35,10 @@ inline void copy16(void* to, const void* from, int bytes) {
     memset(to, 0xff, 16);
     copies[current].add({static_cast<char*>(to), static_cast<const char*>(from), bytes, false});
 }
-inline void end_copies() {
+LINKED void end_copies() {
     for (Copy& copy : copies[current]) copy.ended = true;
 }
-inline void wait_for_copies() {
+LINKED void wait_for_copies() {
     copies[current].take_out([](const Copy& copy) {
         if (!copy.ended) return false;
         memset(copy.to, 0, 16);
@@ -47,15 +47,15 @@ inline void wait_for_copies() {
     });
 }
 
-inline void store_to_block(float2* to, uint32_t rank, float2 value) {
+LINKED void store_to_block(float2* to, uint32_t rank, float2 value) {
     if (rank != cluster_rank()) reach_block(rank);
     const int64_t blocks = int64_t(rank) - cluster_rank();
     *reinterpret_cast<float2*>(reinterpret_cast<char*>(to) + blocks * BLOCK_MEMORY) = value;
 }
-inline void prefetch(const void* address, uint32_t bytes) {
+LINKED void prefetch(const void* address, uint32_t bytes) {
     for (uint32_t i = 0; i < bytes; i += 16) may_load(static_cast<const char*>(address) + i, 16);
 }
-inline void prefetch_line(const void* address) { may_load(address, 1); }
+LINKED void prefetch_line(const void* address) { may_load(address, 1); }
 
 template <Fp8 TYPE>
 float of_fp8(uint8_t bits) {
@@ -67,6 +67,8 @@ float of_fp8(uint8_t bits) {
     if (TYPE == Fp8::E5M2 && magnitude == 0x7c) value = __builtin_inff();
     return bits & 0x80 ? -value : value;
 }
+LINKED_TEMPLATE float of_fp8<Fp8::E4M3>(uint8_t);
+LINKED_TEMPLATE float of_fp8<Fp8::E5M2>(uint8_t);
 template <typename T, Fp8 TYPE>
 void widen(uint32_t bytes, uint32_t& low, uint32_t& high) {
     float value[4];
@@ -88,11 +90,11 @@ template <Fp8 TYPE>
 void to_halves(uint32_t bytes, uint32_t& low, uint32_t& high) {
     widen<Fp16, TYPE>(bytes, low, high);
 }
-inline uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
+LINKED uint32_t halves_to_e4m3(uint32_t low, uint32_t high) {
     return pack<Fp8::E4M3>(of_pair<Fp16>(low, 0), of_pair<Fp16>(low, 1), of_pair<Fp16>(high, 0),
                            of_pair<Fp16>(high, 1));
 }
-inline uint32_t difference_times_32(uint32_t a, uint32_t b) {
+LINKED uint32_t difference_times_32(uint32_t a, uint32_t b) {
     auto of = [&](int i) { return (of_pair<Fp16>(a, i) - of_pair<Fp16>(b, i)) * 32.0f; };
     return pack<Fp16>(of(0), of(1));
 }
@@ -113,19 +115,20 @@ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     meet_warp();
     const Fragments* warp = fragments + current / 32 * 32;
     const int lane = current % 32;
-    auto half = [](uint32_t pair, int upper) { return float(T{uint16_t(pair >> 16 * upper)}); };
     for (int i = 0; i < 4; ++i) {
         const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
         double sum = d[i];
         for (int k = 0; k < 16; ++k) {
             const int pair = k % 8 / 2;
-            sum += double(half(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
-                   half(warp[column * 4 + pair].b[k / 8], k % 2);
+            sum += double(of_pair<T>(warp[row % 8 * 4 + pair].a[row / 8 + k / 8 * 2], k % 2)) *
+                   of_pair<T>(warp[column * 4 + pair].b[k / 8], k % 2);
         }
         d[i] = float(sum);
     }
     meet_warp();
 }
+LINKED_TEMPLATE void mma<Bf16>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t);
+LINKED_TEMPLATE void mma<Fp16>(float (&)[4], const uint32_t (&)[4], uint32_t, uint32_t);
 
 // ---- wgmma: until a product is waited for, its result is not visible, and its operands must not change --------------
 
@@ -160,24 +163,24 @@ struct InFlight {
 };
 inline InFlight in_flight[MOST_THREADS];
 
-inline uint32_t writings_of(uint32_t first, uint32_t stop) {
+LINKED uint32_t writings_of(uint32_t first, uint32_t stop) {
     uint32_t sum = 0;
     for (uint32_t i = first; i < stop; ++i) sum += writings[i];
     return sum;
 }
 // Notes that a product reads `rows` rows of 128 bytes.
-inline void take_operand(uint64_t descriptor, int rows) {
+LINKED void take_operand(uint64_t descriptor, int rows) {
     const uint32_t address = uint32_t(descriptor) * 16, first = address / 1024, stop = first + (rows + 7) / 8;
     read_by_engine("wgmma", first * 1024, rows * 128);
     if (current % 32 == 0)  // once a warp
         in_flight[current].operands.add({first, stop, writings_of(first, stop), in_flight[current].group});
 }
-inline void take_registers_of_left(const uint32_t (&a)[4]) {
+LINKED void take_registers_of_left(const uint32_t (&a)[4]) {
     in_flight[current].registers.add({a, {a[0], a[1], a[2], a[3]}, in_flight[current].group});
 }
 
 // The accumulators that a product adds to: those in flight, or those at `d`.
-inline float* begin_product(float* d, int count) {
+LINKED float* begin_product(float* d, int count) {
     InFlight& mine = in_flight[current];
     if (!mine.fenced) break_off("wgmma without wgmma_fence before its group");
     int i = 0;
@@ -193,12 +196,12 @@ inline float* begin_product(float* d, int count) {
     mine.sums[i].group = mine.group;
     return mine.sums[i].values;
 }
-inline void wgmma_fence() { in_flight[current].fenced = true; }
-inline void wgmma_commit() {
+LINKED void wgmma_fence() { in_flight[current].fenced = true; }
+LINKED void wgmma_commit() {
     ++in_flight[current].group;
     in_flight[current].fenced = false;
 }
-inline void end_products(int pending) {
+LINKED void end_products(int pending) {
     InFlight& mine = in_flight[current];
     const int stop = mine.group - pending;
     for (const Operand& operand : mine.operands)
@@ -232,7 +235,7 @@ void wgmma_wait() {
 }
 template <int COUNT>
 void fence_registers(float (&)[COUNT]) {}
-inline uint64_t descriptor_of_matrices(const void* first) { return reinterpret_cast<uint64_t>(first); }
+LINKED uint64_t descriptor_of_matrices(const void* first) { return reinterpret_cast<uint64_t>(first); }
 
 inline const bool watches_mma = watch({
     [] {
@@ -250,31 +253,41 @@ inline const bool watches_mma = watch({
     [] {},
 });
 
+// A kernel is compiled without optimization, where nothing else is inlined.
+#define ALWAYS_INLINE __attribute__((always_inline))
+
 #pragma GCC push_options
 #pragma GCC optimize("O2")
 // A byte of an operand in rows of 128 bytes, swizzled by TMA.
-inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
+[[gnu::always_inline]] inline const uint8_t* swizzled(uint64_t descriptor, int row, int byte) {
     const uint32_t address = uint32_t(descriptor) * 16, within = address % 128 + byte;
     return reinterpret_cast<const uint8_t*>(memories[0]) + address / 128 * 128 + row * 128 + (within ^ row % 8 * 16);
 }
 
 // The fragments of the warp's lanes, when all lanes have arrived; the warps of a warpgroup do not wait for each other.
-inline const Fragments* shown(const uint32_t (&a)[4]) {
+LINKED const Fragments* shown(const uint32_t (&a)[4]) {
     fragments[current] = {{a[0], a[1], a[2], a[3]}, {}};
     take_registers_of_left(a);
     meet_warp();
     return fragments + current / 32 * 32;
 }
-// Computes a thread's elements of a warp's 16 rows and all columns; `product` gives the products at row, column and k.
-template <int OF_K, int COUNT, typename Product>
-void multiply(float (&accumulators)[COUNT], int onto, Product product) {
+// Computes a thread's elements, two by two, of a warp's 16 rows and all columns. `left` gives the value at a row and k,
+// `right` the value at a column and k.
+template <int OF_K, int COUNT, typename Left, typename Right>
+void multiply(float (&accumulators)[COUNT], int onto, Left left, Right right) {
     const int lane = current % 32;
     float* const d = begin_product(accumulators, COUNT);
-    for (int i = 0; i < COUNT; ++i) {
-        const int row = lane / 4 + i % 4 / 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-        double sum = onto ? d[i] : 0.0;
-        for (int k = 0; k < OF_K; ++k) sum += product(row, column, k);
-        d[i] = float(sum);
+    double rows[2][OF_K], columns[2][OF_K];
+    for (int i = 0; i < 2; ++i)
+        for (int k = 0; k < OF_K; ++k) rows[i][k] = left(lane / 4 + 8 * i, k);
+    for (int first = 0; first < COUNT; first += 4) {
+        for (int i = 0; i < 2; ++i)
+            for (int k = 0; k < OF_K; ++k) columns[i][k] = right(2 * first + lane % 4 * 2 + i, k);
+        double sums[4];
+        for (int i = 0; i < 4; ++i) sums[i] = onto ? d[first + i] : 0.0;
+        for (int k = 0; k < OF_K; ++k)
+            for (int i = 0; i < 4; ++i) sums[i] += rows[i / 2][k] * columns[i % 2][k];
+        for (int i = 0; i < 4; ++i) d[first + i] = float(sums[i]);
     }
 }
 
@@ -298,7 +311,7 @@ inline void take_right(uint64_t descriptor, int columns) {
         if (fences[block * thread_count + i] != int(block_round[block]) - 1)
             break_off("wgmma reads what thread %d wrote without fence_async", i);
 }
-inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
+[[gnu::always_inline]] inline uint8_t byte_of_right(uint64_t descriptor, int column, int k) {
     if (descriptor >> 32 == 0) return *swizzled(descriptor, column, k);
     return reinterpret_cast<const uint8_t*>(descriptor)[column / 8 * 256 + k / 16 * 128 + column % 8 * 16 + k % 16];
 }
@@ -307,10 +320,13 @@ template <int COUNT>
 void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     const Fragments* warp = shown(a);
     take_right(b, 2 * COUNT);
-    multiply<32>(d, onto, [&](int row, int column, int k) {
-        const uint32_t left = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2] >> k % 4 * 8;
-        return double(values<B_FP8>.of[left & 0xff]) * values<A_FP8>.of[byte_of_right(b, column, k)];
-    });
+    multiply<32>(
+        d, onto,
+        [&](int row, int k) ALWAYS_INLINE {
+            const uint32_t word = warp[row % 8 * 4 + k % 16 / 4].a[row / 8 + k / 16 * 2];
+            return values<B_FP8>.of[word >> k % 4 * 8 & 0xff];
+        },
+        [&](int column, int k) ALWAYS_INLINE { return values<A_FP8>.of[byte_of_right(b, column, k)]; });
     meet_warp();
 }
 
@@ -319,9 +335,9 @@ void wgmma(float (&d)[COUNT], uint64_t a, uint64_t b, int onto) {
     const int first_row = threadIdx.x / 32 % 4 * 16;
     take_operand(a, 64);
     take_operand(b, 2 * COUNT);
-    multiply<32>(d, onto, [&](int row, int column, int k) {
-        return double(values<B_FP8>.of[*swizzled(a, first_row + row, k)]) * values<A_FP8>.of[*swizzled(b, column, k)];
-    });
+    multiply<32>(
+        d, onto, [&](int row, int k) ALWAYS_INLINE { return values<B_FP8>.of[*swizzled(a, first_row + row, k)]; },
+        [&](int column, int k) ALWAYS_INLINE { return values<A_FP8>.of[*swizzled(b, column, k)]; });
 }
 #endif
 
@@ -330,11 +346,12 @@ template <int COUNT>
 void wgmma(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, int onto) {
     const Fragments* warp = shown(a);
     take_operand(b, 2 * COUNT);
-    multiply<16>(d, onto, [&](int row, int column, int k) {
-        const uint32_t left = warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2];
-        const auto* right = reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k));
-        return double(of_pair<WIDE>(left, k % 2)) * of_pair<WIDE>(*right, 0);
-    });
+    multiply<16>(
+        d, onto,
+        [&](int row, int k) { return of_pair<WIDE>(warp[row % 8 * 4 + k % 8 / 2].a[row / 8 + k / 8 * 2], k % 2); },
+        [&](int column, int k) {
+            return of_pair<WIDE>(*reinterpret_cast<const uint16_t*>(swizzled(b, column, 2 * k)), 0);
+        });
     meet_warp();
 }
 #endif
