@@ -186,6 +186,8 @@ def _both_sides(x: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor
 
 
 def _accepts_triton(q: Quantization) -> str | None:
+    if q.amax is not None and q.block != (WHOLE, WHOLE):
+        return f"amax is given for block {q.block}"
     return "one launch writes one orientation" if q.dual else None
 
 
@@ -225,7 +227,7 @@ KERNELS: Final = (
     ),
     Kernel("cuda_columns", _without_amax(cuda_columns.accepts), cuda_columns.configure, cuda_columns.plan),
     Kernel("triton_dual", _without_amax(_accepts_triton_dual), no_config, _plan_triton_dual),
-    Kernel("triton_blocks", _without_amax(_accepts_triton), no_config, _plan_triton),
+    Kernel("triton_blocks", _accepts_triton, no_config, _plan_triton),
 )
 
 QUANTIZE: Final = Dispatch(

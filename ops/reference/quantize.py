@@ -31,10 +31,10 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:
     """`x (..., M, N)` → data `(..., M, N)` in FP8 and scales `(..., ceil(M / r), ceil(N / c))`.
 
-    `given` are the blocks' largest magnitudes, or larger ones.
+    `given` are the blocks' largest magnitudes, or larger ones; their signs have no effect.
     """
     data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
-    block_scale = _scale_of(amax(x, block) if given is None else given.float(), dtype, scale)
+    block_scale = _scale_of(amax(x, block) if given is None else given.float().abs(), dtype, scale)
     if x.numel() == 0:
         return data, scales.copy_(block_scale)
     tiles = split(x.float(), block)

@@ -203,7 +203,7 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
     }
 }
 
-// The largest of the thread's share of the maxima that are given, as the bits of a float32; 0 for a negative one.
+// The largest of the thread's share of the magnitudes that are given, as the bits of a float32.
 INLINE uint32_t given_amax(const void* amax, int64_t first, int count) {
     uint32_t largest = 0;
     for (int i = threadIdx.x; i < count; i += THREADS) {
@@ -213,7 +213,7 @@ INLINE uint32_t given_amax(const void* amax, int64_t first, int count) {
         } else {
             value = Octet::to_float(__ldg(static_cast<const uint16_t*>(amax) + first + i), false);
         }
-        if (!(value < 0.0f)) largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
+        largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
     }
     return largest;
 }
