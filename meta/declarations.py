@@ -40,6 +40,7 @@ def _constant(module: ModuleType, schema: str) -> Op:
     )
 
 
+AMAX = _constant(quantize, quantize.AMAX_SCHEMA)
 QUANTIZE = _constant(quantize, quantize.QUANTIZE_SCHEMA)
 QUANTIZE_DUAL = _constant(quantize, quantize.QUANTIZE_DUAL_SCHEMA)
 QUANTIZE_GROUPED = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_SCHEMA)

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.groups import empty_grouped
-from fp8fn.ops.layout import empty_data, empty_scale
+from fp8fn.ops.layout import empty_data, empty_scale, scale_shape
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.moe_gemm import check_moe_gemm, output_shape
 from fp8fn.ops.mx_mm import check_mx_mm
 from fp8fn.ops.products import Routing
 from fp8fn.ops.quantization import empty_dual, empty_grouped_dual
-from fp8fn.ops.quantize import check_quantize
+from fp8fn.ops.quantize import check_amax, check_given_amax, check_quantize
 from fp8fn.ops.quantize_fused import check_rms_norm, check_silu_mul
 from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped
 from fp8fn.ops.quantize_grouped_fused import check_silu_mul_grad_grouped, check_silu_mul_grouped
@@ -22,17 +22,24 @@ from fp8fn.ops.scaled_grouped_mm import check_scaled_grouped_mm, empty_grouped_o
 from fp8fn.ops.scaled_mm import check_scaled_mm, empty_output
 
 
+def amax(x: Tensor, block: Sequence[int]) -> Tensor:
+    return x.new_empty(scale_shape(x.shape, check_amax(x, block)), dtype=torch.float32)
+
+
 def quantize(
-    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     pair, fp8 = check_quantize(x, block, dtype, scale)
+    check_given_amax("quantize", x, pair, amax)
     return empty_data(x, pair, fp8), empty_scale(x, pair, scale)
 
 
 def quantize_dual(
-    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
+    check_given_amax("quantize_dual", x, pair, amax)
     return empty_dual(x, pair, fp8, scale)
 
 

@@ -13,12 +13,16 @@ from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.recipe import parse_recipe
 
 
-def quantize(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-    return torch.ops.fp8fn.quantize(x.movedim(in_dims[0], 0), *args), (0, 0)
+def amax(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
+    return torch.ops.fp8fn.amax(x.movedim(in_dims[0], 0), *args), 0
 
 
-def quantize_dual(info: Any, in_dims: Any, x: Tensor, *args: Any) -> Any:
-    return torch.ops.fp8fn.quantize_dual(x.movedim(in_dims[0], 0), *args), (0, 0, 0, 0)
+def quantize(info: Any, in_dims: Any, *args: Any) -> Any:
+    return torch.ops.fp8fn.quantize(*_with_amax(info, in_dims, args)), (0, 0)
+
+
+def quantize_dual(info: Any, in_dims: Any, *args: Any) -> Any:
+    return torch.ops.fp8fn.quantize_dual(*_with_amax(info, in_dims, args)), (0, 0, 0, 0)
 
 
 def quantize_grouped(info: Any, in_dims: Any, *args: Any) -> Any:
@@ -169,6 +173,15 @@ def _stacked(parts: list[Tensor]) -> Tensor:
             out[i].copy_(part)
         return out
     return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def _with_amax(info: Any, in_dims: Any, args: Any) -> tuple[Any, ...]:
+    """The arguments of a quantizer, `(x, block, dtype, scale, amax)` without trailing ones, as those of a batch."""
+    x, *form = args
+    x = _lift(x, in_dims[0], info.batch_size, 0)
+    if len(args) > 4 and args[4] is not None:
+        form[3] = _lift(args[4], in_dims[4], info.batch_size, 0)
+    return x, *form
 
 
 def _gated(info: Any, in_dims: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:

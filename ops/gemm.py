@@ -64,7 +64,7 @@ def quantize_both(
 
 def _on_hopper(x: Tensor, block: Block) -> bool:
     """Whether a square block is read along the contraction only, and one launch stores it along both axes."""
-    return block == (128, 128) and targets.target_of(x.device).name == "sm90"
+    return is_square(block) and targets.target_of(x.device).name == "sm90"
 
 
 def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

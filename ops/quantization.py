@@ -48,6 +48,7 @@ class Quantization:
         rstd: of each row, the factor `1 / sqrt(mean(x²) + eps)` of `RMS_NORM`; None to compute it.
         eps: of `RMS_NORM` without `rstd`.
         offsets: the ends (E,) of groups of rows. No column block holds rows of two groups.
+        amax: the largest magnitude of each block, contiguous; None to compute it.
         into: the outputs to fill; by default new ones, in the op's layout.
     """
 
@@ -62,6 +63,7 @@ class Quantization:
     rstd: Tensor | None = None
     eps: float = 0.0
     offsets: Tensor | None = None
+    amax: Tensor | None = None
     into: tuple[Quantized, ...] = ()
 
     @property

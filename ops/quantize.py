@@ -1,8 +1,14 @@
-"""The ops `fp8fn::quantize` and `fp8fn::quantize_dual`: schema, checks, and dispatch to the reference or a kernel."""
+"""The ops `fp8fn::quantize`, `fp8fn::quantize_dual` and `fp8fn::amax`: schemas, checks, and dispatch.
+
+`amax` gives the largest magnitude of each block, and the quantizers take it as an argument: whoever made `x` may have
+computed it, or several processes that hold parts of one block have to agree on it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -12,32 +18,41 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
 from fp8fn.ops.cuda.quantize import quantize_rows as cuda_rows
+from fp8fn.ops.cuda.quantize import quantize_whole as cuda_whole
 from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
+from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, known_block, swap, turned, unknown_block
+from fp8fn.ops.layout import (
+    WHOLE,
+    Block,
+    is_column_major,
+    is_square,
+    known_block,
+    scale_shape,
+    swap,
+    turned,
+    unknown_block,
+)
 from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.targets import Target
 
 QUANTIZE_SCHEMA: Final = (
-    'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32") -> (Tensor, Tensor)'
+    'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32", Tensor? amax=None) -> (Tensor, Tensor)'
 )
 QUANTIZE_DUAL_SCHEMA: Final = (
-    'quantize_dual(Tensor x, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32")'
+    'quantize_dual(Tensor x, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32", Tensor? amax=None)'
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
+AMAX_SCHEMA: Final = "amax(Tensor x, int[2] block) -> Tensor"
 
 
 def check_quantize(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str, name: str = "quantize", arg: str = "x"
 ) -> tuple[Block, torch.dtype]:
     """The block as a tuple and the element type, or the error that says which argument is wrong and what would work."""
-    pair = checked_block(name, block)
-    if x.dtype not in INPUT_DTYPES:
-        remedy = "use bfloat16, float16 or float32, x.to(torch.float32) for one"
-        raise TypeError(f"{name}: {arg} has dtype {x.dtype}; {remedy}")
-    if x.ndim < 2:
-        raise ValueError(f"{name}: {arg} has shape {tuple(x.shape)}; it needs at least two dimensions, x[None] for one")
+    pair = check_amax(x, block, name, arg)
     if scale not in SCALE_FORMATS:
         raise ValueError(f"{name}: scale={scale!r} is not a scale format; use one of {SCALE_FORMATS}")
     if dtype is None:
@@ -47,36 +62,78 @@ def check_quantize(
     return pair, dtype
 
 
+def check_amax(x: Tensor, block: Sequence[int], name: str = "amax", arg: str = "x") -> Block:
+    """The block as a tuple, or the error that says which argument is wrong and what would work."""
+    pair = checked_block(name, block)
+    if x.dtype not in INPUT_DTYPES:
+        remedy = "use bfloat16, float16 or float32, x.to(torch.float32) for one"
+        raise TypeError(f"{name}: {arg} has dtype {x.dtype}; {remedy}")
+    if x.ndim < 2:
+        raise ValueError(f"{name}: {arg} has shape {tuple(x.shape)}; it needs at least two dimensions, x[None] for one")
+    return pair
+
+
+def check_given_amax(name: str, x: Tensor, block: Block, amax: Tensor | None) -> None:
+    """Checks the magnitudes that a quantizer in `block` is given."""
+    if amax is None:
+        return
+    if name == "quantize_dual" and not is_square(block):
+        raise ValueError(f"{name}: amax is given for block {block}, whose transpose needs another; call quantize twice")
+    if amax.dtype not in (torch.float32, x.dtype):
+        raise TypeError(f"{name}: amax has dtype {amax.dtype}; use float32, or {x.dtype} as x has it")
+    if tuple(amax.shape) != (needed := scale_shape(x.shape, block)):
+        raise ValueError(f"{name}: amax has shape {tuple(amax.shape)}; x {tuple(x.shape)} in {block} needs {needed}")
+    if amax.device != x.device:
+        raise ValueError(f"{name}: x is on {x.device} and amax on {amax.device}; move them to one device")
+
+
+def amax_reference(x: Tensor, block: Sequence[int]) -> Tensor:
+    return reference.amax(x, check_amax(x, block))
+
+
+def amax_kernel(x: Tensor, block: Sequence[int]) -> Tensor:
+    return AMAX((x,), (checked_block("amax", block),))[0]
+
+
 def quantize_reference(
-    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     pair, fp8 = check_quantize(x, block, dtype, scale)
-    return reference.quantize(x, pair, fp8, scale)
+    check_given_amax("quantize", x, pair, amax)
+    return reference.quantize(x, pair, fp8, scale, amax)
 
 
 def quantize_kernel(
-    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    data, scales = QUANTIZE((x,), (False, checked_block("quantize", block), dtype, scale))
+    data, scales = QUANTIZE((x, _contiguous(amax)), (False, checked_block("quantize", block), dtype, scale))
     return data, scales
 
 
 def quantize_dual_reference(
-    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
-    return reference.quantize_dual(x, pair, fp8, scale)
+    check_given_amax("quantize_dual", x, pair, amax)
+    return reference.quantize_dual(x, pair, fp8, scale, amax)
 
 
 def quantize_dual_kernel(
-    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_dual", block)
     if WHOLE in pair and not is_square(pair):  # a whole row or column does not fit on chip: two launches, two reads
         check_quantize(x, pair, dtype, scale, "quantize_dual")
+        check_given_amax("quantize_dual", x, pair, amax)
         return *quantize_kernel(x, pair, dtype, scale), *quantize_kernel(x, swap(pair), dtype, scale)
-    data, scales, dual_data, dual_scales = QUANTIZE((x,), (True, pair, dtype, scale))
+    data, scales, dual_data, dual_scales = QUANTIZE((x, _contiguous(amax)), (True, pair, dtype, scale))
     return data, scales, dual_data, dual_scales
+
+
+def _contiguous(amax: Tensor | None) -> Tensor | None:
+    return amax if amax is None else amax.contiguous()
 
 
 def checked_block(name: str, block: Sequence[int]) -> Block:
@@ -88,9 +145,11 @@ def checked_block(name: str, block: Sequence[int]) -> Block:
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x,), (dual, block, dtype, scale) = tensors, values
-    pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual" if dual else "quantize")
-    return Quantization(x=x, block=pair, dtype=fp8, scale=scale, target=targets.target_of(x.device), dual=dual)
+    (x, amax), (dual, block, dtype, scale) = tensors, values
+    name, target = "quantize_dual" if dual else "quantize", targets.target_of(x.device)
+    pair, fp8 = check_quantize(x, block, dtype, scale, name)
+    check_given_amax(name, x, pair, amax)
+    return Quantization(x=x, block=pair, dtype=fp8, scale=scale, target=target, dual=dual, amax=amax)
 
 
 def unserved(q: Quantization) -> str | None:
@@ -103,14 +162,15 @@ def unserved(q: Quantization) -> str | None:
 
 
 def _unserved(q: Quantization) -> str | None:
-    if q.dual and is_square(q.block) and (reason := cuda_blocks.accepts(q)) is not None:
+    cuda = cuda_whole if WHOLE in q.block else cuda_blocks
+    if q.dual and is_square(q.block) and (reason := cuda.accepts(q)) is not None:
         return unserved(q) or f"the second output is a copy of the first: {reason}"
     return unserved(q)
 
 
 def _reference(q: Quantization) -> Sequence[Tensor]:
     """By plain PyTorch; the second output in square blocks is a copy of the first."""
-    form = q.x, q.block, q.dtype, q.scale
+    form = q.x, q.block, q.dtype, q.scale, q.amax
     if not q.dual:
         return reference.quantize(*form)
     if unserved(q) is not None:
@@ -126,6 +186,8 @@ def _both_sides(x: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor
 
 
 def _accepts_triton(q: Quantization) -> str | None:
+    if q.amax is not None and q.block != (WHOLE, WHOLE):
+        return f"amax is given for block {q.block}"
     return "one launch writes one orientation" if q.dual else None
 
 
@@ -151,21 +213,73 @@ def no_config(_: Quantization) -> None:
     """For kernels in Triton, whose plans choose the tile."""
 
 
+def _without_amax(accepts: Callable[[Quantization], str | None]) -> Callable[[Quantization], str | None]:
+    """For a kernel that computes the largest magnitudes itself: `accepts`, and a reason where they are given."""
+    return lambda q: accepts(q) if q.amax is None else "amax is given"
+
+
 KERNELS: Final = (
-    Kernel("cuda_blocks", cuda_blocks.accepts, cuda_blocks.configure, cuda_blocks.plan),
-    Kernel("cuda_rows", cuda_rows.accepts, cuda_rows.configure, cuda_rows.plan),
-    Kernel("cuda_stream", cuda_stream.accepts, cuda_stream.configure, cuda_stream.plan, cuda_stream.untuned),
-    Kernel("cuda_columns", cuda_columns.accepts, cuda_columns.configure, cuda_columns.plan),
-    Kernel("triton_dual", _accepts_triton_dual, no_config, _plan_triton_dual),
+    Kernel("cuda_blocks", _without_amax(cuda_blocks.accepts), cuda_blocks.configure, cuda_blocks.plan),
+    Kernel("cuda_whole", cuda_whole.accepts, cuda_whole.configure, cuda_whole.plan),
+    Kernel("cuda_rows", _without_amax(cuda_rows.accepts), cuda_rows.configure, cuda_rows.plan),
+    Kernel(
+        "cuda_stream", _without_amax(cuda_stream.accepts), cuda_stream.configure, cuda_stream.plan, cuda_stream.untuned
+    ),
+    Kernel("cuda_columns", _without_amax(cuda_columns.accepts), cuda_columns.configure, cuda_columns.plan),
+    Kernel("triton_dual", _without_amax(_accepts_triton_dual), no_config, _plan_triton_dual),
     Kernel("triton_blocks", _accepts_triton, no_config, _plan_triton),
 )
 
 QUANTIZE: Final = Dispatch(
     op="quantize",
-    inputs=("x",),
+    inputs=("x", "amax"),
     operands=_operands,
     problem=lambda q: q,
     kernels=KERNELS,
     reference=_reference,
     unserved=_unserved,
+)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Maxima:
+    """A matrix or a batch `(..., M, N)`, whose largest magnitudes in `block` are to be found."""
+
+    x: Tensor
+    block: Block
+    target: Target
+
+    @cached_property
+    def out(self) -> Tensor:
+        """The magnitudes, uninitialised."""
+        return self.x.new_empty(scale_shape(self.x.shape, self.block), dtype=torch.float32)
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs({"amax": self.out}, 1)
+
+
+def _maxima(tensors: Sequence[Any], values: Sequence[Any]) -> Maxima:
+    (x,), (block,) = tensors, values
+    return Maxima(x=x, block=check_amax(x, block), target=targets.target_of(x.device))
+
+
+def _plan_maxima(maxima: Maxima, config: cuda_whole.AmaxConfig) -> tuple[Launch, ...]:
+    return cuda_whole.plan_amax(maxima.x, maxima.out, maxima.target, config)
+
+
+AMAX: Final = Dispatch(
+    op="amax",
+    inputs=("x",),
+    operands=_maxima,
+    kernels=(
+        Kernel(
+            "cuda_amax",
+            lambda maxima: cuda_whole.amax_fault(maxima.x, maxima.block, maxima.target),
+            lambda maxima: cuda_whole.configure_amax(maxima.x),
+            _plan_maxima,
+        ),
+    ),
+    reference=lambda maxima: (reference.amax(maxima.x, maxima.block),),
+    unserved=lambda maxima: "x is empty" if maxima.x.numel() == 0 else None,
 )

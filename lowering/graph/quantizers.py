@@ -60,11 +60,13 @@ class Quantizer:
 
 
 def find_quantizers(graph: Graph) -> list[Quantizer]:
-    """All quantizers, in the graph's order."""
+    """All quantizers that compute the largest magnitudes themselves, in the graph's order."""
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and node.target in (_SINGLE, _DUAL):
             given = arguments_of(node)
+            if given["amax"] is not None:
+                continue
             x, (rows, columns) = given["x"], given["block"]
             dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
             found.append(Quantizer(node, x, (rows, columns), dtype, given["scale"]))

@@ -3,12 +3,13 @@
 from fp8fn.ops.reference.mm_a16w8 import mm_a16w8
 from fp8fn.ops.reference.moe_gemm import moe_gemm
 from fp8fn.ops.reference.produce import rms_norm, silu_mul, silu_mul_grad
-from fp8fn.ops.reference.quantize import dequantize, quantize, quantize_dual
+from fp8fn.ops.reference.quantize import amax, dequantize, quantize, quantize_dual
 from fp8fn.ops.reference.quantize_grouped import dequantize_grouped, quantize_grouped, quantize_grouped_dual
 from fp8fn.ops.reference.scaled_grouped_mm import scaled_grouped_mm
 from fp8fn.ops.reference.scaled_mm import scaled_mm
 
 __all__ = [
+    "amax",
     "dequantize",
     "dequantize_grouped",
     "mm_a16w8",

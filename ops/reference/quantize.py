@@ -19,13 +19,25 @@ from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent, rceil_adden
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, extent, is_square, scale_shape, turned
 
 
-def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    """`x (..., M, N)` → data `(..., M, N)` in FP8 and scales `(..., ceil(M / r), ceil(N / c))`."""
-    data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
+def amax(x: Tensor, block: Block) -> Tensor:
+    """`x (..., M, N)` → the largest magnitude of each block `(..., ceil(M / r), ceil(N / c))`, NaN above all others."""
     if x.numel() == 0:
-        return data, scales.copy_(_scale_of(scales.new_zeros(scales.shape, dtype=torch.float32), dtype, scale))
+        return x.new_zeros(scale_shape(x.shape, block), dtype=torch.float32)
+    return split(x.float(), block).abs().amax((-3, -1))
+
+
+def quantize(
+    x: Tensor, block: Block, dtype: torch.dtype, scale: str, given: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`x (..., M, N)` → data `(..., M, N)` in FP8 and scales `(..., ceil(M / r), ceil(N / c))`.
+
+    `given` are the blocks' largest magnitudes, or larger ones; their signs have no effect.
+    """
+    data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
+    block_scale = _scale_of(amax(x, block) if given is None else given.float().abs(), dtype, scale)
+    if x.numel() == 0:
+        return data, scales.copy_(block_scale)
     tiles = split(x.float(), block)
-    block_scale = _scale_of(tiles.abs().amax((-3, -1)), dtype, scale)
     inverse = (1.0 / block_scale)[..., :, None, :, None]
     largest = fp8_max(dtype)
     values = merge((tiles * inverse).clamp_(-largest, largest), x.shape[-2], x.shape[-1]).to(dtype)
@@ -34,10 +46,12 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[T
     return data, scales.copy_(block_scale)
 
 
-def quantize_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantize_dual(
+    x: Tensor, block: Block, dtype: torch.dtype, scale: str, given: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize(x, (r, c))` and `quantize(x, (c, r))`; a square block's one result, row-major and column-major."""
     if is_square(block):
-        data, scales = quantize(x, block, dtype, scale)
+        data, scales = quantize(x, block, dtype, scale, given)
         return turned(data, False), turned(scales, False), turned(data, True), turned(scales, True)
     return *quantize(x, block, dtype, scale), *quantize(x, (block[1], block[0]), dtype, scale)
 

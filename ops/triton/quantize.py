@@ -163,7 +163,8 @@ def quantize_whole(
     batch = pid // (tiles_m * tiles_n)
     tile = pid % (tiles_m * tiles_n)
     index = tl.arange(0, PARTS)
-    bits = tl.max(tl.load(partials + batch * parts + index, mask=index < parts, other=0), axis=0)
+    magnitudes = tl.load(partials + batch * parts + index, mask=index < parts, other=0) & 0x7FFFFFFF
+    bits = tl.max(magnitudes, axis=0)
     stored, inverse = scale_of(bits, LARGEST, EMAX, FLOOR, FORMAT)
     rows = (tile // tiles_n * BM + tl.arange(0, BM))[:, None]
     columns = (tile % tiles_n * BN + tl.arange(0, BN))[None, :]
@@ -183,6 +184,7 @@ class _Batch:
     out: Quantized
     target: Target
     constants: dict[str, Any]
+    amax: Tensor | None
 
     @property
     def wide(self) -> bool:
@@ -205,7 +207,7 @@ def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[Trito
     if contracts_rows(q.block) or (is_square(q.block) and is_column_major(out.data)):
         x, out = x.mT, out.mT
     out = out._replace(data=batched(out.data), scale=batched(storage(out.scale)))
-    batch = _Batch(batched(x), out, q.target, scale_constants(q.dtype, q.scale))
+    batch = _Batch(batched(x), out, q.target, scale_constants(q.dtype, q.scale), q.amax)
     if out.block == (WHOLE, WHOLE):
         return _plan_whole(batch, tile or _tile(batch))
     if out.block[1] == WHOLE:
@@ -270,10 +272,14 @@ def _plan_rows(q: _Batch, tile: BlockTile) -> TritonLaunch:
 
 
 def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
+    """The launch that finds the largest magnitude in parts, unless it is given, and the launch that quantizes."""
     (batch, m, n), (data, scales, _) = q.x.shape, q.out
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
-    parts = min(tiles_m * tiles_n, _PARTIALS)
-    partials = torch.empty((batch, parts), dtype=torch.int32, device=q.x.device)
+    if q.amax is not None:
+        parts, partials = 1, q.amax.float().view(torch.int32)
+    else:
+        parts = min(tiles_m * tiles_n, _PARTIALS)
+        partials = torch.empty((batch, parts), dtype=torch.int32, device=q.x.device)
     tiles = {"tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts}
     shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": q.wide}
     options = {"num_warps": tile.num_warps}
@@ -296,7 +302,7 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
         options=options,
         target=q.target,
     )  # fmt: skip
-    return amax, quantize
+    return (amax, quantize) if q.amax is None else (quantize,)
 
 
 def _strides(prefix: str, x: Tensor) -> dict[str, int]:

@@ -35,7 +35,7 @@ from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_t
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, ScaledMmConfig
-from fp8fn.ops.cuda.quantize import quantize, quantize_rows, rms_norm, stream_columns, walk_columns
+from fp8fn.ops.cuda.quantize import quantize, quantize_rows, quantize_whole, rms_norm, stream_columns, walk_columns
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -344,8 +344,36 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
         yield form(f"{block}", ragged, block, dual=False)
     yield form("dual", ragged, ROW)
     yield form("dual (128, 128)", ragged, SQUARE, scale="e8m0")
+    for given in (FP32, BF16):
+        yield _given_amax(place, target, ragged, given)
     yield form("silu_mul", ragged, ROW, source=SILU_MUL)
     yield form("rms_norm", ragged, ROW, source=RMS_NORM)
+
+
+def _given_amax(place: Place, target: Target, shape: tuple[int, int], dtype: torch.dtype) -> Form:
+    """A whole matrix by the largest of maxima that come with it, of which the last one exceeds the matrix's."""
+    operands = Operands(place)
+    x = operands.input("x", shape, BF16)
+    maxima = operands.input("amax", (1, 300 if dtype == FP32 else 1), dtype, values=torch.full((), 30.0))
+    q = kernel_info.with_outputs(operands, quantization(x, (-1, -1), dual=True, amax=maxima, target=target))
+    operands.expected = partial(_quantized, q)
+    return Form(f"given {dtype}", quantize.plan(q, quantize.configure(q)), operands)
+
+
+def _amax(place: Place, target: Target) -> Forms:
+    """Of each matrix by one block of threads, and of tiles below each other by a block each."""
+    shapes = (((2, 300, 261), BF16, 1), ((256, 256), FP16, 1), ((3, 7), FP32, 1), ((300, 96), BF16, 3))
+    for shape, dtype, blocks in shapes:
+        operands = Operands(place)
+        x, out = operands.input("x", shape, dtype), operands.output("amax", (*shape[:-2], blocks, 1), FP32)
+        operands.expected = partial(_largest, x, shape[-2] if blocks == 1 else 128)
+        launch = quantize_whole.plan_maxima(x, target, quantize_whole.configure_amax(x), out)
+        yield Form(f"{shape}", (launch,), operands)
+
+
+def _largest(x: Tensor, rows: int) -> dict[str, Expected]:
+    parts = [part.float().abs().amax((-2, -1), keepdim=True) for part in x.split(rows, -2)]
+    return {"amax": Expected(torch.cat(parts, -2))}
 
 
 def _quantize_groups(place: Place, target: Target) -> Forms:
@@ -381,7 +409,8 @@ def _quantized(q: Quantization) -> dict[str, Expected]:
     value, near, parts = _value(q), q.source in (SILU_MUL, SILU_MUL_GRAD), []
     for block in (q.block, swap(q.block))[: 1 + q.dual]:
         if q.offsets is None or block[0] == 1:
-            parts.extend(reference.quantize(value, block, q.dtype, q.scale))
+            given = None if q.amax is None else q.amax.float().amax().view(1, 1)
+            parts.extend(reference.quantize(value, block, q.dtype, q.scale, given))
         else:
             parts.extend(reference.quantize_grouped(value, q.offsets, block, q.dtype, q.scale))
     return {name: Expected(part, near=near) for name, part in zip(q.outputs.tensors, parts, strict=True)}
@@ -517,9 +546,10 @@ CUDA: Final = (
         emulated=("8x64", "16x128"), nan=_MX_NAN,
     ),
     KernelInfo(
-        "quantize.cu", _quantize, nan=("x", "other", "rstd"), far=(("x", -2),),
-        emulated=("(1, 128)", "dual", "silu_mul", "rms_norm", "grouped PLAIN", "grouped SILU_MUL_GRAD"),
+        "quantize.cu", _quantize, nan=("x", "other", "rstd", "amax"), far=(("x", -2),),
+        emulated=("(1, 128)", "dual", "given", "silu_mul", "rms_norm", "grouped PLAIN", "grouped SILU_MUL_GRAD"),
     ),
+    KernelInfo("amax.cu", _amax, nan=("x",), far=(("x", -2),)),
     KernelInfo("quantize_rows.cu", _whole_rows, nan=("x",), far=(("x", -2),)),
     KernelInfo("quantize_columns.cu", _quantize_columns, emulated=("Columns", "grouped"), nan=("x",), far=(("x", -2),)),
     KernelInfo(

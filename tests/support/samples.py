@@ -41,6 +41,27 @@ class _Normal:
         return torch.randn(shape, generator=self.generator).to(self.device, dtype)
 
 
+def _largest(x: Tensor, rows: int = 0) -> Tensor:
+    """The largest magnitude of each matrix, or of each run of so many of its rows, as PyTorch computes it."""
+    runs = x.unflatten(-2, (-1, rows or x.shape[-2]))
+    return runs.abs().amax((-2, -1))[..., None]
+
+
+def amax(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    return [
+        Sample("plain", (x(128, 256), (-1, -1)), {}),
+        Sample("plain_blocks", (x(128, 256), (128, 128)), {}),
+        Sample("ragged", (x(77, 99), (-1, -1)), {}),
+        Sample("ragged_rows", (x(77, 99, dtype=FP16), (1, 128)), {}),
+        Sample("batched", (x(2, 3, 33, 70, dtype=FP32), (-1, -1)), {}),
+        Sample("batched_columns", (x(2, 33, 70), (-1, 1)), {}),
+        Sample("strided", (x(64, 96).mT, (-1, -1)), {}),
+        Sample("strided_every_second", (x(64, 192)[::2, ::2], (1, -1)), {}),
+        Sample("empty", (x(0, 40), (-1, -1)), {}),
+    ]
+
+
 def quantize(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x = _Normal(seed, device)
     return [
@@ -55,6 +76,9 @@ def quantize(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("mx", (x(40, 80), (1, 32)), {"scale": "e8m0"}),
         Sample("mx_columns", (x(40, 80, dtype=FP32), (32, 1)), {"scale": "e8m0", "dtype": torch.float8_e5m2fnuz}),
         Sample("mx_rounded_up", (x(2, 40, 80), (1, 32)), {"scale": "rceil"}),
+        Sample("plain_amax", (y := x(128, 256), (-1, -1), None, "fp32", _largest(y)), {}),
+        Sample("ragged_amax", (y := x(40, 99), (1, -1), torch.float8_e5m2, "pow2", _largest(y, 1).float()), {}),
+        Sample("batched_amax", (y := x(2, 3, 40, 96), (-1, -1), None, "e8m0", _largest(y)), {}),
         Sample("empty", (x(0, 40), (1, 128)), {}),
     ]
 
@@ -70,6 +94,8 @@ def quantize_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sam
         Sample("ragged_square", (x(130, 140), (128, 128)), {}),
         Sample("strided_square", (x(64, 200).mT, (128, 128)), {"scale": "e8m0"}),
         Sample("batched_square", (x(2, 30, 40, dtype=FP32), (-1, -1)), {}),
+        Sample("plain_amax", (y := x(128, 256), (-1, -1), None, "fp32", _largest(y)), {}),
+        Sample("strided_amax", (y := x(2, 40, 70).mT, (-1, -1), None, "fp32", _largest(y).float()), {}),
         Sample("empty_square", (x(0, 40), (128, 128)), {}),
         Sample("empty", (x(7, 0),), {}),
     ]
@@ -323,6 +349,7 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
 
 
 SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
+    "amax": amax,
     "quantize": quantize,
     "quantize_dual": quantize_dual,
     "quantize_grouped": quantize_grouped,

@@ -12,6 +12,7 @@
 //
 // Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted;
 // SQUARE, blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is whole);
+// GIVEN, the type of maxima that come with x, whose largest is that of the whole matrix: all its squares have one scale;
 // PARTIAL, N is not a multiple of 8; ALIGNED, x loads by 16 bytes; WARPS, ROWS; BLOCKS, resident blocks a
 // multiprocessor; GROUP, rows of tiles that are walked together; LOAD and STORE, of the enums of instructions.cuh;
 // ROW_BYTES, 8 or 16 bytes a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups,
@@ -30,6 +31,10 @@ constexpr int PIECE = 16;  // bytes of a store
 
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
 static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
+
+// Whether the matrix has one scale, of the largest of the maxima that are given.
+constexpr bool ONE_SCALE = GIVEN != Element::NONE;
+static_assert(!ONE_SCALE || SQUARE, "the scale of a matrix serves rows and columns");
 
 // Whether whole tiles have code of their own; not where both versions would need more registers than a thread has.
 constexpr bool WHOLE_APART = SIXTEEN_BITS || SOURCE != Source::SILU_MUL_GRAD;
@@ -81,6 +86,8 @@ INLINE void place_block(int& block_m, int& block_n) {
         block_m = first + within % rows;
         block_n = within / rows;
     }
+    // The launch before has read or written x from its first row on: the last rows are still in the L2.
+    if constexpr (ONE_SCALE) block_m = gridDim.y - 1 - block_m;
 }
 
 // The rows of x in a tile: from `first` to `stop` or the end of the tile. In the column-major output they begin at row
@@ -196,12 +203,30 @@ INLINE void store_columns(const Values& values, const float (&inverse)[8], Share
     }
 }
 
+// The largest of the thread's share of the magnitudes that are given, as the bits of a float32.
+INLINE uint32_t given_amax(const void* amax, int64_t first, int count) {
+    uint32_t largest = 0;
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        float value;
+        if constexpr (GIVEN == Element::FP32) {
+            value = __ldg(static_cast<const float*>(amax) + first + i);
+        } else {
+            value = Octet::to_float(__ldg(static_cast<const uint16_t*>(amax) + first + i), false);
+        }
+        largest = max(largest, __float_as_uint(value) & 0x7fffffffu);
+    }
+    return largest;
+}
+
 // The inputs of one matrix of a batch, from row `first_row` on, and its outputs: see the kernel's parameters.
 struct In {
     const void *x, *other;
     const float* rstd;
     int64_t first_row;
     int M, N, x_m, other_m;
+    const void* amax;
+    int64_t first_amax;
+    int amax_count;
 };
 struct Out {
     uint8_t* row_data;
@@ -232,14 +257,20 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
                                      in.other_m);
 
     if constexpr (SQUARE) {
-        const uint32_t amax = __reduce_max_sync(~0u, values.amax());
+        uint32_t of_thread;
+        if constexpr (ONE_SCALE) {
+            of_thread = given_amax(in.amax, in.first_amax, in.amax_count);
+        } else {
+            of_thread = values.amax();
+        }
+        const uint32_t amax = __reduce_max_sync(~0u, of_thread);
         if (lane == 0) shared.amax[0][warp] = amax;
         __syncthreads();
         uint32_t largest = 0;
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[0][w]);
         const Scale scale = block_scale<FP8, FORMAT>(largest);
-        if (threadIdx.x == 0) {
+        if (threadIdx.x == 0 && (!ONE_SCALE || (block_m == 0 && block_n == 0))) {
             if (BY_ROW) out.row_scale[int64_t(block_m) * out.row_scale_lead + block_n] = scale.stored;
             if (BY_COLUMN) out.col_scale[int64_t(block_n) * out.col_scale_lead + block_m] = scale.stored;
         }
@@ -312,11 +343,12 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
 }
 
 // Row-major data has strides (row_m, 1), column-major data (1, col_n). Scales of rows have strides (1, row_scale_lead),
-// scales of columns (col_scale_lead, 1); scales of squares those of their data. Matrices of a batch are M * x_m apart.
+// scales of columns (col_scale_lead, 1); scales of squares those of their data. Matrices of a batch are M * x_m apart,
+// and each has `amax_count` of the maxima that are given.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize(const void* x, const void* other, const float* rstd, uint8_t* row_data, Stored* row_scale,
              uint8_t* col_data, Stored* col_scale, const int* offsets, int M, int N, int x_m, int other_m, int row_m,
-             int row_scale_lead, int col_n, int col_scale_lead, int groups) {
+             int row_scale_lead, int col_n, int col_scale_lead, int groups, const void* amax, int amax_count) {
     __shared__ Shared shared;
     int block_m, block_n;
     place_block(block_m, block_n);
@@ -327,8 +359,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     height = TILE_M * Spread::first_block(M, groups);
 #endif
 
-    const int64_t batch = blockIdx.z, blocks_m = (M + 127) / 128, blocks_n = (N + 127) / 128;
-    const In in{x, other, rstd, batch * M, M, N, x_m, other_m};
+    const int64_t batch = blockIdx.z;
+    const int64_t blocks_m = ONE_SCALE ? 1 : (M + 127) / 128, blocks_n = ONE_SCALE ? 1 : (N + 127) / 128;
+    const In in{x, other, rstd, batch * M, M, N, x_m, other_m, amax, batch * amax_count, amax_count};
     Out out{row_data, row_scale, col_data, col_scale, row_m, row_scale_lead, col_n, col_scale_lead};
     if (BY_ROW) {
         out.row_data += batch * M * row_m;

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.quantize.operands import (
     OCTET,
     hardware_fault,
+    input_type,
     is_aligned,
     offsets_fault,
     outgrows_l2,
@@ -120,9 +121,14 @@ def configure(q: Quantization) -> QuantizeConfig:
     return QuantizeConfig(BLOCKS=2)
 
 
-def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
-    """The launch on a quantization that the kernel accepts; a column-major `x` is planned as its transpose."""
+def plan(q: Quantization, config: QuantizeConfig, maxima: Tensor | None = None) -> tuple[CudaLaunch]:
+    """The launch on a quantization that the kernel accepts; a column-major `x` is planned as its transpose.
+
+    `maxima (B, P)` are magnitudes, for each matrix several of which the largest is that of the matrix. The launch
+    before leaves them where `x` comes without its own `amax`.
+    """
     x = q.x.mT if _is_turned(q) else q.x
+    amax = q.amax if maxima is None else maxima
     other, rstd, offsets = q.other, q.rstd, q.offsets
     row, column = _sides(q)
     square, (m, n) = is_square(q.block), x.shape[-2:]
@@ -132,6 +138,7 @@ def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
         "BY_ROW": int(row is not None),
         "BY_COLUMN": int(column is not None),
         "SQUARE": int(square),
+        "GIVEN": "Element::NONE" if amax is None else input_type(amax),
         "EVEN": int(offsets is None and m % config.rows == 0 and n % _TILE_COLUMNS == 0),
         "PARTIAL": int(n % OCTET != 0),
         "ALIGNED": int(_is_aligned(q)),
@@ -146,6 +153,8 @@ def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
         "LOAD": f"Load::{config.LOAD}", "STORE": f"Store::{config.STORE}", "ROW_BYTES": config.ROW_BYTES,
     }  # fmt: skip
     binds = {"x": q.source.x, "other": q.source.other}
+    if maxima is not None:
+        binds["amax"] = "maxima"
     for kernel_names, side in ((("row_data", "row_scale"), row), (("col_data", "col_scale"), column)):
         if side is not None:
             binds |= zip(kernel_names, side.names, strict=True)
@@ -164,11 +173,12 @@ def plan(q: Quantization, config: QuantizeConfig) -> tuple[CudaLaunch]:
             "row_scale_lead": row.out.scale.stride(-2 if square else -1) if row else 0,
             "col_n": column.out.data.stride(-1) if column else 0,
             "col_scale_lead": column.out.scale.stride(-1 if square else -2) if column else 0,
-            "groups": q.groups,
+            "groups": q.groups, "amax": amax, "amax_count": 0 if amax is None else amax.numel() // q.matrices,
         },
         target=q.target,
         options={**macros, **options},
         binds=binds,
+        scratch=() if maxima is None else ("amax",),
     )  # fmt: skip
     if _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("quantize %s %s: %s", tuple(x.shape), x.dtype, launch.describe())
