@@ -145,9 +145,7 @@ def backward_at_once(
         return _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
 
     inputs = [x for x in (grad, *_parts(a_col), *_parts(b_row)) if x is not None]
-    key = (
-        "backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, *map(kind, inputs),
-    )  # fmt: skip
+    key = ("backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, *map(kind, inputs))
     grad_a, grad_b = chained(key, inputs, run)
     return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
 
