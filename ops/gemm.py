@@ -69,8 +69,10 @@ def _on_hopper(x: Tensor, block: Block) -> bool:
 
 def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     if is_mx(a.scale, a.block, b.scale, b.block):
-        return torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)  # type: ignore[no-any-return]
-    return torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
+    else:
+        out = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)
+    return out
 
 
 @unguarded

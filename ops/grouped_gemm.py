@@ -190,7 +190,8 @@ def quantize_experts(b: Tensor, recipe: Recipe, *, both: bool) -> tuple[Quantize
 
 
 def product(a: Quantized, b: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    return torch.ops.fp8fn.scaled_grouped_mm(*a, *b, offsets, bias, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*a, *b, offsets, bias, out_dtype)
+    return out
 
 
 def sum_groups(x: Tensor, offsets: Tensor) -> Tensor:
