@@ -119,9 +119,12 @@ def expert_mlp(
 
 
 def _summed_product(
-    a: GroupedScaledTensor, b: GroupedScaledTensor, offsets: Tensor | None, bias: Tensor | None,
+    a: GroupedScaledTensor,
+    b: GroupedScaledTensor,
+    offsets: Tensor | None,
+    bias: Tensor | None,
     out_dtype: torch.dtype | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`a (M, K) @ b (K, N)` → `(E, M, N)` for operands that are quantized by groups of K."""
     if offsets is not None:
         raise ValueError("grouped_gemm: offsets is given, and a and b bring their own; leave it out")

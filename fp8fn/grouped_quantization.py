@@ -14,8 +14,10 @@ from fp8fn.ops.formats import ScaleFormat
 from fp8fn.scaled_tensor import ScaledTensor
 
 _FORMAT: Final[dict[str, arguments.Check]] = {
-    "block": arguments.tokens_block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
-}  # fmt: skip
+    "block": arguments.tokens_block,
+    "dtype": arguments.fp8_dtype,
+    "scale": arguments.scale,
+}
 
 
 @checked(x=arguments.floats, offsets=arguments.offsets, **_FORMAT)

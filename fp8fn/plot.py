@@ -122,8 +122,11 @@ def snr(
 
 def scales(q: ScaledTensor, ax: Axes | None = None) -> Axes:
     """Plots a heat map of `log2(scale)` with a cell for each block, for the first matrix of a batch."""
-    return heat_map(q.scale.detach().float().log2().flatten(0, -3)[0] if q.ndim > 2 else q.scale.float().log2(),
-                    f"log2(scale), blocks of {q.block[0]} x {q.block[1]}", ax)  # fmt: skip
+    return heat_map(
+        q.scale.detach().float().log2().flatten(0, -3)[0] if q.ndim > 2 else q.scale.float().log2(),
+        f"log2(scale), blocks of {q.block[0]} x {q.block[1]}",
+        ax,
+    )
 
 
 def block_errors(

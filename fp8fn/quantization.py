@@ -17,8 +17,10 @@ from fp8fn.scaled_tensor import ScaledTensor
 
 # Checks of the arguments that all quantizers share.
 _FORMAT: Final[dict[str, arguments.Check]] = {
-    "block": arguments.block, "dtype": arguments.fp8_dtype, "scale": arguments.scale,
-}  # fmt: skip
+    "block": arguments.block,
+    "dtype": arguments.fp8_dtype,
+    "scale": arguments.scale,
+}
 
 
 @checked(x=arguments.matrix, **_FORMAT)

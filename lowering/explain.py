@@ -284,9 +284,12 @@ def _traced(
         return unchanged(module, inputs)
 
     compile_graph = aot_autograd(
-        fw_compiler=unchanged, bw_compiler=unchanged, inference_compiler=inference, partition_fn=partition,
+        fw_compiler=unchanged,
+        bw_compiler=unchanged,
+        inference_compiler=inference,
+        partition_fn=partition,
         decompositions=select_decomp_table(),
-    )  # fmt: skip
+    )
     compiled: Callable[..., Any] = compile_graph(gm, example_inputs)
     return compiled
 

@@ -22,14 +22,14 @@ OP: Final = "grouped_mm"
 # The function takes `input`, the op `self`. Under torch.compile, transformers calls its own op for types other than
 # bfloat16, for which Inductor has no grouped product.
 _TARGETS: Final = (
-    torch._grouped_mm, getattr(F, "grouped_mm", None),
-    torch.ops.aten._grouped_mm, torch.ops.aten._grouped_mm.default,
-)  # fmt: skip
+    torch._grouped_mm,
+    getattr(F, "grouped_mm", None),
+    torch.ops.aten._grouped_mm,
+    torch.ops.aten._grouped_mm.default,
+)
 _TRANSFORMERS: Final = "transformers.grouped_mm_fallback"
 _PLACES: Final = ("a", "b", "offsets", "bias", "out_dtype")
-_NAMES: Final = {
-    "self": "a", "input": "a", "mat_a": "a", "mat2": "b", "mat_b": "b", "weight": "b", "offs": "offsets",
-}  # fmt: skip
+_NAMES: Final = {"self": "a", "input": "a", "mat_a": "a", "mat2": "b", "mat_b": "b", "weight": "b", "offs": "offsets"}
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,11 @@ from fp8fn.ops import tuning
 from fp8fn.version import __version__
 
 PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (
-    scaled_mm.substitute, torchao.substitute, transformers_fp8.substitute, dequantized_matmul.substitute,
-)  # fmt: skip
+    scaled_mm.substitute,
+    torchao.substitute,
+    transformers_fp8.substitute,
+    dequantized_matmul.substitute,
+)
 # The folders, and the files in them, that decide about a graph.
 _SOURCES: Final = {
     "lowering": (Path(__file__).parent, "**/*.py"),
@@ -61,9 +64,11 @@ def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
     for substitution in found:
         _LOG.info(
             "%s %s (M,N,K)=(%s,%s,%s): %s",
-            substitution.source, substitution.target, *substitution.shape,
+            substitution.source,
+            substitution.target,
+            *substitution.shape,
             substitution.reason or substitution.made,
-        )  # fmt: skip
+        )
     for listener in _listeners:
         listener += found
     return found

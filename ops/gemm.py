@@ -69,8 +69,10 @@ def _on_hopper(x: Tensor, block: Block) -> bool:
 
 def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     if is_mx(a.scale, a.block, b.scale, b.block):
-        return torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)  # type: ignore[no-any-return]
-    return torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)  # type: ignore[no-any-return]
+        out: Tensor = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
+    else:
+        out = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)
+    return out
 
 
 @unguarded
@@ -145,9 +147,7 @@ def backward_at_once(
         return _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
 
     inputs = [x for x in (grad, *_parts(a_col), *_parts(b_row)) if x is not None]
-    key = (
-        "backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, *map(kind, inputs),
-    )  # fmt: skip
+    key = ("backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, *map(kind, inputs))
     grad_a, grad_b = chained(key, inputs, run)
     return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
 

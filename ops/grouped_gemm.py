@@ -16,9 +16,9 @@ from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, _holds, ch
 from fp8fn.ops.scaled_mm import check_product
 
 GROUPED_GEMM_SCHEMA: Final = (
-    "grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? bias=None, str recipe=\"blockwise\","
+    'grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? bias=None, str recipe="blockwise",'
     " ScalarType? out_dtype=None) -> Tensor"
-)  # fmt: skip
+)
 
 
 def check_grouped_gemm(
@@ -109,9 +109,12 @@ def rows_backward(
 
 
 def rows_products(
-    grad: tuple[Quantized | None, Quantized | None], offsets: Tensor, a_col: Quantized | None, b_row: Quantized | None,
+    grad: tuple[Quantized | None, Quantized | None],
+    offsets: Tensor,
+    a_col: Quantized | None,
+    b_row: Quantized | None,
     stored: Gradients,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor | None, Tensor | None]:
     """`rows_backward` of a gradient in FP8, by rows and by groups of its rows."""
     grad_row, grad_col = grad
     grad_a = grad_b = None
@@ -187,7 +190,8 @@ def quantize_experts(b: Tensor, recipe: Recipe, *, both: bool) -> tuple[Quantize
 
 
 def product(a: Quantized, b: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    return torch.ops.fp8fn.scaled_grouped_mm(*a, *b, offsets, bias, out_dtype)  # type: ignore[no-any-return]
+    out: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*a, *b, offsets, bias, out_dtype)
+    return out
 
 
 def sum_groups(x: Tensor, offsets: Tensor) -> Tensor:

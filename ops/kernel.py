@@ -270,7 +270,8 @@ class _Planned:
         assert self.choice.kernel is not None
         for launch in self.choice.kernel.plan(operands, self.choice.config):
             launch.run()
-        return operands.outputs.results  # type: ignore[no-any-return]
+        results: Sequence[Tensor] = operands.outputs.results
+        return results
 
 
 def _shapes(operands: Any) -> str:

@@ -50,9 +50,11 @@ class Launch(ABC):
         """The form of `describe` for a kernel with a grid; `options` are the compiler's."""
         shown = ",".join(f"{name}={value}" for name, value in tile.items())
         words = (
-            f"{self.name}[{shown}]", f"grid={'x'.join(map(str, grid))}",
-            *(f"{name}={value}" for name, value in options.items()), self.target.name,
-        )  # fmt: skip
+            f"{self.name}[{shown}]",
+            f"grid={'x'.join(map(str, grid))}",
+            *(f"{name}={value}" for name, value in options.items()),
+            self.target.name,
+        )
         return " ".join(words) + self._because()
 
     def _because(self) -> str:

@@ -68,9 +68,12 @@ def check_moe_gemm(
         given = f"{token_weights.dtype} of shape {tuple(token_weights.shape)}"
         raise ValueError(f"moe_gemm: token_weights is {given}; it must be torch.float32 of shape ({ids},), one an id")
     for name, tensor in (
-        ("a_scale", a_scale), ("w", w), ("w_scale", w_scale), *routing._asdict().items(),
+        ("a_scale", a_scale),
+        ("w", w),
+        ("w_scale", w_scale),
+        *routing._asdict().items(),
         ("token_weights", token_weights),
-    ):  # fmt: skip
+    ):
         if tensor is not None and tensor.device != a.device:
             raise ValueError(f"moe_gemm: a is on {a.device} and {name} on {tensor.device}; move them to one device")
     if out_dtype is not None and out_dtype not in INPUT_DTYPES:
@@ -134,8 +137,9 @@ def moe_gemm_kernel(  # noqa: PLR0913 - an op's signature
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> RoutedProduct:
     (a, a_scale, w, w_scale, ids, owners, number, token_weights), (a_block, w_block, top_k, a_div, out_dtype) = (
-        tensors, values
-    )  # fmt: skip
+        tensors,
+        values,
+    )
     routing = Routing(ids, owners, number)
     parts = (a, a_scale, a_block), (w, w_scale, w_block)
     left, right = check_moe_gemm(*parts, routing, top_k, a_div, token_weights, out_dtype)

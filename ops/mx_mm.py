@@ -66,9 +66,11 @@ def is_mx(a_scale: Tensor, a_block: Block, b_scale: Tensor, b_block: Block) -> b
 
 
 def choose(
-    problem: Problem, table: Table | None = None, kernels: tuple[Kernel, ...] | None = None,
+    problem: Problem,
+    table: Table | None = None,
+    kernels: tuple[Kernel, ...] | None = None,
     faults: Mapping[str, str] | None = None,
-) -> Choice:  # fmt: skip
+) -> Choice:
     """The kernel that a table names, where it takes the problem, else the first of the list that does.
 
     `faults` are kernels that this machine can't load, by name, each with the reason.

@@ -125,9 +125,11 @@ def empty_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple
     """Uninitialised outputs of `quantize_dual(x, block)`."""
     column_major = contracts_rows(block)
     return (
-        empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major),
-        empty_data(x, swap(block), dtype, not column_major), empty_scale(x, swap(block), scale, not column_major),
-    )  # fmt: skip
+        empty_data(x, block, dtype, column_major),
+        empty_scale(x, block, scale, column_major),
+        empty_data(x, swap(block), dtype, not column_major),
+        empty_scale(x, swap(block), scale, not column_major),
+    )
 
 
 def empty_grouped_dual(

@@ -59,7 +59,8 @@ def check_scaled_mm(
 def broadcast_batch(name: str, a: Tensor, b: Tensor) -> torch.Size:
     """The leading dimensions of a product."""
     try:
-        return torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-any-return]
+        shape: torch.Size = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        return shape
     except RuntimeError:
         left, right = tuple(a.shape[:-2]), tuple(b.shape[:-2])
         raise ValueError(

@@ -12,7 +12,8 @@ from torch import Tensor
 
 def most_tiles(ids: int, num_experts: int, block_m: int) -> int:
     """`⌊(R + E (block_m - 1)) / block_m⌋`, for `⌈n / b⌉ <= (n + b - 1) / b`; at most `R` experts have a token."""
-    return (ids + torch.sym_min(num_experts, ids) * (block_m - 1)) // block_m  # type: ignore[no-any-return]
+    tiles: int = (ids + torch.sym_min(num_experts, ids) * (block_m - 1)) // block_m
+    return tiles
 
 
 def sort_tokens(topk_ids: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -59,8 +59,11 @@ def tuned(document: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for kinds, name in RECIPES.items():
-        pairs = [(p.operations / e.us / 1e6, p.operations / e.peer_us / 1e6)
-                 for p, e in found.entries.items() if p.kinds == kinds and e.peer_us is not None]  # fmt: skip
+        pairs = [
+            (p.operations / e.us / 1e6, p.operations / e.peer_us / 1e6)
+            for p, e in found.entries.items()
+            if p.kinds == kinds and e.peer_us is not None
+        ]
         ours, theirs = (compare.geomean(column) for column in zip(*pairs, strict=True))
         least = min(mine / other for mine, other in pairs)
         lines.append(f"| {name} | {len(pairs)} | {ours:.0f} | {theirs:.0f} | {ours / theirs:.3f}x | {least:.2f}x |")

@@ -43,9 +43,8 @@ def product(
 
 @triton.jit
 def dense(
-    a, b, out, a_scale, b_scale, M, N, K, a_m, b_n, as_m, bs_n,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
+    a, b, out, a_scale, b_scale, M, N, K, a_m, b_n, as_m, bs_n, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """One tile of `out (M, N) = a (M, K) @ b (K, N)`; K and blocks along K are contiguous in all operands."""
     offset_m = tl.program_id(0) * BM + tl.arange(0, BM)
     offset_n = tl.program_id(1) * BN + tl.arange(0, BN)
@@ -116,9 +115,8 @@ def plan_routed(
 
 
 def _launch(
-    kernel: Callable[..., Any], grid: tuple[int, int, int], args: dict[str, Any], bm: int, warps: int,
-    target: Target,
-) -> TritonLaunch:  # fmt: skip
+    kernel: Callable[..., Any], grid: tuple[int, int, int], args: dict[str, Any], bm: int, warps: int, target: Target
+) -> TritonLaunch:
     return TritonLaunch(
         kernel=kernel,
         grid=grid,

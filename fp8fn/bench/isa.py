@@ -85,13 +85,15 @@ def claims(target: Target) -> list[dict[str, Any]]:
     theirs_at = assembly(product_launch("dgrad", *SHAPE, target, amd.config_of(THEIR_DGRAD))).whole
     found: list[tuple[str, str, str]] = [
         (
-            "`v_accvgpr` moves of NN at 256x128, 8 warps", "405 from 32x32 products in 3 stages",
+            "`v_accvgpr` moves of NN at 256x128, 8 warps",
+            "405 from 32x32 products in 3 stages",
             f"{codes['dgrad'].whole.count('v_accvgpr')}; {theirs_at.count('v_accvgpr')} in that configuration",
         ),
         ("accumulators of one matrix instruction of it", "16 of 32x32, 4 of 16x16", f"{accumulators}"),
         ("2-byte stores of wgrad", "64 before, 0 after", f"{codes['wgrad'].whole.widths('store').get(2, 0)}"),
         (
-            "2-byte stores of wgrad into a transposed output", "64",
+            "2-byte stores of wgrad into a transposed output",
+            "64",
             f"{straight.widths('store').get(2, 0)} stored straight, {turned.whole.widths('store').get(2, 0)} turned",
         ),
         ("16-byte stores of wgrad", "4 to 8", f"{codes['wgrad'].whole.widths('store').get(16, 0)}"),
@@ -100,7 +102,7 @@ def claims(target: Target) -> list[dict[str, Any]]:
         ("masks in a step of K", "0, of 3 before", f"{sum(_masks(codes[name].loop) for name in codes)}"),
         ("reads of x for both quantized forms", "1", f"{lanes * sum(w * c for w, c in read.items()) / tile:.0f}"),
         ("bytes of a load of x", "", f"{min(read)}"),
-    ]  # fmt: skip
+    ]
     theirs = target.name == "gfx950"
     return [{"claim": name, "theirs": said if theirs else None, "ours": ours} for name, said, ours in found]
 

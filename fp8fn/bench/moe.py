@@ -151,15 +151,21 @@ def layer_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     def case(peer: str, name: str, build: Callable[[Any], Call], multiply: Callable[[Any, Any], Tensor]) -> Case:
         operations = experts.operations * (3 if build is step else 1)
         return Case(
-            peer, name, partial(build, multiply),
-            lambda out: {"out": experts.out_snr_db(out[0] if build is step else out)}, operations,
-        )  # fmt: skip
+            peer,
+            name,
+            partial(build, multiply),
+            lambda out: {"out": experts.out_snr_db(out[0] if build is step else out)},
+            operations,
+        )
 
     return [
         case("fp8fn", "product", quantized, grouped),
         case("fp8fn", "product, expert by expert", quantized, one_by_one),
         Case(
-            "torch", "rowwise product", partial(_torch_rowwise, experts), lambda out: {"out": experts.out_snr_db(out)},
+            "torch",
+            "rowwise product",
+            partial(_torch_rowwise, experts),
+            lambda out: {"out": experts.out_snr_db(out)},
             experts.operations,
         ),
         case("fp8fn", "forward", forward, grouped),
@@ -167,7 +173,7 @@ def layer_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         case("torch", "bf16 forward", forward, bf16),
         case("fp8fn", "forward and backward", step, grouped),
         case("torch", "bf16 forward and backward", step, bf16),
-    ]  # fmt: skip
+    ]
 
 
 def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:

@@ -80,8 +80,10 @@ def llm84(run: dict[str, Any]) -> str:
     """A line for each model: TFLOP/s of bf16 → fp8fn, speedup, lowest speedup with the layer's id, and worst SNR."""
     found = pairs(rows_of(run))
     measured = [(s.id, s.model, found[s[2:]]) for s in LLM84 if s[2:] in found]
-    groups = [(name, [(id, pair) for id, model, pair in measured if model == name])
-              for name in dict.fromkeys(s.model for s in LLM84)]  # fmt: skip
+    groups = [
+        (name, [(id, pair) for id, model, pair in measured if model == name])
+        for name in dict.fromkeys(s.model for s in LLM84)
+    ]
     groups.append(("all", [(id, pair) for id, _, pair in measured]))
     body = []
     for name, members in groups:
@@ -90,16 +92,18 @@ def llm84(run: dict[str, Any]) -> str:
             continue
         id, slowest = min(members, key=lambda member: member[1].speedup)
         group = [pair for _, pair in members]
-        body.append([
-            name,
-            str(len(group)),
-            _both_rates(group, 1, lambda times: times.forward),
-            _both_rates(group, 2, lambda times: times.backward),
-            _both_rates(group, 3, lambda times: times.combined),
-            f"{statistics.geometric_mean(pair.speedup for pair in group):.2f}x",
-            f"{slowest.speedup:.2f}x ({id})",
-            f"{worst(pair.snr_db for pair in group):.1f}",
-        ])  # fmt: skip
+        body.append(
+            [
+                name,
+                str(len(group)),
+                _both_rates(group, 1, lambda times: times.forward),
+                _both_rates(group, 2, lambda times: times.backward),
+                _both_rates(group, 3, lambda times: times.combined),
+                f"{statistics.geometric_mean(pair.speedup for pair in group):.2f}x",
+                f"{slowest.speedup:.2f}x ({id})",
+                f"{worst(pair.snr_db for pair in group):.1f}",
+            ]
+        )
     headers = ("model", "layers", "forward", "backward", "combined", "speedup", "lowest (id)", "worst SNR, dB")
     slower = sum(pair.speedup < 1 for _, _, pair in measured)
     under = sum(not pair.snr_db >= SNR_BAR_DB for _, _, pair in measured)

@@ -40,15 +40,18 @@ COMMANDS: Final = Group(
         "demo": Command("train a small GPT with and without FP8, and compare", "fp8fn.demo.command"),
         "env": Command("print versions, devices and the kernels that serve them", "fp8fn.cli.environment"),
         "tune": Command(
-            "time configurations for your shapes, and keep the fastest ones", "fp8fn.cli.tune",
+            "time configurations for your shapes, and keep the fastest ones",
+            "fp8fn.cli.tune",
             "what is tuned is kept; run the same command again to resume",
         ),
         "aot": Command(
-            "compile a model's kernels ahead of time, with no GPU", "fp8fn.cli.aot",
+            "compile a model's kernels ahead of time, with no GPU",
+            "fp8fn.cli.aot",
             "what is compiled is kept; run the same command again to resume",
         ),
         "convert": Command(
-            "write a bf16 checkpoint in FP8, in DeepSeek-V3's format", "fp8fn.cli.convert",
+            "write a bf16 checkpoint in FP8, in DeepSeek-V3's format",
+            "fp8fn.cli.convert",
             "run the same command again to resume",
         ),
         "isa": Command("what AMD kernels compile to: instructions, registers, modelled cycles", "fp8fn.cli.isa"),
@@ -76,7 +79,7 @@ COMMANDS: Final = Group(
             },
         ),
     },
-)  # fmt: skip
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

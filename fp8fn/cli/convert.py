@@ -388,10 +388,12 @@ def _files_beside_tensors(
     if checkpoint.index is not None:
         metadata = read_json(checkpoint.index).get("metadata")
         kept = metadata if isinstance(metadata, dict) else {}
-        texts[checkpoint.index.name] = _json({
-            "metadata": {**kept, "total_size": sum(plan.nbytes for plan in plans)},
-            "weight_map": {entry.name: plan.name for plan in plans for entry in plan.entries},
-        })  # fmt: skip
+        texts[checkpoint.index.name] = _json(
+            {
+                "metadata": {**kept, "total_size": sum(plan.nbytes for plan in plans)},
+                "weight_map": {entry.name: plan.name for plan in plans for entry in plan.entries},
+            }
+        )
     return texts
 
 
@@ -620,10 +622,13 @@ def _parser() -> argparse.ArgumentParser:
         "--scale", choices=("fp32", "pow2"), default="fp32", help="pow2: scales are rounded up to powers of two"
     )
     parser.add_argument(
-        "--include", nargs="+", default=[], metavar="GLOB",
+        "--include",
+        nargs="+",
+        default=[],
+        metavar="GLOB",
         help="the tensors to convert, matrices or batches of matrices (default: *.weight with N and K of at least "
         f"{LEAST_N}, without embeddings, lm_head, norms, routers and gates)",
-    )  # fmt: skip
+    )
     parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="tensors to leave as they are")
     parser.add_argument("--overwrite", action="store_true", help="replace the files of another conversion in OUTPUT")
     parser.add_argument(

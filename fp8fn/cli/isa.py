@@ -55,9 +55,7 @@ PRODUCTS: Final[Mapping[str, tuple[Block, Block, str, str]]] = {
     "TN": ((1, 128), (128, 1), "M", "N"),
     "rowwise": ((1, WHOLE), (WHOLE, 1), "K", "K"),
 }
-_QUANTIZED: Final[tuple[Block, ...]] = (
-    (1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32),
-)  # fmt: skip
+_QUANTIZED: Final[tuple[Block, ...]] = ((1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -200,8 +198,11 @@ def _grouped(target: Target, m: int, n: int, k: int) -> list[TritonLaunch]:
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
     rows = ScaledProduct(
         a=Quantized(a, empty_scale(a, (1, 128), "fp32"), (1, 128)),
-        b=Quantized(b, empty_scale(b, (128, 128), "fp32"), (128, 128)), offsets=offsets, out=out, target=target,
-    )  # fmt: skip
+        b=Quantized(b, empty_scale(b, (128, 128), "fp32"), (128, 128)),
+        offsets=offsets,
+        out=out,
+        target=target,
+    )
     left, right = (
         Quantized(*empty_grouped(torch.empty(m, size, device="meta"), _EXPERTS, (128, 1), dtype, "fp32"), (128, 1))
         for size in (n, k)

@@ -229,9 +229,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     which.add_argument("--suite", choices=SUITES, help="the shapes of the benchmarks")
     parser.add_argument(
-        "--products", type=_products, default=PRODUCTS, metavar="NAMES",
+        "--products",
+        type=_products,
+        default=PRODUCTS,
+        metavar="NAMES",
         help=f"of a layer; by default {','.join(PRODUCTS)}; dgrad is the forward product with N and K exchanged",
-    )  # fmt: skip
+    )
     parser.add_argument("--recipe", default="blockwise", help="whose blocks (default: %(default)s)")
     parser.add_argument("--budget", type=_seconds, metavar="SECONDS", help="start no further product after this time")
     parser.add_argument("--force", action="store_true", help="measure again what the cache has")

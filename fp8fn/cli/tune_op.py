@@ -61,7 +61,8 @@ OPS: Final[Mapping[str, Tuned]] = {
         form=weight_table.FORM,
         keys=_weight_keys,
         shapes=(
-            *((m, n, k) for k, n in DECODE for m in ROWS), *((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS)
+            *((m, n, k) for k, n in DECODE for m in ROWS),
+            *((m, n, k) for k, n in BATCH_DECODE for m in BATCH_ROWS),
         ),
         default=op_defaults.weight_default,
         bench=chain_device.weight_bench,
@@ -80,7 +81,7 @@ OPS: Final[Mapping[str, Tuned]] = {
         default=op_defaults.moe_default,
         bench=chain_device.moe_bench,
     ),
-}  # fmt: skip
+}
 
 
 def keys_of(op: str, shapes: Iterable[Shape] | None) -> tuple[Key, ...]:

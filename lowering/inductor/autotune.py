@@ -84,8 +84,10 @@ def peer(node: Node) -> str | None:
     product = ScaledProduct(
         a=Quantized(given["a"], given["a_scale"], tuple(given["a_block"])),
         b=Quantized(given["b"], given["b_scale"], tuple(given["b_block"])),
-        bias=given["bias"], out=out, target=targets.target_of(out.device),
-    )  # fmt: skip
+        bias=given["bias"],
+        out=out,
+        target=targets.target_of(out.device),
+    )
     if out.numel() == 0 or cublaslt.accepts(product) is not None:
         return None
     return cublaslt.recipe_of(product)
@@ -170,9 +172,7 @@ def _their_node(
     # The arguments are views of the operands. Meta tensors show of which operand, and with which strides.
     likes = [_like(x) for x in inputs]
     left, left_scale, right, right_scale, *rest = likes
-    name, given = cublaslt.arguments(
-        recipe, left, left_scale, right, right_scale, rest[0] if rest else None, dtype
-    )  # fmt: skip
+    name, given = cublaslt.arguments(recipe, left, left_scale, right, right_scale, rest[0] if rest else None, dtype)
     owners = {like.untyped_storage()._cdata: x for like, x in zip(likes, inputs, strict=True)}
 
     def view(argument: Any) -> Any:

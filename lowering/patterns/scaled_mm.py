@@ -33,20 +33,23 @@ from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Table, lookup, tables
 
 NAME: Final = "scaled_mm"
-PRODUCTS: Final = tuple(
-    getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name)
-)  # fmt: skip
+PRODUCTS: Final = tuple(getattr(aten, name).default for name in ("_scaled_mm", "_scaled_mm_v2") if hasattr(aten, name))
 # The pairs of scalings in ATen's order (get_joint_scaling in ScaledBlas.cpp); ATen uses the first pair that fits.
 _PAIRS: Final[tuple[tuple[Block, Block], ...]] = (
-    ((WHOLE, WHOLE), (WHOLE, WHOLE)), ((1, WHOLE), (WHOLE, 1)),
-    ((128, 128), (128, 1)), ((1, 128), (128, 128)), ((1, 128), (128, 1)),
-)  # fmt: skip
+    ((WHOLE, WHOLE), (WHOLE, WHOLE)),
+    ((1, WHOLE), (WHOLE, 1)),
+    ((128, 128), (128, 1)),
+    ((1, 128), (128, 128)),
+    ((1, 128), (128, 1)),
+)
 # The block of a by torch.nn.functional.ScalingType; b has the transposed block.
 _RECIPES: Final[dict[int, Block]] = {0: (WHOLE, WHOLE), 1: (1, WHOLE), 4: (1, 128), 5: (128, 128)}
 _RECIPE_NAMES: Final = {
-    ("WHOLE", "WHOLE"): "tensorwise", ("LINE", "LINE"): "rowwise", ("VECTOR", "BLOCK"): "blockwise",
+    ("WHOLE", "WHOLE"): "tensorwise",
+    ("LINE", "LINE"): "rowwise",
+    ("VECTOR", "BLOCK"): "blockwise",
     ("VECTOR", "VECTOR"): "blockwise",
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,17 @@ NAME: Final = "torchao"
 QUANTIZERS: Final = {
     f"triton_fp8_blockwise_{name}": kind
     for name, kind in {
-        "act_quant_lhs": (False, False, False), "act_quant_rhs": (False, True, False),
+        "act_quant_lhs": (False, False, False),
+        "act_quant_rhs": (False, True, False),
         "act_quant_transposed_lhs": (False, True, True),
-        "weight_quant_rhs": (True, True, False), "weight_quant_transposed_rhs": (True, False, True),
+        "weight_quant_rhs": (True, True, False),
+        "weight_quant_transposed_rhs": (True, False, True),
     }.items()
-}  # fmt: skip
+}
 PRODUCTS: Final[dict[str, Block]] = {
-    "triton_fp8_gemm_1x128_128x128": (128, 128), "triton_fp8_gemm_1x128_128x1": (128, 1),
-}  # fmt: skip
+    "triton_fp8_gemm_1x128_128x128": (128, 128),
+    "triton_fp8_gemm_1x128_128x1": (128, 1),
+}
 _SCALED_MM: Final = "blockwise_scaled_mm"
 _RESHAPES: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.alias.default)
 

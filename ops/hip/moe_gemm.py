@@ -26,14 +26,18 @@ def plan_moe(product: RoutedProduct, config: HipConfig) -> tuple[HipLaunch]:
     tiles_m = min(ceil_div(routing.block_m, 16), _MOST_TILES)
     left, right, right_scale = lines(a), lines(w.mT), w_scale.mT
     for name, operand, most in (
-        ("a", left, left.shape[0]), ("a_scale", a_scale, left.shape[0]),
-        ("w", right, block_n), ("w_scale", right_scale, block_n),
-    ):  # fmt: skip
+        ("a", left, left.shape[0]),
+        ("a_scale", a_scale, left.shape[0]),
+        ("w", right, block_n),
+        ("w_scale", right_scale, block_n),
+    ):
         check_span("mxfp8_moe", name, operand, most)
     macros = (
-        ("BLOCK_N", block_n), ("TILES_M", tiles_m), ("WEIGHTED", int(product.token_weights is not None)),
+        ("BLOCK_N", block_n),
+        ("TILES_M", tiles_m),
+        ("WEIGHTED", int(product.token_weights is not None)),
         ("OUT", TYPES[out.dtype]),
-    )  # fmt: skip
+    )
     places = routing.tiles * ceil_div(routing.block_m, 16 * tiles_m)
     return (
         HipLaunch(

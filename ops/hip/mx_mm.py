@@ -138,9 +138,11 @@ def _args(
     left, right = batched(lines(a)), batched(lines(b.mT))
     left_scale, right_scale = batched(a_scale), batched(b_scale.mT)
     for name, operand, most in (
-        ("a", left, left.shape[1]), ("a_scale", left_scale, left.shape[1]),
-        ("b", right, columns), ("b_scale", right_scale, columns),
-    ):  # fmt: skip
+        ("a", left, left.shape[1]),
+        ("a_scale", left_scale, left.shape[1]),
+        ("b", right, columns),
+        ("b_scale", right_scale, columns),
+    ):
         check_span(kernel, name, operand, most)
     return {
         "a": left, "a_scale": left_scale, "b": right, "b_scale": right_scale, "bias": bias, "out": out,

@@ -60,9 +60,7 @@ def quantize_blocks(
         values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
 
     blocks = tl.reshape(values, (BM // R, R, BN // C, C))
-    stored, inverse = scale_of(
-        tl.max(tl.max(magnitude_bits(blocks), axis=3), axis=1), LARGEST, EMAX, FLOOR, FORMAT
-    )  # fmt: skip
+    stored, inverse = scale_of(tl.max(tl.max(magnitude_bits(blocks), axis=3), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
     inverse = tl.expand_dims(tl.expand_dims(inverse, 1), 3)
     quantized = tl.reshape(cast(blocks * inverse, LARGEST, data.dtype.element_ty), (BM, BN))
 
@@ -129,9 +127,8 @@ def quantize_rows(
 
 @triton.jit
 def partial_amax(
-    x, partials, M, N, x_b, x_m, x_n, tiles_m, tiles_n, parts,
-    BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    x, partials, M, N, x_b, x_m, x_n, tiles_m, tiles_n, parts, BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr
+):
     """The largest magnitude of every `parts`-th tile, as bits."""
     part = tl.program_id(0) % parts
     batch = tl.program_id(0) // parts

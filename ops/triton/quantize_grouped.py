@@ -325,8 +325,11 @@ def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dic
     programs = spread_blocks(q.m, q.groups) * ceil_div(q.n, tile.columns)
     args = {"M": q.m, "N": q.n, "E": q.groups, **_strides("x", q.x), "o_e": q.offsets.stride(0)}
     constexprs = {
-        "BM": ROWS, "BN": tile.columns, "GROUPS": triton.next_power_of_2(q.groups), "WIDE": is_wide(q.x, data),
-    }  # fmt: skip
+        "BM": ROWS,
+        "BN": tile.columns,
+        "GROUPS": triton.next_power_of_2(q.groups),
+        "WIDE": is_wide(q.x, data),
+    }
     return programs, args, constexprs
 
 

@@ -146,7 +146,7 @@ class ModelledConfig(NamedTuple):
 
 def choose(
     product: str, m: int, n: int, k: int, arch: str, *, bias: bool = False, aligned: bool = True
-) -> ModelledConfig:  # fmt: skip
+) -> ModelledConfig:
     """The table's configuration for a product of the 84 layers, the model's for another.
 
     `m` counts the rows of a batch together. With a `bias` no turned store, which has none. Operands that are not
@@ -161,7 +161,7 @@ def choose(
 @lru_cache(maxsize=4096)
 def modelled(
     product: str, m: int, n: int, k: int, arch: str, *, bias: bool = False, aligned: bool = True
-) -> ModelledConfig:  # fmt: skip
+) -> ModelledConfig:
     """The candidate of the least modelled time; of those within 1 % the one whose units work least, then by name."""
     times = candidate_times(product, m, n, k, arch, bias=bias, aligned=aligned)
     kernels = table(arch).kernels
@@ -228,9 +228,7 @@ def parse(document: Mapping[str, Any]) -> Table:
         config = config_of(name)
         step, outside = Cost(*rest[:4]), Cost(*rest[4:8])
         peeled, vgprs, _, _, lds = rest[8:]
-        kernels[product, name] = Kernel(
-            config.BM, config.BN, bk, config.num_warps, step, outside, peeled, vgprs, lds
-        )  # fmt: skip
+        kernels[product, name] = Kernel(config.BM, config.BN, bk, config.num_warps, step, outside, peeled, vgprs, lds)
     rows = {(product, m, n, k): name for product, m, n, k, name, *_ in document["rows"]}
     return Table(document["arch"], kernels, rows, document["origin"])
 

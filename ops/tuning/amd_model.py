@@ -190,9 +190,11 @@ def product_time(
     by_hbm = max(passes * k * (reused[0] * kernel.bm + reused[1] * kernel.bn), (m + n) * k) + written
     units = cycles(kernel.step, kernel.warps, at_once)
     return Time(
-        1e6 * cu / processor.hertz, 1e6 * by_cache / processor.cache, 1e6 * by_hbm / processor.hbm,
+        1e6 * cu / processor.hertz,
+        1e6 * by_cache / processor.cache,
+        1e6 * by_hbm / processor.hbm,
         max(units, key=lambda unit: units[unit]),
-    )  # fmt: skip
+    )
 
 
 def _tile_cycles(kernel: Kernel, k: int, groups: int) -> float:

@@ -14,13 +14,14 @@ X: Final = ScaledMmConfig(MATH=3, DEPTH=1)
 W: Final = ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1)
 SMALLEST: Final = ScaledMmConfig(MATH=1, BN=64)
 _EVERYWHERE: Final = (
-    X, W,
+    X,
+    W,
     ScaledMmConfig(BN=64),
     ScaledMmConfig(MATH=1),
     SMALLEST,
     ScaledMmConfig(MATH=1, BN=192, DEPTH=1),
     ScaledMmConfig(MATH=1, BN=256, SLICES_N=2, DEPTH=1),
-)  # fmt: skip
+)
 # By the kinds of the scales. With one of each along K: two temporaries hold 0.9x of one at 128x128. Where they hold
 # along all of K, two are one accumulated further, so that they cost no registers: 192x128 and 128x192 spill 74 and 94
 # elsewhere, not here.

@@ -207,9 +207,12 @@ def _is_time(value: Any) -> bool:
 def write(path: Path, table: Table) -> None:
     """Replaces the file whole; OSError where it can't be written."""
     head = {
-        "format": FORMAT, "op": table.form.op, "chip": table.chip.name, "multiprocessors": table.chip.multiprocessors,
+        "format": FORMAT,
+        "op": table.form.op,
+        "chip": table.chip.name,
+        "multiprocessors": table.chip.multiprocessors,
         "origin": dict(table.origin),
-    }  # fmt: skip
+    }
     rows = [_values(key, row) for key, row in sorted(table.rows.items(), key=lambda row: repr(row[0]))]
     lines = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in rows)
     text = json.dumps(head, indent=1, ensure_ascii=False)[:-2] + f',\n "columns": {json.dumps(table.form.columns)}'

@@ -17,9 +17,7 @@ from fp8fn.ops.targets import Chip, Target
 
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
 _A_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "LINE": (1, WHOLE), "WHOLE": (WHOLE, WHOLE)}
-_B_BLOCKS: Final[dict[str, Block]] = {
-    "VECTOR": (BK, 1), "BLOCK": (BK, BK), "LINE": (WHOLE, 1), "WHOLE": (WHOLE, WHOLE),
-}  # fmt: skip
+_B_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (BK, 1), "BLOCK": (BK, BK), "LINE": (WHOLE, 1), "WHOLE": (WHOLE, WHOLE)}
 
 
 @dataclass(frozen=True)

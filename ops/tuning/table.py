@@ -228,9 +228,12 @@ def write(path: Path, table: Table) -> None:
     """Replaces the file whole; OSError where it can't be written."""
     rows = sorted(table.entries.items(), key=lambda row: (row[0].kinds, row[0].m, row[0].n, row[0].k, repr(row[0])))
     head = {
-        "format": FORMAT, "chip": table.chip.name, "multiprocessors": table.chip.multiprocessors,
-        "origin": dict(table.origin), "columns": list(COLUMNS),
-    }  # fmt: skip
+        "format": FORMAT,
+        "chip": table.chip.name,
+        "multiprocessors": table.chip.multiprocessors,
+        "origin": dict(table.origin),
+        "columns": list(COLUMNS),
+    }
     lines = ",\n".join("  " + json.dumps(_row_of_entry(problem, entry), ensure_ascii=False) for problem, entry in rows)
     text = json.dumps(head, indent=1)[:-2] + ',\n "rows": [' + (f"\n{lines}\n " if lines else "") + "]\n}\n"
     replace_whole(path, text.encode())

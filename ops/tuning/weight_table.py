@@ -23,9 +23,11 @@ _TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in I
 def candidates(problem: WeightProblem) -> Mapping[str, Sequence[Any]]:
     """The configurations of each kernel that computes a problem, whose operands lie as kernels take them."""
     found = {
-        "cuda_splitk": splitk_a16w8.candidates(problem), "cuda_tiles": a16w8_tiles.candidates(problem),
-        "cuda_gemv": gemv_a16w8.candidates(problem), "cuda_many": mm_a16w8.candidates(problem),
-    }  # fmt: skip
+        "cuda_splitk": splitk_a16w8.candidates(problem),
+        "cuda_tiles": a16w8_tiles.candidates(problem),
+        "cuda_gemv": gemv_a16w8.candidates(problem),
+        "cuda_many": mm_a16w8.candidates(problem),
+    }
     return {name: configs for name, configs in found.items() if configs}
 
 

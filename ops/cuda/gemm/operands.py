@@ -53,20 +53,24 @@ def has_pieces(x: Tensor) -> bool:
 def types_of(product: WeightProduct) -> dict[str, int | str]:
     """The macros that say what the operands are."""
     return {
-        "INPUT": INPUTS[product.x.dtype], "FP8": f"Fp8::{TYPES[product.w.data.dtype].upper()}",
-        "SCALE": SCALES[product.w.block], "OUT": OUT[product.out.dtype],
+        "INPUT": INPUTS[product.x.dtype],
+        "FP8": f"Fp8::{TYPES[product.w.data.dtype].upper()}",
+        "SCALE": SCALES[product.w.block],
+        "OUT": OUT[product.out.dtype],
         "BIAS": 0 if product.bias is None else OUT[product.bias.dtype],
-    }  # fmt: skip
+    }
 
 
 def column_steps(product: WeightProduct) -> dict[str, int]:
     """The arguments that say where scales and biases of columns lie, in the order of the kernels."""
     scale, bias = product.w.scale, product.bias
     return {
-        "s_batch": batch_step(scale), "s_k": scale.stride(-2), "s_n": scale_step(product.w),
+        "s_batch": batch_step(scale),
+        "s_k": scale.stride(-2),
+        "s_n": scale_step(product.w),
         "bias_batch": 0 if bias is None or bias.dim() == 1 else bias.stride(0),
         "bias_n": 0 if bias is None else bias.stride(-1),
-    }  # fmt: skip
+    }
 
 
 def batch_step(x: Tensor) -> int:

@@ -162,9 +162,12 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
     }  # fmt: skip
     options: dict[str, Any] = {
-        "BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "SPLIT": config.SPLIT,
-       
-    }  # fmt: skip
+        "BM": config.BM,
+        "BN": config.BN,
+        "STAGES": stages,
+        "CLUSTER": config.CLUSTER,
+        "SPLIT": config.SPLIT,
+    }
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
         options["GROUPED"] = grouped

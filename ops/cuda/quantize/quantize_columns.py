@@ -53,9 +53,12 @@ class ColumnsConfig:
 # By rows: the first configuration that keeps them with three blocks or more on a multiprocessor, which hide each
 # other's latency.
 _CONFIGS: Final = (
-    (384, ColumnsConfig(128)), (768, ColumnsConfig(128, 2)), (1536, ColumnsConfig(128, 4)),
-    (3072, ColumnsConfig(128, 8)), (8192, ColumnsConfig(64, 8, 8, 3)),
-)  # fmt: skip
+    (384, ColumnsConfig(128)),
+    (768, ColumnsConfig(128, 2)),
+    (1536, ColumnsConfig(128, 4)),
+    (3072, ColumnsConfig(128, 8)),
+    (8192, ColumnsConfig(64, 8, 8, 3)),
+)
 _TALL: Final = ColumnsConfig(64, 8, 16, 1)
 # On chips whose GPCs all have 16 multiprocessors these replace the last entry above: faster on an H200.
 _LARGE_GPCS: Final = ((6144, ColumnsConfig(128, 16)), (13312, ColumnsConfig(64, 16)))

@@ -56,18 +56,26 @@ class StreamConfig:
 # panels, where more clusters end together, and for groups. The ring has room for a panel and for the chunks that arrive
 # meanwhile.
 _STREAMS: Final = (
-    (1024, StreamConfig(2, 6, RESIDENT=2, BOX=128)), (2048, StreamConfig(4, 6, RESIDENT=2, BOX=128)),
-    (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128)), (7168, StreamConfig(8, BOX=128)),
+    (1024, StreamConfig(2, 6, RESIDENT=2, BOX=128)),
+    (2048, StreamConfig(4, 6, RESIDENT=2, BOX=128)),
+    (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128)),
+    (7168, StreamConfig(8, BOX=128)),
     (10**9, StreamConfig(16, BOX=128)),
-)  # fmt: skip
+)
 _STREAMS_OF_FEW: Final = (
-    *_STREAMS[:2], (4096, _STREAMS[2][1]), (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128, HELD=3)),
-    (10240, StreamConfig(16, 6, RESIDENT=2, BOX=128, HELD=3)), (10**9, StreamConfig(16, BOX=128, HELD=4)),
-)  # fmt: skip
+    *_STREAMS[:2],
+    (4096, _STREAMS[2][1]),
+    (5120, StreamConfig(8, 6, RESIDENT=2, BOX=128, HELD=3)),
+    (10240, StreamConfig(16, 6, RESIDENT=2, BOX=128, HELD=3)),
+    (10**9, StreamConfig(16, BOX=128, HELD=4)),
+)
 _STREAMS_OF_GROUPS: Final = (
-    (1280, StreamConfig(2, 6, RESIDENT=2, BASE=128)), (2560, StreamConfig(4, 6, RESIDENT=2)),
-    (5000, StreamConfig(8, 6, RESIDENT=2)), (7168, StreamConfig(8)), (10**9, StreamConfig(16, HELD=4)),
-)  # fmt: skip
+    (1280, StreamConfig(2, 6, RESIDENT=2, BASE=128)),
+    (2560, StreamConfig(4, 6, RESIDENT=2)),
+    (5000, StreamConfig(8, 6, RESIDENT=2)),
+    (7168, StreamConfig(8)),
+    (10**9, StreamConfig(16, HELD=4)),
+)
 _FEW_PANELS: Final = 256
 # The configuration for multiprocessors that clusters of 16 leave idle, for as many rows as its clusters hold. If a
 # panel fills the ring, no chunk of the next panel arrives meanwhile, and these clusters take only a part of their
