@@ -25,7 +25,7 @@ from fp8fn.ops.groups import (
 )
 from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, known_block
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
@@ -35,9 +35,9 @@ SCALED_GROUPED_MM_SCHEMA: Final = (
     " Tensor offsets, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
 )
 
-# Of tokens that are rows a scale may not hold for two: the border of a group may lie between them.
-TOKEN_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, WHOLE), (1, 32), (WHOLE, WHOLE))
-EXPERT_BLOCKS: Final[tuple[Block, ...]] = ((128, 128), (128, 1), (WHOLE, 1), (32, 1), (WHOLE, WHOLE))
+# No scale holds for two rows of tokens, since the border of a group may lie between them, unless it holds for all.
+TOKEN_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] == 1 or block == (WHOLE, WHOLE))
+EXPERT_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] != 1)
 # Of tokens that are summed over: spread, in blocks of 128, or with one scale for all tokens of a group.
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
 

@@ -215,7 +215,7 @@ def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[Trito
 
 def _tile(q: _Batch) -> BlockTile:
     # 256 bytes of bfloat16 along the contiguous axis, and 64 elements a thread, or a lane on AMD.
-    if q.out.block == (128, 128) or is_column_major(q.x):
+    if q.out.block[0] > 1 or is_column_major(q.x):
         return BlockTile(128, 128, QUANTIZE_WARPS if q.target.backend == "hip" else 8)
     return BlockTile(32, 128, 4)
 

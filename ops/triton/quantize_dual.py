@@ -8,14 +8,14 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from fp8fn.ops.layout import Block, as_batch, contracts_rows
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, as_batch, contracts_rows
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_DUAL, QUANTIZE_WARPS
 
-DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, 32))
+DUAL_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] == 1 and block[1] != WHOLE)
 
 
 @dataclass(frozen=True)
