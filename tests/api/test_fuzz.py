@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import SCALE_FORMATS
-from fp8fn.ops.layout import Block, empty_data, empty_scale, swap
+from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.mx_mm import KERNELS, problem_of
 from support.products import Parts, dispatched, mx_product
 from support.quantizers import plan_quantize, plan_quantize_dual
