@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -13,22 +14,31 @@ from fp8fn.ops.tuning.problem import Problem
 X: Final = Config(MATH=3, DEPTH=1)
 W: Final = Config(BN=256, SLICES_N=2, DEPTH=1)
 SMALLEST: Final = Config(MATH=1, BN=64)
-_EVERYWHERE: Final = (
-    X, W,
-    Config(BN=64),
-    Config(MATH=1),
-    SMALLEST,
-    Config(MATH=1, BN=192, DEPTH=1),
-    Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1),
-)  # fmt: skip
-# By the kinds of the scales. With one of each along K: two temporaries hold 0.9x of one at 128x128. Where they hold
-# along all of K, two are one accumulated further, so that they cost no registers: 192x128 and 128x192 spill 74 and 94
-# elsewhere, not here.
-_BY_KIND: Final[dict[tuple[str, str], tuple[Config, ...]]] = {
-    ("VECTOR", "BLOCK"): (Config(), Config(BN=192, DEPTH=1)),
-    ("VECTOR", "VECTOR"): (Config(DEPTH=1), Config(BN=192, DEPTH=1)),
+# The tiles by the kinds of the scales, with the nanoseconds that a k-block of 128 takes where each multiprocessor works
+# on one. None of the tiles spills. The L2's rate is in the times: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core
+# alone needs 452 for 192x128 and 602 for 128x256.
+_BLOCK_NS: Final[dict[Config, float]] = {
+    X: 612, W: 875, Config(BN=192, DEPTH=1): 645, Config(): 452, Config(BN=64): 242,
+    Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1): 577, Config(MATH=1, BN=192, DEPTH=1): 470, Config(MATH=1): 281,
+    SMALLEST: 209,
+}  # fmt: skip
+# A scale for each column of b is loaded and multiplied besides: 238 ns at 192x128 and 160 at 128x128 were measured, so
+# about 9.6 for 1000 elements of the tile. At 128x128 two temporaries take 1.1 times as long as one, which takes 630.
+_COLUMN_SCALES_NS: Final = 9.6e-3
+_VECTOR_NS: Final[dict[Config, float]] = {
+    tile: ns + _COLUMN_SCALES_NS * tile.BM * tile.BN
+    for tile, ns in {**_BLOCK_NS, Config(DEPTH=1): 470}.items()
+    if tile != Config()
 }
-_UNSCALED: Final = (Config(), Config(BN=192), Config(MATH=3))
+# Without scales along K: less by what promoting every fourth block only saves. Not fitted: of seven small products that
+# were timed, all but one rank as with these. Two temporaries are one accumulated further and cost no registers: 192x128
+# and 128x192 spill 74 and 94 elsewhere, not here.
+_UNSCALED_NS: Final[dict[Config, float]] = {
+    X: 640, Config(MATH=3): 625, W: 870, Config(BN=192): 610, Config(): 430, Config(BN=64): 300,
+    Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1): 560, Config(MATH=1, BN=192, DEPTH=1): 450, Config(MATH=1): 305,
+    SMALLEST: 250,
+}  # fmt: skip
+_SCALED_NS: Final = {("VECTOR", "BLOCK"): _BLOCK_NS, ("VECTOR", "VECTOR"): _VECTOR_NS}
 _FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
 # Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
 _RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
@@ -37,9 +47,14 @@ _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room fo
 _NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:s(\d+))?")
 
 
+def tile_ns(problem: Problem) -> Mapping[Config, float]:
+    """The tiles for the problem's scales, K in one part, each with the nanoseconds of a k-block."""
+    return _SCALED_NS.get(problem.kinds, _UNSCALED_NS)
+
+
 def tiles(problem: Problem) -> tuple[Config, ...]:
-    """The tiles for the problem's scales, K in one part; none of them spills."""
-    return _EVERYWHERE + _BY_KIND.get(problem.kinds, _UNSCALED)
+    """The tiles for the problem's scales, K in one part."""
+    return tuple(tile_ns(problem))
 
 
 def candidates(problem: Problem, cores: int) -> tuple[Config, ...]:
@@ -95,7 +110,7 @@ def config_of(name: str) -> Config:
     match = _NAME.fullmatch(name)
     if match is not None:
         bm, bn, depth, group, split = (int(text) if text else 0 for text in match.groups())
-        for tile in (*_EVERYWHERE, *(tile for more in _BY_KIND.values() for tile in more), *_UNSCALED):
+        for tile in {**_BLOCK_NS, **_VECTOR_NS, **_UNSCALED_NS}:
             if (bm, bn, depth) == (tile.BM, tile.BN, tile.DEPTH):
                 return replace(tile, GROUP=group or tile.GROUP, SPLIT=split or 1)
     raise ValueError(f"{name!r} names no configuration")

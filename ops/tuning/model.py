@@ -13,30 +13,14 @@ for every candidate, nearly by the same factor.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from math import ceil, hypot
 from typing import Final
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, Config
-from fp8fn.ops.tuning.candidates import candidates, config_name, tile_count
+from fp8fn.ops.tuning.candidates import candidates, config_name, tile_count, tile_ns
 from fp8fn.ops.tuning.problem import Problem
-
-# Nanoseconds of a k-block of 128 where each multiprocessor works on one, by tile and temporaries. The L2's rate is in
-# them: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core alone needs 452 for 192x128 and 602 for 128x256.
-_FORWARD_NS: Final = {
-    "192x128d1": 612, "128x256d1": 875, "128x192d1": 645, "128x128d2": 452, "128x64d2": 242,
-    "64x256d1": 577, "64x192d1": 470, "64x128d2": 281, "64x64d2": 209,
-}  # fmt: skip
-# A scale for each column of b more to load and to multiply by: 238 ns at 192x128 and 160 at 128x128 were measured, so
-# about 9.6 for 1000 elements of the tile.
-_COLUMN_SCALES_NS: Final = 9.6e-3
-# Without scales along K: less by what promoting every fourth block only saves. Not fitted: of seven small products that
-# were timed, all but one rank as with these.
-_UNSCALED_NS: Final = {
-    "192x128d1": 640, "192x128d2": 625, "128x256d1": 870, "128x192d2": 610, "128x128d2": 430, "128x64d2": 300,
-    "64x256d1": 560, "64x192d1": 450, "64x128d2": 305, "64x64d2": 250,
-}  # fmt: skip
-_MEASURED_DEPTH_1_NS: Final = 470  # 128x128 with one temporary: wgrad's 630 less its column scales
 
 _ALONE: Final = 0.65  # the time of a k-block where no other multiprocessor works, to that where all do
 _LAUNCH_US: Final = 5.6  # with 3 µs of the events around it
@@ -59,11 +43,7 @@ FITTED: Final = frozenset({
 
 def block_ns(problem: Problem, config: Config) -> float:
     """Nanoseconds of a k-block of one tile."""
-    tile = f"{config.BM}x{config.BN}d{config.DEPTH}"
-    if problem.b_scale in ("LINE", "WHOLE"):
-        return float(_UNSCALED_NS[tile])
-    forward = float(_MEASURED_DEPTH_1_NS if tile == "128x128d1" else _FORWARD_NS[tile])
-    return forward + (_COLUMN_SCALES_NS * config.BM * config.BN if problem.b_scale == "VECTOR" else 0.0)
+    return tile_ns(problem)[replace(config, GROUP=Config.GROUP, SPLIT=1)]
 
 
 def bytes_read(problem: Problem, config: Config) -> float:
