@@ -16,8 +16,19 @@ from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, known_block, swap, turned, unknown_block
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.layout import (
+    WHOLE,
+    Block,
+    empty_data,
+    empty_scale,
+    is_column_major,
+    is_square,
+    known_block,
+    swap,
+    turned,
+    unknown_block,
+)
+from fp8fn.ops.quantization import Quantization, empty_dual
 
 QUANTIZE_SCHEMA: Final = (
     'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32") -> (Tensor, Tensor)'
@@ -54,6 +65,13 @@ def quantize_reference(
     return reference.quantize(x, pair, fp8, scale)
 
 
+def quantize_fake(
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    pair, fp8 = check_quantize(x, block, dtype, scale)
+    return empty_data(x, pair, fp8), empty_scale(x, pair, scale)
+
+
 def quantize_kernel(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
@@ -66,6 +84,13 @@ def quantize_dual_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
     return reference.quantize_dual(x, pair, fp8, scale)
+
+
+def quantize_dual_fake(
+    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
+    return empty_dual(x, pair, fp8, scale)
 
 
 def quantize_dual_kernel(

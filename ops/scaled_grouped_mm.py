@@ -165,6 +165,15 @@ def scaled_grouped_mm_reference(  # noqa: PLR0913 - an op's signature
     return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype or torch.bfloat16)
 
 
+def scaled_grouped_mm_fake(  # noqa: PLR0913  an op's signature
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    return empty_grouped_output(a, b, offsets, out_dtype)
+
+
 def scaled_grouped_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
