@@ -195,7 +195,7 @@ def by_cuda(product: ScaledProduct) -> str | None:
 
 
 def configure_cuda(product: ScaledProduct) -> cuda.Config:
-    from fp8fn.ops.tuning.choose import modelled
+    from fp8fn.ops.tuning.model import modelled
 
     return modelled(product)
 
@@ -225,7 +225,7 @@ def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
 def _named(product: ScaledProduct) -> Named | None:
     if by_cuda(product) is not None:
         return None
-    from fp8fn.ops.tuning.choose import named
+    from fp8fn.ops.tuning.table import named
 
     return named(product)
 

@@ -27,7 +27,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
-from fp8fn.ops.tuning.candidates import tiles
+from fp8fn.ops.tuning.model import tiles
 from support.compilers import SHARED_LIMIT, assert_well_compiled, instructions, needs_nvrtc
 from support.configs import KINDS, SCALED_MM, VARIANTS, every_variant
 from support.products import Parts
