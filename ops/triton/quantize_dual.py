@@ -87,6 +87,9 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
     if q.x.numel() == 0:
         raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
     tile = tile or _tile(q)
+    names = ("row", "row_scales", "col", "col_scales")
+    if contracts_rows(q.block):
+        names = (*names[2:], *names[:2])
     x, row, col = (batched(as_batch(matrix)) for matrix in (q.x, row, col))
     row_scales, col_scales = (batched(storage(as_batch(scales))) for scales in (row_scales, col_scales))
     batch, m, n = x.shape
@@ -107,6 +110,7 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
         },
         options={"num_warps": tile.num_warps, **dict(tile.options)},
         target=q.target,
+        binds=dict(zip(names, ("data", "scale", "dual_data", "dual_scale"), strict=True)) | {"x": "x"},
     )  # fmt: skip
     return (launch,)
 

@@ -128,11 +128,12 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
     bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
     config, reason = (config, "") if config else _choose(product)
+    names = ("a", "a_scale", "b", "b_scale")
     if config.WGRAD_TRANS_STORE:
         if bias is not None:
             raise ValueError("WGRAD_TRANS_STORE computes outᵀ, to which a bias by columns cannot be added: use False")
         a, a_scale, a_block, b, b_scale, b_block = b.mT, b_scale.mT, swap(b_block), a.mT, a_scale.mT, swap(a_block)
-        out = out.mT
+        out, names = out.mT, (*names[2:], *names[:2])
     a, a_scale = batched(a), batched(storage(a_scale))
     b, b_scale = batched(b), batched(storage(b_scale))
     out = batched(out)
@@ -161,6 +162,7 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
         reason=reason,
+        binds={**dict(zip(("a", "a_scale", "b", "b_scale"), names, strict=True)), "bias": "bias", "out": "out"},
     )  # fmt: skip
     return (launch,)
 
