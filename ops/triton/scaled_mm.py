@@ -174,7 +174,7 @@ def check_blocks(a_block: Block, b_block: Block) -> None:
         ("b_block", b_block, b_block[0], "quantize b in blocks (128, 1)"),
     ):
         if along_k != WHOLE and along_k < _LEAST_K:
-            raise ValueError(f"{name} is {block}: a scale must hold for {_LEAST_K} elements along K or more: {remedy}")
+            raise ValueError(f"{name} is {block}: a scale must hold for at least {_LEAST_K} elements along K: {remedy}")
 
 
 def _batch_stride(x: Tensor, batch: int) -> int:
