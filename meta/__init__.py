@@ -1,1 +1,1 @@
-"""The meaning of each op apart from its kernels: fake implementations, autograd, vmap rules, and declarations."""
+"""The meaning of each op apart from its kernels: autograd, vmap rules, and declarations."""

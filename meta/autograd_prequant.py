@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.gemm import product
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block
 from fp8fn.ops.operand import Quantized
 
 # The activation's block for each block of a weight (K, N) that an FP8 product takes.
 ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
-    (128, 128): (1, 128), (128, 1): (1, 128), (32, 1): (1, 32), (WHOLE, 1): (1, WHOLE), (WHOLE, WHOLE): (WHOLE, WHOLE),
-}  # fmt: skip
+    block: block if block == (WHOLE, WHOLE) else (1, block[0]) for block in BLOCKS if block[0] != 1
+}
 
 
 def quantized_by_weight(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, fake, vmap
+from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, vmap
 from fp8fn.meta.registry import Op, declare
 from fp8fn.ops import expert_mlp as expert_mlp_op
 from fp8fn.ops import (
@@ -25,7 +25,10 @@ _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is dif
 
 
 def _constant(module: ModuleType, schema: str) -> Op:
-    """Declares an op that has no derivative; `module`, `fake` and `vmap` hold its parts under the op's name."""
+    """Declares an op that has no derivative, whose parts `module` holds under the op's name.
+
+    `vmap` holds its rule; an op without a rule is called once for each element of the batch.
+    """
     name = schema.partition("(")[0]
     reference, kernel = getattr(module, f"{name}_reference"), getattr(module, f"{name}_kernel")
     return declare(
@@ -33,9 +36,9 @@ def _constant(module: ModuleType, schema: str) -> Op:
             schema=schema,
             reference=reference,
             kernel=kernel,
-            fake=getattr(fake, name),
+            fake=getattr(module, f"{name}_fake"),
             autograd=autograd.not_differentiable(name, _DIFFERENTIABLE, reference, kernel),
-            vmap=getattr(vmap, name),
+            vmap=getattr(vmap, name, vmap.each(name)),
         )
     )
 
@@ -60,15 +63,15 @@ MM_A16W8 = declare(
         schema=mm_a16w8.MM_A16W8_SCHEMA,
         reference=mm_a16w8.mm_a16w8_reference,
         kernel=mm_a16w8.mm_a16w8_kernel,
-        fake=fake.mm_a16w8,
+        fake=mm_a16w8.mm_a16w8_fake,
         autograd=autograd.mm_a16w8(mm_a16w8.mm_a16w8_reference, mm_a16w8.mm_a16w8_kernel),
         vmap=vmap.mm_a16w8,
     )
 )
 GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))
 GROUPED_GEMM = declare(
-    Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=autograd_grouped.grouped_gemm, vmap=vmap.grouped_gemm)
+    Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=autograd_grouped.grouped_gemm, vmap=vmap.each("grouped_gemm"))
 )
 EXPERT_MLP = declare(
-    Op(schema=expert_mlp_op.EXPERT_MLP_SCHEMA, composite=autograd_expert_mlp.expert_mlp, vmap=vmap.expert_mlp)
+    Op(schema=expert_mlp_op.EXPERT_MLP_SCHEMA, composite=autograd_expert_mlp.expert_mlp, vmap=vmap.each("expert_mlp"))
 )

@@ -25,22 +25,6 @@ def quantize_dual(info: Any, in_dims: Any, *args: Any) -> Any:
     return torch.ops.fp8fn.quantize_dual(*_with_amax(info, in_dims, args)), (0, 0, 0, 0)
 
 
-def quantize_grouped(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.quantize_grouped, info, in_dims, args), (0, 0)
-
-
-def quantize_grouped_dual(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.quantize_grouped_dual, info, in_dims, args), (0, 0, 0, 0)
-
-
-def quantize_silu_mul_grouped_dual(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.quantize_silu_mul_grouped_dual, info, in_dims, args), (0, 0, 0, 0)
-
-
-def quantize_silu_mul_grad_grouped_dual(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.quantize_silu_mul_grad_grouped_dual, info, in_dims, args), (0, 0, 0, 0)
-
-
 def quantize_silu_mul(info: Any, in_dims: Any, gate: Tensor, up: Tensor, *args: Any) -> Any:
     return torch.ops.fp8fn.quantize_silu_mul(*_gated(info, in_dims, gate, up), *args), (0, 0)
 
@@ -85,10 +69,6 @@ def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
     return _with_bias(product, bias, bias_dim, out_dtype or torch.bfloat16), 0
 
 
-def moe_gemm(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.moe_gemm, info, in_dims, args), 0
-
-
 def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
     x, w, w_scale, block, bias, out_dtype, constant = _padded(args, 7)
     x_dim, w_dim, scale_dim, _, bias_dim, *_ = _padded(in_dims, 7)
@@ -126,18 +106,6 @@ def gemm(info: Any, in_dims: Any, *args: Any) -> Any:
     return _with_bias(product, bias, bias_dim, out_dtype or default_out_dtype(args[0])), 0
 
 
-def scaled_grouped_mm(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.scaled_grouped_mm, info, in_dims, args), 0
-
-
-def grouped_gemm(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.grouped_gemm, info, in_dims, args), 0
-
-
-def expert_mlp(info: Any, in_dims: Any, *args: Any) -> Any:
-    return _each(torch.ops.fp8fn.expert_mlp, info, in_dims, args), 0
-
-
 def _matrices(operands: Any, dims: Any, size: int) -> tuple[list[Tensor], torch.Size]:
     """`(a, a_scale, b, b_scale)`, each flattened to one batch, and the leading dimensions of the batch."""
     (a, _, b, _), (a_dim, _, b_dim, _) = operands, dims
@@ -147,20 +115,24 @@ def _matrices(operands: Any, dims: Any, size: int) -> tuple[list[Tensor], torch.
     return [part.expand(*lead, *part.shape[-2:]).flatten(0, -3) for part in parts], lead
 
 
-def _each(op: Any, info: Any, in_dims: Any, args: Any) -> Any:
-    """Calls the op once for each element of the batch, since the groups of each element have other ends."""
-    size = info.batch_size
+def each(name: str) -> Callable[..., Any]:
+    """The rule that calls the op once for each element of the batch: groups of tokens end elsewhere in each."""
 
-    def element(arg: Any, dim: Any, i: int) -> Any:
-        if not isinstance(arg, Tensor) or dim is None:
-            return arg
-        return arg.select(dim, i) if size else arg.new_zeros(arg.movedim(dim, 0).shape[1:])
+    def rule(info: Any, in_dims: Any, *args: Any) -> Any:
+        op, size = getattr(torch.ops.fp8fn, name), info.batch_size
 
-    calls = range(max(size, 1))  # an empty batch needs one call for the shapes of its results
-    results = [op(*(element(*pair, i) for pair in zip(args, in_dims, strict=True))) for i in calls]
-    if isinstance(results[0], Tensor):
-        return _stacked(results)[:size]
-    return tuple(_stacked(list(parts))[:size] for parts in zip(*results, strict=True))
+        def element(arg: Any, dim: Any, i: int) -> Any:
+            if not isinstance(arg, Tensor) or dim is None:
+                return arg
+            return arg.select(dim, i) if size else arg.new_zeros(arg.movedim(dim, 0).shape[1:])
+
+        calls = range(max(size, 1))  # an empty batch needs one call for the shapes of its results
+        results = [op(*(element(*pair, i) for pair in zip(args, in_dims, strict=True))) for i in calls]
+        if isinstance(results[0], Tensor):
+            return _stacked(results)[:size], 0
+        return tuple(_stacked(list(parts))[:size] for parts in zip(*results, strict=True)), (0,) * len(results[0])
+
+    return rule
 
 
 def _stacked(parts: list[Tensor]) -> Tensor:

@@ -23,6 +23,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.launch import kept as triton_call
 
 Refusal: TypeAlias = str | None
 """Why not, or None."""
@@ -227,6 +228,7 @@ class Dispatch:
             call: Any = call_of(launches, self.inputs, outputs)  # type: ignore[arg-type]
         else:
             call = launches[0].call() if len(launches) == 1 else None
+            call = call or triton_call(launches, dict(zip(self.inputs, tensors, strict=True)), outputs)
         if call is not None:
             return keep(key, call)(*tensors)  # type: ignore[no-any-return]
         keep(key, _Planned(self, choice, values))
@@ -259,7 +261,7 @@ class Dispatch:
 
 @dataclass(frozen=True, eq=False)
 class _Planned:
-    """A kept choice, for kernels whose launches are planned anew for each call: Triton's."""
+    """A kept choice, for kernels whose launches are planned anew for each call."""
 
     dispatch: Dispatch
     choice: Choice

@@ -76,6 +76,14 @@ def mm_a16w8_reference(
     return reference.mm_a16w8(x, Quantized(w, w_scale, block), bias, out_dtype or x.dtype)
 
 
+def mm_a16w8_fake(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None, constant: bool = False,
+) -> Tensor:  # fmt: skip
+    check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
+    return empty_output(x, w, out_dtype or x.dtype)
+
+
 def mm_a16w8_kernel(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,

@@ -125,6 +125,16 @@ def moe_gemm_reference(  # noqa: PLR0913 - an op's signature
     return reference.moe_gemm(left, right, routing, a_div, token_weights, out_dtype or torch.bfloat16)
 
 
+def moe_gemm_fake(  # noqa: PLR0913  an op's signature
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
+    sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,
+    token_weights: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    routing = Routing(sorted_token_ids, expert_ids, num_tokens_post_padded)
+    check_moe_gemm((a, a_scale, a_block), (w, w_scale, w_block), routing, top_k, a_div, token_weights, out_dtype)
+    return a.new_empty(output_shape(a, w, a_div), dtype=out_dtype or torch.bfloat16)
+
+
 def moe_gemm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int], w: Tensor, w_scale: Tensor, w_block: Sequence[int],
     sorted_token_ids: Tensor, expert_ids: Tensor, num_tokens_post_padded: Tensor, top_k: int, a_div: int,

@@ -27,6 +27,8 @@ from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import (
     WHOLE,
     Block,
+    empty_data,
+    empty_scale,
     is_column_major,
     is_square,
     known_block,
@@ -35,7 +37,7 @@ from fp8fn.ops.layout import (
     turned,
     unknown_block,
 )
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.quantization import Quantization, empty_dual
 from fp8fn.ops.targets import Target
 
 QUANTIZE_SCHEMA: Final = (
@@ -91,6 +93,10 @@ def amax_reference(x: Tensor, block: Sequence[int]) -> Tensor:
     return reference.amax(x, check_amax(x, block))
 
 
+def amax_fake(x: Tensor, block: Sequence[int]) -> Tensor:
+    return x.new_empty(scale_shape(x.shape, check_amax(x, block)), dtype=torch.float32)
+
+
 def amax_kernel(x: Tensor, block: Sequence[int]) -> Tensor:
     return AMAX((x,), (checked_block("amax", block),))[0]
 
@@ -101,6 +107,14 @@ def quantize_reference(
     pair, fp8 = check_quantize(x, block, dtype, scale)
     check_given_amax("quantize", x, pair, amax)
     return reference.quantize(x, pair, fp8, scale, amax)
+
+
+def quantize_fake(
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    pair, fp8 = check_quantize(x, block, dtype, scale)
+    check_given_amax("quantize", x, pair, amax)
+    return empty_data(x, pair, fp8), empty_scale(x, pair, scale)
 
 
 def quantize_kernel(
@@ -117,6 +131,15 @@ def quantize_dual_reference(
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
     check_given_amax("quantize_dual", x, pair, amax)
     return reference.quantize_dual(x, pair, fp8, scale, amax)
+
+
+def quantize_dual_fake(
+    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
+    check_given_amax("quantize_dual", x, pair, amax)
+    return empty_dual(x, pair, fp8, scale)
 
 
 def quantize_dual_kernel(

@@ -20,7 +20,7 @@ from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.cuda.quantize import rms_norm
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
+from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization, empty_dual
 from fp8fn.ops.quantize import check_quantize, checked_block, quantize_dual_kernel, quantize_kernel, unserved
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
@@ -82,11 +82,25 @@ def quantize_silu_mul_reference(
     return reference.quantize(reference.silu_mul(gate, up), pair, fp8, scale)
 
 
+def quantize_silu_mul_fake(
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul")
+    return empty_dual(gate, pair, fp8, scale)[:2]
+
+
 def quantize_silu_mul_dual_reference(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
     return reference.quantize_dual(reference.silu_mul(gate, up), pair, fp8, scale)
+
+
+def quantize_silu_mul_dual_fake(
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
+    return empty_dual(gate, pair, fp8, scale)
 
 
 def quantize_rms_norm_reference(
@@ -98,6 +112,14 @@ def quantize_rms_norm_reference(
     return reference.quantize(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
 
 
+def quantize_rms_norm_fake(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm", rstd)
+    return empty_dual(x, pair, fp8, scale)[:2]
+
+
 def quantize_rms_norm_dual_reference(
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32", rstd: Tensor | None = None,
@@ -105,6 +127,14 @@ def quantize_rms_norm_dual_reference(
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
     check_eps("quantize_rms_norm_dual", eps, rstd)
     return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
+
+
+def quantize_rms_norm_dual_fake(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
+    return empty_dual(x, pair, fp8, scale)
 
 
 def quantize_silu_mul_kernel(

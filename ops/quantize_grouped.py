@@ -13,11 +13,11 @@ from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
 from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
-from fp8fn.ops.groups import ROWS, check_ends, check_offsets
+from fp8fn.ops.groups import ROWS, check_ends, check_offsets, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
-from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.quantization import Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import check_quantize, no_config, quantize_kernel, unserved
 
 QUANTIZE_GROUPED_SCHEMA: Final = (
@@ -61,12 +61,26 @@ def quantize_grouped_reference(
     return reference.quantize_grouped(x, offsets, pair, fp8, scale)
 
 
+def quantize_grouped_fake(
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor]:
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale)
+    return empty_grouped(x, offsets.shape[0], pair, fp8, scale)
+
+
 def quantize_grouped_dual_reference(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
     check_ends("quantize_grouped_dual", offsets)
     return reference.quantize_grouped_dual(x, offsets, pair, fp8, scale)
+
+
+def quantize_grouped_dual_fake(
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
+    return empty_grouped_dual(x, offsets.shape[0], pair, fp8, scale)
 
 
 def quantize_grouped_kernel(

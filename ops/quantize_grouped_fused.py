@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.groups import check_ends
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
-from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization
+from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import unserved
 from fp8fn.ops.quantize_grouped import (
     DUAL_BLOCKS,
@@ -77,6 +77,14 @@ def quantize_silu_mul_grouped_dual_reference(
     return reference.quantize_grouped_dual(reference.silu_mul(gate, up), offsets, pair, fp8, scale)
 
 
+def quantize_silu_mul_grouped_dual_fake(
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
+    return empty_grouped_dual(gate, offsets.shape[0], pair, fp8, scale)
+
+
 def quantize_silu_mul_grad_grouped_dual_reference(
     grad: Tensor, hidden: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32",
@@ -84,6 +92,14 @@ def quantize_silu_mul_grad_grouped_dual_reference(
     pair, fp8 = check_silu_mul_grad_grouped(grad, hidden, offsets, block, dtype, scale)
     check_ends(_SILU_MUL_GRAD, offsets)
     return reference.quantize_grouped_dual(reference.silu_mul_grad(grad, hidden), offsets, pair, fp8, scale)
+
+
+def quantize_silu_mul_grad_grouped_dual_fake(
+    grad: Tensor, hidden: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_silu_mul_grad_grouped(grad, hidden, offsets, block, dtype, scale)
+    return empty_grouped_dual(hidden, offsets.shape[0], pair, fp8, scale)
 
 
 def quantize_silu_mul_grouped_dual_kernel(

@@ -25,7 +25,7 @@ from fp8fn.ops.groups import (
 )
 from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import WHOLE, Block, known_block
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
@@ -35,9 +35,9 @@ SCALED_GROUPED_MM_SCHEMA: Final = (
     " Tensor offsets, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
 )
 
-# Blocks of tokens that are rows: one token or all, as the border between two groups may lie anywhere.
-TOKEN_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, WHOLE), (1, 32), (WHOLE, WHOLE))
-EXPERT_BLOCKS: Final[tuple[Block, ...]] = ((128, 128), (128, 1), (WHOLE, 1), (32, 1), (WHOLE, WHOLE))
+# No scale holds for two rows of tokens, since the border of a group may lie between them, unless it holds for all.
+TOKEN_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] == 1 or block == (WHOLE, WHOLE))
+EXPERT_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] != 1)
 # Blocks of tokens that are summed over: 128 tokens of the spread layout, or all tokens of a group.
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
 
@@ -163,6 +163,15 @@ def scaled_grouped_mm_reference(  # noqa: PLR0913 - an op's signature
     left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
     check_ends(_NAME, offsets)
     return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype or torch.bfloat16)
+
+
+def scaled_grouped_mm_fake(  # noqa: PLR0913  an op's signature
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    return empty_grouped_output(a, b, offsets, out_dtype)
 
 
 def scaled_grouped_mm_kernel(  # noqa: PLR0913 - an op's signature

@@ -135,6 +135,15 @@ def scaled_mm_reference(  # noqa: PLR0913 - an op's signature
     return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
 
 
+def scaled_mm_fake(  # noqa: PLR0913  an op's signature
+    a: Tensor, a_scale: Tensor, a_block: Sequence[int],
+    b: Tensor, b_scale: Tensor, b_block: Sequence[int],
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
+    return empty_output(a, b, out_dtype)
+
+
 def scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
@@ -187,7 +196,7 @@ def by_cuda(product: ScaledProduct) -> str | None:
 
 
 def configure_cuda(product: ScaledProduct) -> cuda.ScaledMmConfig:
-    from fp8fn.ops.tuning.choose import modelled
+    from fp8fn.ops.tuning.model import modelled
 
     return modelled(product)
 
@@ -217,7 +226,7 @@ def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
 def _named(product: ScaledProduct) -> Named | None:
     if by_cuda(product) is not None:
         return None
-    from fp8fn.ops.tuning.choose import named
+    from fp8fn.ops.tuning.table import named
 
     return named(product)
 

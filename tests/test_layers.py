@@ -153,4 +153,4 @@ def test_what_counts_as_an_import() -> None:
     assert run == {"fp8fn.lowering.explain", "fp8fn.ops.gemm"}
     at_once = {name for name, _ in imports("fp8fn.ops.x", tree, for_types=False, in_functions=False)}
     assert at_once == {"fp8fn.ops.gemm"}
-    assert (row("fp8fn.ops.gemm"), row("fp8fn.meta.fake"), row("fp8fn.site"), row("fp8fn.lowering")) == (0, 1, 2, 3)
+    assert (row("fp8fn.ops.gemm"), row("fp8fn.meta.vmap"), row("fp8fn.site"), row("fp8fn.lowering")) == (0, 1, 2, 3)

@@ -30,9 +30,8 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.targets import Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
-from fp8fn.ops.tuning.candidates import config_name
 from fp8fn.ops.tuning.device import DeviceBench
-from fp8fn.ops.tuning.model import ranked
+from fp8fn.ops.tuning.model import config_name, ranked
 from fp8fn.ops.tuning.op_sweep import OpBench
 from fp8fn.ops.tuning.problem import PRODUCTS, Problem, linear_problems
 from fp8fn.ops.tuning.sweep import Bench, Clock, tune

@@ -26,12 +26,12 @@ from fp8fn.lowering.graph.nodes import place_of, source_of, tensor_of
 from fp8fn.lowering.graph.quantizers import Quantizer, elementwise, find_quantizers, reshaped_of, same_layout
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
-from fp8fn.ops import targets
+from fp8fn.ops import layout, targets
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max
 from fp8fn.ops.layout import Block, extent
 
 NAME: Final = "inlined"
-BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, 32), (1, -1))
+BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in layout.BLOCKS if block[0] == 1)
 _CAST: Final = torch.ops.prims.convert_element_type.default
 _SCALES: Final = ("fp32", "pow2")
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from fp8fn.ops.cuda.runtime.call_cache import Geometry, Outputs, empty, geometry
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 from fp8fn.ops.targets import Target
 
@@ -34,6 +35,10 @@ class TritonLaunch(Launch):
     args: Mapping[str, Argument]
     constexprs: Mapping[str, Any]
     options: Mapping[str, Any]
+    binds: Mapping[str, str] = field(default_factory=dict)
+    """The op's tensor behind each pointer argument, by name; empty for a launch that is planned anew for each call."""
+    scratch: tuple[str, ...] = ()
+    """The pointer arguments that only the launches of one call read and write: none of the op's tensors."""
 
     @property
     def name(self) -> str:
@@ -99,6 +104,63 @@ class TritonLaunch(Launch):
             if isinstance(tensor, Tensor):
                 return tensor.get_device()
         raise ValueError(f"launch of {self.name} has no tensor among its arguments, so no device")
+
+
+class Step(NamedTuple):
+    """A launch without its tensors; for each, its name, its place among inputs and then outputs, and its type."""
+
+    launch: TritonLaunch
+    places: tuple[tuple[str, int, torch.dtype], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TritonCall:
+    """Kept launches on new tensors of the same kinds: allocates `made`, and returns the first `returned` of them."""
+
+    steps: tuple[Step, ...]
+    made: tuple[Geometry, ...]
+    returned: int
+
+    def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
+        device = next(x.device for x in inputs if x is not None)
+        made = [empty(*geometry, device=device) for geometry in self.made]
+        tensors = (*inputs, *made)
+        for launch, places in self.steps:
+            args = dict(launch.args)
+            for name, place, dtype in places:
+                tensor = tensors[place]
+                assert tensor is not None
+                args[name] = tensor if tensor.dtype == dtype else tensor.view(dtype)
+            TritonLaunch(
+                target=launch.target, reason=launch.reason, kernel=launch.kernel, grid=launch.grid, args=args,
+                constexprs=launch.constexprs, options=launch.options,
+            ).run()  # fmt: skip
+        return made[: self.returned]
+
+
+def kept(launches: Sequence[Launch], inputs: Mapping[str, Tensor | None], outputs: Outputs) -> TritonCall | None:
+    """Planned launches as a call; None where one has a tensor that is not the op's, such as a copy of an input."""
+    made, steps = dict(outputs.tensors), []
+    for launch in launches:
+        if not isinstance(launch, TritonLaunch) or outputs.zeroed:
+            return None
+        made |= {name: x for name in launch.scratch if isinstance(x := launch.args[name], Tensor)}
+    known = {**inputs, **made}
+    order = {name: place for place, name in enumerate(known)}
+    for launch in launches:
+        assert isinstance(launch, TritonLaunch)
+        args, places = dict(launch.args), []
+        for name, arg in launch.args.items():
+            if arg is None or isinstance(arg, (int, float)):
+                continue
+            own = launch.binds.get(name, name if name in launch.scratch else "")
+            tensor = known.get(own)
+            if not isinstance(arg, Tensor) or tensor is None or tensor.data_ptr() != arg.data_ptr():
+                return None
+            args[name] = None
+            places.append((name, order[own], arg.dtype))
+        steps.append(Step(replace(launch, args=args), tuple(places)))
+    return TritonCall(tuple(steps), tuple(map(geometry, made.values())), outputs.returned)
 
 
 def resources(compiled: CompiledKernel) -> Resources:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
@@ -216,7 +216,8 @@ def choose_config(m: int, n: int, w_block: Block, dtype: torch.dtype, target: Ta
     """
     options = MM_A16W8.get(str(target.arch), ())
     per_element = w_block[0] == 1
-    depth = 32 if w_block[0] == 32 else 64 if per_element else 128  # a scale holds for the whole depth, or for 1
+    # A scale holds for the whole depth of a tile, or for one element.
+    depth = 64 if per_element else 128 if w_block[0] == WHOLE else min(w_block[0], 128)
     if dtype == torch.float32:
         few, many = A16W8Config(16, 64, 32, 4, 2, options=options), A16W8Config(64, 64, 32, 8, 3, options=options)
         return few if m <= 16 else many

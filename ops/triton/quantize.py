@@ -22,6 +22,8 @@ from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
+# The op's tensors behind the pointers of a launch.
+_BINDS: Final = {"x": "x", "data": "data", "scales": "scale"}
 # Partial maxima of a matrix with one scale: enough programs for 132 to 304 cores, few enough for each to reduce.
 _PARTIALS: Final = 512
 # The longest row that one program keeps in registers, 64 elements a thread. A longer row is read again, from the L2.
@@ -214,7 +216,7 @@ def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[Trito
 
 def _tile(q: _Batch) -> BlockTile:
     # 256 bytes of bfloat16 along the contiguous axis, and 64 elements a thread, or a lane on AMD.
-    if q.out.block == (128, 128) or is_column_major(q.x):
+    if q.out.block[0] > 1 or is_column_major(q.x):
         return BlockTile(128, 128, QUANTIZE_WARPS if q.target.backend == "hip" else 8)
     return BlockTile(32, 128, 4)
 
@@ -246,6 +248,7 @@ def _plan_blocks(q: _Batch, tile: BlockTile) -> TritonLaunch:
         },
         options={"num_warps": tile.num_warps},
         target=q.target,
+        binds=_BINDS,
     )  # fmt: skip
 
 
@@ -265,6 +268,7 @@ def _plan_rows(q: _Batch, tile: BlockTile) -> TritonLaunch:
         },
         options={"num_warps": tile.num_warps},
         target=q.target,
+        binds=_BINDS,
     )  # fmt: skip
 
 
@@ -287,6 +291,8 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
         constexprs=shape,
         options=options,
         target=q.target,
+        binds=_BINDS,
+        scratch=("partials",),
     )
     quantize = TritonLaunch(
         kernel=quantize_whole,
@@ -298,6 +304,8 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
         constexprs={"PARTS": triton.next_power_of_2(parts), **shape, **q.constants},
         options=options,
         target=q.target,
+        binds=_BINDS,
+        scratch=("partials",),
     )  # fmt: skip
     return (amax, quantize) if q.amax is None else (quantize,)
 

@@ -8,14 +8,14 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from fp8fn.ops.layout import Block, as_batch, contracts_rows
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, as_batch, contracts_rows
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_DUAL, QUANTIZE_WARPS
 
-DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, 128), (1, 32))
+DUAL_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] == 1 and block[1] != WHOLE)
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
     if q.x.numel() == 0:
         raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
     tile = tile or _tile(q)
+    names = ("row", "row_scales", "col", "col_scales")
+    if contracts_rows(q.block):
+        names = (*names[2:], *names[:2])
     x, row, col = (batched(as_batch(matrix)) for matrix in (q.x, row, col))
     row_scales, col_scales = (batched(storage(as_batch(scales))) for scales in (row_scales, col_scales))
     batch, m, n = x.shape
@@ -107,6 +110,7 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
         },
         options={"num_warps": tile.num_warps, **dict(tile.options)},
         target=q.target,
+        binds=dict(zip(names, ("data", "scale", "dual_data", "dual_scale"), strict=True)) | {"x": "x"},
     )  # fmt: skip
     return (launch,)
 

@@ -24,6 +24,13 @@ from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
+# The op's tensors behind the pointers of a launch.
+_BINDS: Final = {"x": "x", "offsets": "offsets", "data": "data", "scales": "scale"}
+_DUAL_BINDS: Final = {
+    "x": "x", "offsets": "offsets", "row_data": "data", "row_scales": "scale",
+    "data": "dual_data", "scales": "dual_scale",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class GroupedTile:
@@ -248,6 +255,7 @@ def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> t
         constexprs={**constexprs, **_spread(q, tile), **scale_constants(q.dtype, q.scale)},
         options={"num_warps": tile.num_warps},
         target=q.target,
+        binds=_BINDS,
     )  # fmt: skip
     return (launch,)
 
@@ -273,6 +281,7 @@ def plan_quantize_grouped_dual(q: Quantization, tile: GroupedTile | None = None)
         constexprs={**constexprs, **_spread(q, tile), **scale_constants(q.dtype, q.scale)},
         options={"num_warps": tile.num_warps},
         target=q.target,
+        binds=_DUAL_BINDS,
     )  # fmt: skip
     return (launch,)
 
@@ -293,6 +302,8 @@ def _plan_by_group(q: Quantization, tile: GroupedTile) -> tuple[TritonLaunch, ..
         constexprs=constexprs,
         options=options,
         target=q.target,
+        binds=_BINDS,
+        scratch=("partials",),
     )
     reduce = TritonLaunch(
         kernel=group_scales,
@@ -304,6 +315,8 @@ def _plan_by_group(q: Quantization, tile: GroupedTile) -> tuple[TritonLaunch, ..
         constexprs={"BM": ROWS, "BN": tile.columns, "BLOCKS": 32, "WIDE": constexprs["WIDE"], **constants},
         options=options,
         target=q.target,
+        binds=_BINDS,
+        scratch=("partials",),
     )  # fmt: skip
     quantize = TritonLaunch(
         kernel=quantize_by_group,
@@ -315,6 +328,8 @@ def _plan_by_group(q: Quantization, tile: GroupedTile) -> tuple[TritonLaunch, ..
         constexprs={**constexprs, **constants},
         options=options,
         target=q.target,
+        binds=_BINDS,
+        scratch=("partials",),
     )  # fmt: skip
     return amax, reduce, quantize
 

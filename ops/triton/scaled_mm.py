@@ -18,8 +18,8 @@ from fp8fn.ops.triton.tile_order import grouped_tile, on_chiplet, scaled, tile_s
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import SCALED_MM
 
-# Depth of a tile: a scale's extent along K where it is finite, else 128.
-_K_BLOCKS: Final = (32, 128, WHOLE)
+# The smallest extent along K of a scale: that of the smallest tile that `tl.dot` multiplies in FP8.
+_LEAST_K: Final = 32
 
 
 @triton.jit
@@ -128,18 +128,19 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
     bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
     config, reason = (config, "") if config else _choose(product)
+    names = ("a", "a_scale", "b", "b_scale")
     if config.WGRAD_TRANS_STORE:
         if bias is not None:
             raise ValueError("WGRAD_TRANS_STORE computes outᵀ, to which a bias by columns cannot be added: use False")
         a, a_scale, a_block, b, b_scale, b_block = b.mT, b_scale.mT, swap(b_block), a.mT, a_scale.mT, swap(a_block)
-        out = out.mT
+        out, names = out.mT, (*names[2:], *names[:2])
     a, a_scale = batched(a), batched(storage(a_scale))
     b, b_scale = batched(b), batched(storage(b_scale))
     out = batched(out)
     batch, m, n = out.shape
     k = a.shape[2]
     finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
-    bk = min(finite, default=128)
+    bk = min(finite, default=128)  # one scale for each side of a K tile
     launch = TritonLaunch(
         kernel=scaled_mm,
         grid=(batch * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
@@ -161,18 +162,19 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
         reason=reason,
+        binds={**dict(zip(("a", "a_scale", "b", "b_scale"), names, strict=True)), "bias": "bias", "out": "out"},
     )  # fmt: skip
     return (launch,)
 
 
 def check_blocks(a_block: Block, b_block: Block) -> None:
-    """ValueError where a scale does not hold for 32 elements along K."""
+    """ValueError where a scale holds for fewer than `_LEAST_K` elements along K."""
     for name, block, along_k, remedy in (
         ("a_block", a_block, a_block[1], "quantize a in blocks (1, 128)"),
         ("b_block", b_block, b_block[0], "quantize b in blocks (128, 1)"),
     ):
-        if along_k not in _K_BLOCKS:
-            raise ValueError(f"{name} is {block}: a scale must hold for 32, 128 or all elements along K: {remedy}")
+        if along_k != WHOLE and along_k < _LEAST_K:
+            raise ValueError(f"{name} is {block}: a scale must hold for at least {_LEAST_K} elements along K: {remedy}")
 
 
 def _batch_stride(x: Tensor, batch: int) -> int:

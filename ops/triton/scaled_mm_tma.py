@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP
 from fp8fn.ops.triton.launch import TritonLaunch
@@ -143,8 +143,8 @@ def accepts(product: ScaledProduct) -> str | None:
         return "an operand is a batch"
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
-    if 32 in (a_block[1], b_block[0]):
-        return "a scale holds for 32 elements along K"
+    if not {a_block[1], b_block[0]} <= {_BK, WHOLE}:
+        return f"blocks {a_block} and {b_block}: a scale must hold for {_BK} or all elements along K"
     if a.shape[0] < _LEAST_ROWS:
         return f"M is {a.shape[0]}, below {_LEAST_ROWS}"
     if a.shape[1] == 0:

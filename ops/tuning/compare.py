@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from math import exp, log
 
-from fp8fn.ops.tuning.candidates import config_name
-from fp8fn.ops.tuning.model import FITTED, ranked
+from fp8fn.ops.tuning.model import FITTED, config_name, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table
 

@@ -18,7 +18,7 @@ from fp8fn.ops.cuda.runtime.call_cache import start
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, pointers
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Chip, Target
-from fp8fn.ops.tuning.candidates import config_name
+from fp8fn.ops.tuning.model import config_name
 from fp8fn.ops.tuning.problem import Problem, empty_product
 from fp8fn.ops.tuning.sweep import Call, Clock
 from fp8fn.ops.tuning.table import PEER

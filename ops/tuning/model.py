@@ -1,4 +1,4 @@
-"""How long a configuration takes, by a count of k-blocks and bytes; its job is the ranking.
+"""The tiles of Hopper's product, and how long a configuration takes by a count of k-blocks and bytes: the ranking.
 
 A block of threads walks over its tiles one after the other, so that a product takes as long as the block with the
 most tiles: `waves = ceil(tiles / multiprocessors)`. A tile takes its k-blocks, `block_ns` each, and an epilogue that
@@ -13,34 +13,139 @@ for every candidate, nearly by the same factor.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, lru_cache
 from math import ceil, hypot
 from typing import Final
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
-from fp8fn.ops.tuning.candidates import candidates, config_name, tile_count
-from fp8fn.ops.tuning.problem import Problem
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.tuning.problem import Problem, problem_of
 
-# Nanoseconds of a k-block of 128 where each multiprocessor works on one, by tile and temporaries. The L2's rate is in
-# them: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core alone needs 452 for 192x128 and 602 for 128x256.
-_FORWARD_NS: Final = {
-    "192x128d1": 612, "128x256d1": 875, "128x192d1": 645, "128x128d2": 452, "128x64d2": 242,
-    "64x256d1": 577, "64x192d1": 470, "64x128d2": 281, "64x64d2": 209,
-}  # fmt: skip
-# A scale for each column of b more to load and to multiply by: 238 ns at 192x128 and 160 at 128x128 were measured, so
-# about 9.6 for 1000 elements of the tile.
+X: Final = ScaledMmConfig(MATH=3, DEPTH=1)
+W: Final = ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1)
+SMALLEST: Final = ScaledMmConfig(MATH=1, BN=64)
+# The tiles by the kinds of the scales, with the nanoseconds that a k-block of 128 takes where each multiprocessor works
+# on one. None of the tiles spills. The L2's rate is in the times: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core
+# alone needs 452 for 192x128 and 602 for 128x256.
+_BLOCK_NS: Final[dict[ScaledMmConfig, float]] = {
+    X: 612,
+    W: 875,
+    ScaledMmConfig(BN=192, DEPTH=1): 645,
+    ScaledMmConfig(): 452,
+    ScaledMmConfig(BN=64): 242,
+    ScaledMmConfig(MATH=1, BN=256, SLICES_N=2, DEPTH=1): 577,
+    ScaledMmConfig(MATH=1, BN=192, DEPTH=1): 470,
+    ScaledMmConfig(MATH=1): 281,
+    SMALLEST: 209,
+}
+# A scale for each column of b is loaded and multiplied besides: 238 ns at 192x128 and 160 at 128x128 were measured, so
+# about 9.6 for 1000 elements of the tile. At 128x128 two temporaries take 1.1 times as long as one, which takes 630.
 _COLUMN_SCALES_NS: Final = 9.6e-3
+_VECTOR_NS: Final[dict[ScaledMmConfig, float]] = {
+    tile: ns + _COLUMN_SCALES_NS * tile.BM * tile.BN
+    for tile, ns in {**_BLOCK_NS, ScaledMmConfig(DEPTH=1): 470}.items()
+    if tile != ScaledMmConfig()
+}
 # Without scales along K: less by what promoting every fourth block only saves. Not fitted: of seven small products that
-# were timed, all but one rank as with these.
-_UNSCALED_NS: Final = {
-    "192x128d1": 640, "192x128d2": 625, "128x256d1": 870, "128x192d2": 610, "128x128d2": 430, "128x64d2": 300,
-    "64x256d1": 560, "64x192d1": 450, "64x128d2": 305, "64x64d2": 250,
-}  # fmt: skip
-_MEASURED_DEPTH_1_NS: Final = 470  # 128x128 with one temporary: wgrad's 630 less its column scales
+# were timed, all but one rank as with these. Two temporaries are one accumulated further and cost no registers: 192x128
+# and 128x192 spill 74 and 94 elsewhere, not here.
+_UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
+    X: 640,
+    ScaledMmConfig(MATH=3): 625,
+    W: 870,
+    ScaledMmConfig(BN=192): 610,
+    ScaledMmConfig(): 430,
+    ScaledMmConfig(BN=64): 300,
+    ScaledMmConfig(MATH=1, BN=256, SLICES_N=2, DEPTH=1): 560,
+    ScaledMmConfig(MATH=1, BN=192, DEPTH=1): 450,
+    ScaledMmConfig(MATH=1): 305,
+    SMALLEST: 250,
+}
+_SCALED_NS: Final = {("VECTOR", "BLOCK"): _BLOCK_NS, ("VECTOR", "VECTOR"): _VECTOR_NS}
+_FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
+# Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
+_RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
+_LARGEST_GROUP: Final = 64  # rows of tiles; past 64 of 64 rows no L2 holds what they share
+_LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
+_NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:s(\d+))?")
+
+
+def tile_ns(problem: Problem) -> Mapping[ScaledMmConfig, float]:
+    """The tiles for the problem's scales, K in one part, each with the nanoseconds of a k-block."""
+    return _SCALED_NS.get(problem.kinds, _UNSCALED_NS)
+
+
+def tiles(problem: Problem) -> tuple[ScaledMmConfig, ...]:
+    """The tiles for the problem's scales, K in one part."""
+    return tuple(tile_ns(problem))
+
+
+def candidates(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
+    """The tiles, and where one leaves half of the `cores` idle or more, K shared by clusters for it."""
+    found = []
+    for tile in tiles(problem):
+        found.append(tile)
+        for split in _splits(tile, tile_count(problem, tile), -(-problem.k // BK), cores):
+            found.append(replace(tile, SPLIT=split))
+    return tuple(found)
+
+
+def runs(problem: Problem, config: ScaledMmConfig) -> bool:
+    """Whether the kernel can multiply a problem in a configuration, however slowly."""
+    if replace(config, SPLIT=1, GROUP=ScaledMmConfig.GROUP) not in tiles(problem) or config.GROUP > _LARGEST_GROUP:
+        return False
+    return config.SPLIT == 1 or _can_share(config, -(-problem.k // BK), config.SPLIT)
+
+
+def tile_count(problem: Problem, config: ScaledMmConfig) -> int:
+    """Output tiles, of all batches; each counts once for every block of threads that shares its K."""
+    return -(-problem.m // config.BM) * -(-problem.n // config.BN) * problem.batch * config.SPLIT
+
+
+def _splits(tile: ScaledMmConfig, count: int, blocks: int, cores: int) -> list[int]:
+    """By how many blocks K of a tile may be shared, all of them resident at once; an owner has 16 rows or more.
+
+    None where a tile is several products, which take turns at the registers: 1.2 to 1.4x the time of the fastest tile.
+    """
+    return [
+        split
+        for split, share in _RESIDENT_CLUSTERS.items()
+        if count * split <= share * cores and _can_share(tile, blocks, split)
+    ]
+
+
+def _can_share(tile: ScaledMmConfig, blocks: int, split: int) -> bool:
+    """Whether `split` blocks of threads can share the `blocks` of K of a tile, resident at once or not."""
+    small = tile.BM * tile.BN <= _LARGEST_SPLIT and tile.SLICES_N == 1
+    return small and blocks >= split * _FEWEST_BLOCKS and tile.BM % (16 * split) == 0
+
+
+def config_name(config: ScaledMmConfig) -> str:
+    """`"192x128d1"`: tile and temporaries, `g` the group where it is not 8, `s` the blocks that share K."""
+    group = "" if config.GROUP == ScaledMmConfig.GROUP else f"g{config.GROUP}"
+    split = "" if config.SPLIT == 1 else f"s{config.SPLIT}"
+    return f"{config.BM}x{config.BN}d{config.DEPTH}{group}{split}"
+
+
+@cache
+def config_of(name: str) -> ScaledMmConfig:
+    """The configuration of a name; ValueError where it is none of these tiles."""
+    match = _NAME.fullmatch(name)
+    if match is not None:
+        bm, bn, depth, group, split = (int(text) if text else 0 for text in match.groups())
+        for tile in {**_BLOCK_NS, **_VECTOR_NS, **_UNSCALED_NS}:
+            if (bm, bn, depth) == (tile.BM, tile.BN, tile.DEPTH):
+                return replace(tile, GROUP=group or tile.GROUP, SPLIT=split or 1)
+    raise ValueError(f"{name!r} names no configuration")
+
 
 _ALONE: Final = 0.65  # the time of a k-block where no other multiprocessor works, to that where all do
 _LAUNCH_US: Final = 5.6  # with 3 µs of the events around it
 _EPILOGUE_US: Final = 0.28 / (128 * 128)  # of an element of a tile
+_GROUPED_EPILOGUE_US: Final = 0.3 / (128 * 128)
 _HBM: Final = 4.2  # MB a µs
 _L2_BYTES: Final = 30e6  # what stays of an operand while the other streams through
 _CLUSTER_US: Final = {2: 0.4, 4: 1.0, 8: 2.7}  # its start, and blocks that wait for each other
@@ -59,11 +164,7 @@ FITTED: Final = frozenset({
 
 def block_ns(problem: Problem, config: ScaledMmConfig) -> float:
     """Nanoseconds of a k-block of one tile."""
-    tile = f"{config.BM}x{config.BN}d{config.DEPTH}"
-    if problem.b_scale in ("LINE", "WHOLE"):
-        return float(_UNSCALED_NS[tile])
-    forward = float(_MEASURED_DEPTH_1_NS if tile == "128x128d1" else _FORWARD_NS[tile])
-    return forward + (_COLUMN_SCALES_NS * config.BM * config.BN if problem.b_scale == "VECTOR" else 0.0)
+    return tile_ns(problem)[replace(config, GROUP=ScaledMmConfig.GROUP, SPLIT=1)]
 
 
 def bytes_read(problem: Problem, config: ScaledMmConfig) -> float:
@@ -96,3 +197,37 @@ def ranked(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
     """The candidates, that of the least time first."""
     times = {config: microseconds(problem, config, cores) for config in candidates(problem, cores)}
     return tuple(sorted(times, key=lambda config: (times[config], config_name(config))))
+
+
+def modelled(product: ScaledProduct) -> ScaledMmConfig:
+    """The configuration of the least time by the model."""
+    problem, cores = problem_of(product), product.target.cores
+    if product.offsets is not None:
+        return grouped_config(problem, cores, jagged_m=product.b.data.dim() == 3)
+    return ranked(problem, cores)[0]
+
+
+@lru_cache(maxsize=4096)
+def grouped_config(problem: Problem, cores: int, *, jagged_m: bool) -> ScaledMmConfig:
+    """The tile of the least time, for `problem.batch` groups of m rows together, or of k where not `jagged_m`.
+
+    The groups' sizes are on the device and not known: tokens are taken to be shared evenly, and each group to end in
+    half a tile that is its own.
+    """
+    return min(
+        tiles(problem),
+        key=lambda config: (grouped_microseconds(problem, config, cores, jagged_m=jagged_m), str(config)),
+    )
+
+
+def grouped_microseconds(problem: Problem, config: ScaledMmConfig, cores: int, *, jagged_m: bool) -> float:
+    """The time of the multiprocessor with the most tiles."""
+    groups = problem.batch
+    columns, rows, k = ceil(problem.n / config.BN), problem.m / config.BM, problem.k
+    if jagged_m:
+        count = ceil(max(rows + 0.5 * groups, groups) * columns)
+    else:
+        count = groups * ceil(rows) * columns
+        k = max(k // groups, 1)
+    tile = ceil(k / BK) * block_ns(problem, config) / 1e3 + _GROUPED_EPILOGUE_US * config.BM * config.BN
+    return ceil(count / cores) * tile

@@ -16,8 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
-from fp8fn.ops.tuning.candidates import SMALLEST, W, X, candidates, config_name
-from fp8fn.ops.tuning.model import microseconds, ranked
+from fp8fn.ops.tuning.model import SMALLEST, W, X, candidates, config_name, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import PEER, Entry
 

@@ -18,12 +18,15 @@ from typing import Any, Final, TypeGuard
 from filelock import FileLock
 
 from fp8fn.ops.code_cache import cache_dir, replace_whole, warn_once
+from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES
-from fp8fn.ops.cuda.gemm.scaled_mm import KINDS
+from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.formats import short_name
-from fp8fn.ops.targets import Chip
-from fp8fn.ops.tuning.candidates import config_of, runs
-from fp8fn.ops.tuning.problem import Problem
+from fp8fn.ops.kernel import Named
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.targets import Chip, chip_of
+from fp8fn.ops.tuning.model import config_of, runs
+from fp8fn.ops.tuning.problem import Problem, problem_of
 
 FORMAT: Final = 1
 PEER: Final = "cublaslt"
@@ -267,3 +270,31 @@ def add(chip: Chip, entries: Mapping[Problem, Entry], origin: Mapping[str, str])
 def users(chip: Chip) -> Table:
     """The user's table of a chip as it is on disk now, empty where there is none."""
     return _read_users(user_path(chip), chip) or Table(chip, {})
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The configuration that a table has for a problem, the table's name, and whether cuBLASLt was the faster one."""
+
+    config: ScaledMmConfig
+    source: str
+    peer_wins: bool = False
+
+
+def measured(problem: Problem, known: tuple[Table, ...]) -> Measured | None:
+    """The entry of the first of the `known` tables that has the problem."""
+    found = lookup(problem, known)
+    if found is None:
+        return None
+    # With other types than those measured the library may do otherwise, the tile does not.
+    return Measured(config_of(found.entry.config), found.table.name, found.exact and found.entry.peer_wins)
+
+
+def named(product: ScaledProduct) -> Named | None:
+    """The kernel and the configuration that a table of the product's chip names."""
+    found = measured(problem_of(product), tables(product.chip or chip_of(product.a.data.device, product.target)))
+    if found is None:
+        return None
+    if found.peer_wins and cublaslt.allowed() and cublaslt.accepts(product) is None:
+        return Named("cublaslt", found.source, lambda config: config)
+    return Named("cuda", found.source, lambda _: found.config)

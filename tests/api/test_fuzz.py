@@ -10,14 +10,13 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import SCALE_FORMATS
-from fp8fn.ops.layout import Block, empty_data, empty_scale, swap
+from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
 from fp8fn.ops.mx_mm import KERNELS, problem_of
 from support.products import Parts, dispatched, mx_product
 from support.quantizers import plan_quantize, plan_quantize_dual
 
 EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
 EXAMPLES = {"interpreted": 100, "device": 300}
-QUANTIZE_BLOCKS: list[Block] = [(1, 128), (128, 1), (128, 128), (1, -1), (-1, 1), (-1, -1), (1, 32), (32, 1)]
 PRODUCT_BLOCKS: list[tuple[Block, Block]] = [
     ((1, 128), (128, 128)), ((1, 128), (128, 1)), ((1, -1), (-1, 1)), ((-1, -1), (-1, -1)), ((1, 32), (32, 1)),
 ]  # fmt: skip
@@ -68,7 +67,7 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
 def test_quantize(execution: str) -> None:
     @settings(max_examples=EXAMPLES[execution], deadline=None, suppress_health_check=list(HealthCheck))
     @given(
-        sizes, sizes, inputs, storages, contents, st.sampled_from(QUANTIZE_BLOCKS), scales,
+        sizes, sizes, inputs, storages, contents, st.sampled_from(BLOCKS), scales,
         st.sampled_from([torch.float8_e4m3fn, torch.float8_e5m2]), seeds,
     )  # fmt: skip
     def check(

@@ -23,7 +23,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch, Prepared, TensorMap
 from fp8fn.ops.kernel import Choice, Named
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning import choose
+from fp8fn.ops.tuning import table
 from support.stub_driver import FORWARD, ROWS, WGRAD
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -38,7 +38,7 @@ def forced(monkeypatch: pytest.MonkeyPatch, kept: OrderedDict[Any, Any], hopper:
 
     def force(config: ScaledMmConfig) -> None:
         kept.clear()
-        monkeypatch.setattr(choose, "named", lambda product: Named("cuda", "a test", lambda _: config))
+        monkeypatch.setattr(table, "named", lambda product: Named("cuda", "a test", lambda _: config))
 
     return force
 

@@ -14,7 +14,7 @@ import fp8fn
 from fp8fn import cli
 from fp8fn.cli import tune as command
 from fp8fn.ops.tuning import compare, table
-from fp8fn.ops.tuning.candidates import W
+from fp8fn.ops.tuning.model import W
 from fp8fn.ops.tuning.table import Table
 from support.tuning import CHIP, ENTRY, H200, PROBLEM, FakeBench, choose_config, save
 

@@ -16,8 +16,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.targets import SM90, SM100, Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
-from fp8fn.ops.tuning.candidates import W, candidates, config_name, config_of
-from fp8fn.ops.tuning.model import ranked
+from fp8fn.ops.tuning.model import W, candidates, config_name, config_of, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table
 from support.products import dispatched

@@ -10,8 +10,17 @@ import pytest
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
-from fp8fn.ops.tuning.candidates import X, candidates, config_name, config_of, tile_count, tiles
-from fp8fn.ops.tuning.model import FITTED, microseconds, ranked
+from fp8fn.ops.tuning.model import (
+    FITTED,
+    X,
+    candidates,
+    config_name,
+    config_of,
+    microseconds,
+    ranked,
+    tile_count,
+    tiles,
+)
 from fp8fn.ops.tuning.problem import Problem
 from support.compilers import needs_nvrtc
 from support.tuning import choose_config, operands

@@ -9,9 +9,8 @@ import torch
 
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
-from fp8fn.ops.tuning.candidates import SMALLEST, W, X
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
-from fp8fn.ops.tuning.model import microseconds, ranked
+from fp8fn.ops.tuning.model import SMALLEST, W, X, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER

@@ -45,7 +45,7 @@ from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProd
 from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import SM90, Target, target_of
-from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
+from fp8fn.ops.tuning.model import SMALLEST, X, tiles
 from fp8fn.ops.tuning.problem import Problem
 from support import kernel_info
 from support.configs import (

@@ -15,12 +15,10 @@ from fp8fn.ops import reference
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
-from fp8fn.ops.tuning.candidates import config_name
-from fp8fn.ops.tuning.choose import Measured, measured
-from fp8fn.ops.tuning.model import microseconds, ranked
+from fp8fn.ops.tuning.model import config_name, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.sweep import Call
-from fp8fn.ops.tuning.table import PEER, Entry
+from fp8fn.ops.tuning.table import PEER, Entry, Measured, measured
 from support.products import empty_operands
 
 CHIP = Chip("NVIDIA Test", 132)

@@ -61,10 +61,13 @@ class ScaledMmConfig:
 
 
 def scale_kind(line: int, along_k: int) -> str:
-    """How the kernel reads the scales of an operand whose block is `line` rows (of a) or columns (of b), `along_k`."""
+    """How the kernel reads the scales of an operand whose block is `line` rows (of a) or columns (of b), `along_k`.
+
+    "OTHER" is a block that the kernel does not multiply: its K tile has `BK` elements and one scale a line.
+    """
     if along_k == WHOLE:
-        return "WHOLE" if line == WHOLE else "LINE"
-    return "VECTOR" if line == 1 else "BLOCK"
+        return {WHOLE: "WHOLE", 1: "LINE"}.get(line, "OTHER")
+    return {1: "VECTOR", BK: "BLOCK"}.get(line, "OTHER") if along_k == BK else "OTHER"
 
 
 def accepts(product: ScaledProduct) -> str | None:
@@ -76,10 +79,10 @@ def accepts(product: ScaledProduct) -> str | None:
         return f"{target.name} is not sm90"
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
-    if a_scale.dtype != torch.float32 or 32 in (a_block[1], b_block[0]):
-        return "a scale is e8m0 or holds for 32 elements along K"
+    if a_scale.dtype != torch.float32:
+        return f"the scales are {a_scale.dtype}, not float32"
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    if kinds[0] == "BLOCK" or (WHOLE in (a_block[1], b_block[0]) and a_block[1] != b_block[0]):
+    if kinds[0] == "BLOCK" or "OTHER" in kinds or (WHOLE in (a_block[1], b_block[0]) and a_block[1] != b_block[0]):
         return f"blocks {a_block} and {b_block} are no pair of this kernel"
     if a.shape[-1] == 0:
         return "K is 0"

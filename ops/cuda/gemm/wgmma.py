@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
 
+
+@cache
 def wgmma_source(width: int, a_type: str, b_type: str, *, a_in_registers: bool = False) -> str:
     """`wgmma(d, a, b, onto)` of 64 x `width`: 32 deep of FP8, 16 of `bf16` and `f16`.
 

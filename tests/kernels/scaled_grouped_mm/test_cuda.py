@@ -29,8 +29,7 @@ from fp8fn.ops.quantize_grouped_fused import (
     quantize_silu_mul_grouped_dual_kernel,
 )
 from fp8fn.ops.targets import GFX942, SM90, Target
-from fp8fn.ops.tuning.candidates import SMALLEST, X, tiles
-from fp8fn.ops.tuning.grouped import choose_config
+from fp8fn.ops.tuning.model import SMALLEST, X, grouped_config, tiles
 from fp8fn.ops.tuning.problem import Problem, problem_of
 from support.accuracy import relative_error, same_bits
 from support.compilers import needs_nvrtc
@@ -355,10 +354,10 @@ def test_refusals_of_the_products() -> None:
 
 def test_few_tokens_take_low_tiles_and_many_take_high_ones() -> None:
     few, many = Problem(64, 4096, 4096, batch=64), Problem(32768, 4096, 4096, batch=8)
-    assert choose_config(few, 132, jagged_m=True).BM == 64
-    assert choose_config(many, 132, jagged_m=True).BM >= 128
+    assert grouped_config(few, 132, jagged_m=True).BM == 64
+    assert grouped_config(many, 132, jagged_m=True).BM >= 128
     summed = Problem(4096, 4096, 32768, b_scale="VECTOR", batch=8)
-    assert choose_config(summed, 132, jagged_m=False) in tiles(summed)
+    assert grouped_config(summed, 132, jagged_m=False) in tiles(summed)
 
 
 # ---- products of rows, in the emulator -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
-from fp8fn.ops.tuning.candidates import tiles
+from fp8fn.ops.tuning.model import tiles
 from support.compilers import SHARED_LIMIT, assert_well_compiled, instructions, needs_nvrtc
 from support.configs import KINDS, SCALED_MM, VARIANTS, every_variant
 from support.products import Parts
@@ -252,19 +252,18 @@ def test_refuses_types_of_another_processor() -> None:
 
 
 def test_refuses_e8m0_and_blocks_of_32() -> None:
-    reason = "a scale is e8m0 or holds for 32 elements along K"
     problem = Problem()
     problem.a_scale, problem.b_scale = (
         torch.empty_strided(s.shape, s.stride(), dtype=torch.float8_e8m0fnu, device="meta")
         for s in (problem.a_scale, problem.b_scale)
     )
-    assert problem.refusal() == reason
+    assert problem.refusal() == "the scales are torch.float8_e8m0fnu, not float32"
     problem = Problem()
     problem.a_block, problem.a_scale = (1, 32), meta(4096, 128, dtype=FP32)
-    assert problem.refusal() == reason
+    assert problem.refusal() == "blocks (1, 32) and (128, 128) are no pair of this kernel"
     problem = Problem("wgrad")
     problem.b_block, problem.b_scale = (32, 1), meta(128, 4096, dtype=FP32)
-    assert problem.refusal() == reason
+    assert problem.refusal() == "blocks (1, 128) and (32, 1) are no pair of this kernel"
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,6 @@ def test_what_tma_cannot_take_is_named() -> None:
     assert reason(a=a[:, :250].contiguous(), b=b[:250]) == "a has a row stride of 250 bytes, no multiple of 16"
     assert reason(a=a[:64], out=out[:64]) == "M is 64, below 65"
     assert reason(a=a[:, :0], b=b[:0]) == "K is 0"
-    assert reason(a_block=(1, 32)) == "a scale holds for 32 elements along K"
+    assert reason(a_block=(1, 32)) == "blocks (1, 32) and (128, 128): a scale must hold for 128 or all elements along K"
     assert reason(a=a.expand(2, 256, 256)) == "an operand is a batch"
     assert reason(a=a[:1].expand(256, 256)) == "a has rows of 256 elements at a stride of 0"

@@ -1,0 +1,112 @@
+"""A second call of an op by Triton starts the kept launches on its own tensors: values, memory, and what is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from fp8fn.ops import targets
+from fp8fn.ops.cuda.runtime import call_cache
+from fp8fn.ops.layout import BLOCKS, Block
+from fp8fn.ops.quantize import quantize_dual_kernel, quantize_dual_reference, quantize_kernel, quantize_reference
+from fp8fn.ops.quantize_grouped import (
+    quantize_grouped_dual_kernel,
+    quantize_grouped_dual_reference,
+    quantize_grouped_kernel,
+    quantize_grouped_reference,
+)
+from fp8fn.ops.scaled_mm import scaled_mm_kernel, scaled_mm_reference
+from fp8fn.ops.triton.launch import TritonCall, TritonLaunch
+from support.accuracy import assert_same_bits
+from support.operands.values import random
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets, "target_of", lambda device: targets.SM89)
+    monkeypatch.setattr(TritonLaunch, "run", TritonLaunch.interpret)
+    monkeypatch.setattr(call_cache, "_kept", type(call_cache._kept)())
+
+
+def _only_call() -> Any:
+    (call,) = call_cache._kept.values()
+    return call
+
+
+ENDS = torch.tensor([100, 150], dtype=torch.int32)
+OTHER_ENDS = torch.tensor([3, 140], dtype=torch.int32)
+CASES: list[tuple[Callable[..., Any], Callable[..., Any], Block, str]] = [
+    *((quantize_kernel, quantize_reference, block, "fp32") for block in BLOCKS),
+    (quantize_kernel, quantize_reference, (1, 32), "e8m0"),
+    (quantize_dual_kernel, quantize_dual_reference, (1, 128), "fp32"),
+    (quantize_dual_kernel, quantize_dual_reference, (32, 1), "e8m0"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "reference", "block", "scale"), CASES)
+def test_a_kept_quantizer_reads_the_tensors_of_each_call(
+    kernel: Callable[..., Any], reference: Callable[..., Any], block: Block, scale: str
+) -> None:
+    for seed in (1, 2):
+        args = random(150, 200, seed=seed), block, None, scale
+        _assert_equal(kernel(*args), reference(*args))
+    assert isinstance(_only_call(), TritonCall)
+
+
+@pytest.mark.parametrize("block", [(128, 1), (-1, 1)], ids=str)
+def test_a_kept_grouped_quantizer_reads_the_tensors_of_each_call(block: Block) -> None:
+    for seed, ends in ((1, ENDS), (2, OTHER_ENDS)):
+        args = random(150, 200, seed=seed), ends, block
+        _assert_equal(quantize_grouped_kernel(*args), quantize_grouped_reference(*args))
+    assert isinstance(_only_call(), TritonCall)
+
+
+def test_a_kept_grouped_dual_quantizer_reads_the_tensors_of_each_call() -> None:
+    for seed, ends in ((1, ENDS), (2, OTHER_ENDS)):
+        args = random(150, 200, seed=seed), ends
+        _assert_equal(quantize_grouped_dual_kernel(*args), quantize_grouped_dual_reference(*args))
+    assert isinstance(_only_call(), TritonCall)
+
+
+def _assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for one, other in zip(actual, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("scale", ["fp32", "e8m0"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_a_kept_product_reads_the_tensors_of_each_call(with_bias: bool, scale: str) -> None:
+    """The first call multiplies a matrix by itself, which must not bind both operands to one tensor."""
+    first = quantize_reference(random(160, 160, seed=1), (128, 128), None, scale)
+    others = [quantize_reference(random(160, 160, seed=seed), (128, 128), None, scale) for seed in (2, 3)]
+    for left, right in ((first, first), others):
+        bias = random(160, seed=int(left is right)) if with_bias else None
+        args = *left, (128, 128), *right, (128, 128), bias, torch.float32
+        torch.testing.assert_close(scaled_mm_kernel(*args), scaled_mm_reference(*args), rtol=1e-4, atol=1e-3)
+    assert isinstance(_only_call(), TritonCall)
+
+
+def test_a_kept_call_holds_no_tensor() -> None:
+    x = random(150, 200)
+    data, _ = quantize_kernel(x, (1, 128))
+    held = weakref.ref(x), weakref.ref(data)
+    assert isinstance(_only_call(), TritonCall)
+    del x, data
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_a_batch_that_has_to_be_copied_is_planned_anew() -> None:
+    for seed in (1, 2):
+        x = random(40, 3, 2, 130, seed=seed).permute(2, 1, 0, 3)
+        assert x.flatten(0, 1).data_ptr() != x.data_ptr()
+        _assert_equal(quantize_kernel(x, (1, 128)), quantize_reference(x, (1, 128)))
+    assert not isinstance(_only_call(), TritonCall)
