@@ -221,7 +221,7 @@ def _tokens(text: str) -> tuple[int, int]:
     """`"4x4096"` → `(4, 4096)`."""
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not sequences x tokens of a sequence, such as 4x4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not sequences x length, such as 4x4096")
     return int(parts[0]), int(parts[1])
 
 
