@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 from fp8fn.bench import compile_time, decode, generate, isa, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
+from fp8fn.bench.train import table as train
+from fp8fn.demo import results as demo
 from fp8fn.ops import tuning
 from fp8fn.ops.cuda.gemm.cublaslt import RECIPES
 from fp8fn.ops.tuning import compare, table
@@ -74,15 +76,24 @@ def tuned(document: dict[str, Any]) -> str:
 
 
 class Table(NamedTuple):
-    """The text between `<!-- marker -->` and `<!-- /marker -->`, which `make` writes from the JSON of `path`."""
+    """The text between `<!-- marker -->` and `<!-- /marker -->`, which `make` writes from the JSON of `path`.
+
+    An `optional` table whose file does not exist says that there is no run yet.
+    """
 
     marker: str
     path: Path
     make: Callable[[dict[str, Any]], str]
+    optional: bool = False
+
+    def text(self) -> str:
+        if self.optional and not self.path.exists():
+            return "No run of this version is committed yet."
+        return self.make(record.read(self.path))
 
 
-def _committed(marker: str, make: Callable[[dict[str, Any]], str], name: str = "") -> Table:
-    return Table(marker, record.RESULTS / f"{name or marker.replace('-', '_')}.json", make)
+def _committed(marker: str, make: Callable[[dict[str, Any]], str], name: str = "", *, optional: bool = False) -> Table:
+    return Table(marker, record.RESULTS / f"{name or marker.replace('-', '_')}.json", make, optional)
 
 
 # The generated tables of each page of `docs/`.
@@ -95,6 +106,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("linear", tables.linear),
         _committed("llm84", tables.llm84),
         _committed("decoder", tables.linear),
+        _committed("train", train.of_document, optional=True),
         _committed("moe-forward", tables.forward),
         _committed("moe-wgrad", tables.wgrad),
         _committed("moe-mlp", tables.linear),
@@ -113,6 +125,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("overhead", overhead),
         _committed("compile", compiled),
     ),
+    "usage.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
     "tuning.md": (Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),),
     "amd.md": (
         _committed("isa-gfx950", isa.table, "isa-gfx950"),
@@ -123,11 +136,12 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
 
 def rewritten(text: str, tables: Sequence[Table]) -> str:
     """The text of a page with its tables made again."""
-    for marker, path, make in tables:
+    for each in tables:
+        marker = each.marker
         parts = re.split(rf"(<!-- /?{marker} -->\n)", text)
         if len(parts) != 5:
             raise ValueError(f"needs one place between <!-- {marker} --> and <!-- /{marker} -->")
-        text = f"{parts[0]}{parts[1]}{make(record.read(path))}\n{parts[3]}{parts[4]}"
+        text = f"{parts[0]}{parts[1]}{each.text()}\n{parts[3]}{parts[4]}"
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import standard_library
 from fp8fn.demo.model import GPT, GPTConfig
 from fp8fn.demo.presets import MODELS, PRESETS, default_size
-from fp8fn.demo.report import conclusion, plot, table, verdict
+from fp8fn.demo.report import conclusion, left_alone, plot, table, verdict
 from fp8fn.demo.results import results
 from fp8fn.demo.train import Plan
 from fp8fn.ops.recipe import PRESETS as RECIPES
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     device: torch.device = arguments.device
-    presets, size = MODELS[arguments.model], arguments.size or default_size(arguments.device.type)
+    presets, size = MODELS[arguments.model], arguments.size or default_size(arguments.model, device.type)
     if size not in presets:
         parser.error(f"--size {size} is not one of --model {arguments.model}: use {' or '.join(presets)}")
     problem = (
@@ -63,15 +63,18 @@ def main(argv: Sequence[str]) -> int:
         f"{_precision(preset.model, device)} against FP8 ({arguments.recipe}){_changed_settings(arguments)}\n",
         flush=True,
     )
-    _explain(model, plan, arguments.recipe)
-    pairs = compare(model, corpus, plan, in_fp8(arguments.recipe), progress=_progress, seeds=arguments.seeds)
+    left = _explain(model, plan, arguments.recipe, arguments.where)
+    fp8 = in_fp8(arguments.recipe, arguments.where)
+    pairs = compare(model, corpus, plan, fp8, progress=_progress(), seeds=arguments.seeds)
     if arguments.json:
-        record.write(arguments.json, "demo", results(pairs, plan, arguments.model, size, arguments.recipe))
+        record.write(arguments.json, "demo", results(pairs, plan, arguments.model, size, arguments.recipe, left))
 
-    print(f"\n{table(pairs)}\n")
+    print(f"\n{table(pairs, speed=device.type == 'cuda')}\n")
+    if left:
+        print(f"Not in FP8: {'; '.join(left)}")
     if device.type == "cpu":
         print("A CPU has no FP8 instructions: the reference dequantizes and multiplies in float32. The losses and the")
-        print("saved bytes are those of a GPU's formats, but the speed says nothing about FP8.")
+        print("saved bytes are those of a GPU's formats. The speed would say nothing about FP8, and is not shown.")
     plot(pairs, arguments.plot)
     print(f"Loss curves: {arguments.plot}")
     print(conclusion(pairs))
@@ -104,13 +107,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", choices=MODELS, default="gpt", help="gpt, or moe: with 8 experts in each layer (default: gpt)"
     )
-    parser.add_argument("--size", choices=PRESETS, help=f"{sizes} (default: small on a GPU, tiny elsewhere)")
+    parser.add_argument("--size", choices=PRESETS, help=f"{sizes} (default: 1b on a GPU, small for moe, tiny on a CPU)")
     parser.add_argument("--steps", type=options.positive, metavar="N", help="training steps (default: the size's own)")
     parser.add_argument(
         "--batch", type=options.positive, metavar="N", help="sequences a step (default: the size's own)"
     )
     parser.add_argument(
         "--recipe", type=_recipe, default="blockwise", help=f"one of {', '.join(RECIPES)} (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--where",
+        metavar="PATTERN",
+        help="the products in FP8, by their weights' names; * is all (default: the backend's)",
     )
     parser.add_argument(
         "--learning-rate", type=_positive_number, metavar="RATE", help="peak rate (default: the size's own)"
@@ -185,14 +193,30 @@ def _unsupported_device(device: torch.device) -> str | None:
     return None
 
 
-def _explain(model: GPT, plan: Plan, recipe: str) -> None:
+def _explain(model: GPT, plan: Plan, recipe: str, where: str | None) -> list[str]:
+    """Print the table of the products, and return what is left alone."""
     tokens = torch.zeros(plan.batch, model.config.context, dtype=torch.int64, device=plan.device)
     with plan.autocast:
-        fp8fn.explain(model, tokens, recipe=recipe, where="*")
+        explanation = fp8fn.explain(model, tokens, recipe=recipe, where=where)
     print(flush=True)
+    return left_alone(explanation)
 
 
-def _progress(name: str, steps: Iterable[int]) -> Iterable[int]:
+def _progress() -> Callable[[str, Iterable[int]], Iterator[int]]:
+    """A bar for each run. The first step of a variant compiles the model, and the bar says so."""
     from tqdm import tqdm
 
-    return tqdm(steps, desc=f"{name:<16}", unit="step")
+    compiled: set[str] = set()
+
+    def progress(name: str, steps: Iterable[int]) -> Iterator[int]:
+        variant, _, _ = name.partition(", seed")
+        bar = tqdm(steps, desc=f"{name:<16}", unit="step")
+        for step in bar:
+            if variant not in compiled:
+                bar.set_postfix_str("compiling…")
+            yield step
+            if variant not in compiled:
+                compiled.add(variant)
+                bar.set_postfix_str("")
+
+    return progress

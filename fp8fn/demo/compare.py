@@ -24,9 +24,9 @@ def silent(name: str, steps: Iterable[int]) -> Iterable[int]:
     return steps
 
 
-def in_fp8(recipe: str) -> Variant:
-    """The variant in which fp8fn compiles the model."""
-    return Variant(name=f"fp8 {recipe}", backend="fp8fn", options={"recipe": recipe, "where": "*"})
+def in_fp8(recipe: str, where: str | None = None) -> Variant:
+    """The variant in which fp8fn compiles the model. `where` is the backend's option, by default the backend's own."""
+    return Variant(name=f"fp8 {recipe}", backend="fp8fn", options={"recipe": recipe, "where": where})
 
 
 def build(config: GPTConfig, plan: Plan) -> GPT:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Final
 
 from fp8fn.demo.pairs import Pair, relative_difference, standard_deviation, standard_error
+from fp8fn.lowering.explain import Explanation
 
 # The largest relative increase of the final validation loss in FP8 over the baseline's.
 TOLERANCE: Final = 0.01
@@ -32,24 +35,34 @@ def conclusion(pairs: Sequence[Pair]) -> str:
     )
 
 
-def table(pairs: Sequence[Pair]) -> str:
-    """Both variants side by side, with the difference of FP8. Several pairs add each pair's losses and their spread."""
+def table(pairs: Sequence[Pair], *, speed: bool = True) -> str:
+    """Both variants side by side, with the difference of FP8. Several pairs add each pair's losses and their spread.
+
+    `speed=False` leaves out the speed, which says nothing where FP8 has no kernels.
+    """
     from tabulate import tabulate
 
     baselines, fp8s = [pair.baseline for pair in pairs], [pair.fp8 for pair in pairs]
     losses = [[run.final_loss for run in runs] for runs in (baselines, fp8s)]
     speeds = [fmean(run.tokens_per_second for run in runs) for runs in (baselines, fp8s)]
     saved = [fmean(run.saved_bytes for run in runs) for runs in (baselines, fp8s)]
+    peaks = [[run.peak_bytes for run in runs if run.peak_bytes is not None] for runs in (baselines, fp8s)]
     mean = "mean " if len(pairs) > 1 else ""
     rows = [
         (f"{mean}final validation loss [nats/byte]", *(f"{fmean(each):.4f}" for each in losses), _difference(pairs)),
-        (f"{mean}tokens/s, median step", *(f"{speed:,.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}x"),
+        (f"{mean}tokens/s, median step", *(f"{each:,.0f}" for each in speeds), f"{speeds[1] / speeds[0]:.2f}x"),
         (
             f"{mean}saved for backward per step [MiB]",
             *(f"{count / 2**20:.1f}" for count in saved),
             f"{saved[1] / saved[0]:.2f}x",
         ),
     ]
+    if all(peaks):
+        before, after = (fmean(found) for found in peaks)
+        label = f"{mean}peak memory [GiB]"
+        rows.insert(2, (label, f"{before / 2**30:.2f}", f"{after / 2**30:.2f}", f"{after / before:.2f}x"))
+    if not speed:
+        del rows[1]
     if len(pairs) > 1:
         rows.insert(1, ("its standard deviation over seeds", *(f"{_spread(each):.2%}" for each in losses), ""))
         rows[:0] = [
@@ -59,6 +72,13 @@ def table(pairs: Sequence[Pair]) -> str:
     alignment = ("left", "right", "right", "right")
     headers = ("", baselines[0].name, fp8s[0].name, "difference")
     return str(tabulate(rows, headers, disable_numparse=True, colalign=alignment))
+
+
+def left_alone(explanation: Explanation) -> list[str]:
+    """The products that stay as they are, one line for all layers that differ in their number only."""
+    alone = [(row.weight, row.reason) for row in explanation.rows if row.reason]
+    left = Counter((re.sub(r"\b\d+\b", "*", weight), reason) for weight, reason in (*alone, *explanation.outside))
+    return [f"{count}x {weight}: {reason}" for (weight, reason), count in left.items()]
 
 
 def plot(pairs: Sequence[Pair], path: Path) -> None:

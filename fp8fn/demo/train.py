@@ -72,6 +72,8 @@ class Run:
     step_seconds: list[float]
     tokens_per_step: int
     saved_bytes: int
+    peak_bytes: int | None = None
+    """The most memory that tensors took on a GPU in the steps after the first one; None on a CPU."""
 
     @property
     def final_loss(self) -> float:
@@ -115,7 +117,10 @@ def train(
         # Reading the loss waits until the GPU has done the whole step, the optimizer's part included.
         losses.append(loss.item())
         step_seconds.append(time.perf_counter() - begin)
+        if step == 0 and plan.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(plan.device)  # the first step also compiles and chooses kernels
 
+    peak = torch.cuda.max_memory_allocated(plan.device) if plan.device.type == "cuda" else None
     validation.append((plan.steps, evaluate(compiled, held_out, plan)))
     inputs, _ = next(batches)
     with plan.autocast:
@@ -127,6 +132,7 @@ def train(
         step_seconds=step_seconds,
         tokens_per_step=plan.batch * model.config.context,
         saved_bytes=saved,
+        peak_bytes=peak,
     )
 
 

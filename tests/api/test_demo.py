@@ -23,8 +23,9 @@ from fp8fn.demo.compare import build, compare, in_fp8
 from fp8fn.demo.corpus import HELD_OUT, Corpus, standard_library
 from fp8fn.demo.model import GPT, Experts, GPTConfig
 from fp8fn.demo.pairs import Pair, standard_deviation, standard_error
-from fp8fn.demo.presets import MODELS, PRESETS
-from fp8fn.demo.report import conclusion, plot, table, verdict
+from fp8fn.demo.presets import MODELS, PRESETS, default_size
+from fp8fn.demo.report import conclusion, left_alone, plot, table, verdict
+from fp8fn.demo.results import markdown, results
 from fp8fn.demo.saved import bytes_saved
 from fp8fn.demo.train import Plan, Run, Variant, evaluate
 
@@ -41,7 +42,7 @@ def corpus() -> Corpus:
 
 @pytest.fixture(scope="module")
 def pair(corpus: Corpus) -> Iterator[Pair]:
-    (found,) = compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
+    (found,) = compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise", "*"), UNCOMPILED)
     yield found
     torch.compiler.reset()
 
@@ -197,7 +198,7 @@ def test_a_mixture_trains_by_its_products_of_groups(corpus: Corpus) -> None:
     rows = fp8fn.explain(model, tokens, where="*", show=False).rows
     assert [row.weight for row in rows if row.op == "grouped_mm"] == ["layers.0.mlp.gate_up", "layers.0.mlp.down"]
     assert [row.weight for row in rows if row.reason] == ["layers.0.mlp.router.weight"]
-    (pair,) = compare(model, corpus, PLAN, in_fp8("blockwise"), UNCOMPILED)
+    (pair,) = compare(model, corpus, PLAN, in_fp8("blockwise", "*"), UNCOMPILED)
     assert pair.fp8.losses != pair.baseline.losses
     assert pair.fp8.final_loss < pair.fp8.validation[0][1] - 0.2
     assert verdict([pair]) == 0
@@ -246,7 +247,7 @@ def test_a_seed_after_another_trains_as_it_does_alone(corpus: Corpus) -> None:
     def trained(seed: int, seeds: int) -> list[Pair]:
         plan = replace(PLAN, seed=seed)
         model = build(CONFIG, plan)
-        return compare(model, corpus, plan, in_fp8("blockwise"), UNCOMPILED, progress, seeds)
+        return compare(model, corpus, plan, in_fp8("blockwise", "*"), UNCOMPILED, progress, seeds)
 
     both = trained(3, 2)
     assert names == [f"{variant}, seed {seed}" for variant in ("baseline", "fp8 blockwise") for seed in (3, 4)]
@@ -263,9 +264,9 @@ def test_a_seed_after_another_trains_as_it_does_alone(corpus: Corpus) -> None:
 
 
 def test_each_variant_is_compiled_once_for_all_seeds(corpus: Corpus, graphs: list[int]) -> None:
-    compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"))
+    compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise", "*"))
     alone = len(graphs)
-    compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise"), seeds=3)
+    compare(build(CONFIG, PLAN), corpus, PLAN, in_fp8("blockwise", "*"), seeds=3)
     assert len(graphs) == 2 * alone > 0
 
 
@@ -277,6 +278,75 @@ def test_table_of_a_pair() -> None:
         "tokens/s, median step                   1,000     500         0.50x",
         "saved for backward per step [MiB]         2.0     1.0         0.50x",
     ]
+
+
+def test_table_with_peak_memory_and_without_speed() -> None:
+    (pair,) = pairs_of((2.0, 2.01))
+    pair = replace(pair, baseline=replace(pair.baseline, peak_bytes=4 << 30), fp8=replace(pair.fp8, peak_bytes=3 << 30))
+    assert [line.split()[-3:] for line in table([pair]).splitlines()[3:]] == [
+        ["1,000", "500", "0.50x"],
+        ["4.00", "3.00", "0.75x"],
+        ["2.0", "1.0", "0.50x"],
+    ]
+    assert "tokens/s" not in table([pair], speed=False)
+    assert "peak memory [GiB]" in table([pair], speed=False)
+
+
+def test_what_is_left_alone_is_told_by_layer() -> None:
+    with torch.device("meta"):
+        model = GPT(replace(PRESETS["tiny"].model, layers=2, hidden=384))
+        tokens = torch.zeros(2, 64, dtype=torch.int64)
+    left = left_alone(fp8fn.explain(model, tokens, show=False))
+    assert [line.split(":")[0] for line in left] == [
+        "2x layers.*.mlp.gate.weight", "2x layers.*.mlp.up.weight", "2x layers.*.mlp.down.weight", "1x head.weight",
+    ]  # fmt: skip
+    assert "small: N=384 is under 512" in left[1]
+    assert "small: K=384 is under 512" in left[2]
+
+
+def test_the_default_size_has_products_in_fp8_by_the_default_where() -> None:
+    """On a CPU as on a GPU: the demo needs no `where` to show FP8."""
+    assert [default_size(model, device) for model in MODELS for device in ("cpu", "cuda")] == [
+        "tiny", "1b", "tiny", "small",
+    ]  # fmt: skip
+    for presets in MODELS.values():
+        preset = presets["tiny"]
+        with torch.device("meta"):
+            model = GPT(preset.model)
+            tokens = torch.zeros(preset.batch, preset.model.context, dtype=torch.int64)
+        explanation = fp8fn.explain(model, tokens, show=False)
+        assert explanation.substituted >= 4 * preset.model.layers - 2 * bool(preset.model.experts)
+    assert in_fp8("blockwise").options == {"recipe": "blockwise", "where": None}
+
+
+def test_the_bar_says_that_the_first_step_compiles(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = command._progress()
+    for name, compiling in (("fp8, seed 0", True), ("fp8, seed 1", False), ("other", True)):
+        steps = iter(progress(name, range(3)))
+        assert next(steps) == 0
+        assert ("compiling…" in capsys.readouterr().err) == compiling
+        assert list(steps) == [1, 2]
+        assert "compiling…" not in capsys.readouterr().err.splitlines()[-1].rpartition("3/3")[2]
+
+
+def test_markdown_of_a_run() -> None:
+    """The table of the docs has the figures of the terminal's."""
+    (pair,) = pairs_of((2.0, 2.01))
+    pair = replace(pair, baseline=replace(pair.baseline, peak_bytes=4 << 30), fp8=replace(pair.fp8, peak_bytes=3 << 30))
+    found = results([pair], PLAN, "gpt", "1b", "blockwise", ["1x head.weight: sensitive"])
+    run = {"date": "2026-11-24", "environment": {"torch": "2.11", "triton": "3.6"}, "results": found}
+    lines = markdown({**run, "results": {**found, "device": "NVIDIA H200"}}).splitlines()
+    assert lines[0].startswith("`python -m fp8fn demo --model gpt --size 1b --recipe blockwise`, 3 steps, 1 pair")
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert cells[0] == ["", "baseline", "fp8", "difference"]
+    assert cells[2:] == [
+        ["final validation loss, nats/byte", "2.0000", "2.0100", "+0.50%"],
+        ["tokens/s, median step", "1,000", "500", "0.50x"],
+        ["peak memory, GiB", "4.00", "3.00", "0.75x"],
+        ["saved for backward, GiB", "0.00", "0.00", "0.50x"],
+    ]
+    assert "Not in FP8: 1x head.weight: sensitive" in lines
+    assert lines[-1] == "NVIDIA H200; torch 2.11, Triton 3.6; 2026-11-24."
 
 
 def test_table_of_several_pairs() -> None:
@@ -394,7 +464,7 @@ def test_status_and_json_of_two_pairs(
         return pairs_of((2.0, 2.0), (2.0, last))
 
     monkeypatch.setattr(command, "compare", without_training)
-    monkeypatch.setattr(command, "_explain", lambda *_: None)
+    monkeypatch.setattr(command, "_explain", lambda *_: ["1x head.weight: small"])
     options = {"--size": "tiny", "--steps": 1, "--batch": 2, "--learning-rate": 5e-4, "--seed": 5, "--seeds": 2}
     paths = {"--plot": tmp_path / "curves.png", "--json": tmp_path / "demo.json"}
     asked = {"--device": "cpu", **options, **paths}
@@ -411,15 +481,17 @@ def test_status_and_json_of_two_pairs(
     assert written["environment"]["torch"] == torch.__version__
     device = written["results"].pop("device")
     assert device in first
-    settings = {"model": "gpt", "size": "tiny", "recipe": "blockwise", "steps": 1, "batch": 2, "learning_rate": 5e-4}
+    settings: dict[str, Any] = {"model": "gpt", "size": "tiny", "recipe": "blockwise", "steps": 1, "batch": 2}
+    settings |= {"learning_rate": 5e-4, "left": ["1x head.weight: small"]}
     pairs = written["results"].pop("pairs")
     assert written["results"] == settings
     assert [pair["seed"] for pair in pairs] == [5, 6]
     for pair, end in zip(pairs, [2.0, last], strict=True):
         baseline = {"validation": [[0, 4.0], [1, 2.0]], "tokens_per_second": 1000, "saved_bytes": 2 << 20}
+        baseline["peak_bytes"] = None
         assert pair["baseline"] == {"name": "baseline", **baseline}
         assert pair["fp8"].pop("validation") == [[0, 4.0], [1, pytest.approx(end, nan_ok=True)]]
-        assert pair["fp8"] == {"name": "fp8", "tokens_per_second": 500, "saved_bytes": 1 << 20}
+        assert pair["fp8"] == {"name": "fp8", "tokens_per_second": 500, "saved_bytes": 1 << 20, "peak_bytes": None}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The attention that every variant uses: causal without a mask, by the fastest kernel of this device.
 
-Under torch.compile, transformers' `"sdpa"` passes an explicit causal mask to scaled_dot_product_attention. A kernel with
-a mask computes both triangles. There are two reasons for the mask:
+Under torch.compile, transformers' `"sdpa"` passes an explicit causal mask to scaled_dot_product_attention. A kernel
+with a mask computes both triangles. There are two reasons for the mask:
 
 - transformers omits the mask where `is_causal=True` is enough, but never during an export. Before PyTorch 2.14, Dynamo
   replaces `torch.compiler.is_exporting()` by True in every compilation.
@@ -9,8 +9,8 @@ a mask computes both triangles. There are two reasons for the mask:
   branch on the result, so transformers always builds the mask from the positions, in any version of PyTorch.
 
 transformers builds no mask for an attention function that the user registered with `AttentionInterface`. `CAUSAL`
-registers transformers' own `sdpa_attention_forward`, which sets `is_causal` and `enable_gqa` when there is no mask. Keys
-and values are then not expanded to the query's heads. The code of the model does not change.
+registers transformers' own `sdpa_attention_forward`, which sets `is_causal` and `enable_gqa` when there is no mask.
+Keys and values are then not expanded to the query's heads. The code of the model does not change.
 """
 
 from __future__ import annotations

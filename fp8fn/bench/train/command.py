@@ -1,12 +1,12 @@
 """Training steps of unmodified models of transformers, compiled, in bf16 and in FP8: `python -m fp8fn bench train`.
 
 The models are transformers' LlamaForCausalLM and MixtralForCausalLM with random weights in bf16. Each variant compiles
-one model in its own process, so that peak memory is the variant's. The processes stay alive and take turns: a round times
-every variant once, and a ratio is the median over rounds of two variants' times in the same round. Processes that don't
-fit in the GPU's memory together take turns in groups, each of which has bf16.
+one model in its own process, so that peak memory is the variant's. The processes stay alive and take turns: a round
+times every variant once, and a ratio is the median over rounds of two variants' times in the same round. Processes that
+don't fit in the GPU's memory together take turns in groups, each of which has bf16.
 
-Figures are printed and written as they come. With --json, the same command resumes an interrupted run: variants that the
-file has for this machine, commit and setting are not measured again.
+Figures are printed and written as they come. With --json, the same command resumes an interrupted run: variants that
+the file has for this machine, commit and setting are not measured again.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ def _tokens(text: str) -> tuple[int, int]:
     """`"4x4096"` → `(4, 4096)`."""
     parts = text.split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is not sequences x tokens of a sequence, such as 4x4096")
+        raise argparse.ArgumentTypeError(f"{text!r} is not sequences x length, such as 4x4096")
     return int(parts[0]), int(parts[1])
 
 
@@ -250,7 +250,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument(
         "--attention", choices=("causal", "transformers"), default="causal",
-        help="causal: by is_causal, without a mask; transformers: as it comes, with a mask when compiled (default: causal)",
+        help="causal: is_causal and no mask; transformers: unchanged, a mask when compiled (default: causal)",
     )  # fmt: skip
     parser.add_argument("--kernel", choices=attention.KERNELS, help="attention's kernel (default: the fastest here)")
     parser.add_argument("--steps", type=options.positive, default=20, metavar="N", help="training steps (default: 20)")

@@ -7,23 +7,29 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 REST: Final = "rest"
-# The first kind whose pattern is in a kernel's name. Inductor names a kernel by the operations that it fuses.
+# The first kind whose pattern is in a kernel's name.
 _KINDS: Final = {
-    "attention": r"flash|fmha|cudnn_generated|sdpa|attention|\bpytorch_flash",
+    "attention": r"flash|fmha|sdpa|attention|cudnn_generated|cudnn::fusion",
     "optimizer": r"multi_tensor|adam",
-    "quantizers": r"quantize|partial_amax|block_amax|group_scales|silu_mul|rms_norm|_amax|abs_max|amax|abs_.*max"
-    r"|float8.*clamp|clamp.*float8|clamp_mul|clamp_reciprocal",
-    "products": r"gemm|nvjet|cutlass|xmma|scaled_mm|grouped_mm|wgrad|splitk|\bmm\b|aten::(add|b)?mm|mm_",
-    "copies": r"copy_kernel|direct_copy|memcpy|memset|transpose|CatArray|\bcopy_|contiguous|clone|fill",
+    "quantizers": r"quantize|quantise|(stream|walk)_columns|row_rstd|(partial|block)_amax|group_scales",
+    "products": r"gemm|nvjet|cutlass|xmma|gemv|splitk|_mm\b|_mm_|\bmm_|scaled_mm|a16w8|mx_tiles|aten::(add|b)?mm",
+    "copies": r"copy|memcpy|memset|transpose|contiguous|clone|catarray|fill",
+}
+# Inductor names a generated kernel by the operations that it fuses. A generated kernel is never a product: a name with
+# `mm` only says where its input comes from.
+_GENERATED: Final = re.compile(r"triton_(poi|red|per|mix)_fused_")
+_FUSED: Final = {
+    "quantizers": r"clamp|amax|abs.*max|float8|quantize",
+    "copies": r"fused_(_?(clone|copy|to_copy|t|transpose|permute|view|expand|unsqueeze|cat)(?=_|$)_?)+\d*$",
 }
 KINDS: Final = (*_KINDS, REST)
-_PATTERNS: Final = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _KINDS.items()}
 _SHOWN: Final = 6
 
 
 def kind_of(kernel: str) -> str:
-    """The kind of a kernel."""
-    return next((kind for kind, pattern in _PATTERNS.items() if pattern.search(kernel)), REST)
+    """The kind of a kernel. A kernel that computes and quantizes, such as a norm with an amax, is a quantizer."""
+    kinds = _FUSED if _GENERATED.match(kernel) else _KINDS
+    return next((kind for kind, pattern in kinds.items() if re.search(pattern, kernel, re.IGNORECASE)), REST)
 
 
 def by_kind(microseconds: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
