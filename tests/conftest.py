@@ -9,7 +9,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +123,10 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture
-def fresh_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """For a test that asks what Inductor finds in its caches: nothing that another test compiled."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def fresh_caches() -> Iterator[None]:
+    """For a test that asks which graphs Inductor finds in its caches: none that another test compiled."""
+    with torch.compiler.config.patch(cache_key_tag=secrets.token_hex(8)):
+        yield
 
 
 @pytest.fixture
