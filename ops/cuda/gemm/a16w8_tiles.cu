@@ -16,10 +16,7 @@
 // of the stages into registers while x is still on its way: with as few columns as x has, a wgmma waits for its left
 // operand longer than it multiplies.
 //
-// Overlap. The kernel uses programmatic dependent launch. Before it waits it prefetches the weight to the L2, or, if
-// the weight is constant (W_CONSTANT: no launch that may still run writes the weight or its scales), fills the stages.
-// The next launch may start at once, or, where its loads would delay this one (LATE), when the launch before this one
-// has ended.
+// Overlap: as in `decode_tiles.cuh`.
 //
 // Shared memory: w (STAGES, BN, BK), the cluster's sums, the mbarriers, x (count, PARTS * ROWS, BK), scales of x and of
 // w.
@@ -31,14 +28,10 @@
 // share a row of a K tile), AHEAD (such parts of x that a thread loads at once); STAGES, CLUSTER, RESIDENT (blocks a
 // multiprocessor), W_CONSTANT, LATE; HELD, stages of w that are held in registers, or 0, of which READY are loaded
 // before the wait; X_OVER, whether x overwrites the stages that are held.
-#include "a16w8.cuh"
+#include "decode_tiles.cuh"
 #include "exchange.cuh"
-#include "ring.cuh"
 #include "split.cuh"
 
-constexpr int BK = 128;  // the K tile of a stage
-constexpr int GROUPS = BN / 64;  // of columns with one scale a K tile, where 128 columns have one
-static_assert(WARPS_N % 4 == 0);
 
 constexpr int W_BYTES = BN * BK;  // of a stage
 constexpr int PARTS = INPUT == Element::BF16 ? 2 : 3;  // FP8 values that make an element of x
@@ -77,48 +70,17 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
     const uint32_t after_x = AT_REST + (X_OVER ? 0 : count * X_BYTES), x_scales_at = base + after_x;
     float* const x_scales = reinterpret_cast<float*>(stages + after_x);  // (count, ROWS)
-    float* const w_scales = x_scales + count * ROWS;  // VECTOR: (count, BN); BLOCK: (count, GROUPS); LINE: (BN)
+    float* const w_scales = x_scales + count * ROWS;  // VECTOR: (count, BN); BLOCK: (count, BN / 64); LINE: (BN)
 
     auto load = [&](int stage, int step) {
         barrier_expect(full(stage), W_BYTES);
         tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, 0);
     };
-    // Prologue: initialize the mbarriers; without a producer warp, load the weight or prefetch it.
-    if (threadIdx.x == (HELD > 0 ? 0 : THREADS)) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
-    if (HELD > 0 && warp == 0) {
-        __syncwarp();
-        if (elect()) {
-            for (int step = 0; step < STAGES; ++step) {
-                if constexpr (W_CONSTANT)
-                    load(step, step);
-                else
-                    tma_prefetch(w, (start + step) * BK, tile_n, 0);
-            }
-        }
-        __syncwarp();
-    }
-    if constexpr (CLUSTER > 1) cluster_arrive();
-    __syncthreads();
-
-    // Producer: one thread keeps the stages full.
+    auto prefetch = [&](int step) { tma_prefetch(w, (start + step) * BK, tile_n, 0); };
+    if (threadIdx.x == INITIALIZING) init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank));
+    begin_loads(warp, load, prefetch);
     if (HELD == 0 && warp == WARPS) {
-        if (elect()) {
-            if constexpr (!W_CONSTANT) {
-                for (int step = 0; step < min(prefetched, count); ++step)
-                    tma_prefetch(w, (start + step) * BK, tile_n, 0);
-                wait_for_launches();
-            }
-            const int ahead = min(STAGES, count);
-            for (int step = 0; step < ahead; ++step) load(step, step);
-            if constexpr (W_CONSTANT)
-                for (int step = ahead; step < min(prefetched, count); ++step)
-                    tma_prefetch(w, (start + step) * BK, tile_n, 0);
-            Ring ring;
-            for (int step = ahead; step < count; ++step, ring.advance()) {
-                barrier_wait(empty(ring.stage), ring.parity);
-                load(ring.stage, step);
-            }
-        }
+        if (elect()) produce<false>(count, prefetched, empty, load, [](int, int) {}, prefetch);
         return;
     }
 
@@ -234,9 +196,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     // Promote: combine the parts of x, scale and add.
     auto add = [&](float (&d)[SUMS], int step) {
         fence_registers(d);
-        float left = 1.0f, right = 1.0f;
-        if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
-        if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
+        const float2 of_w = scales_of_columns(w_scales, step, warp, column);
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
             const float2 scales = *reinterpret_cast<const float2*>(x_scales + step * ROWS + 8 * s + 2 * quarter);
@@ -248,32 +208,26 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
                     total = __fmaf_rn(total, 1.0f / 32, d[4 * (s + part * SLICES) + i]);
                 return total;
             };
-            sum[0] = __fmaf_rn(all(0), scales.x * left, sum[0]);
-            sum[1] = __fmaf_rn(all(1), scales.y * left, sum[1]);
-            sum[2] = __fmaf_rn(all(2), scales.x * right, sum[2]);
-            sum[3] = __fmaf_rn(all(3), scales.y * right, sum[3]);
+            sum[0] = __fmaf_rn(all(0), scales.x * of_w.x, sum[0]);
+            sum[1] = __fmaf_rn(all(1), scales.y * of_w.x, sum[1]);
+            sum[2] = __fmaf_rn(all(2), scales.x * of_w.y, sum[2]);
+            sum[3] = __fmaf_rn(all(3), scales.y * of_w.y, sum[3]);
         }
     };
-    // Main loop: two products in flight.
-    float d[2][SUMS];
 #if HELD
-#pragma unroll
-    for (int step = 0; step <= STAGES; ++step) {
+    auto start_product = [&](float (&d)[SUMS], int step) {
         if (step < HELD) {
-            multiply(d[step % 2], step, [&](int i) -> auto& { return held[step][i]; });
-        } else if (step < STAGES) {
+            multiply(d, step, [&](int i) -> auto& { return held[step][i]; });
+        } else {
             barrier_wait(full(step), 0);
             const uint64_t from = matrix_descriptor(from_w + step * W_BYTES);
-            multiply(d[step % 2], step, [&](int i) { return from + 2 * i; });
+            multiply(d, step, [&](int i) { return from + 2 * i; });
         }
-        if (step == 0) continue;
-        if (step < STAGES)
-            wgmma_wait<1>();
-        else
-            wgmma_wait<0>();
-        add(d[(step - 1) % 2], step - 1);
-    }
+    };
+    multiply_stages<SUMS>(start_product, add);
 #else
+    // Main loop: two products in flight.
+    float d[2][SUMS];
     Ring ring;
     auto next = [&](float (&d)[SUMS], int step) {
         const int stage = ring.stage;

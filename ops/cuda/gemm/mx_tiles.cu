@@ -10,10 +10,7 @@
 // registers, of which the sums of many rows leave few. A wgmma multiplies one block of 32, from zero; its result, times
 // the scale of b and then the scale of a, is added in float32, as in `gemv_mx.cu`.
 //
-// Overlap. The kernel uses programmatic dependent launch. Before it waits it prefetches the weight to the L2, or, if
-// the weight is constant (W_CONSTANT: no launch that may still run writes the weight or its scales), fills the stages.
-// The next launch may start at once, or, where its loads would delay this one (LATE), when the launch before this one
-// has ended.
+// Overlap: as in `decode_tiles.cuh`.
 //
 // Shared memory: b (STAGES, BN, BK), a (STAGES, ROWS, BK), sums of the cluster, the mbarriers, and the scales of the
 // block's whole part of K: of a as float32, of b, of which a thread reads fewer, as the upper halves of float32.
@@ -24,13 +21,10 @@
 // WARPS_K (1, 2); STAGES, DEPTH (products in flight: 1, 2), CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT,
 // LATE.
 #define COPYING 1
-#include "few_rows.cuh"
-#include "ring.cuh"
+#include "decode_tiles.cuh"
 
-constexpr int BK = 128;  // the K tile of a stage
 constexpr int BLOCKS = 4 / WARPS_K;  // blocks of 32 along K that a warpgroup multiplies in a K tile
-constexpr int MULTIPLYING = 32 * WARPS;  // threads of the consumers
-static_assert(TILES == 1 && WARPS_N % 4 == 0 && WARPS_K <= 2);
+static_assert(WARPS_K <= 2);
 
 constexpr int A_BYTES = ROWS * BK, B_BYTES = BN * BK;  // of a stage
 // The scales of a for one block of 32, as float32: four threads share the columns of b, and each has the scales of its
@@ -99,46 +93,23 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, RESIDENT)
     uint2* const b_scales = reinterpret_cast<uint2*>(a_scales + count * A_SCALES_PITCH);
 
     // Prologue: initialize the mbarriers.
-    if (threadIdx.x == MULTIPLYING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
+    if (threadIdx.x == INITIALIZING) init_barriers(base + AT_FULL, STAGES, bytes_of_share(rows, rank));
     if constexpr (CLUSTER > 1) cluster_arrive();
     __syncthreads();
 
     float acc[1][SLICES][4] = {};
     if (warp == WARPS) {
-        // Producer: one thread keeps the stages full.
         if (elect()) {
-            auto expect = [&](int stage) { barrier_expect(full(stage), A_BYTES + B_BYTES); };
+            auto load_b = [&](int stage, int step) {
+                barrier_expect(full(stage), A_BYTES + B_BYTES);
+                tma_load(base + stage * B_BYTES, b, full(stage), (start + step) * BK, tile_n, matrix * b_batched);
+            };
             auto load_a = [&](int stage, int step) {
                 tma_load(base + AT_A + stage * A_BYTES, a, full(stage), (start + step) * BK, first_m,
                          matrix * a_batched);
             };
-            auto load_b = [&](int stage, int step) {
-                tma_load(base + stage * B_BYTES, b, full(stage), (start + step) * BK, tile_n, matrix * b_batched);
-            };
-            const int ahead = min(STAGES, count);
-            if constexpr (W_CONSTANT) {
-                for (int step = 0; step < ahead; ++step) {
-                    expect(step);
-                    load_b(step, step);
-                }
-            }
-            for (int step = W_CONSTANT ? ahead : 0; step < min(prefetched, count); ++step)
-                tma_prefetch(b, (start + step) * BK, tile_n, matrix * b_batched);
-            wait_for_launches();
-            for (int step = 0; step < ahead; ++step) {
-                if constexpr (!W_CONSTANT) {
-                    expect(step);
-                    load_b(step, step);
-                }
-                load_a(step, step);
-            }
-            Ring ring;
-            for (int step = ahead; step < count; ++step, ring.advance()) {
-                barrier_wait(empty(ring.stage), ring.parity);
-                expect(ring.stage);
-                load_b(ring.stage, step);
-                load_a(ring.stage, step);
-            }
+            auto prefetch = [&](int step) { tma_prefetch(b, (start + step) * BK, tile_n, matrix * b_batched); };
+            produce<true>(count, prefetched, empty, load_b, load_a, prefetch);
         }
         __syncwarp();
     } else {

@@ -11,10 +11,7 @@
 // Pipeline. A producer warp keeps STAGES K tiles of both operands in flight by TMA. Where the stages hold the block's
 // whole part of K there is no producer warp, and the consumers widen the first HELD K tiles while x is on its way.
 //
-// Overlap. The kernel uses programmatic dependent launch. Before it waits it prefetches the weight to the L2, or, if
-// the weight is constant (W_CONSTANT: no launch that may still run writes the weight or its scales), fills the stages
-// and widens the K tiles that are HELD. The next launch may start at once, or, where its loads would delay this one
-// (LATE), when the launch before this one has ended.
+// Overlap: as in `decode_tiles.cuh`. If the weight is constant, the K tiles that are HELD are widened before the wait.
 //
 // Shared memory: w (STAGES, BN, BK), x (STAGES, 2, ROWS, 64), the cluster's sums, the mbarriers, scales of w.
 //
@@ -22,16 +19,12 @@
 // enum Element; FP8 of the enum Fp8; SCALE (LINE, VECTOR, BLOCK: see scale_kinds.cuh); ROWS (a multiple of 16), TILES
 // (1), WARPS_N (4 are a warpgroup), WARPS_K (1), STAGES, CLUSTER, RESIDENT (blocks a multiprocessor), W_CONSTANT, LATE,
 // HELD (stages that are widened ahead, at least two of several, or 0).
-#include "a16w8.cuh"
+#include "decode_tiles.cuh"
 #include "exchange.cuh"
-#include "ring.cuh"
 
-constexpr int BK = 128;  // the K tile of a stage
 constexpr int PIECES = BK / 16;  // of 16 of K, the depth of a wgmma
-constexpr int GROUPS = BN / 64;  // of columns with one scale a K tile, where 128 columns have one
 constexpr int SLOTS = HELD > 0 ? HELD : 2;  // K tiles of w in registers
 constexpr int COPIES = HELD > 0 ? 0 : 32;  // threads of the producer warp; stages that are filled once need none
-static_assert(WARPS_N % 4 == 0);
 static_assert(HELD <= STAGES && (HELD != 1 || STAGES == 1));
 
 constexpr int W_BYTES = BN * BK, X_HALF = ROWS * 128, X_BYTES = 2 * X_HALF;  // of a stage; x in halves of 64 of K
@@ -59,54 +52,27 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
     const int rows = min(M - first_m, ROWS);
     const uint32_t steps = (K + BK - 1) / BK;
     const int start = steps * rank / CLUSTER, count = HELD > 0 ? STAGES : steps * (rank + 1) / CLUSTER - start;
-    // (count, BN) where SCALE is VECTOR, (count, GROUPS) for BLOCK, (BN) for LINE.
+    // (count, BN) where SCALE is VECTOR, (count, BN / 64) for BLOCK, (BN) for LINE.
     float* const w_scales = reinterpret_cast<float*>(stages + AT_SCALES);
 
     auto load_w = [&](int stage, int step) {
         barrier_expect(full(stage), FILLED);
         tma_load(base + stage * W_BYTES, w, full(stage), (start + step) * BK, tile_n, matrix * w_batched);
     };
-    auto load_x = [&](int stage, int step, uint32_t barrier) {
+    auto load_x = [&](int stage, int step) {
+        const uint32_t barrier = HELD > 0 ? empty(stage) : full(stage);
+        if constexpr (HELD > 0) barrier_expect(barrier, X_BYTES);
 #pragma unroll
         for (int half = 0; half < 2; ++half)
             tma_load(base + AT_X + stage * X_BYTES + half * X_HALF, x, barrier, (start + step) * BK + half * 64,
                      first_m, matrix * x_batched);
     };
-    auto prefetch_w = [&](int from, int stop) {
-        for (int step = from; step < stop; ++step) tma_prefetch(w, (start + step) * BK, tile_n, matrix * w_batched);
-    };
-    // Prologue: initialize the mbarriers; without a producer warp, load the weight or prefetch it.
-    if (threadIdx.x == (HELD > 0 ? 0 : THREADS))
+    auto prefetch_w = [&](int step) { tma_prefetch(w, (start + step) * BK, tile_n, matrix * w_batched); };
+    if (threadIdx.x == INITIALIZING)
         init_barriers(base + AT_FULL, STAGES, bytes_of_sums(rows, rank), HELD > 0 ? 1 : WARPS);
-    if (HELD > 0 && warp == 0) {
-        __syncwarp();
-        if (elect()) {
-            if constexpr (!W_CONSTANT) prefetch_w(0, STAGES);
-            for (int step = 0; step < (W_CONSTANT ? STAGES : 0); ++step) load_w(step, step);
-        }
-        __syncwarp();
-    }
-    if constexpr (CLUSTER > 1) cluster_arrive();
-    __syncthreads();
-
-    // Producer: one thread keeps the stages full.
+    begin_loads(warp, load_w, prefetch_w);
     if (HELD == 0 && warp == WARPS) {
-        if (elect()) {
-            const int ahead = min(STAGES, count);
-            for (int step = 0; step < (W_CONSTANT ? ahead : 0); ++step) load_w(step, step);
-            prefetch_w(W_CONSTANT ? ahead : 0, min(prefetched, count));
-            wait_for_launches();
-            for (int step = 0; step < ahead; ++step) {
-                if constexpr (!W_CONSTANT) load_w(step, step);
-                load_x(step, step, full(step));
-            }
-            Ring ring;
-            for (int step = ahead; step < count; ++step, ring.advance()) {
-                barrier_wait(empty(ring.stage), ring.parity);
-                load_w(ring.stage, step);
-                load_x(ring.stage, step, full(ring.stage));
-            }
-        }
+        if (elect()) produce<true>(count, prefetched, empty, load_w, load_x, prefetch_w);
         return;
     }
 
@@ -140,8 +106,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         if (elect()) {
             for (int step = 0; step < STAGES; ++step) {
                 if constexpr (!W_CONSTANT) load_w(step, step);
-                barrier_expect(empty(step), X_BYTES);
-                load_x(step, step, empty(step));
+                load_x(step, step);
             }
         }
         __syncwarp();
@@ -165,35 +130,25 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS + COPIES, RESI
         fence_registers(d);
     };
     auto add = [&](Product& d, int step) {
-        float left = 1.0f, right = 1.0f;
-        if constexpr (SCALE == BLOCK) left = right = w_scales[step * GROUPS + warp / 4];
-        if constexpr (SCALE == VECTOR) left = w_scales[step * BN + column], right = w_scales[step * BN + column + 8];
+        const float2 scales = scales_of_columns(w_scales, step, warp, column);
         fence_registers(d);
 #pragma unroll
         for (int s = 0; s < SLICES; ++s) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? left : right, acc[s][i]);
+            for (int i = 0; i < 4; ++i) acc[s][i] = __fmaf_rn(d[4 * s + i], i < 2 ? scales.x : scales.y, acc[s][i]);
         }
     };
 #if HELD
-    // Main loop over stages that are all in flight: two products run at a time.
-    Product d[2];
 #pragma unroll
     for (int step = 0; step < (W_CONSTANT ? 0 : HELD); ++step) hold(step);
-#pragma unroll
-    for (int step = 0; step <= STAGES; ++step) {
-        if (step < STAGES) {
-            barrier_wait(empty(step), 0);
-            multiply(d[step % 2], a[step % SLOTS], step);
-        }
-        if (step == 0) continue;
-        if (step < STAGES)
-            wgmma_wait<1>();
-        else
-            wgmma_wait<0>();
-        add(d[(step - 1) % 2], step - 1);
-        if (step - 1 + HELD < STAGES) hold(step - 1 + HELD);
-    }
+    auto start_product = [&](Product& d, int step) {
+        barrier_wait(empty(step), 0);
+        multiply(d, a[step % SLOTS], step);
+    };
+    multiply_stages<ROWS / 2>(start_product, [&](Product& d, int step) {
+        add(d, step);
+        if (step + HELD < STAGES) hold(step + HELD);
+    });
 #else
     // Main loop.
     Product d;

@@ -5,8 +5,9 @@
 // A warp has 16 columns of the weight. A thread has two of them, 8 apart, and of each 8 rows of x rows 2 * quarter and
 // 2 * quarter + 1. Each block of a cluster stores the columns of OWN_WARPS warps, and each thread one of these columns.
 //
-// Macros: those of few_rows.cuh.
+// Macros: those of few_rows.cuh; SCALE, of a16w8.cuh.
 #pragma once
+#include "a16w8.cuh"
 #include "few_rows.cuh"
 
 constexpr int OWN_WARPS = (WARPS_N + CLUSTER - 1) / CLUSTER;
@@ -111,4 +112,11 @@ INLINE void finish_sums(const float (&acc)[SLICES][4], const char* memory, uint3
     } else {
         turn_sums(acc, finish);
     }
+}
+
+// The scales in K tile `step` of a thread's two columns, `column` and 8 further; 1 where they hold along K (LINE).
+INLINE float2 scales_of_columns(const float* w_scales, int step, int warp, int column) {
+    if constexpr (SCALE == VECTOR) return make_float2(w_scales[step * BN + column], w_scales[step * BN + column + 8]);
+    const float scale = SCALE == BLOCK ? w_scales[step * (BN / 64) + warp / 4] : 1.0f;
+    return make_float2(scale, scale);
 }
