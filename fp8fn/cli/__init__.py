@@ -65,7 +65,8 @@ COMMANDS: Final = Group(
                 "quant": Command("quantizers, beside their peers and a copy", "fp8fn.bench.quant"),
                 "decode": Command("products of few rows by an FP8 weight, beside bf16", "fp8fn.bench.decode"),
                 "train": Command(
-                    "training steps of transformers' models, beside bf16 and torchao", "fp8fn.bench.train.command",
+                    "training steps of transformers' models, beside bf16 and torchao",
+                    "fp8fn.bench.train.command",
                     "finished figures are in the file of --json; run the same command again to resume",
                 ),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
