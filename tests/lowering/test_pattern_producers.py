@@ -25,6 +25,7 @@ from fp8fn.lowering.graph.quantizers import computed, find_quantizers, reshaped_
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.layout import Block as ScaleBlock
+from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import GFX942, SM89, SM90, Target
 from support.accuracy import snr
 
@@ -382,8 +383,10 @@ def test_what_a_device_has(target: Target, made: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(targets, "target_of", lambda device: target)
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     linear = nn.Linear(N, WIDTH).bfloat16()
+    e4m3 = torch.float8_e4m3fn  # named: PyTorch keeps the type of a fake output, which was another target's
+    recipe = Recipe(activation_dtype=e4m3, weight_dtype=e4m3, gradient_dtype=e4m3)
     with torch.no_grad(), triton_code(), post_grad_pass.recorded() as record:
-        fp8(lambda gate, up: linear(F.silu(gate) * up))(random(M, N), random(M, N))
+        fp8(lambda gate, up: linear(F.silu(gate) * up), recipe=recipe)(random(M, N), random(M, N))
     assert [made in found.made for found in record if found.reason is None] == [True] * bool(made)
     if target is not SM90:
         assert record[0].reason == f"no kernel for it: {target.name} is not sm90"
