@@ -111,7 +111,8 @@ def _from_parts(block: Block) -> Read:
 
 def _from_pair(block: Block) -> Read:
     def read(result: tuple[Tensor, ...]) -> Sequence[ScaledTensor]:
-        return [ScaledTensor(*result[:2], block), ScaledTensor(*result[2:], block)]
+        data, scale, dual_data, dual_scale = result
+        return [ScaledTensor(data, scale, block), ScaledTensor(dual_data, dual_scale, block)]
 
     return read
 
