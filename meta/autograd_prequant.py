@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.gemm import product
+from fp8fn.ops.gemm import product, quantize
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block
 from fp8fn.ops.operand import Quantized
 
@@ -56,8 +56,7 @@ class QuantizedByWeight(torch.autograd.Function):
             out: Tensor = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, (rows, columns), bias, out_dtype)
             return out
         scale = "fp32" if w_scale.dtype == torch.float32 else "e8m0"
-        data, scales = torch.ops.fp8fn.quantize(x, block, None, scale)
-        return product(Quantized(data, scales, block), Quantized(w, w_scale, (rows, columns)), bias, out_dtype)
+        return product(quantize(x, block, None, scale), Quantized(w, w_scale, (rows, columns)), bias, out_dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -1,8 +1,9 @@
 """Quantizers beside torchao's and a copy: `python -m fp8fn bench quant`.
 
-TB/s count the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. SNR is that of the
-dequantized outputs. The ceiling is a copy of x. The L2 is flushed by reads: after a flush by writes, dirty lines would
-be written back while the quantizer runs.
+TB/s count the ideal bytes: x `(M, N)` in bf16 read once, each output and its scales written once. With one scale for
+the matrix, x is read a second time unless its largest magnitude is given. SNR is that of the dequantized outputs. The
+ceiling is a copy of x. The L2 is flushed by reads: after a flush by writes, dirty lines would be written back while the
+quantizer runs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fp8fn.bench.shapes import QUANT
 from fp8fn.ops.layout import Block, scale_shape
 from fp8fn.timing import Call, Schedule
 
-ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
+ROW, COL, SQUARE, WHOLE = (1, 128), (128, 1), (128, 128), (-1, -1)
 SCHEDULE: Final = Schedule(flush="reads")
 
 # Converts a call's result to ScaledTensors of x, in the orientation of x.
@@ -53,12 +54,18 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         rows, columns = (peers.torchao_quantizer(name) for name in ("act_quant_lhs", "act_quant_rhs"))
         return lambda: (rows(x), columns(x))
 
+    def given_amax() -> Call:
+        amax = torch.ops.fp8fn.amax(x, WHOLE)
+        return lambda: torch.ops.fp8fn.quantize_dual(x, WHOLE, None, "fp32", amax)
+
     copy = torch.empty_like(x)
     return [
         case("fp8fn", "(1,128)", [ROW], lambda: lambda: fp8fn.quantize(x, ROW), _single),
         case("fp8fn", "(128,1)", [COL], lambda: lambda: fp8fn.quantize(x, COL), _single),
         case("fp8fn", "(128,128)", [SQUARE], lambda: lambda: fp8fn.quantize(x, SQUARE), _single),
         case("fp8fn", "(1,128) and (128,1)", [ROW, COL], lambda: lambda: fp8fn.quantize_dual(x), _unchanged),
+        case("fp8fn", "(-1,-1) both ways", [WHOLE] * 2, lambda: lambda: fp8fn.quantize_dual(x, WHOLE), _unchanged),
+        case("fp8fn", "(-1,-1) both ways, amax given", [WHOLE] * 2, given_amax, _from_pair(WHOLE)),
         case("torchao", "(1,128)", [ROW], torchao("act_quant_lhs"), _from_parts(ROW)),
         case("torchao", "(128,1)", [COL], torchao("act_quant_rhs"), _from_parts(COL)),
         case("torchao", "(128,1) transposed", [COL], torchao("act_quant_transposed_lhs"), _from_transposed(ROW)),
@@ -98,6 +105,14 @@ def _unchanged(qs: Sequence[ScaledTensor]) -> Sequence[ScaledTensor]:
 def _from_parts(block: Block) -> Read:
     def read(result: tuple[Tensor, Tensor]) -> Sequence[ScaledTensor]:
         return [ScaledTensor(*result, block)]
+
+    return read
+
+
+def _from_pair(block: Block) -> Read:
+    def read(result: tuple[Tensor, ...]) -> Sequence[ScaledTensor]:
+        data, scale, dual_data, dual_scale = result
+        return [ScaledTensor(data, scale, block), ScaledTensor(dual_data, dual_scale, block)]
 
     return read
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 FORMAT: Final = 1
 # The multiprocessors of the card that was measured, on which `fewest` and `most` are counted.
@@ -15,7 +16,8 @@ _FOLDER: Final = Path(__file__).parent / "tables"
 C = TypeVar("C")
 
 
-class Division(NamedTuple, Generic[C]):
+@dataclass(frozen=True)
+class Division(Generic[C]):
     """A configuration for products that it divides into `fewest` to `most` blocks on `CORES` multiprocessors.
 
     `along` are the numbers of blocks along K, in order of preference, and `stages` how many a block may have.

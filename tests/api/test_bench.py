@@ -410,7 +410,7 @@ RUNS = [
     (("wgrad", "--shape", "128,256,128"), 5, "wgrad", {"dB"}),
     (("linear", "--shape", "128,256,128"), 5, "linear", {"out", "dA", "dB"}),
     (("linear", "--suite", "llm84", "--shape", "128,128,256"), 4, "llm84", {"out"}),
-    (("quant", "--shape", "128,256"), 11, "quant", {"(1, 128)"}),
+    (("quant", "--shape", "128,256"), 13, "quant", {"(1, 128)"}),
 ]
 
 
