@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +44,11 @@ CPU = torch.device("cpu")
         ("stream_columns", "quantizers"),
         ("quantize_rms_norm", "quantizers"),
         ("partial_amax", "quantizers"),
+        ("amax", "quantizers"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_backward__to_copy_clamp_exp2_floor_log2", "quantizers"),
+        ("triton_poi_fused_mul_quantize_dual_silu_silu_backward_view_2", "rest"),
+        ("triton_poi_fused__to_copy__unsafe_view_add_cat_cos_mul_neg_sin_slice_transpose_unsqueeze_view_1", "rest"),
+        ("triton_poi_fused__unsafe_view_clone_transpose_view_7", "copies"),
         ("triton_red_fused__scaled_mm__to_copy_abs_max_mul_0", "quantizers"),
         ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_3", "quantizers"),
         ("triton_per_fused_abs_amax_clamp_silu_5", "quantizers"),
@@ -239,9 +245,9 @@ def test_a_ratio_is_of_the_same_round() -> None:
 def test_runs_merge_by_machine_commit_and_setting(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
     for device in ("NVIDIA H100", "NVIDIA H200"):
-        store = runs.Runs(path, runs.key_of(device, "abc", SETTING))
+        store = runs.Runs(path, runs.key_of(device, "commit abc", SETTING))
         store.put(figures("bf16", 10.0))
-    again = runs.Runs(path, runs.key_of("NVIDIA H100", "abc", SETTING))
+    again = runs.Runs(path, runs.key_of("NVIDIA H100", "commit abc", SETTING))
     assert again.finished() == set()  # no times yet
     again.put(figures("bf16", 9.0, rounds=[{"forward_backward_ms": 9.0, "step_ms": 18.0, "beside": {}}]))
     again.put({"variant": "transformer_engine", "unavailable": "transformer_engine is not installed"})
@@ -252,7 +258,7 @@ def test_runs_merge_by_machine_commit_and_setting(tmp_path: Path) -> None:
     assert [(run["device"], len(run["rows"])) for run in found] == [("NVIDIA H100", 2), ("NVIDIA H200", 1)]
     assert found[0]["rows"][0]["peak_bytes"] == int(9e8)
     assert {"date", "environment", "commit", "setting"} <= set(found[0])
-    other = runs.Runs(path, runs.key_of("NVIDIA H100", "abc", {**SETTING, "batch": 2}))
+    other = runs.Runs(path, runs.key_of("NVIDIA H100", "commit abc", {**SETTING, "batch": 2}))
     assert other.rows == []
     assert len(other.runs) == 3
 
@@ -271,7 +277,7 @@ def document() -> dict[str, Any]:
         for name, found in runs.round_rows(times).items():
             rows[name].setdefault("rounds", []).append(found)
     absent = {"variant": "transformer_engine", "unavailable": "transformer_engine is not installed"}
-    key = runs.key_of("NVIDIA H200", "abc", SETTING)
+    key = runs.key_of("NVIDIA H200", "commit abc", SETTING)
     environment = {"torch": "2.11.0", "triton": "3.6.0"}
     run = {**key, "date": "2026-11-24", "environment": environment, "rows": [*rows.values(), absent]}
     return {"results": {"runs": [run]}}
@@ -297,7 +303,9 @@ def test_table_of_a_run() -> None:
 
 def test_revision_names_the_code() -> None:
     found = runs.revision()
-    assert found.startswith("sources ") or len(found) == 10
+    kind, _, name = found.partition(" ")
+    assert kind in ("commit", "sources")
+    assert re.fullmatch("[0-9a-f]{10}", name)
     assert found == runs.revision()
 
 
@@ -441,9 +449,10 @@ def test_trainer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     setting = worker_setting()
     model = models.build(setting.size, setting.sequence, setting.attention, CPU, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     expected = []
-    for tokens in models.batches(setting.size, 2, 32, 2):
+    for rate, tokens in zip((0.5e-4, 1e-4), models.batches(setting.size, 2, 32, 2), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

@@ -16,6 +16,7 @@ Keys and values are then not expanded to the query's heads. The code of the mode
 from __future__ import annotations
 
 import statistics
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -77,7 +78,8 @@ def times(size: Size, batch: int, sequence: int, device: torch.device) -> dict[s
     clock.warm(0.5)
     for name in KERNELS:
         try:
-            with using(name):
+            with using(name), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # one for each kernel that is not used
                 once()
                 found[name] = statistics.median(clock.samples(once, 5, 1e3)) / 1e3
         except Exception as error:

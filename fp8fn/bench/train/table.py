@@ -38,7 +38,7 @@ def of_run(run: Mapping[str, Any]) -> str:
     versions = f"torch {environment['torch']}, Triton {environment['triton']}"
     found = run["setting"]["attention"]
     lines += [f"Attention: {found['implementation']}, kernel {found['kernel']}.", ""]
-    return "\n".join([*lines, f"{run['device']}; {versions}; commit {run['commit']}; {run['date']}."])
+    return "\n".join([*lines, f"{run['device']}; {versions}; {run['commit']}; {run['date']}."])
 
 
 def title(run: Mapping[str, Any]) -> str:
