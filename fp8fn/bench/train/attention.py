@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -87,7 +87,7 @@ def times(size: Size, batch: int, sequence: int, device: torch.device) -> dict[s
     return found
 
 
-def fastest(found: dict[str, float | str]) -> str:
+def fastest(found: Mapping[str, float | str]) -> str:
     """The kernel with the shortest time; `DEFAULT` where none has a time."""
     timed = {name: time for name, time in found.items() if isinstance(time, float)}
     return min(timed, key=timed.__getitem__) if timed else DEFAULT

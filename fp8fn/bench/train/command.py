@@ -197,7 +197,7 @@ def _attention(args: argparse.Namespace, size: Size) -> tuple[str, Mapping[str, 
     """The attention's kernel, and the times by which it was chosen."""
     if args.kernel or args.device.type == "cpu" or args.attention != "causal":
         return args.kernel or attention.DEFAULT, {}
-    found = attention_times(size, *args.tokens, str(args.device))
+    found = attention_times(size, args.tokens[0], args.tokens[1], str(args.device))
     kernel = attention.fastest(found)
     times = ", ".join(
         f"{name} {each:.3f} ms" if isinstance(each, float) else f"{name}: {each}" for name, each in found.items()

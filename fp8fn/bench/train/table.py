@@ -64,7 +64,7 @@ def utilisation(run: Mapping[str, Any], ms: float) -> float | None:
 
 
 def _cells(run: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    bf16 = next((each for each in run["rows"] if each["variant"] == "bf16" and "losses" in each), {})
+    bf16: Mapping[str, Any] = next((each for each in run["rows"] if each["variant"] == "bf16" and "losses" in each), {})
     setting = run["setting"]
     forward_backward, step = milliseconds(row, "forward_backward_ms"), milliseconds(row, "step_ms")
     tokens = setting["batch"] * setting["sequence"]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import multiprocessing
+import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -234,7 +236,7 @@ class Worker:
 
     def close(self) -> None:
         self.connection.close()
-        self.process.join(20)
+        self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -242,9 +244,8 @@ class Worker:
 
 def _serve(connection: Connection, setting: Setting, name: str) -> None:
     """Answers calls until the connection closes."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the connection
+    importlib.import_module("transformers").logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     trainer: Trainer | None = None
     while True:
