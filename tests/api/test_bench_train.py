@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +44,11 @@ CPU = torch.device("cpu")
         ("stream_columns", "quantizers"),
         ("quantize_rms_norm", "quantizers"),
         ("partial_amax", "quantizers"),
+        ("amax", "quantizers"),
+        ("triton_poi_fused__scaled_dot_product_cudnn_attention_backward__to_copy_clamp_exp2_floor_log2", "quantizers"),
+        ("triton_poi_fused_mul_quantize_dual_silu_silu_backward_view_2", "rest"),
+        ("triton_poi_fused__to_copy__unsafe_view_add_cat_cos_mul_neg_sin_slice_transpose_unsqueeze_view_1", "rest"),
+        ("triton_poi_fused__unsafe_view_clone_transpose_view_7", "copies"),
         ("triton_red_fused__scaled_mm__to_copy_abs_max_mul_0", "quantizers"),
         ("triton_poi_fused__scaled_mm__to_copy_clamp_mul_reciprocal_3", "quantizers"),
         ("triton_per_fused_abs_amax_clamp_silu_5", "quantizers"),
@@ -239,9 +245,9 @@ def test_a_ratio_is_of_the_same_round() -> None:
 def test_runs_merge_by_machine_commit_and_setting(tmp_path: Path) -> None:
     path = tmp_path / "train.json"
     for device in ("NVIDIA H100", "NVIDIA H200"):
-        store = runs.Runs(path, runs.key_of(device, "abc", SETTING))
+        store = runs.Runs(path, runs.key_of(device, "commit abc", SETTING))
         store.put(figures("bf16", 10.0))
-    again = runs.Runs(path, runs.key_of("NVIDIA H100", "abc", SETTING))
+    again = runs.Runs(path, runs.key_of("NVIDIA H100", "commit abc", SETTING))
     assert again.finished() == set()  # no times yet
     again.put(figures("bf16", 9.0, rounds=[{"forward_backward_ms": 9.0, "step_ms": 18.0, "beside": {}}]))
     again.put({"variant": "transformer_engine", "unavailable": "transformer_engine is not installed"})
@@ -252,7 +258,7 @@ def test_runs_merge_by_machine_commit_and_setting(tmp_path: Path) -> None:
     assert [(run["device"], len(run["rows"])) for run in found] == [("NVIDIA H100", 2), ("NVIDIA H200", 1)]
     assert found[0]["rows"][0]["peak_bytes"] == int(9e8)
     assert {"date", "environment", "commit", "setting"} <= set(found[0])
-    other = runs.Runs(path, runs.key_of("NVIDIA H100", "abc", {**SETTING, "batch": 2}))
+    other = runs.Runs(path, runs.key_of("NVIDIA H100", "commit abc", {**SETTING, "batch": 2}))
     assert other.rows == []
     assert len(other.runs) == 3
 
@@ -263,6 +269,7 @@ def document() -> dict[str, Any]:
     bf16 |= {"step_peak_bytes": 20_700_000_000, "cached_graphs": 2}
     peer = figures("torchao:tensorwise", 100.0, losses=[9, 5.099])
     ours = figures("fp8fn:BLOCKWISE", 100.0, peak_bytes=14_200_000_000, losses=[9, 5.101])
+    ours["profile"] = kinds.by_kind({"scaled_mm": (80_000, 84), "quantize": (8_500, 72), "flash": (17_250, 8)})
     ours |= {"step_peak_bytes": 18_000_000_000, "kept_bytes_per_token_and_layer": 29696.0, "first_step_s": 31.5}
     rows = {row["variant"]: row for row in (bf16, peer, ours)}
     for _ in range(2):
@@ -271,7 +278,7 @@ def document() -> dict[str, Any]:
         for name, found in runs.round_rows(times).items():
             rows[name].setdefault("rounds", []).append(found)
     absent = {"variant": "transformer_engine", "unavailable": "transformer_engine is not installed"}
-    key = runs.key_of("NVIDIA H200", "abc", SETTING)
+    key = runs.key_of("NVIDIA H200", "commit abc", SETTING)
     environment = {"torch": "2.11.0", "triton": "3.6.0"}
     run = {**key, "date": "2026-11-24", "environment": environment, "rows": [*rows.values(), absent]}
     return {"results": {"runs": [run]}}
@@ -283,7 +290,7 @@ def test_table_of_a_run() -> None:
     cells = {
         line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]]
         for line in lines
-        if line[:2] == "| "
+        if line[:2] == "| " and line.count("|") == 16
     }
     assert cells["`fp8fn:BLOCKWISE`"] == [
         "142.00", "1.331x", "1.035x", "170.00", "1.282x", "96376", "68.1", "14.20", "0.840x", "18.00", "29.0", "0.725x",
@@ -292,12 +299,24 @@ def test_table_of_a_run() -> None:
     assert cells["`bf16`"][1:3] == ["1.000x", "0.778x"]
     assert cells["`bf16`"][12:] == ["30.0 (cached)", "5.1000"]
     assert "transformer_engine: n/a: transformer_engine is not installed." in lines
+    (kind_names, profile) = (
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in lines
+        if "by kind" in line or (line.startswith("| `fp8fn") and line.count("|") == 9)
+    )
+    by_kind = dict(zip(kind_names[1:], profile[1:], strict=True))
+    assert by_kind == {
+        "attention": "17.2", "optimizer": "0.0", "quantizers": "8.5", "products": "80.0", "copies": "0.0",
+        "rest": "0.0", "all": "105.8",
+    }  # fmt: skip
     assert lines[-1] == "NVIDIA H200; torch 2.11.0, Triton 3.6.0; commit abc; 2026-11-24."
 
 
 def test_revision_names_the_code() -> None:
     found = runs.revision()
-    assert found.startswith("sources ") or len(found) == 10
+    kind, _, name = found.partition(" ")
+    assert kind in ("commit", "sources")
+    assert re.fullmatch("[0-9a-f]{10}", name)
     assert found == runs.revision()
 
 
@@ -441,9 +460,10 @@ def test_trainer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
     setting = worker_setting()
     model = models.build(setting.size, setting.sequence, setting.attention, CPU, seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     expected = []
-    for tokens in models.batches(setting.size, 2, 32, 2):
+    for rate, tokens in zip((0.5e-4, 1e-4), models.batches(setting.size, 2, 32, 2), strict=True):
+        optimizer.param_groups[0]["lr"] = rate
         loss = model(input_ids=tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()

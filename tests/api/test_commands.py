@@ -34,7 +34,10 @@ DEVICES = {
     "demo": ("demo",),
     "tune": ("tune", "--shapes", "128,128,128"),
     "convert": ("convert", "from", "to"),
-    **{name: ("bench", name) for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant")},
+    **{
+        name: ("bench", name)
+        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant", "train")
+    },
 }
 OUTPUTS = {
     "demo": (("demo",), ("--json", "--plot")),
@@ -44,7 +47,7 @@ OUTPUTS = {
         name: (("bench", name), ("--json", "--plot"))
         for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "quant")
     },
-    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate")},
+    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train")},
 }
 
 
@@ -271,8 +274,11 @@ def test_ctrl_c_is_a_sentence_and_status_130(
 
     monkeypatch.setattr(importlib.import_module(command.module), "main", interrupted)
     assert cli.main([*name, "x"]) == 130
-    kept = {"tune": "what is tuned is kept; ", "aot": "what is compiled is kept; ", "convert": ""}
-    resume = f"{kept[name[0]]}run the same command again to resume" if name[0] in kept else "nothing more is written"
+    kept = {
+        "tune": "what is tuned is kept; ", "aot": "what is compiled is kept; ", "convert": "",
+        "train": "finished figures are in the file of --json; ",
+    }  # fmt: skip
+    resume = f"{kept[name[-1]]}run the same command again to resume" if name[-1] in kept else "nothing more is written"
     assert capsys.readouterr().err == f"\npython -m fp8fn {' '.join(name)}: interrupted; {resume}\n"
 
 

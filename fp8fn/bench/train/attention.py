@@ -16,7 +16,8 @@ Keys and values are then not expanded to the query's heads. The code of the mode
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Final
 
@@ -77,7 +78,8 @@ def times(size: Size, batch: int, sequence: int, device: torch.device) -> dict[s
     clock.warm(0.5)
     for name in KERNELS:
         try:
-            with using(name):
+            with using(name), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # one for each kernel that is not used
                 once()
                 found[name] = statistics.median(clock.samples(once, 5, 1e3)) / 1e3
         except Exception as error:
@@ -85,7 +87,7 @@ def times(size: Size, batch: int, sequence: int, device: torch.device) -> dict[s
     return found
 
 
-def fastest(found: dict[str, float | str]) -> str:
+def fastest(found: Mapping[str, float | str]) -> str:
     """The kernel with the shortest time; `DEFAULT` where none has a time."""
     timed = {name: time for name, time in found.items() if isinstance(time, float)}
     return min(timed, key=timed.__getitem__) if timed else DEFAULT

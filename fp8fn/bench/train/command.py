@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model": args.model, "size": as_json(size), "batch": setting.batch, "sequence": setting.sequence,
         "steps": setting.steps, "attention": attending,
     }  # fmt: skip
-    runs = Runs(args.json, key_of(device_name(device), revision(), shared))
+    runs = Runs(args.json, key_of(device_name(device), args.commit or revision(), shared))
     runs.run["attention_ms"] = found
     _share_compilations(device, kernel)
-    print(f"{table.title(runs.run)}; {runs.run['device']}; commit {runs.run['commit']}", flush=True)
+    print(f"{table.title(runs.run)}; {runs.run['device']}; {runs.run['commit']}", flush=True)
 
     finished = set() if args.again else runs.finished()
     wanted = [variant for variant in args.variants if variant.name not in finished]
@@ -83,6 +83,11 @@ class Session:
         self.alive: dict[str, Worker] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.shuffle = random.Random(0).shuffle
+        self.began = time.perf_counter()
+
+    def say(self, text: str) -> None:
+        """Print a line at once, with the seconds since the session began."""
+        print(f"[{time.perf_counter() - self.began:4.0f} s] {text}", flush=True)
 
     def measure(self, wanted: Sequence[Variant], deadline: float | None) -> None:
         """Prepare the variants in groups that fit in memory, and time each group in turns."""
@@ -94,7 +99,7 @@ class Session:
                 worker = coming or Worker(self.setting, variant)
                 coming = None
                 if deadline is not None and time.perf_counter() > deadline:
-                    print(f"{variant.name}: not begun, as the time of --minutes is over", flush=True)
+                    self.say(f"{variant.name}: not begun, as the time of --minutes is over")
                     worker.close()
                     continue
                 # The next process imports its modules while this one compiles.
@@ -114,7 +119,7 @@ class Session:
         try:
             row: dict[str, Any] = {"variant": name, **worker.call("prepare")}
             self.alive[name] = worker
-            print(f"{name}: {_prepared(row, self.rows.get(BF16))}", flush=True)
+            self.say(f"{name}: {_prepared(row, self.rows.get(BF16))}")
             if self.profile:
                 row["profile"] = worker.call("profile")
                 print("\n".join(kinds.lines(row["profile"])), flush=True)
@@ -122,7 +127,7 @@ class Session:
         except (UnavailableError, WorkerError) as error:
             key = "unavailable" if isinstance(error, UnavailableError) else "failed"
             row = {"variant": name, key: str(error)}
-            print(f"{name}: {key}: {error}", flush=True)
+            self.say(f"{name}: {key}: {error}")
             self.alive.pop(name, None)
             worker.close()
         self.rows[name] = row
@@ -143,7 +148,7 @@ class Session:
         """Time the variants that are alive in turns, and write the rows after each round."""
         for number in range(self.rounds):
             if deadline is not None and number and time.perf_counter() > deadline:
-                print(f"{number} of {self.rounds} rounds: the time of --minutes is over", flush=True)
+                self.say(f"{number} of {self.rounds} rounds: the time of --minutes is over")
                 return
             order = list(self.alive)
             self.shuffle(order)
@@ -153,7 +158,7 @@ class Session:
                     times[name] = self.alive[name].call("turn", self.repeats)
                     self.alive[name].call("idle")
                 except WorkerError as error:
-                    print(f"{name}: failed: {error}", flush=True)
+                    self.say(f"{name}: failed: {error}")
                     self.rows[name]["failed"] = str(error)
                     self.alive.pop(name).close()
             for name, found in round_rows(times).items():
@@ -161,7 +166,7 @@ class Session:
                 former = self.rows[name].get("rounds", []) if number or name == BF16 else []
                 self.rows[name]["rounds"] = [*former, found]
                 self.runs.put(self.rows[name])
-            print(f"round {number + 1}: {', '.join(_timed(self.rows[name]) for name in times)}", flush=True)
+            self.say(f"round {number + 1}: {', '.join(_timed(self.rows[name]) for name in times)}")
 
     def _close(self, names: Iterable[str]) -> None:
         for name in names:
@@ -192,7 +197,7 @@ def _attention(args: argparse.Namespace, size: Size) -> tuple[str, Mapping[str, 
     """The attention's kernel, and the times by which it was chosen."""
     if args.kernel or args.device.type == "cpu" or args.attention != "causal":
         return args.kernel or attention.DEFAULT, {}
-    found = attention_times(size, *args.tokens, str(args.device))
+    found = attention_times(size, args.tokens[0], args.tokens[1], str(args.device))
     kernel = attention.fastest(found)
     times = ", ".join(
         f"{name} {each:.3f} ms" if isinstance(each, float) else f"{name}: {each}" for name, each in found.items()
@@ -260,6 +265,9 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--minutes", type=options.positive, metavar="M", help="begin nothing new after M minutes (default: no limit)"
+    )
+    parser.add_argument(
+        "--commit", metavar="NAME", help="the code's name in the file (default: git's, or a digest of the sources)"
     )
     parser.add_argument("--profile", action="store_true", help="show kernels by kind")
     parser.add_argument("--again", action="store_true", help="measure variants again that the file already has")

@@ -11,17 +11,15 @@ REST: Final = "rest"
 _KINDS: Final = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated|cudnn::fusion",
     "optimizer": r"multi_tensor|adam",
-    "quantizers": r"quantize|quantise|(stream|walk)_columns|row_rstd|(partial|block)_amax|group_scales",
+    "quantizers": r"quantize|(stream|walk)_columns|row_rstd|amax|group_scales",
     "products": r"gemm|nvjet|cutlass|xmma|gemv|splitk|_mm\b|_mm_|\bmm_|scaled_mm|a16w8|mx_tiles|aten::(add|b)?mm",
     "copies": r"copy|memcpy|memset|transpose|contiguous|clone|catarray|fill",
 }
-# Inductor names a generated kernel by the operations that it fuses. A generated kernel is never a product: a name with
-# `mm` only says where its input comes from.
+# Inductor names a generated kernel by the operations that it fuses, and by the ops that read its result: `mm` or
+# `quantize_dual` in a name does not say that the kernel multiplies or quantizes.
 _GENERATED: Final = re.compile(r"triton_(poi|red|per|mix)_fused_")
-_FUSED: Final = {
-    "quantizers": r"clamp|amax|abs.*max|float8|quantize",
-    "copies": r"fused_(_?(clone|copy|to_copy|t|transpose|permute|view|expand|unsqueeze|cat)(?=_|$)_?)+\d*$",
-}
+_MOVES: Final = "(unsafe_view|view|to_copy|clone|copy|transpose|permute|t|expand|unsqueeze|cat|slice)(?=_|$)"
+_FUSED: Final = {"quantizers": r"clamp|amax|abs.*max|float8", "copies": rf"fused(_{{1,2}}{_MOVES})+_\d*$"}
 KINDS: Final = (*_KINDS, REST)
 _SHOWN: Final = 6
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -63,13 +64,12 @@ def config_of(size: Size, sequence: int) -> Any:
 
 def build(size: Size, sequence: int, attention: str, device: torch.device, seed: int) -> nn.Module:
     """The model in bf16 with the weights of `seed`. `attention` is the name of transformers' implementation."""
-    from transformers import AutoModelForCausalLM
-
+    transformers = importlib.import_module("transformers")
     # transformers' default experts are a loop over experts, which breaks the graph; these are torch._grouped_mm.
     experts = {"experts_implementation": "grouped_mm"} if size.experts else {}
     torch.manual_seed(seed)
     with device:
-        model: nn.Module = AutoModelForCausalLM.from_config(
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(
             config_of(size, sequence), dtype=torch.bfloat16, attn_implementation=attention, **experts
         )
     return model.train()

@@ -27,7 +27,7 @@ def revision() -> str:
         head = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return f"sources {_digest(package)}"
-    return f"sources {_digest(package)}" if changed.stdout.strip() else head.stdout.strip()
+    return f"sources {_digest(package)}" if changed.stdout.strip() else f"commit {head.stdout.strip()}"
 
 
 def _digest(package: Path) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fp8fn.bench import tables
+from fp8fn.bench.train.kinds import KINDS
 from fp8fn.bench.train.models import Size, operations, peak_rate
 from fp8fn.bench.train.runs import best_torchao, milliseconds, speedup
 
@@ -32,13 +33,29 @@ def of_run(run: Mapping[str, Any]) -> str:
     """A Markdown table of a run, and below it why variants have no figures, the attention, and the provenance."""
     rows = run["rows"]
     body = [_cells(run, row) for row in rows if "losses" in row]
-    lines = [title(run), "", tables.markdown(body, HEADERS, left=0), ""]
+    lines = [title(run), "", tables.markdown(body, HEADERS, left=0), "", *_profiles(rows)]
     lines += [f"{row['variant']}: n/a: {row[key]}." for row in rows for key in ("unavailable", "failed") if key in row]
     environment = run["environment"]
     versions = f"torch {environment['torch']}, Triton {environment['triton']}"
     found = run["setting"]["attention"]
     lines += [f"Attention: {found['implementation']}, kernel {found['kernel']}.", ""]
-    return "\n".join([*lines, f"{run['device']}; {versions}; commit {run['commit']}; {run['date']}."])
+    return "\n".join([*lines, f"{run['device']}; {versions}; {run['commit']}; {run['date']}."])
+
+
+def _profiles(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The milliseconds of a step with AdamW by kind of kernel, for the variants that have a profile."""
+    profiles = [(row["variant"], row["profile"]) for row in rows if "profile" in row]
+    if not profiles:
+        return []
+    body = [
+        [
+            f"`{name}`",
+            *(f"{profile[kind]['ms']:.1f}" for kind in KINDS),
+            f"{sum(p['ms'] for p in profile.values()):.1f}",
+        ]
+        for name, profile in profiles
+    ]
+    return [tables.markdown(body, ("ms of a step by kind of kernel", *KINDS, "all"), left=0), ""]
 
 
 def title(run: Mapping[str, Any]) -> str:
@@ -64,7 +81,7 @@ def utilisation(run: Mapping[str, Any], ms: float) -> float | None:
 
 
 def _cells(run: Mapping[str, Any], row: Mapping[str, Any]) -> list[str]:
-    bf16 = next((each for each in run["rows"] if each["variant"] == "bf16" and "losses" in each), {})
+    bf16: Mapping[str, Any] = next((each for each in run["rows"] if each["variant"] == "bf16" and "losses" in each), {})
     setting = run["setting"]
     forward_backward, step = milliseconds(row, "forward_backward_ms"), milliseconds(row, "step_ms")
     tokens = setting["batch"] * setting["sequence"]

@@ -60,8 +60,8 @@ class Variant:
         elif self.family == TRANSFORMER_ENGINE:
             return _with_transformer_engine(model)
         if self.family == "fp8fn":
-            return cast(Compiled, torch.compile(model, backend="fp8fn", options=dict(self.options), dynamic=False))
-        return cast(Compiled, torch.compile(model, dynamic=False))
+            return torch.compile(model, backend="fp8fn", options=dict(self.options), dynamic=False)
+        return torch.compile(model, dynamic=False)
 
 
 def parse(text: str) -> Variant:

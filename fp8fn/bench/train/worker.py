@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import itertools
 import multiprocessing
+import signal
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -72,9 +74,9 @@ class Trainer:
         }
         self.forward_backward(self.batches[0])
         found |= self.kept() | self.forward_backward_peak()
-        found["losses"] = [self.step(tokens) for tokens in self.batches]
+        found["losses"] = [self.warmed_up_step(number) for number in range(len(self.batches))]
         self.rest()
-        found["step_peak_bytes"] = self.peak(lambda: self.step(self.batches[0]))
+        found["step_peak_bytes"] = self.peak(lambda: self.train(self.batches[0]))
         self.rest()
         return found
 
@@ -89,9 +91,11 @@ class Trainer:
             loss: Tensor = self.compiled(input_ids=tokens, labels=tokens).loss
         return loss
 
-    def step(self, tokens: Tensor) -> float:
-        """Train by one batch, and return its loss."""
-        return float(self.train(tokens))
+    def warmed_up_step(self, number: int) -> float:
+        """Train by batch `number`, and return its loss. The learning rate rises to its full value at the last batch."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = _LEARNING_RATE * (number + 1) / len(self.batches)
+        return float(self.train(self.batches[number]))
 
     def train(self, tokens: Tensor) -> Tensor:
         loss = self.loss(tokens)
@@ -232,7 +236,7 @@ class Worker:
 
     def close(self) -> None:
         self.connection.close()
-        self.process.join(20)
+        self.process.join(10)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -240,9 +244,8 @@ class Worker:
 
 def _serve(connection: Connection, setting: Setting, name: str) -> None:
     """Answers calls until the connection closes."""
-    import transformers
-
-    transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent closes the connection
+    importlib.import_module("transformers").logging.set_verbosity_error()
     warnings.simplefilter("ignore")
     trainer: Trainer | None = None
     while True:
