@@ -59,14 +59,15 @@ class Partitioner(CustomPartitionerFn):
         return ("fp8fn", self.sources, self.plan)
 
     def _choose(self, chosen: list[Node], graph: Graph, info: Any, budget: float) -> list[Node]:
-        backward = frozenset(info.tangents_closure)
+        # The output node depends on gradients too, but it reads the forward's results.
+        backward = frozenset(node for node in info.tangents_closure if node.op != "output")
         cut = Cut(
             graph=graph,
             saved=dict.fromkeys(chosen),
             parameters=frozenset(info.static_lifetime_input_nodes),
             forward={node for node in graph.nodes if info.is_required_fw(node)},
             backward=backward,
-            roots=backward | frozenset(info.required_bw_nodes),
+            roots=backward | frozenset(node for node in info.required_bw_nodes if node.op != "output"),
         )
         return shrink(cut, self.plan, budget)
 

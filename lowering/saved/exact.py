@@ -125,7 +125,7 @@ def _drop_columns_of(cut: Cut, quantizer: Node, fused: Mapping[Node, Producer]) 
         return 0
     items = [node for item in quantizer.users for node in moves_of(item) if node in cut.saved]
     leaves = cut.can_make(x) if items else None
-    if leaves is None or any(_is_row_statistic(leaf, x) for leaf in leaves):
+    if leaves is None or leaves.keys() <= cut.parameters or any(_is_row_statistic(leaf, x) for leaf in leaves):
         return 0
     if quantizer.target in (_SINGLE, _GROUPED):
         if quantizer in fused or computed(reshaped_of(x)):
