@@ -55,7 +55,7 @@ class ExpertMlp(levels.SingleLevelFunction):
         ctx.inside_transform = levels.inside_transform()
         weights = (w_gate_up, w_down)
         ctx.quantizes_again = not recipe.keep_weights and all(map(levels.outlives_forward, weights))
-        needs = mlp.MlpNeeds(*ctx.needs_input_grad[:3], fp8_weights=not ctx.quantizes_again)
+        needs = mlp.MlpNeeds(*ctx.needs_input_grad[:3])._replace(fp8_weights=not ctx.quantizes_again)
         out, kept = levels.below(mlp.forward, x, *weights, offsets, recipe, out_dtype, needs)
         tensors: list[Tensor | None] = [offsets, kept.hidden]
         if ctx.quantizes_again:

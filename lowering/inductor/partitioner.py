@@ -53,7 +53,8 @@ class Partitioner(CustomPartitionerFn):
 
     def __call__(self, gm: GraphModule, joint_inputs: Any, **kwargs: Any) -> tuple[GraphModule, GraphModule]:
         with _choosing(self._choose):
-            return partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+            forward, backward = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        return forward, backward
 
     def uuid(self) -> Any:
         return ("fp8fn", self.sources, self.plan)

@@ -50,7 +50,8 @@ def save_roots(cut: Cut) -> None:
 
 def drop_weights(cut: Cut) -> int:
     """Saves parameters in place of their FP8 forms; returns how many bytes fewer are kept."""
-    dropped, quantizers = 0, {}
+    dropped = 0
+    quantizers: dict[Node, None] = {}
     for node in list(cut.saved):
         found = _quantized_parameter(cut, node)
         if found is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fp8fn
+from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.inductor import partitioner
 from fp8fn.lowering.saved import SavePlan
 from support.kept import Kept, OpByOp, kept
@@ -137,6 +138,25 @@ def test_no_recipe_keeps_a_weight(recipe: str) -> None:
     keeping = step(SavePlan(keep_weights=True), model, recipe=chosen)
     assert keeping.equals(everything)
     assert weight_bytes(model, keeping) == weight_bytes(model, everything) > 0
+
+
+def test_hopper_quantizes_a_weight_once_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its square blocks are stored along either axis: the forward stores one, and the backward turns a weight."""
+    monkeypatch.setattr(fp8fn.ops.gemm, "_on_hopper", lambda x, block: block == (128, 128))
+    model = made(Gated)
+    everything = step(None, model)
+    torch._dynamo.reset()
+    backend = OpByOp(EXACT)
+    exact = compiled_step(torch.compile(model, backend=backend, fullgraph=True), model)
+    assert exact.equals(everything)
+    assert weight_bytes(model, exact) == 0
+
+    def weights(module: torch.fx.GraphModule) -> list[str]:
+        nodes = [node for node in module.graph.nodes if "fp8fn.quantize" in str(node.target)]
+        return [str(node.target) for node in nodes if tuple(arguments_of(node).get("block", ())) == (128, 128)]
+
+    assert weights(backend.forward[0]) == ["fp8fn.quantize.default"] * 3
+    assert weights(backend.backward[0]) == ["fp8fn.quantize_dual.default"] * 3
 
 
 def test_what_is_kept_of_a_gated_mlp() -> None:
