@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp8fn.lowering.joint_pass import with_pass
+from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.post_grad_pass import with_fusion
 from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.ops.layout import without_guards
-from fp8fn.ops.recipe import parse_recipe, recipe_key
+from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where", "fuse_quantize")
+OPTIONS = ("recipe", "where", "fuse_quantize", "save")
 
 
 def fp8fn(
@@ -34,14 +35,19 @@ def fp8fn(
         mode: Inductor's mode.
         options: `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function
             of a `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`. All
-            other options but `fuse_quantize` are Inductor's. With Inductor's `max_autotune` each product on a GPU is
-            timed against cuBLASLt, and the faster kernel is used.
+            options but these, `fuse_quantize` and `save` are Inductor's. With Inductor's `max_autotune` each product on
+            a GPU is timed against cuBLASLt, and the faster kernel is used.
 
     The option `fuse_quantize` fuses quantization into the computation of an activation, which is then not rounded to 16
     bits first. By default one op computes and quantizes `silu(gate) * up` and `rms_norm(x) * weight`, on devices that
     have its kernel (Hopper), and Inductor's generated kernels quantize any other elementwise result in `(1, 128)`
     blocks. True lets Inductor quantize in `(1, 32)` and in whole rows as well. False disables both. Inductor never
     quantizes columns, or both orientations at once, as training needs them.
+
+    The option `save` overrides the recipe's `save`: what the forward keeps for the backward. `"exact"`, the default,
+    keeps no FP8 form of a weight, keys and values of grouped-query attention before they are repeated, and no second
+    FP8 form of an activation that the backward can quantize again. Gradients have the same bits as with `"all"`, which
+    leaves PyTorch's partitioner alone. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -51,7 +57,9 @@ def fp8fn(
     check_where(where)
     rewrite(gm, recipe, where)
     fuse = given.pop("fuse_quantize", None)
+    save = given.pop("save", None)
     patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
+    patches = _with_partitioner(patches, recipe, save, fuse is not False)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
@@ -71,3 +79,22 @@ def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"options[{name!r}] is neither an option of fp8fn {OPTIONS} nor one of Inductor")
         patches[key] = value
     return patches
+
+
+def _with_partitioner(patches: dict[str, Any], recipe: Recipe, save: str | None, fuse: bool) -> dict[str, Any]:
+    """Inductor's options with fp8fn's partitioner, unless the user has another one or wants PyTorch's."""
+    if save is not None and save not in SAVES:
+        raise ValueError(f"options['save'] is {save!r}; use one of {SAVES}")
+    own = patches.get("custom_partitioner_fn", torch._inductor.config.custom_partitioner_fn)
+    if own is not None and save not in (None, "all"):
+        raise ValueError(
+            f"options['save'] is {save!r}, and Inductor's custom_partitioner_fn is {own!r}; set one of them"
+        )
+    saves = save or recipe.save
+    if own is not None or saves == "all":
+        return patches
+    from fp8fn.lowering.inductor.partitioner import Partitioner
+    from fp8fn.lowering.saved import SavePlan
+
+    plan = SavePlan(replace(recipe, save=saves).save, recipe.keep_weights, fuse)
+    return {**patches, "custom_partitioner_fn": Partitioner(plan, SubstitutionPass().uuid())}

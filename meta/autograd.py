@@ -50,7 +50,8 @@ def gemm(
 class Gemm(levels.SingleLevelFunction):
     """`C = A B + bias`; `dA = dC Bᵀ`, `dB = Aᵀ dC`, `dbias = Σ dC`, with the products in FP8 by the recipe.
 
-    Saves the quantized operands. The 16-bit operands are saved only if a second derivative may follow.
+    Saves the quantized operands, but of a parameter `b` the parameter, which the backward quantizes again. Other 16-bit
+    operands are saved only if a second derivative may follow.
     """
 
     @staticmethod
@@ -72,8 +73,11 @@ class Gemm(levels.SingleLevelFunction):
             else:
                 out = levels.below(_forward(a, b, bias), *args, dgrad=False, wgrad=False)[0]
             return out
-        out, a_col, b_row = levels.below(_forward(a, b, bias), *args, dgrad=dgrad, wgrad=wgrad)
-        ctx.save_for_backward(*(a_col or (None, None))[:2], *(b_row or (None, None))[:2])
+        ctx.quantizes_again = dgrad and not recipe.keep_weights and levels.outlives_forward(b)
+        needed = dgrad and not ctx.quantizes_again
+        out, a_col, b_row = levels.below(_forward(a, b, bias), *args, dgrad=needed, wgrad=wgrad)
+        kept = (b, None) if ctx.quantizes_again else (b_row or (None, None))[:2]
+        ctx.save_for_backward(*(a_col or (None, None))[:2], *kept)
         return out
 
     @staticmethod
@@ -88,8 +92,12 @@ class Gemm(levels.SingleLevelFunction):
             raise NotImplementedError(SECOND_ORDER)
         a_data, a_scale, b_data, b_scale = ctx.saved_tensors
         a_col = None if a_data is None else Quantized(a_data, a_scale, swap(ctx.recipe.activation_block))
-        b_row = None if b_data is None else Quantized(b_data, b_scale, swap(ctx.recipe.weight_block))
-        backward = bypass.shortest(gemm_op.backward, gemm_op.backward_at_once, grad, below_autograd=True)
+        b_row: Quantized | Tensor | None
+        if ctx.quantizes_again:
+            b_row = b_data.detach() if ctx.inside_transform else b_data
+        else:
+            b_row = None if b_data is None else Quantized(b_data, b_scale, swap(ctx.recipe.weight_block))
+        backward = bypass.shortest(gemm_op.backward, gemm_op.backward_at_once, grad, b_data, below_autograd=True)
         grad_a, grad_b = backward(grad, a_col, b_row, ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
         return grad_a, grad_b, grad_bias, None, None
 

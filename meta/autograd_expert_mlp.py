@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.meta import levels
 from fp8fn.ops import expert_mlp as mlp
-from fp8fn.ops.gemm import default_out_dtype
+from fp8fn.ops.gemm import default_out_dtype, quantize_again
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
@@ -41,7 +41,10 @@ def _composed(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, rec
 
 
 class ExpertMlp(levels.SingleLevelFunction):
-    """Saves FP8 forms of `x`, of the weights and of `silu(gate) * up`, and the unquantized `gate` and `up`."""
+    """Saves FP8 forms of `x` and of `silu(gate) * up`, and the unquantized `gate` and `up`.
+
+    Of each weight, it saves the parameter, which the backward quantizes again, or an FP8 form as `Gemm` does.
+    """
 
     @staticmethod
     def forward(
@@ -50,9 +53,15 @@ class ExpertMlp(levels.SingleLevelFunction):
         ctx.recipe, ctx.dtypes = recipe, (x.dtype, w_gate_up.dtype, w_down.dtype)
         ctx.column_major = is_column_major(w_gate_up), is_column_major(w_down)
         ctx.inside_transform = levels.inside_transform()
-        needs = tuple(ctx.needs_input_grad[:3])
-        out, kept = levels.below(mlp.forward, x, w_gate_up, w_down, offsets, recipe, out_dtype, needs)
+        weights = (w_gate_up, w_down)
+        ctx.quantizes_again = not recipe.keep_weights and all(map(levels.outlives_forward, weights))
+        needs = mlp.MlpNeeds(*ctx.needs_input_grad[:3])._replace(fp8_weights=not ctx.quantizes_again)
+        out, kept = levels.below(mlp.forward, x, *weights, offsets, recipe, out_dtype, needs)
         tensors: list[Tensor | None] = [offsets, kept.hidden]
+        if ctx.quantizes_again:
+            tensors += [w_gate_up if needs.x else None, w_down if needs.x or needs.w_gate_up else None]
+        else:
+            tensors += [None, None]
         ctx.blocks = []
         for q in (kept.x_col, kept.gate_up_row, kept.inner_col, kept.down_row):
             ctx.blocks.append(None if q is None else q.block)
@@ -64,11 +73,15 @@ class ExpertMlp(levels.SingleLevelFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled() and not ctx.inside_transform:
             raise NotImplementedError(SECOND_ORDER)
-        offsets, hidden, *parts = ctx.saved_tensors
+        offsets, hidden, w_gate_up, w_down, *parts = ctx.saved_tensors
         x_col, gate_up_row, inner_col, down_row = (
             None if block is None else Quantized(parts[2 * i], parts[2 * i + 1], block)
             for i, block in enumerate(ctx.blocks)
         )
+        if w_gate_up is not None:
+            gate_up_row = quantize_again(w_gate_up.detach(), ctx.recipe)
+        if w_down is not None:
+            down_row = quantize_again(w_down.detach(), ctx.recipe)
         kept = mlp.Kept(x_col, gate_up_row, hidden, inner_col, down_row)
         return *mlp.backward(grad, offsets, kept, ctx.recipe, ctx.dtypes, ctx.column_major), None, None, None
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn.meta import levels
 from fp8fn.ops import grouped_gemm as grouped
-from fp8fn.ops.gemm import default_out_dtype
+from fp8fn.ops.gemm import default_out_dtype, quantize_again
 from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
@@ -53,7 +53,7 @@ class GroupedGemm(levels.SingleLevelFunction):
     """`C = A B + bias` of each group, with the gradients of `Gemm` for each group.
 
     For groups of rows, `dA` has groups of rows and `dB` has groups of K (the tokens). For groups of K, both gradients
-    have groups of rows. Saves the quantized operands, as `Gemm` does.
+    have groups of rows. Saves the quantized operands, or parameters, as `Gemm` does.
     """
 
     @staticmethod
@@ -77,9 +77,14 @@ class GroupedGemm(levels.SingleLevelFunction):
             else:
                 out = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype)[0]
             return out
+        again = needs.dgrad and ctx.rows and not recipe.keep_weights and levels.outlives_forward(b)
+        needs = needs._replace(dgrad=needs.dgrad and not again)
         out, a_kept, b_kept = levels.below(_forward(b), a, b, offsets, bias, recipe, out_dtype, needs)
+        ctx.quantizes_again = again
         ctx.blocks = [None if q is None else q.block for q in (a_kept, b_kept)]
-        ctx.save_for_backward(offsets, *(a_kept or (None, None))[:2], *(b_kept or (None, None))[:2])
+        ctx.save_for_backward(
+            offsets, *(a_kept or (None, None))[:2], *((b, None) if again else (b_kept or (None, None))[:2])
+        )
         return out
 
     @staticmethod
@@ -99,6 +104,8 @@ class GroupedGemm(levels.SingleLevelFunction):
             None if block is None else Quantized(parts[2 * i], parts[2 * i + 1], block)
             for i, block in enumerate(ctx.blocks)
         )
+        if ctx.quantizes_again:
+            b_kept = quantize_again(parts[2].detach(), ctx.recipe)
         backward = grouped.rows_backward if ctx.rows else grouped.k_backward
         stored = grouped.Gradients(a_dtype, b_dtype, ctx.b_column_major)
         grad_a, grad_b = backward(grad, offsets, a_kept, b_kept, ctx.recipe, stored)

@@ -83,6 +83,12 @@ def apply(function: type[Any], *args: Any) -> Any:
         return function.apply(*args)
 
 
+def outlives_forward(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one: keeping it for the backward takes no memory."""
+    base = tensor if tensor._base is None else tensor._base
+    return isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)
+
+
 def _innermost(tensor: Tensor) -> Tensor:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)

@@ -40,6 +40,18 @@ class Kept(NamedTuple):
     down_row: Quantized | None
 
 
+class MlpNeeds(NamedTuple):
+    """Which operands want a gradient, and whether to keep FP8 forms of the weights for it."""
+
+    x: bool = False
+    w_gate_up: bool = False
+    w_down: bool = False
+    fp8_weights: bool = True
+
+
+NO_GRADIENTS: Final = MlpNeeds()
+
+
 def check_expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: Recipe) -> None:
     for name, tensor in (("x", x), ("w_gate_up", w_gate_up), ("w_down", w_down)):
         if tensor.dtype not in INPUT_DTYPES:
@@ -61,22 +73,23 @@ def check_expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tens
 @unguarded
 def forward(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: Recipe, out_dtype: torch.dtype,
-    needs: tuple[bool, bool, bool] = (False, False, False),
+    needs: MlpNeeds = NO_GRADIENTS,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
-    """`(silu(gate) * up) @ w_down` with `gate, up = x @ w_gate_up`; `needs`: which of the three want a gradient."""
-    dgrad, wgrad = needs[0], needs[1]
-    hidden, x_col, gate_up_row = rows_forward(x, w_gate_up, offsets, None, recipe, out_dtype, Needs(dgrad, wgrad))
+    """`(silu(gate) * up) @ w_down` with `gate, up = x @ w_gate_up`."""
+    dgrad, wgrad = needs.x, needs.w_gate_up
+    products = Needs(dgrad and needs.fp8_weights, wgrad)
+    hidden, x_col, gate_up_row = rows_forward(x, w_gate_up, offsets, None, recipe, out_dtype, products)
     gate, up = hidden.chunk(2, -1)
     block, *args = (recipe.activation_block, recipe.activation_dtype, recipe.scale)
     inner_col = None
-    if needs[2]:
+    if needs.w_down:
         inner, inner_scale, col, col_scale = torch.ops.fp8fn.quantize_silu_mul_grouped_dual(
             gate, up, offsets, block, *args
         )
         inner_col = Quantized(col, col_scale, swap(block))
     else:
         inner, inner_scale = torch.ops.fp8fn.quantize_silu_mul(gate, up, block, *args)
-    down_col, down_row = quantize_experts(w_down, recipe, both=dgrad or wgrad)
+    down_col, down_row = quantize_experts(w_down, recipe, both=needs.fp8_weights and (dgrad or wgrad))
     out = product(Quantized(inner, inner_scale, block), down_col, offsets, None, out_dtype)
     return out, Kept(x_col, gate_up_row, hidden if dgrad or wgrad else None, inner_col, down_row)
 

@@ -87,22 +87,33 @@ def forward(
     return product(a_row, b_col, bias, out_dtype), a_col, b_row
 
 
+def quantize_again(b: Quantized | Tensor | None, recipe: Recipe) -> Quantized | None:
+    """`b` for dgrad, with the bits that `forward` gives for it; a weight is not kept in FP8, but quantized again."""
+    if isinstance(b, Tensor):
+        return quantize(b, swap(recipe.weight_block), recipe.weight_dtype, recipe.scale)
+    return b
+
+
 def backward(
-    grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    grad: Tensor, a_col: Quantized | None, b_row: Quantized | Tensor | None, recipe: Recipe,
     a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """`grad @ bᵀ` and `aᵀ @ grad`; the second is stored as `b` is, so that a weight's gradient is never transposed."""
+    """`grad @ bᵀ` and `aᵀ @ grad`; the second is stored as `b` is, so that a weight's gradient is never transposed.
+
+    `b_row` is `b` for dgrad, or `b` itself, which is then quantized here.
+    """
     grad_a, grad_b = _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
     return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
 
 
 @unguarded
 def _backward(
-    grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    grad: Tensor, a_col: Quantized | None, b: Quantized | Tensor | None, recipe: Recipe,
     a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """`backward`, and of a column-major `b` the transpose of its gradient."""
     args = (grad, recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
+    b_row = quantize_again(b, recipe)
     grad_row: Quantized | None = None
     grad_col: Quantized | None = None
     if b_row is not None and a_col is not None:
@@ -138,7 +149,7 @@ def forward_at_once(
 
 
 def backward_at_once(
-    grad: Tensor, a_col: Quantized | None, b_row: Quantized | None, recipe: Recipe,
+    grad: Tensor, a_col: Quantized | None, b_row: Quantized | Tensor | None, recipe: Recipe,
     a_dtype: torch.dtype, b_dtype: torch.dtype, b_column_major: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """`backward`, like `forward_at_once`."""
@@ -146,8 +157,13 @@ def backward_at_once(
     def run() -> tuple[Tensor | None, Tensor | None]:
         return _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
 
-    inputs = [x for x in (grad, *_parts(a_col), *_parts(b_row)) if x is not None]
-    key = ("backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, *map(kind, inputs))
+    again = isinstance(b_row, Tensor)
+    b_parts: tuple[Tensor | None, ...] = (b_row,) if isinstance(b_row, Tensor) else _parts(b_row)
+    inputs = [x for x in (grad, *_parts(a_col), *b_parts) if x is not None]
+    key = (
+        "backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, again,
+        *map(kind, inputs),
+    )  # fmt: skip
     grad_a, grad_b = chained(key, inputs, run)
     return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
 

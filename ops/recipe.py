@@ -6,13 +6,16 @@ import difflib
 import re
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import torch
 
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS, ScaleFormat, short_name
 from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_square, known_block, swap, unknown_block
 
+Save = Literal["all", "exact", "fp8"]
+SAVES: Final[tuple[Save, ...]] = get_args(Save)
+_FLAGS: Final = ("second_order", "keep_weights")
 _DTYPES: Final = {short_name(dtype): dtype for dtype in FP8_DTYPES}
 _NAMES: Final[dict[str, str]] = {}
 
@@ -35,7 +38,7 @@ def _read(name: str, text: str) -> object:
         if text not in _DTYPES:
             raise ValueError(f"recipe: {name}={text!r} is not an FP8 type; use one of {', '.join(_DTYPES)}")
         return _DTYPES[text]
-    if name == "second_order":
+    if name in _FLAGS:
         if text not in ("True", "False"):
             raise ValueError(f"recipe: {name}={text!r} is neither 'True' nor 'False'")
         return text == "True"
@@ -60,9 +63,14 @@ class Recipe:
         scale: "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
         second_order: Keeps the unquantized operands for the backward, as second derivatives outside of nested
             `torch.func` transforms need them.
+        keep_weights: Keeps the FP8 forms of weights between forward and backward. By default the backward quantizes
+            each weight again, which takes time and saves one byte for each element.
+        save: What a graph compiled with `backend="fp8fn"` keeps between forward and backward. "exact" keeps less than
+            PyTorch's partitioner does and has the same gradients, bit for bit. "fp8" also keeps the inputs of an MLP's
+            activation function in FP8. "all" keeps what PyTorch's partitioner does. Eager calls do not read it.
 
     Raises:
-        TypeError: A field is given by its position, or `second_order` is not a bool.
+        TypeError: A field is given by its position, or `second_order` or `keep_weights` is not a bool.
         ValueError: A block, a type or a scale format does not exist or does not fit its place.
 
     Example:
@@ -81,6 +89,8 @@ class Recipe:
     gradient_dtype: torch.dtype | None = None
     scale: ScaleFormat = "fp32"
     second_order: bool = False
+    keep_weights: bool = False
+    save: Save = "exact"
     key: str = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *positional: object, **values: object) -> Recipe:
@@ -116,9 +126,12 @@ class Recipe:
                 raise ValueError(f"Recipe: {name}={dtype!r} is not an FP8 type; use one of {list(_DTYPES.values())}")
         if self.scale not in SCALE_FORMATS:
             raise ValueError(f"Recipe: scale={self.scale!r} is not a scale format; use one of {SCALE_FORMATS}")
-        if not isinstance(self.second_order, bool):
-            kind = type(self.second_order).__name__
-            raise TypeError(f"Recipe: second_order={self.second_order!r} is a {kind}; use True or False")
+        for name in _FLAGS:
+            flag = getattr(self, name)
+            if not isinstance(flag, bool):
+                raise TypeError(f"Recipe: {name}={flag!r} is a {type(flag).__name__}; use True or False")
+        if self.save not in SAVES:
+            raise ValueError(f"Recipe: save={self.save!r} is not a way to save; use one of {SAVES}")
         changed = [f for f in fields(self) if f.init and getattr(self, f.name) != f.default]
         written = ",".join(f"{f.name}={_write(getattr(self, f.name))}" for f in changed)
         # Not a cached property: Dynamo traces reads of the key, and cannot trace the lock of one.

@@ -61,16 +61,16 @@ class Quantizer:
 
 def find_quantizers(graph: Graph) -> list[Quantizer]:
     """All quantizers that compute the largest magnitudes themselves, in the graph's order."""
-    found = []
-    for node in graph.nodes:
-        if node.op == "call_function" and node.target in (_SINGLE, _DUAL):
-            given = arguments_of(node)
-            if given["amax"] is not None:
-                continue
-            x, (rows, columns) = given["x"], given["block"]
-            dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
-            found.append(Quantizer(node, x, (rows, columns), dtype, given["scale"]))
-    return found
+    nodes = (node for node in graph.nodes if node.op == "call_function" and node.target in (_SINGLE, _DUAL))
+    return [as_quantizer(node) for node in nodes if arguments_of(node)["amax"] is None]
+
+
+def as_quantizer(node: Node) -> Quantizer:
+    """What a call of `fp8fn::quantize` or `fp8fn::quantize_dual` quantizes, and how."""
+    given = arguments_of(node)
+    x, (rows, columns) = given["x"], given["block"]
+    dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
+    return Quantizer(node, x, (rows, columns), dtype, given["scale"])
 
 
 def reshaped_of(node: Node) -> Node:

@@ -129,8 +129,8 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
     """Fuses where this saves memory traffic and the device has a kernel, and reports each known producer."""
     for quantizer in find_quantizers(graph):
         product = reshaped_of(quantizer.x)
-        found = _silu_mul(product) or _rms_norm(product)
-        if found is None or not _is_matrix(quantizer, product):
+        found = _producer(quantizer)
+        if found is None:
             continue
         known, reason = _known(quantizer, found), found.fault()
         reason = reason or _why_not(quantizer, product, found, known)
@@ -138,16 +138,50 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         name, (m, k) = str(quantizer.node), quantizer.shape
         at = source_of(product) or source_of(quantizer.node)
         if not reason:
-            op = getattr(_OPS, made).default
-            with graph.inserting_before(quantizer.node):
-                new = call(graph, op, *found.emit(graph, quantizer, known))
-            if all(map(same_layout, new.meta["val"], quantizer.outs)):
+            new = _fused(graph, quantizer, found, known)
+            if new is not None:
                 replace_quantizer(graph, quantizer.node, new)
-                made = str(op)
+                made = str(new.target)
             else:
-                graph.erase_node(new)
                 made, reason = "", "its result lies otherwise than the op's"
         yield Substitution(NAME, name, at, str(product), (m, 0, k), made, reason)
+
+
+def fusible(graph: Graph) -> dict[Node, Producer]:
+    """The producer of each quantizer that `substitute` would try to fuse; changes nothing."""
+    producers = {}
+    for quantizer in find_quantizers(graph):
+        found = _producer(quantizer)
+        if found is not None and found.fault() is None:
+            known = _known(quantizer, found)
+            if _why_not(quantizer, reshaped_of(quantizer.x), found, known) is None:
+                producers[quantizer.node] = found
+    return producers
+
+
+def fuse_silu_mul(graph: Graph, quantizer: Quantizer, found: SiluMul) -> Node | None:
+    """Adds the op for `quantizer` before it, or returns None if the device has no kernel for it."""
+    target = targets.target_of(quantizer.device)
+    if target.backend != "cpu" and found.rejected(quantizer, target) is not None:
+        return None
+    return _fused(graph, quantizer, found, known=False)
+
+
+def _producer(quantizer: Quantizer) -> Producer | None:
+    product = reshaped_of(quantizer.x)
+    found = _silu_mul(product) or _rms_norm(product)
+    return found if found is not None and _is_matrix(quantizer, product) else None
+
+
+def _fused(graph: Graph, quantizer: Quantizer, found: Producer, known: bool) -> Node | None:
+    """The op before the quantizer, or None if its results have other strides than the quantizer's."""
+    op = getattr(_OPS, f"{found.name}{'_dual' if quantizer.dual else ''}").default
+    with graph.inserting_before(quantizer.node):
+        new = call(graph, op, *found.emit(graph, quantizer, known))
+    if all(map(same_layout, new.meta["val"], quantizer.outs)):
+        return new
+    graph.erase_node(new)
+    return None
 
 
 def _is_matrix(quantizer: Quantizer, product: Node) -> bool:

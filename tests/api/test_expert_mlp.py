@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,13 +122,17 @@ def test_nothing_leaks_out_of_an_expert(recipe: Recipe, device: torch.device) ->
 
 @EACH_RECIPE
 def test_what_is_saved(recipe: Recipe, device: torch.device) -> None:
-    """Only gate and up are saved in 16 bits; every other large tensor takes a byte for an element."""
+    """In 16 bits only gate, up and the parameters are saved; every other large tensor takes a byte for an element."""
     offsets = ends((100, 28), device)
     inputs = [x.requires_grad_() for x in operands(128, 2, device)]
-    saved = saved_by(lambda: fp8fn.expert_mlp(*inputs, offsets, recipe))
-    wide = [x for x in saved if x.dtype.itemsize > 1 and x.numel() > 128 * H / 32]
-    assert [tuple(x.shape) for x in wide] == [(128, 2 * I)]
-    assert len(saved) == 10
+    own = {x.untyped_storage().data_ptr() for x in inputs[1:]}
+    for kept, weights, count in ((recipe, 2, 8), (replace(recipe, keep_weights=True), 0, 10)):
+        saved = saved_by(lambda kept=kept: fp8fn.expert_mlp(*inputs, offsets, kept))
+        wide = [x for x in saved if x.dtype.itemsize > 1 and x.numel() > 128 * H / 32]
+        parameters = [x for x in wide if x.untyped_storage().data_ptr() in own]
+        assert [tuple(x.shape) for x in wide if x.untyped_storage().data_ptr() not in own] == [(128, 2 * I)]
+        assert len(parameters) == weights
+        assert len(saved) == count
 
 
 def test_types(device: torch.device) -> None:

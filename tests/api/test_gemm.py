@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -257,11 +258,16 @@ def test_a_bad_value_reaches_its_own_row_alone(bad: float, device: torch.device)
 
 @pytest.mark.parametrize("storage", ["row", "column"])
 def test_saved_bytes(storage: str, device: torch.device) -> None:
-    """One byte for an element of the activation, and its scales: 4 bytes for each 128, so 1.031."""
+    """One byte for an element of the activation, and its scales: 4 bytes for each 128, so 1.031; none for a weight."""
     M, K, N = 256, 640, 384
     a = normal(M, K, transposed=storage == "column", device=device).requires_grad_()
     b = normal(N, K, device=device).requires_grad_()
-    saved = saved_by(lambda: fp8fn.linear(a, b))
+    own = b.untyped_storage().data_ptr()
+    less = saved_by(lambda: fp8fn.linear(a, b))
+    assert [x.untyped_storage().data_ptr() for x in less if x.dtype.itemsize > 1 and x.numel() > M * K / 32] == [own]
+    assert len(less) == 3
+    saved = saved_by(lambda: fp8fn.linear(a, b, recipe=Recipe(keep_weights=True)))
+    assert sum(x.untyped_storage().nbytes() for x in less[:2]) == sum(x.untyped_storage().nbytes() for x in saved[:2])
     activation = [x for x in saved if x.shape[-2:] in ((M, K), (-(-M // 128), K))]
     weight = [x for x in saved if x.shape[-2:] in ((K, N), (K // 128, N // 128))]
     assert len(activation) == len(weight) == 2
@@ -275,9 +281,12 @@ def test_saved_bytes(storage: str, device: torch.device) -> None:
 @pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "mxfp8", "tensorwise", "hybrid"])
 def test_no_wide_form_of_an_operand_is_saved(recipe: str, device: torch.device) -> None:
     a, b = (normal(256, 640, device=device).requires_grad_() for _ in range(2))
-    for x in saved_by(lambda: fp8fn.linear(a, b, recipe=recipe)):
+    for x in saved_by(lambda: fp8fn.linear(a, b, recipe=replace(PRESETS[recipe], keep_weights=True))):
         assert x.dtype.itemsize == 1 or x.numel() < a.numel() / 32
         assert x.untyped_storage().data_ptr() not in (a.untyped_storage().data_ptr(), b.untyped_storage().data_ptr())
+    for x in saved_by(lambda: fp8fn.linear(a, b, recipe=recipe)):  # the weight itself takes no memory
+        assert x.dtype.itemsize == 1 or x.numel() < a.numel() / 32 or x.data_ptr() == b.data_ptr()
+        assert x.untyped_storage().data_ptr() != a.untyped_storage().data_ptr()
 
 
 def test_the_activation_is_freed_after_the_forward(device: torch.device) -> None:

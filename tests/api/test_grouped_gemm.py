@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -314,7 +315,11 @@ def test_same_bits_every_run_and_inputs_untouched(kind: str, recipe: Recipe, dev
 def test_no_wide_form_of_an_operand_is_saved(kind: str, recipe: Recipe, device: torch.device) -> None:
     offsets = ends((100, 28), device)
     a, b = (x.requires_grad_() for x in operands(kind, 128, 256, 128, 2, device))
-    saved = saved_by(lambda: fp8fn.grouped_gemm(a, b, offsets, recipe=recipe))
+    less = saved_by(lambda: fp8fn.grouped_gemm(a, b, offsets, recipe=recipe))
+    wide = [x.data_ptr() for x in less if x.dtype.itemsize > 1 and x.numel() > a.numel() / 32]
+    assert wide == ([b.data_ptr()] if kind == "rows" else [])  # a batch of weights, which takes no memory
+    assert len(less) == (4 if kind == "rows" else 5)
+    saved = saved_by(lambda: fp8fn.grouped_gemm(a, b, offsets, recipe=replace(recipe, keep_weights=True)))
     assert len(saved) == 5
     for x in saved:
         assert x.dtype.itemsize == 1 or x.numel() <= a.numel() / 32
