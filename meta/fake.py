@@ -14,7 +14,7 @@ from fp8fn.ops.moe_gemm import check_moe_gemm, output_shape
 from fp8fn.ops.mx_mm import check_mx_mm
 from fp8fn.ops.products import Routing
 from fp8fn.ops.quantization import empty_dual, empty_grouped_dual
-from fp8fn.ops.quantize import check_quantize
+from fp8fn.ops.quantize import check_quantize, checked_dual_block
 from fp8fn.ops.quantize_fused import check_rms_norm, check_silu_mul
 from fp8fn.ops.quantize_grouped import DUAL_BLOCKS, check_quantize_grouped
 from fp8fn.ops.quantize_grouped_fused import check_silu_mul_grad_grouped, check_silu_mul_grouped
@@ -30,10 +30,11 @@ def quantize(
 
 
 def quantize_dual(
-    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
-    return empty_dual(x, pair, fp8, scale)
+    return empty_dual(x, pair, fp8, scale, checked_dual_block("quantize_dual", pair, dual_block))
 
 
 def quantize_grouped(
@@ -58,10 +59,11 @@ def quantize_silu_mul(
 
 
 def quantize_silu_mul_dual(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
-    return empty_dual(gate, pair, fp8, scale)
+    return empty_dual(gate, pair, fp8, scale, checked_dual_block("quantize_silu_mul_dual", pair, dual_block))
 
 
 def quantize_silu_mul_grouped_dual(
@@ -88,12 +90,12 @@ def quantize_rms_norm(
     return empty_dual(x, pair, fp8, scale)[:2]
 
 
-def quantize_rms_norm_dual(
+def quantize_rms_norm_dual(  # noqa: PLR0913  an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
-    return empty_dual(x, pair, fp8, scale)
+    return empty_dual(x, pair, fp8, scale, checked_dual_block("quantize_rms_norm_dual", pair, dual_block))
 
 
 def scaled_mm(  # noqa: PLR0913  an op's signature

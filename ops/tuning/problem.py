@@ -9,7 +9,7 @@ import torch
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, scale_kind
 from fp8fn.ops.formats import short_name
-from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
+from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.recipe import Recipe
@@ -98,7 +98,7 @@ def linear_problems(m: int, n: int, k: int, recipe: Recipe) -> dict[str, Problem
     return {
         "forward": problem(m, n, k, x, w, x_type, w_type),
         "dgrad": problem(m, k, n, g, w, g_type, w_type),
-        "wgrad": problem(n, k, m, g, swap(x), g_type, x_type),
+        "wgrad": problem(n, k, m, g, recipe.wgrad_block, g_type, x_type),
     }
 
 

@@ -40,7 +40,7 @@ from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.layout import Block
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
 from fp8fn.ops.sort_tokens import sort_tokens
@@ -314,7 +314,7 @@ def _quantize_form(name: str, operands: Operands, q: Quantization) -> Form:
 def _quantize_matrices(place: Place, target: Target) -> Forms:
     def form(
         name: str, shape: tuple[int, int], block: Block, *, source: Source = PLAIN, dual: bool = True,
-        scale: str = "fp32",
+        dual_block: Block | None = None, scale: str = "fp32",
     ) -> Form:  # fmt: skip
         operands, other, rstd = Operands(place), None, None
         x = operands.input("x", shape, BF16)
@@ -322,7 +322,7 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
             other = operands.input("other", shape, BF16)
         elif source is RMS_NORM:
             other, rstd = operands.input("other", shape[1:], BF16), operands.input("rstd", shape[:1], FP32)
-        rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd}
+        rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd, "dual_block": dual_block}
         q = quantization(x, block, dual=dual, scale=scale, target=target, **rest)
         return _quantize_form(name, operands, q)
 
@@ -332,6 +332,10 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
         yield form(f"{block}", ragged, block, dual=False)
     yield form("dual", ragged, ROW)
     yield form("dual (128, 128)", ragged, SQUARE, scale="e8m0")
+    for block in (ROW, COLUMN):
+        yield form(f"{block} and (128, 128)", ragged, block, dual_block=SQUARE)
+    for source in (SILU_MUL, RMS_NORM):
+        yield form(f"{source.macro} {ROW} and (128, 128)", ragged, ROW, source=source, dual_block=SQUARE)
     yield form("silu_mul", ragged, ROW, source=SILU_MUL)
     yield form("rms_norm", ragged, ROW, source=RMS_NORM)
 
@@ -365,9 +369,9 @@ def _value(q: Quantization) -> Tensor:
 
 
 def _quantized(q: Quantization) -> dict[str, Expected]:
-    """The outputs of a quantization by the reference, in its block and if `dual` in the transposed one."""
+    """The outputs of a quantization by the reference, in each of its blocks."""
     value, near, parts = _value(q), q.source in (SILU_MUL, SILU_MUL_GRAD), []
-    for block in (q.block, swap(q.block))[: 1 + q.dual]:
+    for block in q.blocks:
         if q.offsets is None or block[0] == 1:
             parts.extend(reference.quantize(value, block, q.dtype, q.scale))
         else:
