@@ -21,13 +21,11 @@ _EVERYWHERE: Final = (
     Config(MATH=1, BN=192, DEPTH=1),
     Config(MATH=1, BN=256, SLICES_N=2, DEPTH=1),
 )  # fmt: skip
-# By the kinds of the scales. With one of each along K: two temporaries hold 0.9x of one at 128x128. Where they hold
-# along all of K, two are one accumulated further, so that they cost no registers: 192x128 and 128x192 spill 74 and 94
-# elsewhere, not here.
-_BY_KIND: Final[dict[tuple[str, str], tuple[Config, ...]]] = {
-    ("VECTOR", "BLOCK"): (Config(), Config(BN=192, DEPTH=1)),
-    ("VECTOR", "VECTOR"): (Config(DEPTH=1), Config(BN=192, DEPTH=1)),
-}
+# By whether scales change along K, and from column to column. With one of each along K: two temporaries hold 0.9x of
+# one at 128x128. Where they hold along all of K, two are one accumulated further, so that they cost no registers:
+# 192x128 and 128x192 spill 74 and 94 elsewhere, not here.
+_SCALED: Final = (Config(), Config(BN=192, DEPTH=1))
+_SCALED_BY_COLUMN: Final = (Config(DEPTH=1), Config(BN=192, DEPTH=1))
 _UNSCALED: Final = (Config(), Config(BN=192), Config(MATH=3))
 _FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
 # Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
@@ -39,7 +37,12 @@ _NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:s(\d+))?")
 
 def tiles(problem: Problem) -> tuple[Config, ...]:
     """The tiles for the problem's scales, K in one part; none of them spills."""
-    return _EVERYWHERE + _BY_KIND.get(problem.kinds, _UNSCALED)
+    if not problem.is_scaled_along_k:
+        return _EVERYWHERE + _UNSCALED
+    if problem.b_scale != "VECTOR":
+        return _EVERYWHERE + _SCALED
+    found = _EVERYWHERE + _SCALED_BY_COLUMN
+    return tuple(tile for tile in found if tile != X) if problem.a_scale == "BLOCK" else found  # X spills 2
 
 
 def candidates(problem: Problem, cores: int) -> tuple[Config, ...]:
@@ -95,7 +98,7 @@ def config_of(name: str) -> Config:
     match = _NAME.fullmatch(name)
     if match is not None:
         bm, bn, depth, group, split = (int(text) if text else 0 for text in match.groups())
-        for tile in (*_EVERYWHERE, *(tile for more in _BY_KIND.values() for tile in more), *_UNSCALED):
+        for tile in (*_EVERYWHERE, *_SCALED, *_SCALED_BY_COLUMN, *_UNSCALED):
             if (bm, bn, depth) == (tile.BM, tile.BN, tile.DEPTH):
                 return replace(tile, GROUP=group or tile.GROUP, SPLIT=split or 1)
     raise ValueError(f"{name!r} names no configuration")

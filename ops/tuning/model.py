@@ -60,7 +60,7 @@ FITTED: Final = frozenset({
 def block_ns(problem: Problem, config: Config) -> float:
     """Nanoseconds of a k-block of one tile."""
     tile = f"{config.BM}x{config.BN}d{config.DEPTH}"
-    if problem.b_scale in ("LINE", "WHOLE"):
+    if not problem.is_scaled_along_k:
         return float(_UNSCALED_NS[tile])
     forward = float(_MEASURED_DEPTH_1_NS if tile == "128x128d1" else _FORWARD_NS[tile])
     return forward + (_COLUMN_SCALES_NS * config.BM * config.BN if problem.b_scale == "VECTOR" else 0.0)

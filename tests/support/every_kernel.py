@@ -68,6 +68,12 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 RUNS: Final = 3
 ROW, COLUMN, SQUARE = BLOCK_SHAPES
 FORWARD, WGRAD = KINDS[:2]
+# Pairs of which one operand has scales for all of K, and the other for 128 of K; or one of them one scale.
+OTHER_KINDS: Final = tuple(
+    kinds
+    for kinds in product(("VECTOR", "BLOCK", "LINE", "WHOLE"), repeat=2)
+    if kinds not in (*KINDS, ("BLOCK", "BLOCK"), ("BLOCK", "VECTOR"))
+)
 WEIGHT_BLOCKS: Final = tuple(SCALES)
 META: Final = Place(torch.device("meta"))
 
@@ -115,6 +121,13 @@ def _dense(place: Place, target: Target) -> Forms:
     for kinds in KINDS:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
             yield form(kinds, shape, config)
+    for kinds in (("BLOCK", "BLOCK"), ("BLOCK", "VECTOR")):
+        for config, shape in zip(tiles(Problem(1, 1, 1, *kinds)), cycle(("ragged", "even")), strict=False):
+            yield form(kinds, shape, config)
+    for kinds, config in zip(OTHER_KINDS, cycle((X, SMALLEST)), strict=False):
+        yield form(kinds, "ragged", config)
+    yield form(("BLOCK", "BLOCK"), "even", Config(SPLIT=2))
+    yield form(("BLOCK", "BLOCK"), "even", Config(), "float16", batch=2)
     yield form(FORWARD, "low", X, bias=True)
     yield form(FORWARD, "even", Config(), "float16", batch=2)
     yield form(WGRAD, "ragged", X, "float32", bias=True)

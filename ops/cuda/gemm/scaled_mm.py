@@ -20,7 +20,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
-# B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
+# The scales of 128 x 128 blocks: runs of them in shared memory, and the bytes of one run of one chunk of lines.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # Of a and of b, as `scale_kind` names them: the pairs that are tuned.
@@ -79,8 +79,6 @@ def accepts(product: ScaledProduct) -> str | None:
     if a_scale.dtype != torch.float32 or 32 in (a_block[1], b_block[0]):
         return "a scale is e8m0 or holds for 32 elements along K"
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    if kinds[0] == "BLOCK" or (WHOLE in (a_block[1], b_block[0]) and a_block[1] != b_block[0]):
-        return f"blocks {a_block} and {b_block} are no pair of this kernel"
     if a.shape[-1] == 0:
         return "K is 0"
     for name, operand in (("a", a), ("b.mT", b.mT)):
@@ -165,6 +163,8 @@ def plan(product: ScaledProduct, config: Config) -> tuple[CudaLaunch]:
         "BM": config.BM, "BN": config.BN, "STAGES": stages, "CLUSTER": config.CLUSTER, "SPLIT": config.SPLIT,
        
     }  # fmt: skip
+    if kinds[0] == "BLOCK":
+        args |= {"as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1)}
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
         options["GROUPED"] = grouped
@@ -203,7 +203,9 @@ def _stages(config: Config, kinds: tuple[str, str], out_chunks: int, scales_of_a
     fixed = config.MATH * out_chunks * 64 * 128
     if config.SPLIT > 1:  # sums of the other blocks, and their barrier
         fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16
-    if kinds[1] == "BLOCK":
-        fixed += _RUNS * (_RUN_BYTES * (config.BN // math.gcd(config.BN, 128)) + 16)
+    chunks = config.BN // math.gcd(config.BN, 128) if kinds[1] == "BLOCK" else 0
+    chunks += config.MATH if kinds[0] == "BLOCK" else 0
+    if chunks:
+        fixed += _RUNS * (_RUN_BYTES * chunks + 16)
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage
