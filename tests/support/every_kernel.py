@@ -493,6 +493,7 @@ CUDA: Final = (
         "scaled_mm.cu", _scaled_mm, 1e-5, 2.0**-10,
         emulated=(
             f"{'x'.join(FORWARD)} {SMALLEST} ragged", f"{'x'.join(WGRAD)} {X} ragged float32", "JAGGED_M", "JAGGED_K",
+            "BLOCKxBLOCK 64x64",
         ),
         nan=("a", "a_scale", "b", "b_scale", "bias"),
     ),
