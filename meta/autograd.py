@@ -87,7 +87,7 @@ class Gemm(levels.SingleLevelFunction):
         if torch.is_grad_enabled() and not ctx.inside_transform:
             raise NotImplementedError(SECOND_ORDER)
         a_data, a_scale, b_data, b_scale = ctx.saved_tensors
-        a_col = None if a_data is None else Quantized(a_data, a_scale, swap(ctx.recipe.activation_block))
+        a_col = None if a_data is None else Quantized(a_data, a_scale, ctx.recipe.wgrad_block)
         b_row = None if b_data is None else Quantized(b_data, b_scale, swap(ctx.recipe.weight_block))
         backward = bypass.shortest(gemm_op.backward, gemm_op.backward_at_once, grad, below_autograd=True)
         grad_a, grad_b = backward(grad, a_col, b_row, ctx.recipe, a_dtype, b_dtype, ctx.b_column_major)
