@@ -10,7 +10,16 @@ from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.lowering.explain import explain
 from fp8fn.matmul import gemm, linear
 from fp8fn.moe import moe_gemm, sort_tokens
-from fp8fn.ops.recipe import BLOCKWISE, BLOCKWISE_POW2, HYBRID, MXFP8, ROWWISE, TENSORWISE, Recipe
+from fp8fn.ops.recipe import (
+    BLOCKWISE,
+    BLOCKWISE_POW2,
+    BLOCKWISE_SQUARE,
+    HYBRID,
+    MXFP8,
+    ROWWISE,
+    TENSORWISE,
+    Recipe,
+)
 from fp8fn.quantization import (
     dequantize,
     quantize,
@@ -42,6 +51,7 @@ else:
 __all__ = [
     "BLOCKWISE",
     "BLOCKWISE_POW2",
+    "BLOCKWISE_SQUARE",
     "HYBRID",
     "MXFP8",
     "ROWWISE",

@@ -179,6 +179,11 @@ def block(op: str, name: str, value: object) -> None:
         raise unknown_block(f"{op}: {name}", value)
 
 
+def optional_block(op: str, name: str, value: object) -> None:
+    if value is not None:
+        block(op, name, value)
+
+
 def tokens_block(op: str, name: str, value: object) -> None:
     """The block of tokens in groups: a number."""
     remedy = f"use {ROWS}, or {WHOLE} for all tokens of a group"

@@ -21,6 +21,7 @@ _FORMAT: Final[dict[str, arguments.Check]] = {
     "dtype": arguments.fp8_dtype,
     "scale": arguments.scale,
 }
+_DUAL: Final[dict[str, arguments.Check]] = {**_FORMAT, "dual_block": arguments.optional_block}
 
 
 @checked(x=arguments.matrix, **_FORMAT)
@@ -60,9 +61,14 @@ def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale
     return ScaledTensor(data, scales, block)
 
 
-@checked(x=arguments.matrix, **_FORMAT)
+@checked(x=arguments.matrix, **_DUAL)
 def quantize_dual(
-    x: Tensor, block: Block = (1, 128), *, dtype: torch.dtype | None = None, scale: ScaleFormat = "fp32"
+    x: Tensor,
+    block: Block = (1, 128),
+    *,
+    dtype: torch.dtype | None = None,
+    scale: ScaleFormat = "fp32",
+    dual_block: Block | None = None,
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """Quantizes a tensor in a block and in the transposed block, for blocks of 128 and of 32 with one read.
 
@@ -71,15 +77,17 @@ def quantize_dual(
 
     Args:
         x: bfloat16, float16 or float32, any strides.
-        block: Block `(r, c)` of the first result; the second has `(c, r)`.
+        block: Block `(r, c)` of the first result.
         dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
         scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
+        dual_block: Block of the second result, `(c, r)` by default; beside `(1, 128)` or `(128, 1)` also `(128, 128)`,
+            which is stored along the other axis than the first result.
 
     Shape:
         `x (..., M, N)` → two `ScaledTensor`s `(..., M, N)`.
 
     Returns:
-        `(quantize(x, (r, c)), quantize(x, (c, r)))`.
+        `(quantize(x, block), quantize(x, dual_block))`.
 
     Raises:
         TypeError: The input is not bfloat16, float16 or float32, or `dtype` is not an FP8 type.
@@ -90,8 +98,8 @@ def quantize_dual(
         >>> rows.scale.shape, columns.scale.shape
         (torch.Size([256, 4]), torch.Size([2, 512]))
     """
-    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale)
-    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, dual_block)
+    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, dual_block or swap(block))
 
 
 @checked(gate=arguments.matrix, up=arguments.matrix, **_FORMAT)
@@ -136,7 +144,7 @@ def quantize_silu_mul(
     return ScaledTensor(data, scales, block)
 
 
-@checked(gate=arguments.matrix, up=arguments.matrix, **_FORMAT)
+@checked(gate=arguments.matrix, up=arguments.matrix, **_DUAL)
 def quantize_silu_mul_dual(
     gate: Tensor,
     up: Tensor,
@@ -144,6 +152,7 @@ def quantize_silu_mul_dual(
     *,
     dtype: torch.dtype | None = None,
     scale: ScaleFormat = "fp32",
+    dual_block: Block | None = None,
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """Quantizes `silu(gate) * up`, in a block and in the transposed block, rounded once, to FP8.
 
@@ -152,9 +161,10 @@ def quantize_silu_mul_dual(
     Args:
         gate: bfloat16, float16 or float32, any strides.
         up: Tensor of the shape and type of `gate`.
-        block: Block `(r, c)` of the first result; the second has `(c, r)`.
+        block: Block `(r, c)` of the first result.
         dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
         scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
+        dual_block: Block of the second result, `(c, r)` by default; see `quantize_dual`.
 
     Shape:
         `gate (..., M, N)`, `up (..., M, N)` → two `ScaledTensor`s `(..., M, N)`.
@@ -175,8 +185,8 @@ def quantize_silu_mul_dual(
     Source:
         SwiGLU: N. Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
     """
-    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_silu_mul_dual(gate, up, block, dtype, scale)
-    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_silu_mul_dual(gate, up, block, dtype, scale, dual_block)
+    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, dual_block or swap(block))
 
 
 @checked(x=arguments.matrix, weight=arguments.floats, eps=arguments.epsilon, **_FORMAT)
@@ -225,7 +235,7 @@ def quantize_rms_norm(
     return ScaledTensor(data, scales, block)
 
 
-@checked(x=arguments.matrix, weight=arguments.floats, eps=arguments.epsilon, **_FORMAT)
+@checked(x=arguments.matrix, weight=arguments.floats, eps=arguments.epsilon, **_DUAL)
 def quantize_rms_norm_dual(
     x: Tensor,
     weight: Tensor,
@@ -234,6 +244,7 @@ def quantize_rms_norm_dual(
     *,
     dtype: torch.dtype | None = None,
     scale: ScaleFormat = "fp32",
+    dual_block: Block | None = None,
 ) -> tuple[ScaledTensor, ScaledTensor]:
     """Quantizes `rms_norm(x, weight, eps)`, in a block and in the transposed block, rounded once, to FP8.
 
@@ -244,9 +255,10 @@ def quantize_rms_norm_dual(
         x: bfloat16, float16 or float32, any strides.
         weight: Tensor that multiplies the normalized columns.
         eps: Number that is added to the mean square.
-        block: Block `(r, c)` of the first result; the second has `(c, r)`.
+        block: Block `(r, c)` of the first result.
         dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
         scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
+        dual_block: Block of the second result, `(c, r)` by default; see `quantize_dual`.
 
     Shape:
         `x (..., M, N)`, `weight (N)` → two `ScaledTensor`s `(..., M, N)`.
@@ -267,8 +279,10 @@ def quantize_rms_norm_dual(
     Source:
         B. Zhang and R. Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
     """
-    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_rms_norm_dual(x, weight, eps, block, dtype, scale)
-    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, swap(block))
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_rms_norm_dual(
+        x, weight, eps, block, dtype, scale, None, dual_block
+    )
+    return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, dual_block or swap(block))
 
 
 @checked(q=arguments.any_quantized, dtype=arguments.out_dtype)

@@ -91,7 +91,7 @@ class Gemm(levels.SingleLevelFunction):
         if torch.is_grad_enabled() and not ctx.inside_transform:
             raise NotImplementedError(SECOND_ORDER)
         a_data, a_scale, b_data, b_scale = ctx.saved_tensors
-        a_col = None if a_data is None else Quantized(a_data, a_scale, swap(ctx.recipe.activation_block))
+        a_col = None if a_data is None else Quantized(a_data, a_scale, ctx.recipe.wgrad_block)
         b_row: Quantized | Tensor | None
         if ctx.quantizes_again:
             b_row = b_data.detach() if ctx.inside_transform else b_data

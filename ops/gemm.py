@@ -14,6 +14,7 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.operand import Quantized
+from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
 
@@ -47,13 +48,20 @@ def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, 
 
 
 def quantize_both(
-    x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False
-) -> tuple[Quantized, Quantized]:
-    """`quantize(x, ...)`, and the same in the transposed block for the other axis: one read where `x` fits on chip.
+    x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False,
+    dual_block: Block | None = None,
+) -> tuple[Quantized, Quantized]:  # fmt: skip
+    """`quantize(x, ...)`, and the same in `dual_block` for the other axis: one read where `x` fits on chip.
 
-    One result of a square block serves both, but on Hopper, whose matrix instructions read FP8 along the contraction
-    only: there the same values are stored along either axis.
+    By default `dual_block` is the transposed block. One result of a square block serves both axes, but on Hopper, whose
+    matrix instructions read FP8 along the contraction only: there the same values are stored along either axis.
     """
+    if dual_block is not None and dual_block != swap(block):
+        if sums_rows or block not in BESIDE_SQUARE or dual_block != SQUARE:
+            other = quantize(x, dual_block, dtype, scale, sums_rows=not sums_rows)
+            return quantize(x, block, dtype, scale, sums_rows=sums_rows), other
+        row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, dual_block)
+        return Quantized(row, row_scale, block), Quantized(col, col_scale, dual_block)
     if is_square(block) and not _on_hopper(x, block):
         one = quantize(x, block, dtype, scale)
         return one, one
@@ -82,7 +90,7 @@ def forward(
     """`a @ b + bias`, and what the backward needs: `b` for dgrad and `a` for wgrad, in the block of that product."""
     a_args = (a, recipe.activation_block, recipe.activation_dtype, recipe.scale)
     b_args = (b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
-    a_row, a_col = quantize_both(*a_args) if wgrad else (quantize(*a_args), None)
+    a_row, a_col = quantize_both(*a_args, dual_block=recipe.wgrad_block) if wgrad else (quantize(*a_args), None)
     b_col, b_row = quantize_both(*b_args, sums_rows=True) if dgrad else (quantize(*b_args, sums_rows=True), None)
     return product(a_row, b_col, bias, out_dtype), a_col, b_row
 
@@ -144,7 +152,7 @@ def forward_at_once(
     key = ("forward", recipe.key, out_dtype, dgrad, wgrad, *map(kind, inputs))
     out, *kept = chained(key, inputs, run)
     assert out is not None
-    a_col = _quantized(kept[0], kept[1], swap(recipe.activation_block))
+    a_col = _quantized(kept[0], kept[1], recipe.wgrad_block)
     return out, a_col, _quantized(kept[2], kept[3], swap(recipe.weight_block))
 
 

@@ -53,6 +53,7 @@ def check_recipe(op: str, recipe: Recipe) -> None:
         ("activation_block", recipe.activation_block, SUMMED_BLOCKS),
         ("gradient_block", recipe.gradient_block, (recipe.activation_block,)),
         ("weight_block", recipe.weight_block, EXPERT_BLOCKS),
+        ("wgrad_activation_block", recipe.wgrad_block, (swap(recipe.activation_block),)),
     ):
         if block not in allowed:
             raise ValueError(

@@ -40,10 +40,11 @@ OUTPUTS: Final = (("data", "scale"), ("dual_data", "dual_scale"))
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Quantization:
-    """A matrix or a batch `(..., M, N)` to be quantized in `block`, and if `dual` in its transpose as well.
+    """A matrix or a batch `(..., M, N)` to be quantized in `block`, and if `dual` in a second block too.
 
     Args:
         x: the matrix, or the first operand of `source`.
+        dual_block: the second block; None is the transpose of `block`.
         other: the second operand of `source`.
         rstd: of each row, the factor `1 / sqrt(mean(x²) + eps)` of `RMS_NORM`; None to compute it.
         eps: of `RMS_NORM` without `rstd`.
@@ -58,6 +59,7 @@ class Quantization:
     scale: str
     target: Target
     dual: bool = False
+    dual_block: Block | None = None
     source: Source = PLAIN
     other: Tensor | None = None
     rstd: Tensor | None = None
@@ -91,9 +93,13 @@ class Quantization:
             named[self.source.other] = self.other
         return named
 
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        return (self.block, self.dual_block or swap(self.block)) if self.dual else (self.block,)
+
     @cached_property
     def outs(self) -> tuple[Quantized, ...]:
-        """The outputs in `block`, and if `dual` in its transpose; uninitialised unless given as `into`."""
+        """The output in each of `blocks`; uninitialised unless given as `into`."""
         return self.into or self._empty()
 
     @property
@@ -112,23 +118,25 @@ class Quantization:
         x, block, dtype, scale = self.x, self.block, self.dtype, self.scale
         if self.dual:
             if self.offsets is None:
-                tensors = empty_dual(x, block, dtype, scale)
+                tensors = empty_dual(x, block, dtype, scale, self.dual_block)
             else:
                 tensors = empty_grouped_dual(x, self.groups, block, dtype, scale)
-            return Quantized(*tensors[:2], block), Quantized(*tensors[2:], swap(block))
+            return Quantized(*tensors[:2], block), Quantized(*tensors[2:], self.blocks[1])
         if self.offsets is not None:
             return (Quantized(*empty_grouped(x, self.groups, block, dtype, scale), block),)
         return (Quantized(empty_data(x, block, dtype), empty_scale(x, block, scale), block),)
 
 
-def empty_dual(x: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised outputs of `quantize_dual(x, block)`."""
-    column_major = contracts_rows(block)
+def empty_dual(
+    x: Tensor, block: Block, dtype: torch.dtype, scale: str, dual_block: Block | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Uninitialised outputs of `quantize_dual(x, block, dual_block=dual_block)`."""
+    column_major, other = contracts_rows(block), dual_block or swap(block)
     return (
         empty_data(x, block, dtype, column_major),
         empty_scale(x, block, scale, column_major),
-        empty_data(x, swap(block), dtype, not column_major),
-        empty_scale(x, swap(block), scale, not column_major),
+        empty_data(x, other, dtype, not column_major),
+        empty_scale(x, other, scale, not column_major),
     )
 
 

@@ -44,10 +44,13 @@ QUANTIZE_SCHEMA: Final = (
     'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32", Tensor? amax=None) -> (Tensor, Tensor)'
 )
 QUANTIZE_DUAL_SCHEMA: Final = (
-    'quantize_dual(Tensor x, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32", Tensor? amax=None)'
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    'quantize_dual(Tensor x, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32", Tensor? amax=None, '
+    "int[2]? dual_block=None) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 AMAX_SCHEMA: Final = "amax(Tensor x, int[2] block) -> Tensor"
+SQUARE: Final[Block] = (128, 128)
+# Blocks beside which a second result may have square blocks.
+BESIDE_SQUARE: Final[tuple[Block, ...]] = ((1, 128), (128, 1))
 
 
 def check_quantize(
@@ -120,38 +123,39 @@ def quantize_fake(
 def quantize_kernel(
     x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    data, scales = QUANTIZE((x, _contiguous(amax)), (False, checked_block("quantize", block), dtype, scale))
+    data, scales = QUANTIZE((x, _contiguous(amax)), (False, checked_block("quantize", block), dtype, scale, None))
     return data, scales
 
 
 def quantize_dual_reference(
     x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
-    amax: Tensor | None = None,
+    amax: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
     check_given_amax("quantize_dual", x, pair, amax)
-    return reference.quantize_dual(x, pair, fp8, scale, amax)
+    return reference.quantize_dual(x, pair, fp8, scale, amax, checked_dual_block("quantize_dual", pair, dual_block))
 
 
 def quantize_dual_fake(
     x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
-    amax: Tensor | None = None,
+    amax: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale, "quantize_dual")
     check_given_amax("quantize_dual", x, pair, amax)
-    return empty_dual(x, pair, fp8, scale)
+    return empty_dual(x, pair, fp8, scale, checked_dual_block("quantize_dual", pair, dual_block))
 
 
 def quantize_dual_kernel(
     x: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
-    amax: Tensor | None = None,
+    amax: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_dual", block)
+    other = checked_dual_block("quantize_dual", pair, dual_block)
     if WHOLE in pair and not is_square(pair):  # a whole row or column does not fit on chip: two launches, two reads
         check_quantize(x, pair, dtype, scale, "quantize_dual")
         check_given_amax("quantize_dual", x, pair, amax)
         return *quantize_kernel(x, pair, dtype, scale), *quantize_kernel(x, swap(pair), dtype, scale)
-    data, scales, dual_data, dual_scales = QUANTIZE((x, _contiguous(amax)), (True, pair, dtype, scale))
+    data, scales, dual_data, dual_scales = QUANTIZE((x, _contiguous(amax)), (True, pair, dtype, scale, other))
     return data, scales, dual_data, dual_scales
 
 
@@ -167,12 +171,29 @@ def checked_block(name: str, block: Sequence[int]) -> Block:
     return pair
 
 
+def checked_dual_block(name: str, block: Block, dual_block: Sequence[int] | None) -> Block | None:
+    """The second block of two, None for the transpose of the first, or the error that says what would work."""
+    if dual_block is None:
+        return None
+    pair = known_block(dual_block)
+    if pair is None:
+        raise unknown_block(f"{name}: dual_block", dual_block)
+    if pair == swap(block):
+        return None
+    if pair != SQUARE or block not in BESIDE_SQUARE:
+        beside = f", or {SQUARE}" if block in BESIDE_SQUARE else f"; {SQUARE} goes with {BESIDE_SQUARE}"
+        raise ValueError(f"{name}: dual_block={pair} does not go with block={block}; use {swap(block)}{beside}")
+    return pair
+
+
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x, amax), (dual, block, dtype, scale) = tensors, values
+    (x, amax), (dual, block, dtype, scale, dual_block) = tensors, values
     name, target = "quantize_dual" if dual else "quantize", targets.target_of(x.device)
     pair, fp8 = check_quantize(x, block, dtype, scale, name)
     check_given_amax(name, x, pair, amax)
-    return Quantization(x=x, block=pair, dtype=fp8, scale=scale, target=target, dual=dual, amax=amax)
+    return Quantization(
+        x=x, block=pair, dtype=fp8, scale=scale, target=target, dual=dual, dual_block=dual_block, amax=amax
+    )
 
 
 def unserved(q: Quantization) -> str | None:
@@ -197,7 +218,7 @@ def _reference(q: Quantization) -> Sequence[Tensor]:
     if not q.dual:
         return reference.quantize(*form)
     if unserved(q) is not None:
-        return reference.quantize_dual(*form)
+        return reference.quantize_dual(*form, q.dual_block)
     return _both_sides(q.x, *quantize_kernel(*form))
 
 

@@ -21,16 +21,24 @@ from fp8fn.ops.cuda.quantize import rms_norm
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization, empty_dual
-from fp8fn.ops.quantize import check_quantize, checked_block, quantize_dual_kernel, quantize_kernel, unserved
+from fp8fn.ops.quantize import (
+    check_quantize,
+    checked_block,
+    checked_dual_block,
+    quantize_dual_kernel,
+    quantize_kernel,
+    unserved,
+)
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
+_DUAL_BLOCK: Final = "int[2]? dual_block=None"
 _NORM: Final = f"Tensor x, Tensor weight, float eps=1e-06, {_FORMAT}, Tensor? rstd=None"
 _ONE: Final = "(Tensor, Tensor)"
 _TWO: Final = "(Tensor, Tensor, Tensor, Tensor)"
 SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT}) -> {_ONE}"
-SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT}) -> {_TWO}"
+SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT}, {_DUAL_BLOCK}) -> {_TWO}"
 RMS_NORM_SCHEMA: Final = f"quantize_rms_norm({_NORM}) -> {_ONE}"
-RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual({_NORM}) -> {_TWO}"
+RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual({_NORM}, {_DUAL_BLOCK}) -> {_TWO}"
 
 
 def check_silu_mul(
@@ -90,17 +98,20 @@ def quantize_silu_mul_fake(
 
 
 def quantize_silu_mul_dual_reference(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
-    return reference.quantize_dual(reference.silu_mul(gate, up), pair, fp8, scale)
+    other = checked_dual_block("quantize_silu_mul_dual", pair, dual_block)
+    return reference.quantize_dual(reference.silu_mul(gate, up), pair, fp8, scale, dual_block=other)
 
 
 def quantize_silu_mul_dual_fake(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
-    return empty_dual(gate, pair, fp8, scale)
+    return empty_dual(gate, pair, fp8, scale, checked_dual_block("quantize_silu_mul_dual", pair, dual_block))
 
 
 def quantize_rms_norm_reference(
@@ -120,36 +131,39 @@ def quantize_rms_norm_fake(
     return empty_dual(x, pair, fp8, scale)[:2]
 
 
-def quantize_rms_norm_dual_reference(
+def quantize_rms_norm_dual_reference(  # noqa: PLR0913 - an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
     check_eps("quantize_rms_norm_dual", eps, rstd)
-    return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
+    other = checked_dual_block("quantize_rms_norm_dual", pair, dual_block)
+    return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, dual_block=other)
 
 
-def quantize_rms_norm_dual_fake(
+def quantize_rms_norm_dual_fake(  # noqa: PLR0913 - an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
-    return empty_dual(x, pair, fp8, scale)
+    return empty_dual(x, pair, fp8, scale, checked_dual_block("quantize_rms_norm_dual", pair, dual_block))
 
 
 def quantize_silu_mul_kernel(
     gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
     pair = checked_block("quantize_silu_mul", block)
-    data, scales = QUANTIZE_SILU_MUL((gate, up), (False, pair, dtype, scale))
+    data, scales = QUANTIZE_SILU_MUL((gate, up), (False, pair, dtype, scale, None))
     return data, scales
 
 
 def quantize_silu_mul_dual_kernel(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_silu_mul_dual", block)
-    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL((gate, up), (True, pair, dtype, scale))
+    other = checked_dual_block("quantize_silu_mul_dual", pair, dual_block)
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL((gate, up), (True, pair, dtype, scale, other))
     return row, row_scale, col, col_scale
 
 
@@ -159,17 +173,18 @@ def quantize_rms_norm_kernel(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_rms_norm", block)
     rstd, eps = _statistics(rstd, eps)
-    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd), (False, pair, dtype, scale, eps))
+    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd), (False, pair, dtype, scale, eps, None))
     return data, scales
 
 
-def quantize_rms_norm_dual_kernel(
+def quantize_rms_norm_dual_kernel(  # noqa: PLR0913 - an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_rms_norm_dual", block)
+    other = checked_dual_block("quantize_rms_norm_dual", pair, dual_block)
     rstd, eps = _statistics(rstd, eps)
-    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd), (True, pair, dtype, scale, eps))
+    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd), (True, pair, dtype, scale, eps, other))
     return row, row_scale, col, col_scale
 
 
@@ -179,22 +194,22 @@ def _statistics(rstd: Tensor | None, eps: float) -> tuple[Tensor | None, float]:
 
 
 def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (gate, up), (dual, block, dtype, scale) = tensors, values
+    (gate, up), (dual, block, dtype, scale, dual_block) = tensors, values
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, f"quantize_silu_mul{'_dual' * dual}")
     return Quantization(
         x=gate, other=up, source=SILU_MUL, block=pair, dtype=fp8, scale=scale, dual=dual,
-        target=targets.target_of(gate.device),
+        dual_block=dual_block, target=targets.target_of(gate.device),
     )  # fmt: skip
 
 
 def _rms_norm_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x, weight, rstd), (dual, block, dtype, scale, eps) = tensors, values
+    (x, weight, rstd), (dual, block, dtype, scale, eps, dual_block) = tensors, values
     op = f"quantize_rms_norm{'_dual' * dual}"
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, op, rstd)
     check_eps(op, eps, rstd)
     return Quantization(
         x=x, other=weight, rstd=rstd, eps=eps, source=RMS_NORM, block=pair, dtype=fp8, scale=scale, dual=dual,
-        target=targets.target_of(x.device),
+        dual_block=dual_block, target=targets.target_of(x.device),
     )  # fmt: skip
 
 
@@ -206,7 +221,9 @@ def _reference(q: Quantization) -> Sequence[Tensor]:
     """Computed by plain PyTorch in float32, then quantized by the other op."""
     assert q.other is not None
     y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.rms_norm(q.x, q.other, q.eps, q.rstd)
-    return (quantize_dual_kernel if q.dual else quantize_kernel)(y, q.block, q.dtype, q.scale)
+    if q.dual:
+        return quantize_dual_kernel(y, q.block, q.dtype, q.scale, dual_block=q.dual_block)
+    return quantize_kernel(y, q.block, q.dtype, q.scale)
 
 
 QUANTIZE_SILU_MUL: Final = Dispatch(

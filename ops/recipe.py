@@ -57,6 +57,8 @@ class Recipe:
         activation_block: Block of `A (M, K)`.
         weight_block: Block of `B (K, N)`.
         gradient_block: Block of `dC (M, N)` in `dA = dC @ Bᵀ`.
+        wgrad_activation_block: Block of `A (M, K)` in `dB = Aᵀ @ dC`; None is the transpose of `activation_block`.
+            `(128, 128)` gives one operand of this product one scale a tile, as the weight has in the forward.
         activation_dtype: FP8 type of `A`; None is the device's own e4m3.
         weight_dtype: FP8 type of `B`; None is the device's own e4m3.
         gradient_dtype: FP8 type of `dC`; None is the device's own e4m3.
@@ -84,6 +86,7 @@ class Recipe:
     activation_block: Block = (1, 128)
     weight_block: Block = (128, 128)
     gradient_block: Block = (1, 128)
+    wgrad_activation_block: Block | None = None
     activation_dtype: torch.dtype | None = None
     weight_dtype: torch.dtype | None = None
     gradient_dtype: torch.dtype | None = None
@@ -106,7 +109,9 @@ class Recipe:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("activation_block", "weight_block", "gradient_block"):
+        for name in ("activation_block", "weight_block", "gradient_block", "wgrad_activation_block"):
+            if name == "wgrad_activation_block" and self.wgrad_activation_block is None:
+                continue
             block = known_block(getattr(self, name))
             if block is None:
                 raise unknown_block(f"Recipe: {name}", getattr(self, name))
@@ -115,11 +120,15 @@ class Recipe:
             "activation_block": not contracts_rows(self.activation_block),
             "gradient_block": not contracts_rows(self.gradient_block),
             "weight_block": is_square(self.weight_block) or contracts_rows(self.weight_block),
+            "wgrad_activation_block": is_square(self.wgrad_block) or contracts_rows(self.wgrad_block),
         }
         for name, fit in fits.items():
             if not fit:
                 block = getattr(self, name)
-                raise ValueError(f"Recipe: {name}={block} has a scale for each element of K; use {swap(block)}")
+                summed = "M, which a wgrad sums over" if name == "wgrad_activation_block" else "K"
+                raise ValueError(f"Recipe: {name}={block} has a scale for each element of {summed}; use {swap(block)}")
+        if self.wgrad_activation_block == swap(self.activation_block):  # two spellings have one key
+            object.__setattr__(self, "wgrad_activation_block", None)
         for name in ("activation_dtype", "weight_dtype", "gradient_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and dtype not in FP8_DTYPES:
@@ -138,18 +147,30 @@ class Recipe:
         object.__setattr__(self, "key", _NAMES.get(written, written))
 
     @property
+    def wgrad_block(self) -> Block:
+        """The block of `A (M, K)` in `dB = Aᵀ @ dC`."""
+        return self.wgrad_activation_block or swap(self.activation_block)
+
+    @property
     def dgrad(self) -> Recipe:
         """The recipe of `dA = dC @ Bᵀ` seen as a product of its own."""
         return replace(
             self,
             activation_block=self.gradient_block,
+            wgrad_activation_block=None,
             activation_dtype=self.gradient_dtype,
         )
 
     @property
     def wgrad(self) -> Recipe:
         """The recipe of `dB = Aᵀ @ dC` seen as a product of its own."""
-        return replace(self, weight_block=swap(self.gradient_block), weight_dtype=self.gradient_dtype)
+        return replace(
+            self,
+            activation_block=swap(self.wgrad_block),
+            wgrad_activation_block=None,
+            weight_block=swap(self.gradient_block),
+            weight_dtype=self.gradient_dtype,
+        )
 
 
 def _preset(name: str, **values: Any) -> Recipe:
@@ -165,8 +186,11 @@ TENSORWISE: Final = _preset(
     "tensorwise", activation_block=(WHOLE, WHOLE), weight_block=(WHOLE, WHOLE), gradient_block=(WHOLE, WHOLE)
 )
 MXFP8: Final = _preset("mxfp8", activation_block=(1, 32), weight_block=(32, 1), gradient_block=(1, 32), scale="e8m0")
+BLOCKWISE_SQUARE: Final = _preset("blockwise_square", wgrad_activation_block=(128, 128))
 
-PRESETS: Final = {preset.key: preset for preset in (BLOCKWISE, BLOCKWISE_POW2, HYBRID, ROWWISE, TENSORWISE, MXFP8)}
+PRESETS: Final = {
+    preset.key: preset for preset in (BLOCKWISE, BLOCKWISE_POW2, HYBRID, ROWWISE, TENSORWISE, MXFP8, BLOCKWISE_SQUARE)
+}
 
 
 @lru_cache(maxsize=1024)

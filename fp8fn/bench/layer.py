@@ -72,6 +72,11 @@ class Layer:
         return fp8fn.quantize(self.x, (128, 1))
 
     @cached_property
+    def x_square(self) -> ScaledTensor:
+        """Beside the rows of a forward, as the recipe `BLOCKWISE_SQUARE` has x for a wgrad; stored column-major."""
+        return fp8fn.quantize_dual(self.x, dual_block=(128, 128))[1]
+
+    @cached_property
     def g_col(self) -> ScaledTensor:
         return fp8fn.quantize(self.g, (128, 1))
 

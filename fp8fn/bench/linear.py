@@ -7,6 +7,7 @@ alone, on quantized operands. The suite llm84 times forward and backward separat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -41,6 +42,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
     return [
         case("fp8fn", "linear", lambda: fp8fn.linear),
+        case("fp8fn", "linear, BLOCKWISE_SQUARE", lambda: partial(fp8fn.linear, recipe=fp8fn.BLOCKWISE_SQUARE)),
         case("torch", "bf16 linear", lambda: F.linear),
         case("torchao", "linear, cuBLASLt", lambda: peers.torchao_linear(use_triton=False)),
         case("torchao", "linear, Triton", lambda: peers.torchao_linear(use_triton=True)),

@@ -66,6 +66,13 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         case("fp8fn", "(1,128) and (128,1)", [ROW, COL], lambda: lambda: fp8fn.quantize_dual(x), _unchanged),
         case("fp8fn", "(-1,-1) both ways", [WHOLE] * 2, lambda: lambda: fp8fn.quantize_dual(x, WHOLE), _unchanged),
         case("fp8fn", "(-1,-1) both ways, amax given", [WHOLE] * 2, given_amax, _from_pair(WHOLE)),
+        case(
+            "fp8fn",
+            "(1,128) and (128,128)",
+            [ROW, SQUARE],
+            lambda: lambda: fp8fn.quantize_dual(x, dual_block=SQUARE),
+            _unchanged,
+        ),
         case("torchao", "(1,128)", [ROW], torchao("act_quant_lhs"), _from_parts(ROW)),
         case("torchao", "(128,1)", [COL], torchao("act_quant_rhs"), _from_parts(COL)),
         case("torchao", "(128,1) transposed", [COL], torchao("act_quant_transposed_lhs"), _from_transposed(ROW)),

@@ -1,6 +1,7 @@
 """The weight's gradient of a linear layer on quantized operands, beside its peers: `python -m fp8fn bench wgrad`.
 
-`dB (N, K) = g (M, N)ᵀ @ x (M, K)`, both quantized in (128, 1), so that the product is 1x128·128x1; 2MNK operations.
+`dB (N, K) = g (M, N)ᵀ @ x (M, K)`, both quantized in (128, 1), so that the product is 1x128·128x1; or x in (128, 128),
+as the recipe `BLOCKWISE_SQUARE` has it, so that the product is 1x128·128x128 as a forward's is. 2MNK operations.
 Shapes are the layer's M,N,K. The ceiling is `torch._scaled_mm` of the same product, tensorwise.
 """
 
@@ -33,6 +34,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
     return [
         case("fp8fn", "1x128·128x1", lambda: partial(fp8fn.gemm, layer.g_col.mT, layer.x_col)),
+        case("fp8fn", "1x128·128x128", lambda: partial(fp8fn.gemm, layer.g_col.mT, layer.x_square)),
         case("torch", "cuBLASLt 1x128·128x1", lambda: peers.torch_blockwise(layer.g_col.mT, layer.x_col)),
         case(
             "torch",

@@ -202,13 +202,15 @@ def _products(
 def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:
     """The quantizers of x, w and g for training, and of x and w for inference."""
     x, w, g = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
-    for tensor, block, fp8 in (
-        (x, recipe.activation_block, recipe.activation_dtype),
-        (w.mT, recipe.weight_block, recipe.weight_dtype),
-        (g, recipe.gradient_block, recipe.gradient_dtype),
+    for tensor, block, dual_block, fp8 in (
+        (x, recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
+        (w.mT, recipe.weight_block, None, recipe.weight_dtype),
+        (g, recipe.gradient_block, None, recipe.gradient_dtype),
     ):
-        element = fp8 or torch.float8_e4m3fn
-        both = Quantization(x=tensor, block=block, dtype=element, scale=recipe.scale, target=target, dual=True)
+        both = Quantization(
+            x=tensor, block=block, dtype=fp8 or torch.float8_e4m3fn, scale=recipe.scale, target=target, dual=True,
+            dual_block=dual_block,
+        )  # fmt: skip
         if quantize.accepts(both) is not None:
             continue
         for q in (both,) if tensor is g else (both, replace(both, dual=False)):

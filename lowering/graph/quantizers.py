@@ -30,10 +30,23 @@ class Quantizer:
     block: Block
     dtype: torch.dtype
     scale: str
+    dual_block: Block | None = None
+    """The second block of `quantize_dual`; None is the transpose of `block`."""
 
     @property
     def dual(self) -> bool:
         return self.node.target is _DUAL
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The block of each result."""
+        return (self.block, self.dual_block or swap(self.block)) if self.dual else (self.block,)
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """The block, the type, the scale format, and the second block if it is given: a fused op's last arguments."""
+        form = self.block, self.dtype, self.scale
+        return form if self.dual_block is None else (*form, self.dual_block)
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -50,12 +63,12 @@ class Quantizer:
     def place_in(self, other: Quantizer) -> int | None:
         """The place of this quantizer's results among those of `other`, a quantizer of the same tensor, or None."""
         if other.dual and not self.dual:
-            places = [place for place, block in ((0, other.block), (2, swap(other.block))) if block == self.block]
+            places = [place for place, block in enumerate(other.blocks) if block == self.block]
         else:
-            places = [0] if (self.dual, self.block) == (other.dual, other.block) else []
+            places = [0] if (self.dual, self.blocks) == (other.dual, other.blocks) else []
         for place in places:
-            if all(same_layout(mine, its) for mine, its in zip(self.outs, other.outs[place:], strict=False)):
-                return place
+            if all(same_layout(mine, its) for mine, its in zip(self.outs, other.outs[2 * place :], strict=False)):
+                return 2 * place
         return None
 
 
@@ -70,7 +83,9 @@ def as_quantizer(node: Node) -> Quantizer:
     given = arguments_of(node)
     x, (rows, columns) = given["x"], given["block"]
     dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
-    return Quantizer(node, x, (rows, columns), dtype, given["scale"])
+    dual_block = given.get("dual_block")  # `quantize` has none
+    beside = None if dual_block is None else (dual_block[0], dual_block[1])
+    return Quantizer(node, x, (rows, columns), dtype, given["scale"], beside)
 
 
 def reshaped_of(node: Node) -> Node:
@@ -158,7 +173,8 @@ def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
         new = lead.node
         if first is not lead:  # its results are needed earlier
             with graph.inserting_before(first.node):
-                new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale)
+                second = {} if lead.dual_block is None else {"dual_block": lead.dual_block}
+                new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale, **second)
             replace_quantizer(graph, lead.node, new)
             _erase_unread(graph, lead.x)
         for other in merged:

@@ -77,7 +77,7 @@ class SiluMul:
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         operands = [_like(graph, node, quantizer.x) for node in self.inputs]
-        return (*operands, quantizer.block, quantizer.dtype, quantizer.scale)
+        return (*operands, *quantizer.form)
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,9 @@ class RmsNorm:
         x, rstd = _like(graph, self.x, quantizer.x), None
         if known:
             rstd = call(graph, aten.reshape.default, self.rstd, [-1])
-        form = quantizer.block, quantizer.dtype, quantizer.scale
-        return (x, self.weight, 0.0 if self.eps is None else self.eps, *form, *(() if rstd is None else (rstd,)))
+        block, dtype, scale, *dual_block = quantizer.form
+        eps = 0.0 if self.eps is None else self.eps
+        return (x, self.weight, eps, block, dtype, scale, *([rstd, *dual_block] if rstd or dual_block else []))
 
 
 Producer = SiluMul | RmsNorm
@@ -120,8 +121,8 @@ Producer = SiluMul | RmsNorm
 
 def _quantization(quantizer: Quantizer, target: targets.Target, **operands: Any) -> Quantization:
     return Quantization(
-        block=quantizer.block, dtype=quantizer.dtype, scale=quantizer.scale, dual=quantizer.dual, target=target,
-        **operands,
+        block=quantizer.block, dtype=quantizer.dtype, scale=quantizer.scale, dual=quantizer.dual,
+        dual_block=quantizer.dual_block, target=target, **operands,
     )  # fmt: skip
 
 

@@ -189,11 +189,16 @@ class _Split:
 def _one_orientation(
     graph: Graph, quantizer: Node, place: int, x: Node | None = None, fused: SiluMul | None = None
 ) -> Node | None:
-    """A quantizer with the results at `place` of a dual one, or None if its results have other strides."""
+    """A quantizer with the results at `place` of a dual one, or None if its results have other strides, or magnitudes of its own."""
     given = arguments_of(quantizer)
+    if given.get("amax") is not None:
+        return None
     block = known_block(tuple(given["block"]))
     assert block is not None
-    form = (swap(block) if place else block, given["dtype"], given["scale"])
+    if place:
+        other = given.get("dual_block")
+        block = swap(block) if other is None else known_block(tuple(other))
+    form = (block, given["dtype"], given["scale"])
     with graph.inserting_before(quantizer):
         if quantizer.target is _GROUPED_DUAL and place:
             made = call(graph, _GROUPED, x or given["x"], given["offsets"], *form)

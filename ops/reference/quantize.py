@@ -16,7 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fp8fn.ops.formats import AMAX_FLOOR, fp8_max, fp8_max_exponent, rceil_addend, scale_dtype
-from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, extent, is_square, scale_shape, turned
+from fp8fn.ops.layout import (
+    WHOLE,
+    Block,
+    contracts_rows,
+    empty_data,
+    empty_scale,
+    extent,
+    is_square,
+    scale_shape,
+    turned,
+)
 
 
 def amax(x: Tensor, block: Block) -> Tensor:
@@ -47,13 +57,27 @@ def quantize(
 
 
 def quantize_dual(
-    x: Tensor, block: Block, dtype: torch.dtype, scale: str, given: Tensor | None = None
+    x: Tensor,
+    block: Block,
+    dtype: torch.dtype,
+    scale: str,
+    given: Tensor | None = None,
+    dual_block: Block | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize(x, (r, c))` and `quantize(x, (c, r))`; a square block's one result, row-major and column-major."""
+    """`quantize(x, block)` and `quantize(x, dual_block)`, by default in the transposed block.
+
+    A square block's one result is stored row-major and column-major. Beside a one-sided block, the result in a square
+    block lies along the other axis.
+    """
     if is_square(block):
         data, scales = quantize(x, block, dtype, scale, given)
         return turned(data, False), turned(scales, False), turned(data, True), turned(scales, True)
-    return *quantize(x, block, dtype, scale), *quantize(x, (block[1], block[0]), dtype, scale)
+    first = quantize(x, block, dtype, scale)
+    if dual_block is None or not is_square(dual_block):
+        return *first, *quantize(x, (block[1], block[0]), dtype, scale)
+    data, scales = quantize(x, dual_block, dtype, scale)
+    column_major = not contracts_rows(block)
+    return *first, turned(data, column_major), turned(scales, column_major)
 
 
 def dequantize(data: Tensor, scale: Tensor, block: Block) -> Tensor:

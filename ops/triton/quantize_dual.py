@@ -8,7 +8,7 @@ from typing import Final
 import triton
 import triton.language as tl
 
-from fp8fn.ops.layout import BLOCKS, WHOLE, Block, as_batch, contracts_rows
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, as_batch, contracts_rows, is_square
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
@@ -32,10 +32,10 @@ class DualTile:
 def quantize_dual(
     x, row, row_scales, col, col_scales, M, N, x_b, x_m, x_n, row_b, row_m, row_n, rs_b, rs_m, rs_n,
     col_b, col_m, col_n, cs_b, cs_m, cs_n, tiles_m, tiles_n,
-    BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, C: tl.constexpr, SQUARE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
     LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """One `BM x BN` tile, in blocks `1 x C` into `row` and in blocks `C x 1` into `col`."""
+    """One `BM x BN` tile, in blocks `1 x C` into `row` and in blocks `C x 1`, or if SQUARE `C x C`, into `col`."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -66,31 +66,49 @@ def quantize_dual(
         tl.store(row_target, row_values, mask=inside)
         tl.store(rs_target, row_stored, mask=(rows < M) & (block_columns * C < N))
 
-    by_column = tl.reshape(values, (BM // C, C, BN)).to(tl.float32)
-    col_stored, inverse = scale_of(tl.max(magnitude_bits(by_column), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
-    col_values = tl.reshape(cast(by_column * inverse[:, None, :], LARGEST, col.dtype.element_ty), (BM, BN))
+    if SQUARE:
+        by_square = tl.reshape(values, (BM // C, C, BN // C, C)).to(tl.float32)
+        bits = tl.max(tl.max(magnitude_bits(by_square), axis=3), axis=1)
+        col_stored, inverse = scale_of(bits, LARGEST, EMAX, FLOOR, FORMAT)
+        inverse = tl.expand_dims(tl.expand_dims(inverse, 1), 3)
+        col_values = tl.reshape(cast(by_square * inverse, LARGEST, col.dtype.element_ty), (BM, BN))
+        cs_target = col_scales + batch * cs_b + block_rows * cs_m + block_columns * cs_n
+        scaled = (block_rows * C < M) & (block_columns * C < N)
+    else:
+        by_column = tl.reshape(values, (BM // C, C, BN)).to(tl.float32)
+        col_stored, inverse = scale_of(tl.max(magnitude_bits(by_column), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+        col_values = tl.reshape(cast(by_column * inverse[:, None, :], LARGEST, col.dtype.element_ty), (BM, BN))
+        cs_target = col_scales + batch * cs_b + block_rows * cs_m + columns * cs_n
+        scaled = (block_rows * C < M) & (columns < N)
     col_target = col + batch * col_b + rows * col_m + columns * col_n
-    cs_target = col_scales + batch * cs_b + block_rows * cs_m + columns * cs_n
     if EVEN:
         tl.store(col_target, col_values)
         tl.store(cs_target, col_stored)
     else:
         tl.store(col_target, col_values, mask=inside)
-        tl.store(cs_target, col_stored, mask=(block_rows * C < M) & (columns < N))
+        tl.store(cs_target, col_stored, mask=scaled)
 
 
 def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[TritonLaunch]:
-    """The launch that fills outputs in blocks `(1, c)` and `(c, 1)` from a non-empty `x`."""
-    (row, row_scales, block), (col, col_scales, _) = q.outs[::-1] if contracts_rows(q.block) else q.outs
+    """The launch that fills outputs in blocks `(1, c)` and `(c, 1)`, or `(c, c)`, from a non-empty `x`.
+
+    For blocks `(c, 1)` and `(c, c)` the kernel reads the transposed views.
+    """
+    source, outs, square = q.x, q.outs, is_square(q.blocks[-1])
+    if contracts_rows(q.block) and square:
+        source, outs = source.mT, tuple(out.mT for out in outs)
+    elif contracts_rows(q.block):
+        outs = outs[::-1]
+    (row, row_scales, block), (col, col_scales, _) = outs
     if block not in DUAL_BLOCKS:
         raise ValueError(f"block is {block}; one read gives both formats for {DUAL_BLOCKS} only: quantize twice")
     if q.x.numel() == 0:
         raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
     tile = tile or _tile(q)
     names = ("row", "row_scales", "col", "col_scales")
-    if contracts_rows(q.block):
+    if contracts_rows(q.block) and not square:
         names = (*names[2:], *names[:2])
-    x, row, col = (batched(as_batch(matrix)) for matrix in (q.x, row, col))
+    x, row, col = (batched(as_batch(matrix)) for matrix in (source, row, col))
     row_scales, col_scales = (batched(storage(as_batch(scales))) for scales in (row_scales, col_scales))
     batch, m, n = x.shape
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
@@ -104,7 +122,7 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
             **strides, "tiles_m": tiles_m, "tiles_n": tiles_n,
         },
         constexprs={
-            "BM": tile.rows, "BN": tile.columns, "C": block[1],
+            "BM": tile.rows, "BN": tile.columns, "C": block[1], "SQUARE": int(square),
             "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": is_wide(x, row, col),
             **scale_constants(q.dtype, q.scale),
         },

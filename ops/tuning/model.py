@@ -64,7 +64,8 @@ _UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
     ScaledMmConfig(MATH=1): 305,
     SMALLEST: 250,
 }
-_SCALED_NS: Final = {("VECTOR", "BLOCK"): _BLOCK_NS, ("VECTOR", "VECTOR"): _VECTOR_NS}
+# Beside scales of a's blocks and of b's columns X spills 2 registers.
+_BLOCK_VECTOR_NS: Final = {tile: ns for tile, ns in _VECTOR_NS.items() if tile != X}
 _FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
 # Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
 _RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
@@ -75,7 +76,11 @@ _NAME: Final = re.compile(r"(\d+)x(\d+)d([12])(?:g(\d+))?(?:s(\d+))?")
 
 def tile_ns(problem: Problem) -> Mapping[ScaledMmConfig, float]:
     """The tiles for the problem's scales, K in one part, each with the nanoseconds of a k-block."""
-    return _SCALED_NS.get(problem.kinds, _UNSCALED_NS)
+    if not problem.is_scaled_along_k:
+        return _UNSCALED_NS
+    if problem.b_scale != "VECTOR":
+        return _BLOCK_NS
+    return _BLOCK_VECTOR_NS if problem.a_scale == "BLOCK" else _VECTOR_NS
 
 
 def tiles(problem: Problem) -> tuple[ScaledMmConfig, ...]:

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, scale_kind
+from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
 from fp8fn.ops.operand import Quantized
@@ -16,16 +16,15 @@ from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip, Target
 
 PRODUCTS: Final = ("forward", "dgrad", "wgrad")
-_A_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "LINE": (1, WHOLE), "WHOLE": (WHOLE, WHOLE)}
-_B_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (BK, 1), "BLOCK": (BK, BK), "LINE": (WHOLE, 1), "WHOLE": (WHOLE, WHOLE)}
+_BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "BLOCK": (BK, BK), "LINE": (1, WHOLE), "WHOLE": (WHOLE, WHOLE)}
 
 
 @dataclass(frozen=True)
 class Problem:
     """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`.
 
-    `a_scale` and `b_scale` are the kinds of `scaled_mm.cu`, a pair of `KINDS`; types are short names of dtypes. A bias
-    is no part of it: it adds to each candidate alike.
+    `a_scale` and `b_scale` are the kinds of `scaled_mm.cu`; tables hold the pairs of `KINDS`. Types are short names of
+    dtypes. A bias is no part of it: it adds to each candidate alike.
     """
 
     m: int
@@ -44,7 +43,12 @@ class Problem:
 
     @property
     def blocks(self) -> tuple[Block, Block]:
-        return _A_BLOCKS[self.a_scale], _B_BLOCKS[self.b_scale]
+        return _BLOCKS[self.a_scale], swap(_BLOCKS[self.b_scale])
+
+    @property
+    def is_scaled_along_k(self) -> bool:
+        """Whether a scale of either operand changes along K, so that each K tile is promoted."""
+        return not {"VECTOR", "BLOCK"}.isdisjoint(self.kinds)
 
     @property
     def out_dtype(self) -> torch.dtype:
@@ -87,7 +91,7 @@ def linear_problems(m: int, n: int, k: int, recipe: Recipe) -> dict[str, Problem
 
     def problem(m: int, n: int, k: int, a: Block, b: Block, a_type: str, b_type: str) -> Problem:
         kinds = scale_kind(*a), scale_kind(b[1], b[0])
-        if kinds not in KINDS:
+        if "OTHER" in kinds:
             raise ValueError(
                 f"no kernel in CUDA C++ multiplies blocks {a} by {b}; use blockwise, rowwise or tensorwise"
             )
@@ -96,7 +100,7 @@ def linear_problems(m: int, n: int, k: int, recipe: Recipe) -> dict[str, Problem
     return {
         "forward": problem(m, n, k, x, w, x_type, w_type),
         "dgrad": problem(m, k, n, g, w, g_type, w_type),
-        "wgrad": problem(n, k, m, g, swap(x), g_type, x_type),
+        "wgrad": problem(n, k, m, g, recipe.wgrad_block, g_type, x_type),
     }
 
 

@@ -407,10 +407,10 @@ def cells(line: str) -> list[str]:
 RUNS = [
     (("dense", "--shape", "128,256,128"), 9, "forward", {"out"}),
     (("dense", "--suite", "small", "--shape", "100,132,128"), 9, "small", {"out"}),
-    (("wgrad", "--shape", "128,256,128"), 5, "wgrad", {"dB"}),
-    (("linear", "--shape", "128,256,128"), 5, "linear", {"out", "dA", "dB"}),
-    (("linear", "--suite", "llm84", "--shape", "128,128,256"), 4, "llm84", {"out"}),
-    (("quant", "--shape", "128,256"), 13, "quant", {"(1, 128)"}),
+    (("wgrad", "--shape", "128,256,128"), 6, "wgrad", {"dB"}),
+    (("linear", "--shape", "128,256,128"), 6, "linear", {"out", "dA", "dB"}),
+    (("linear", "--suite", "llm84", "--shape", "128,128,256"), 6, "llm84", {"out"}),
+    (("quant", "--shape", "128,256"), 14, "quant", {"(1, 128)"}),
 ]
 
 

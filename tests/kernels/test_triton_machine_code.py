@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from fp8fn.cli.isa import OPS, assembly, product_launch
-from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale, swap
+from fp8fn.ops.layout import BLOCKS, Block, empty_data, empty_scale
+from fp8fn.ops.quantization import empty_dual
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, SM120, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
@@ -171,14 +172,13 @@ def test_no_quantizer_spills(target: Target, block: Block, shape: tuple[int, int
             assert_wide_accesses(compiled, target)
 
 
-@pytest.mark.parametrize("block", [(1, 128), (1, 32)], ids=str)
+@pytest.mark.parametrize(("block", "dual_block"), [((1, 128), None), ((1, 32), None), ((1, 128), (128, 128))], ids=str)
 @pytest.mark.parametrize("target", [SM89, SM90, GFX942, GFX950], ids=lambda target: target.name)
-def test_dual_reads_once_and_does_not_spill(target: Target, block: Block) -> None:
+def test_dual_reads_once_and_does_not_spill(target: Target, block: Block, dual_block: Block | None) -> None:
     x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
     dtype, scale = native_e4m3(target), "e8m0" if block == (1, 32) else "fp32"
-    row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
-    col, col_scales = empty_data(x, swap(block), dtype), empty_scale(x, swap(block), scale)
-    compiled = plan_quantize_dual(x, (row, row_scales, col, col_scales), block, scale, target).compile()
+    outs = empty_dual(x, block, dtype, scale, dual_block)
+    compiled = plan_quantize_dual(x, outs, block, scale, target, dual_block=dual_block).compile()
     assert_no_spills(resources(compiled), target)
     assert_wide_accesses(compiled, target)
     threads = compiled.metadata.num_warps * target.warp_size

@@ -466,6 +466,32 @@ def test_values_and_gradients(norm: Callable[..., nn.Module], dtype: torch.dtype
         assert snr(found, want) > 20
 
 
+def test_square_blocks_of_activations_are_fused_too() -> None:
+    """By the recipe `blockwise_square`: the same ops as by `blockwise`, with another block of their columns."""
+    model, x = Block().bfloat16(), random(2, M, WIDTH).requires_grad_()
+    parameters = list(model.parameters())
+
+    def step(function: Callable[..., Tensor]) -> list[Tensor]:
+        out = function(x)
+        return [out, *torch.autograd.grad(out.float().square().sum(), [x, *parameters])]
+
+    expected = step(model)
+    with uncompiled() as graphs:
+        plain, square = (step(fp8(model, recipe=recipe)) for recipe in ("blockwise", "blockwise_square"))
+    names, square_names = calls(graphs[0]), calls(graphs[2])
+    assert names == square_names
+    assert names.count("quantize_rms_norm_dual") == 2
+    assert names.count("quantize_silu_mul_dual") == 1
+    for node in graphs[2].nodes:
+        if str(node.target).endswith("_dual.default"):
+            assert tuple(node.args[-1]) == (128, 128), node.format_node()
+    for name, want, found in zip(("out", "dx"), plain, square, strict=False):
+        assert torch.equal(want, found), name
+    for want, found in zip(expected, square, strict=True):
+        assert snr(found, want) > 20
+    assert any(not torch.equal(want, found) for want, found in zip(plain, square, strict=True))
+
+
 def test_of_inductors_code() -> None:
     """Compiled in earnest."""
     model, x = Block().bfloat16(), random(2, M, WIDTH).requires_grad_()
@@ -545,13 +571,15 @@ def test_one_quantizer_for_all_that_read_a_tensor() -> None:
         column = torch.ops.fp8fn.quantize(y.view(-1, N), (128, 1))
         other = torch.ops.fp8fn.quantize(y.view(-1, N), (1, 128), torch.float8_e5m2)
         square = torch.ops.fp8fn.quantize(y.view(-1, N), (128, 128))
-        return [*row, *again, *dual, *column, *other, *square]
+        beside = torch.ops.fp8fn.quantize_dual(y.view(-1, N), dual_block=(128, 128))
+        same = torch.ops.fp8fn.quantize_dual(y.view(-1, N), (1, 128), None, "fp32", None, (128, 128))
+        return [*row, *again, *dual, *column, *other, *square, *beside, *same]
 
     x = random(2, M, N)
     with uncompiled() as graphs, fp8fn.lowering.substitution():
         found = torch.compile(quantized, backend="inductor", fullgraph=True)(x)
     names = [str(node.target) for node in graphs[0].nodes if "quantize" in str(node.target)]
-    assert names == ["fp8fn.quantize_dual.default", "fp8fn.quantize.default", "fp8fn.quantize.default"]
+    assert names == [f"fp8fn.{op}.default" for op in ("quantize_dual", "quantize", "quantize", "quantize_dual")]
     for actual, expected in zip(found, quantized(x), strict=True):
         assert actual.stride() == expected.stride()
         assert torch.equal(actual.float(), expected.float())

@@ -26,6 +26,7 @@ RECIPES = st.builds(
     activation_block=st.sampled_from(LEFT),
     weight_block=st.sampled_from(RIGHT),
     gradient_block=st.sampled_from(LEFT),
+    wgrad_activation_block=st.sampled_from((None, *RIGHT)),
     activation_dtype=DTYPES,
     weight_dtype=DTYPES,
     gradient_dtype=DTYPES,
@@ -43,6 +44,7 @@ RECIPES = st.builds(
         (fp8fn.ROWWISE, "rowwise", ((1, -1), (-1, 1), (1, -1)), None, "fp32"),
         (fp8fn.TENSORWISE, "tensorwise", ((-1, -1), (-1, -1), (-1, -1)), None, "fp32"),
         (fp8fn.MXFP8, "mxfp8", ((1, 32), (32, 1), (1, 32)), None, "e8m0"),
+        (fp8fn.BLOCKWISE_SQUARE, "blockwise_square", ((1, 128), (128, 128), (1, 128)), None, "fp32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -57,8 +59,28 @@ def test_presets(preset: Recipe, key: str, blocks: Any, gradient_dtype: Any, sca
     assert getattr(fp8fn, key.upper()) is preset
 
 
+def test_the_block_of_activations_in_a_wgrad() -> None:
+    """By default the transposed block, whose two spellings are one recipe; else what the field says."""
+    for preset in PRESETS.values():
+        squared = preset is fp8fn.BLOCKWISE_SQUARE
+        assert preset.wgrad_block == ((128, 128) if squared else swap(preset.activation_block))
+        assert preset.wgrad.activation_block == swap(preset.wgrad_block)
+        assert preset.wgrad.weight_block == swap(preset.gradient_block)
+        assert preset.wgrad.wgrad_activation_block is preset.dgrad.wgrad_activation_block is None
+    assert Recipe(wgrad_activation_block=(128, 1)) == fp8fn.BLOCKWISE
+    assert Recipe(wgrad_activation_block=(128, 1)).key == "blockwise"
+    assert parse_recipe("wgrad_activation_block=128x128") == fp8fn.BLOCKWISE_SQUARE
+    both = Recipe(activation_block=(1, -1), wgrad_activation_block=(128, 128))
+    assert both.key == "activation_block=1x-1,wgrad_activation_block=128x128"
+    assert parse_recipe(both.key) == both
+    with pytest.raises(ValueError, match=r"wgrad_activation_block=\(1, 128\) has a scale for each element of M, which"):
+        Recipe(wgrad_activation_block=(1, 128))
+    with pytest.raises(ValueError, match=r"wgrad_activation_block=\(64, 64\) is not a block"):
+        Recipe(wgrad_activation_block=(64, 64))
+
+
 def test_there_is_no_other_preset() -> None:
-    assert len(PRESETS) == 6
+    assert len(PRESETS) == 7
 
 
 @settings(max_examples=200, deadline=None)
@@ -87,7 +109,7 @@ def test_recipes_of_the_gradients(recipe: Recipe) -> None:
     dgrad, wgrad = recipe.dgrad, recipe.wgrad
     assert (dgrad.activation_block, dgrad.activation_dtype) == (recipe.gradient_block, recipe.gradient_dtype)
     assert (dgrad.weight_block, dgrad.weight_dtype) == (recipe.weight_block, recipe.weight_dtype)
-    assert (wgrad.activation_block, wgrad.activation_dtype) == (recipe.activation_block, recipe.activation_dtype)
+    assert (wgrad.activation_block, wgrad.activation_dtype) == (swap(recipe.wgrad_block), recipe.activation_dtype)
     assert (wgrad.weight_block, wgrad.weight_dtype) == (swap(recipe.gradient_block), recipe.gradient_dtype)
     assert dgrad.scale == wgrad.scale == recipe.scale
     assert dgrad.second_order == wgrad.second_order == recipe.second_order

@@ -47,6 +47,14 @@ KINDS: dict[str, tuple[Block, Block]] = {
     "tensorwise": ((-1, -1), (-1, -1)),
 }
 
+# Every other pair of blocks of 128 or all of K, by the names of both blocks.
+OTHER_PAIRS: dict[str, tuple[Block, Block]] = {
+    f"{a}x{b}": (a, b)
+    for a in ((1, 128), (128, 128), (1, -1), (-1, -1))
+    for b in ((128, 1), (128, 128), (-1, 1), (-1, -1))
+    if (a, b) not in KINDS.values()
+}
+
 # Variants that spill, which are never chosen: two temporaries spill nothing only if no scale changes along K.
 SPILLING = {("192x128 cluster", "wgrad"), ("split", "wgrad")} | {
     (config, kind) for config in ("128x192 depth 2", "192x128 depth 2") for kind in ("forward", "wgrad")

@@ -68,6 +68,9 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
     if (more := re.search(r"#define GROUP_PARAMETERS (.*)", source)) is not None:
         given = more[1] if dict(kernel.macros)["GROUPED"] != "DENSE" else ""
         source = source.replace(" GROUP_PARAMETERS)", f"{given})")
+        blocks = re.search(r"#define BLOCK_PARAMETERS (, .*)", source)
+        given = blocks[1] if blocks and dict(kernel.macros)["A_SCALE"] == "BLOCK" else ""
+        source = re.sub(r" BLOCK_PARAMETERS(?=[,)])", given, source)
     found = re.search(rf'extern "C" __global__ void[^{{]*?\b{kernel.entry}\(([^)]*)\)\s*\{{', source)
     assert found is not None, kernel
     types = [re.sub(r"\w+$", "", parameter.strip()) for parameter in found[1].split(",")]

@@ -40,7 +40,7 @@ from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.layout import Block
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
 from fp8fn.ops.sort_tokens import sort_tokens
@@ -68,6 +68,12 @@ BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 RUNS: Final = 3
 ROW, COLUMN, SQUARE = BLOCK_SHAPES
 FORWARD, WGRAD = KINDS[:2]
+# Pairs of which one operand has scales for all of K, and the other for 128 of K; or one of them one scale.
+OTHER_KINDS: Final = tuple(
+    kinds
+    for kinds in product(("VECTOR", "BLOCK", "LINE", "WHOLE"), repeat=2)
+    if kinds not in (*KINDS, ("BLOCK", "BLOCK"), ("BLOCK", "VECTOR"))
+)
 WEIGHT_BLOCKS: Final = tuple(SCALES)
 META: Final = Place(torch.device("meta"))
 
@@ -121,6 +127,13 @@ def _dense(place: Place, target: Target) -> Forms:
     for kinds in KINDS:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
             yield form(kinds, shape, config)
+    for kinds in (("BLOCK", "BLOCK"), ("BLOCK", "VECTOR")):
+        for config, shape in zip(tiles(Problem(1, 1, 1, *kinds)), cycle(("ragged", "even")), strict=False):
+            yield form(kinds, shape, config)
+    for kinds, config in zip(OTHER_KINDS, cycle((X, SMALLEST)), strict=False):
+        yield form(kinds, "ragged", config)
+    yield form(("BLOCK", "BLOCK"), "even", ScaledMmConfig(SPLIT=2))
+    yield form(("BLOCK", "BLOCK"), "even", ScaledMmConfig(), "float16", batch=2)
     yield form(FORWARD, "low", X, bias=True)
     yield form(FORWARD, "even", ScaledMmConfig(), "float16", batch=2)
     yield form(WGRAD, "ragged", X, "float32", bias=True)
@@ -326,7 +339,7 @@ def _quantize_form(name: str, operands: Operands, q: Quantization) -> Form:
 def _quantize_matrices(place: Place, target: Target) -> Forms:
     def form(
         name: str, shape: tuple[int, int], block: Block, *, source: Source = PLAIN, dual: bool = True,
-        scale: str = "fp32",
+        dual_block: Block | None = None, scale: str = "fp32",
     ) -> Form:  # fmt: skip
         operands, other, rstd = Operands(place), None, None
         x = operands.input("x", shape, BF16)
@@ -334,7 +347,7 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
             other = operands.input("other", shape, BF16)
         elif source is RMS_NORM:
             other, rstd = operands.input("other", shape[1:], BF16), operands.input("rstd", shape[:1], FP32)
-        rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd}
+        rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd, "dual_block": dual_block}
         q = quantization(x, block, dual=dual, scale=scale, target=target, **rest)
         return _quantize_form(name, operands, q)
 
@@ -346,6 +359,10 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
     yield form("dual (128, 128)", ragged, SQUARE, scale="e8m0")
     for given in (FP32, BF16):
         yield _given_amax(place, target, ragged, given)
+    for block in (ROW, COLUMN):
+        yield form(f"{block} and (128, 128)", ragged, block, dual_block=SQUARE)
+    for source in (SILU_MUL, RMS_NORM):
+        yield form(f"{source.macro} {ROW} and (128, 128)", ragged, ROW, source=source, dual_block=SQUARE)
     yield form("silu_mul", ragged, ROW, source=SILU_MUL)
     yield form("rms_norm", ragged, ROW, source=RMS_NORM)
 
@@ -405,9 +422,9 @@ def _value(q: Quantization) -> Tensor:
 
 
 def _quantized(q: Quantization) -> dict[str, Expected]:
-    """The outputs of a quantization by the reference, in its block and if `dual` in the transposed one."""
+    """The outputs of a quantization by the reference, in each of its blocks."""
     value, near, parts = _value(q), q.source in (SILU_MUL, SILU_MUL_GRAD), []
-    for block in (q.block, swap(q.block))[: 1 + q.dual]:
+    for block in q.blocks:
         if q.offsets is None or block[0] == 1:
             given = None if q.amax is None else q.amax.float().amax().view(1, 1)
             parts.extend(reference.quantize(value, block, q.dtype, q.scale, given))
@@ -517,6 +534,7 @@ CUDA: Final = (
         "scaled_mm.cu", _scaled_mm, 1e-5, 2.0**-10,
         emulated=(
             f"{'x'.join(FORWARD)} {SMALLEST} ragged", f"{'x'.join(WGRAD)} {X} ragged float32", "JAGGED_M", "JAGGED_K",
+            "BLOCKxBLOCK 64x64",
         ),
         nan=("a", "a_scale", "b", "b_scale", "bias"),
     ),

@@ -14,6 +14,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.layout import BLOCKS, Block
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
+from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton import mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
@@ -159,6 +160,13 @@ def _quantize_dual(place: Place, target: Target) -> Forms:
         q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_parts, q, partial(reference.quantize_dual, q.x, block, E4M3, scale))
         yield Form(f"{block}", plan_quantize_dual(q), operands)
+    for block in BESIDE_SQUARE:
+        operands = Operands(place)
+        x = operands.input("x", (137, 261), BF16)
+        q = quantization(x, block, dual=True, dual_block=SQUARE, target=target)
+        q = kernel_info.with_outputs(operands, q)
+        operands.expected = partial(_parts, q, partial(reference.quantize_dual, q.x, block, E4M3, "fp32", SQUARE))
+        yield Form(f"{block} and {SQUARE}", plan_quantize_dual(q), operands)
 
 
 def _quantize_grouped(place: Place, target: Target) -> Forms:

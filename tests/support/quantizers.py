@@ -68,12 +68,13 @@ def plan_quantize(
 
 
 def plan_quantize_dual(
-    x: Tensor, outs: Sequence[Tensor], block: Block, scale: str, target: Target, tile: Any = None
-) -> TritonLaunch:
-    """Triton's launch that fills data and scales in `block`, and then in its transpose."""
+    x: Tensor, outs: Sequence[Tensor], block: Block, scale: str, target: Target, tile: Any = None,
+    dual_block: Block | None = None,
+) -> TritonLaunch:  # fmt: skip
+    """Triton's launch that fills data and scales in `block`, and then in `dual_block`, by default its transpose."""
     from fp8fn.ops.triton.quantize_dual import plan_quantize_dual as plan
 
-    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target), tile)
+    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target, dual_block=dual_block), tile)
     return launch
 
 
@@ -98,7 +99,9 @@ def plan_quantize_grouped_dual(
     return launch
 
 
-def _dual(x: Tensor, outs: Sequence[Tensor], block: Block, **rest: Any) -> Quantization:
+def _dual(
+    x: Tensor, outs: Sequence[Tensor], block: Block, dual_block: Block | None = None, **rest: Any
+) -> Quantization:
     data, scales, dual_data, dual_scales = outs
-    into = Quantized(data, scales, block), Quantized(dual_data, dual_scales, swap(block))
-    return quantization(x, block, dtype=data.dtype, dual=True, into=into, **rest)
+    into = Quantized(data, scales, block), Quantized(dual_data, dual_scales, dual_block or swap(block))
+    return quantization(x, block, dtype=data.dtype, dual=True, dual_block=dual_block, into=into, **rest)

@@ -97,6 +97,9 @@ def quantize_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sam
         Sample("plain_amax", (y := x(128, 256), (-1, -1), None, "fp32", _largest(y)), {}),
         Sample("strided_amax", (y := x(2, 40, 70).mT, (-1, -1), None, "fp32", _largest(y).float()), {}),
         Sample("empty_square", (x(0, 40), (128, 128)), {}),
+        Sample("ragged_beside_square", (x(130, 140),), {"dual_block": (128, 128)}),
+        Sample("strided_beside_square", (x(64, 200).mT, (128, 1), None, "pow2", (128, 128)), {}),
+        Sample("empty_beside_square", (x(0, 40),), {"dual_block": (128, 128)}),
         Sample("empty", (x(7, 0),), {}),
     ]
 
@@ -147,6 +150,12 @@ def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list
     ]
 
 
+def quantize_silu_mul_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    beside = Sample("ragged_beside_square", (x(70, 131), x(70, 131)), {"dual_block": (128, 128)})
+    return [*quantize_silu_mul(seed, device), beside]
+
+
 def quantize_silu_mul_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x, few, many = _Normal(seed, device), _ends(40, 40, 64, device=device), _ends(0, 1, 128, 131, device=device)
     return [
@@ -181,6 +190,12 @@ def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("mx", (x(2, 33, 70), x(70), 1e-5, (1, 32)), {"scale": "rceil"}),
         Sample("empty", (x(7, 0), x(0)), {}),
     ]
+
+
+def quantize_rms_norm_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    beside = Sample("ragged_beside_square", (x(70, 131), x(131)), {"dual_block": (128, 128)})
+    return [*quantize_rms_norm(seed, device), beside]
 
 
 def _operand(x: Tensor, block: Block, **kwargs: Any) -> tuple[Tensor, Tensor, Block]:
@@ -357,9 +372,9 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_silu_mul_grouped_dual": quantize_silu_mul_grouped_dual,
     "quantize_silu_mul_grad_grouped_dual": quantize_silu_mul_grad_grouped_dual,
     "quantize_silu_mul": quantize_silu_mul,
-    "quantize_silu_mul_dual": quantize_silu_mul,
+    "quantize_silu_mul_dual": quantize_silu_mul_dual,
     "quantize_rms_norm": quantize_rms_norm,
-    "quantize_rms_norm_dual": quantize_rms_norm,
+    "quantize_rms_norm_dual": quantize_rms_norm_dual,
     "scaled_mm": scaled_mm,
     "mm_a16w8": mm_a16w8,
     "mx_mm": mx_mm,

@@ -5,8 +5,8 @@
 // the tile and computes SLICES_N products of WIDTH columns for each K tile of BK = 128, one wgmma group each.
 //
 // Pipeline. The producer keeps STAGES K tiles in flight by TMA: A and B, swizzled as wgmma reads them, and the scales
-// of the K tile. Where 128 columns of B have one scale, a second producer warp copies the scales of 32 K tiles at a
-// time. Consumers release a stage when they have read it.
+// of the K tile. Where 128 columns of B, or 128 rows of A, have one scale, one more producer warp copies the scales of
+// 32 K tiles at a time. Consumers release a stage when they have read it.
 //
 // Promotion. A product goes into the temporary `d`, and `scale * d` is added to the accumulators: the tensor core's own
 // accumulator keeps about 14 bits, and scales change from K tile to K tile. With DEPTH 2 there are two temporaries: one
@@ -25,7 +25,7 @@
 //   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
 //   MATH, SLICES_M, SLICES_N, BN, DEPTH, STAGES, GROUP (rows of tiles that are walked together)
 //   CLUSTER, SHARE_B, SPLIT, B_ONCE
-//   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or, for b only, BLOCK (`scale_kinds.cuh`)
+//   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or BLOCK (`scale_kinds.cuh`)
 //   PROMOTE           K tiles a promotion, where no scale changes along K
 //   OUT, BIAS         of the enum Element; OUT_VIA: PAIRS, LINES or BULK
 //   GROUPED           DENSE, JAGGED_M or JAGGED_K (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT
@@ -48,12 +48,13 @@ constexpr int ROWS = 64 * SLICES_M;  // of the tile, which one warpgroup owns
 constexpr int BM = ROWS * MATH;
 constexpr int WIDTH = BN / SLICES_N;  // columns of one product
 constexpr int PRODUCTS = SLICES_M * SLICES_N;  // of a warpgroup for each K tile
-constexpr bool SCALED = A_SCALE == VECTOR || B_SCALE >= VECTOR;  // scales change along K
+constexpr bool SCALED = A_SCALE >= VECTOR || B_SCALE >= VECTOR;  // scales change along K
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED),
               "a cluster shares loads or K");
 static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
               "tokens that are summed over are spread");
+static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && !GROUPED), "the 64 rows of a warpgroup lie in one block of A");
 static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 
 // Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
@@ -67,12 +68,23 @@ constexpr int B_BYTES = BN * BK;
 constexpr int A_SCALE_EXTRA = GROUPED == JAGGED_M ? 4 : 0;
 constexpr int A_SCALE_BYTES = A_SCALE == VECTOR ? (BM + A_SCALE_EXTRA) * 4 : 0;
 constexpr int B_SCALE_BYTES = B_SCALE == VECTOR ? BN * 4 : 0;
-// The scales of B's 128 x 128 blocks have a ring of their own, filled in runs: a run holds, for each column chunk, the
-// scales of as many K tiles as a warp has lanes. Each lane loads one scale of the run and then releases the run's
-// place, so that the next run is written after all reads.
+// The scales of 128 x 128 blocks have a ring of their own, filled in runs: a run holds, for each column chunk of B and
+// for the 64 rows of A of each warpgroup, the scales of as many K tiles as a warp has lanes. Each lane loads one scale
+// of the run and then releases the run's place, so that the next run is written after all reads.
 constexpr int RUN = 32;
-constexpr int RUNS = B_SCALE == BLOCK ? 2 : 0;
-constexpr int RUN_BYTES = COLUMN_CHUNKS * RUN * 4;
+constexpr int RUN_COLUMNS = B_SCALE == BLOCK ? COLUMN_CHUNKS : 0;
+constexpr int RUN_LINES = RUN_COLUMNS + (A_SCALE == BLOCK ? MATH : 0);
+constexpr int RUNS = RUN_LINES > 0 ? 2 : 0;
+constexpr int RUN_BYTES = RUN_LINES * RUN * 4;
+// Lines of a run, from the FIRST on, one for each CHUNK of an operand's columns or rows.
+struct RunsOfB {
+    static constexpr bool IS_A = false;
+    static constexpr int FIRST = 0, COUNT = COLUMN_CHUNKS, CHUNK = COLUMN_CHUNK;
+};
+struct RunsOfA {
+    static constexpr bool IS_A = true;
+    static constexpr int FIRST = RUN_COLUMNS, COUNT = MATH, CHUNK = ROWS;
+};
 // Whether a warp shuffles these scales while the product runs or before it starts: whichever was measured to be faster.
 constexpr bool EXCHANGE_LATE = DEPTH == 2 || MATH == 3;
 // Operands start at multiples of 1024 bytes, as the swizzle asks, and scales at multiples of 128 bytes.
@@ -95,7 +107,8 @@ static_assert(OWN_ROWS % 16 == 0, "rows of a warp have one owner");
 constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFER);
 constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
-constexpr int AT_FULL = AT_B_SCALE + (B_SCALE == BLOCK ? RUNS * RUN_BYTES : STAGES * B_SCALE_PITCH);
+constexpr int AT_RUN = AT_B_SCALE + STAGES * B_SCALE_PITCH;
+constexpr int AT_FULL = AT_RUN + RUNS * RUN_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 constexpr int AT_RUN_FULL = AT_EMPTY + STAGES * 8;
 constexpr int AT_RUN_EMPTY = AT_RUN_FULL + RUNS * 8;
@@ -130,6 +143,12 @@ using OutRows = OutType*;
 constexpr const int* offsets = nullptr;
 #endif
 
+#if A_SCALE == BLOCK
+#define BLOCK_PARAMETERS , int as_m, int as_k
+#else
+#define BLOCK_PARAMETERS
+#endif
+
 #define CLUSTER_BLOCKS (CLUSTER * SPLIT)
 #if CLUSTER_BLOCKS > 1
 #define CLUSTER_DIMS __cluster_dims__(CLUSTER_BLOCKS, 1, 1)
@@ -144,7 +163,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
               const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
               const Problem problem, int a_batched, int b_batched, int out_m, int as_batch, int bs_batch, int bs_n,
-              int bs_k GROUP_PARAMETERS) {
+              int bs_k BLOCK_PARAMETERS GROUP_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
@@ -166,7 +185,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             barrier_init(empty(stage), MATH * 4 * CLUSTER);
         }
         for (int run = 0; run < RUNS; ++run) {
-            barrier_init(full_run(run), 32);
+            barrier_init(full_run(run), 32 * ((A_SCALE == BLOCK) + (B_SCALE == BLOCK)));
             barrier_init(empty_run(run), MATH * WARPGROUP);
         }
         if constexpr (SPLIT > 1) barrier_init(base + AT_ARRIVED, 1);
@@ -229,29 +248,35 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 }
             }
         }
-#if B_SCALE == BLOCK
-        // Producer of the scales of B's blocks: one warp copies a run of 32 K tiles at a time.
-        if (warp == 1) {
+        // Producers of the scales of 128 x 128 blocks: one warp for each operand copies a run of 32 K tiles at a time.
+        [[maybe_unused]] auto copy_runs = [&](auto operand, const float* scales, int batch_step, int line_step, int k_step) {
+            using Of = decltype(operand);
             RingOf<RUNS> runs;
             Walk walk(problem, offsets);
             for (int index = first; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
-                const float* scales = b_scale + int64_t(tile.batch * b_batched) * bs_batch;
+                const float* matrix = scales + int64_t(tile.batch) * batch_step;
+                const int begin = Of::IS_A ? tile.m : tile.n, end = Of::IS_A ? problem.M : problem.N;
 #pragma unroll 1  // this warpgroup has few registers
                 for (int k = tile.k_start; k < tile.k_stop; k += RUN, runs.advance()) {
                     barrier_wait(empty_run(runs.stage), runs.parity ^ 1);
 #pragma unroll
-                    for (int i = 0; i < COLUMN_CHUNKS; ++i) {
-                        const int column = tile.n + i * COLUMN_CHUNK;
-                        const bool inside = column < problem.N && k + lane < tile.k_stop;
-                        const float* from = scales + int64_t(column / 128) * bs_n + int64_t(k + lane) * bs_k;
-                        copy_word(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4,
-                                  inside ? from : b_scale, inside);
+                    for (int i = 0; i < Of::COUNT; ++i) {
+                        const int line = begin + i * Of::CHUNK;
+                        const bool inside = line < end && k + lane < tile.k_stop;
+                        const float* from = matrix + int64_t(line / 128) * line_step + int64_t(k + lane) * k_step;
+                        copy_word(base + AT_RUN + runs.stage * RUN_BYTES + ((Of::FIRST + i) * RUN + lane) * 4,
+                                  inside ? from : scales, inside);
                     }
                     barrier_arrive_after_copies(full_run(runs.stage));
                 }
             }
-        }
+        };
+#if B_SCALE == BLOCK
+        if (warp == 1) copy_runs(RunsOfB{}, b_scale, b_batched * bs_batch, bs_n, bs_k);
+#endif
+#if A_SCALE == BLOCK
+        if (warp == 2) copy_runs(RunsOfA{}, a_scale, a_batched * as_batch, as_m, as_k);
 #endif
     } else {
         // Consumer.
@@ -267,7 +292,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             float chunk[B_SCALE == BLOCK ? COLUMN_CHUNKS : 1];
         };
         [[maybe_unused]] RingOf<RUNS> runs;
-        [[maybe_unused]] float of_lanes[COLUMN_CHUNKS];  // the scales of K tile `lane` of a run
+        // The scales of K tile `lane` of a run: of B's column chunks, and of A's rows.
+        [[maybe_unused]] float of_lanes[COLUMN_CHUNKS], of_lane_rows;
 
         Walk walk(problem, offsets);
         for (int index = first; walk.reaches(index); index += step) {
@@ -275,19 +301,21 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
             [[maybe_unused]] uint32_t taken = 0;  // K tiles of this output tile
-            // Takes the scales of B's blocks for the next K tile from the lane that holds them.
+            // Takes the scales of blocks for the next K tile from the lane that holds them.
             auto take_chunks = [&]([[maybe_unused]] Scales& scales) {
-#if B_SCALE == BLOCK
+#if A_SCALE == BLOCK || B_SCALE == BLOCK
                 if (taken % RUN == 0) {
                     barrier_wait(full_run(runs.stage), runs.parity);
+                    const uint32_t from = base + AT_RUN + runs.stage * RUN_BYTES + lane * 4;
 #pragma unroll
-                    for (int i = 0; i < COLUMN_CHUNKS; ++i)
-                        of_lanes[i] = load_shared(base + AT_B_SCALE + runs.stage * RUN_BYTES + (i * RUN + lane) * 4);
+                    for (int i = 0; i < RUN_COLUMNS; ++i) of_lanes[i] = load_shared(from + i * RUN * 4);
+                    if (A_SCALE == BLOCK) of_lane_rows = load_shared(from + (RUN_COLUMNS + warpgroup) * RUN * 4);
                     barrier_arrive(empty_run(runs.stage));
                     runs.advance();
                 }
 #pragma unroll
-                for (int i = 0; i < COLUMN_CHUNKS; ++i) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
+                for (int i = 0; i < RUN_COLUMNS; ++i) scales.chunk[i] = __shfl_sync(~0u, of_lanes[i], taken % RUN);
+                if (A_SCALE == BLOCK) scales.row0 = scales.row1 = __shfl_sync(~0u, of_lane_rows, taken % RUN);
                 ++taken;
 #endif
             };
@@ -297,7 +325,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + of_row * 4;
                 scales.row0 = load_shared(at);
                 scales.row1 = load_shared(at + 32);
-#else
+#elif A_SCALE != BLOCK
                 scales.row0 = scales.row1 = 1.0f;
 #endif
             };

@@ -20,7 +20,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import OCP, Target
 
 BK: Final = 128
-# B's single scales: runs of them in shared memory, and the bytes of one run of one chunk of columns.
+# The scales of 128 x 128 blocks: runs of them in shared memory, and the bytes of one run of one chunk of lines.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # The pairs of scale kinds, of a and of b, that are tuned; `scale_kind` names them.
@@ -82,7 +82,7 @@ def accepts(product: ScaledProduct) -> str | None:
     if a_scale.dtype != torch.float32:
         return f"the scales are {a_scale.dtype}, not float32"
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    if kinds[0] == "BLOCK" or "OTHER" in kinds or (WHOLE in (a_block[1], b_block[0]) and a_block[1] != b_block[0]):
+    if "OTHER" in kinds:
         return f"blocks {a_block} and {b_block} are no pair of this kernel"
     if a.shape[-1] == 0:
         return "K is 0"
@@ -171,6 +171,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "CLUSTER": config.CLUSTER,
         "SPLIT": config.SPLIT,
     }
+    if kinds[0] == "BLOCK":
+        args |= {"as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1)}
     if offsets is not None:
         args |= {"offsets": offsets, "out_rows": out}
         options["GROUPED"] = grouped
@@ -209,7 +211,9 @@ def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, sca
     fixed = config.MATH * out_chunks * 64 * 128
     if config.SPLIT > 1:  # sums of the other blocks, and their barrier
         fixed = (config.SPLIT - 1) * config.BM // config.SPLIT * config.BN * 4 + 16
-    if kinds[1] == "BLOCK":
-        fixed += _RUNS * (_RUN_BYTES * (config.BN // math.gcd(config.BN, 128)) + 16)
+    chunks = config.BN // math.gcd(config.BN, 128) if kinds[1] == "BLOCK" else 0
+    chunks += config.MATH if kinds[0] == "BLOCK" else 0
+    if chunks:
+        fixed += _RUNS * (_RUN_BYTES * chunks + 16)
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage

@@ -5,4 +5,4 @@
 #define WHOLE 0  // one scale
 #define LINE 1  // one for each row of a or column of b, for all of K
 #define VECTOR 2  // one for each row of a or column of b and 128 of K
-#define BLOCK 3  // one for 128 columns of b and 128 of K
+#define BLOCK 3  // one for 128 rows of a or columns of b and 128 of K

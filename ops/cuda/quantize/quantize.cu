@@ -1,5 +1,5 @@
-// Quantizes x (B, M, N) to FP8 in one read and one launch: in blocks of 1 x 128 into a row-major matrix, in blocks of
-// 128 x 1 into a column-major one, or both; or in blocks of 128 x 128 into either or both.
+// Quantizes x (B, M, N) to FP8 in one read and one launch: in blocks of 1 x 128 or 128 x 128 into a row-major matrix, in
+// blocks of 128 x 1 or 128 x 128 into a column-major one, or both.
 //
 // Decomposition. A block of threads has a tile of TILE_M x 128. A thread holds 8 columns, 16 bytes of a 16-bit type, of
 // ROWS consecutive rows, so that four rows of a column make one 32-bit word of the column-major output. Half a warp
@@ -8,11 +8,13 @@
 // Stores. Row-major output is stored from registers. Column-major output is transposed in shared memory and stored in
 // lines of 128 bytes.
 //
-// Shared memory: the transposed tile (128, 128) in FP8, the columns' maxima of each warp, their inverse scales.
+// Shared memory: the transposed tile (128, 128) in FP8, the columns' maxima of each warp, their inverse scales, and the
+// maximum of each warp.
 //
 // Macros: INPUT, FP8 and FORMAT, of the enums Element, Fp8 and Format; BY_ROW and BY_COLUMN, the outputs wanted;
-// SQUARE, blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each tile finds out whether it is whole);
-// GIVEN, the type of maxima that come with x, whose largest is that of the whole matrix: all its squares have one scale;
+// ROW_SQUARE and COLUMN_SQUARE, the output has blocks of 128 x 128; EVEN, M and N are multiples of the tile (else each
+// tile finds out whether it is whole); GIVEN, the type of maxima that come with x, whose largest is that of the whole
+// matrix: all its squares have one scale;
 // PARTIAL, N is not a multiple of 8; ALIGNED, x loads by 16 bytes; WARPS, ROWS; BLOCKS, resident blocks a
 // multiprocessor; GROUP, rows of tiles that are walked together; LOAD and STORE, of the enums of instructions.cuh;
 // ROW_BYTES, 8 or 16 bytes a store of a row; SOURCE, of the enum of values.cuh; GROUPED, the rows are tokens of groups,
@@ -29,12 +31,17 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int LINE = 128;  // bytes of a row or column of a tile in FP8
 constexpr int PIECE = 16;  // bytes of a store
 
+constexpr bool ROW_LINES = BY_ROW && !ROW_SQUARE;  // one scale for 128 columns of a row
+constexpr bool COLUMN_LINES = BY_COLUMN && !COLUMN_SQUARE;  // one scale for 128 rows of a column
+constexpr bool SQUARE = ROW_SQUARE || COLUMN_SQUARE;  // one scale for the tile
+
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
+static_assert((BY_ROW || !ROW_SQUARE) && (BY_COLUMN || !COLUMN_SQUARE), "the blocks are those of an output");
 static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
 
 // Whether the matrix has one scale, of the largest of the maxima that are given.
 constexpr bool ONE_SCALE = GIVEN != Element::NONE;
-static_assert(!ONE_SCALE || SQUARE, "the scale of a matrix serves rows and columns");
+static_assert(!ONE_SCALE || (SQUARE && !ROW_LINES && !COLUMN_LINES), "the scale of a matrix serves rows and columns");
 
 // Whether whole tiles have code of their own; not where both versions would need more registers than a thread has.
 constexpr bool WHOLE_APART = SIXTEEN_BITS || SOURCE != Source::SILU_MUL_GRAD;
@@ -59,8 +66,9 @@ INLINE void store_piece(uint8_t* to, uint4 piece, int inside) {
 
 struct Shared {
     uint4 turned[BY_COLUMN ? TILE_N : 1][LINE / PIECE];  // the transposed tile, pieces of a column swizzled
-    uint32_t amax[BY_COLUMN && !SQUARE ? WARPS : 1][TILE_N];
+    uint32_t amax[COLUMN_LINES ? WARPS : 1][TILE_N];
     float inverse[TILE_N];
+    uint32_t warp_amax[SQUARE ? WARPS : 1];
 };
 
 struct Place {
@@ -256,6 +264,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
     auto values = load_values<WHOLE>(in.x, in.other, in.rstd, in.first_row, at.row, at.column, rows.stop, in.N, in.x_m,
                                      in.other_m);
 
+    // Find the maxima that warps exchange through shared memory.
     if constexpr (SQUARE) {
         uint32_t of_thread;
         if constexpr (ONE_SCALE) {
@@ -264,30 +273,10 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
             of_thread = values.amax();
         }
         const uint32_t amax = __reduce_max_sync(~0u, of_thread);
-        if (lane == 0) shared.amax[0][warp] = amax;
-        __syncthreads();
-        uint32_t largest = 0;
-#pragma unroll
-        for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[0][w]);
-        const Scale scale = block_scale<FP8, FORMAT>(largest);
-        if (threadIdx.x == 0 && (!ONE_SCALE || (block_m == 0 && block_n == 0))) {
-            if (BY_ROW) out.row_scale[int64_t(block_m) * out.row_scale_lead + block_n] = scale.stored;
-            if (BY_COLUMN) out.col_scale[int64_t(block_n) * out.col_scale_lead + block_m] = scale.stored;
-        }
-        values.pack_again();
-        if constexpr (BY_ROW) {
-            store_rows<WHOLE>(values, [&](int) { return scale.inverse; }, out.row_data, out.row_m, at, in.M, in.N);
-            values.pack_again();
-        }
-        if constexpr (BY_COLUMN) {
-            const float i = scale.inverse;
-            store_columns<WHOLE>(values, {i, i, i, i, i, i, i, i}, shared, out.col_data, out.col_n, at, tile_m, tile_n,
-                                 in.M, in.N);
-        }
-        return;
+        if (lane == 0) shared.warp_amax[warp] = amax;
+        if constexpr (ROW_LINES || COLUMN_LINES) values.pack_again();
     }
-
-    if (BY_COLUMN && !idle) {
+    if (COLUMN_LINES && !idle) {
         uint32_t amax[8];
         values.column_amax(amax);
         if (none) {
@@ -300,11 +289,12 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         *reinterpret_cast<uint4*>(&shared.amax[warp][8 * at.octet + (upper ? 4 : 0)]) =
             upper ? make_uint4(amax[4], amax[5], amax[6], amax[7]) : make_uint4(amax[0], amax[1], amax[2], amax[3]);
         values.pack_again();
-    } else if (BY_COLUMN) {
+    } else if (COLUMN_LINES) {
         *reinterpret_cast<uint4*>(&shared.amax[warp][4 * lane]) = make_uint4(0, 0, 0, 0);
     }
 
-    if (BY_ROW && !idle) {
+    // Store rows that have scales of their own, while other warps are still reading.
+    if (ROW_LINES && !idle) {
         uint32_t amax[ROWS];
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) amax[r] = values.row_amax(r);
@@ -320,23 +310,48 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         values.pack_again();
     }
 
-    if constexpr (BY_COLUMN) {
-        if (none) values.clear();
+    // Find the scale of the square, and store rows that have it.
+    [[maybe_unused]] Scale of_square{};
+    if constexpr (SQUARE) {
         __syncthreads();
-        if (threadIdx.x < TILE_N) {
-            uint32_t largest = 0;
+        uint32_t largest = 0;
 #pragma unroll
-            for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[w][threadIdx.x]);
-            const Scale scale = block_scale<FP8, FORMAT>(largest);
-            shared.inverse[threadIdx.x] = scale.inverse;
-            if (WHOLE || (tile_n + threadIdx.x < in.N && tile_m < height)) {
-                out.col_scale[int64_t(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
-            }
+        for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.warp_amax[w]);
+        of_square = block_scale<FP8, FORMAT>(largest);
+        if (threadIdx.x == 0 && (!ONE_SCALE || (block_m == 0 && block_n == 0))) {
+            if (ROW_SQUARE) out.row_scale[int64_t(block_m) * out.row_scale_lead + block_n] = of_square.stored;
+            if (COLUMN_SQUARE) out.col_scale[int64_t(block_n) * out.col_scale_lead + block_m] = of_square.stored;
         }
-        __syncthreads();
+        values.pack_again();
+        if constexpr (ROW_SQUARE) {
+            const auto inverse = [&](int) { return of_square.inverse; };
+            store_rows<WHOLE>(values, inverse, out.row_data, out.row_m, at, rows.stop, in.N);
+            values.pack_again();
+        }
+    }
+
+    if constexpr (BY_COLUMN) {
         float inverse[8];
+        if constexpr (COLUMN_SQUARE) {
 #pragma unroll
-        for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.octet + c];
+            for (int c = 0; c < 8; ++c) inverse[c] = of_square.inverse;
+        } else {
+            if (none) values.clear();
+            if constexpr (!SQUARE) __syncthreads();
+            if (threadIdx.x < TILE_N) {
+                uint32_t largest = 0;
+#pragma unroll
+                for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.amax[w][threadIdx.x]);
+                const Scale scale = block_scale<FP8, FORMAT>(largest);
+                shared.inverse[threadIdx.x] = scale.inverse;
+                if (WHOLE || (tile_n + threadIdx.x < in.N && tile_m < height)) {
+                    out.col_scale[int64_t(block_m) * out.col_scale_lead + tile_n + threadIdx.x] = scale.stored;
+                }
+            }
+            __syncthreads();
+#pragma unroll
+            for (int c = 0; c < 8; ++c) inverse[c] = shared.inverse[8 * at.octet + c];
+        }
         store_columns<WHOLE>(values, inverse, shared, out.col_data, out.col_n, at, rows.place, tile_n, rows.limit, in.N,
                              idle, rows.stop - rows.first);
     }
@@ -365,11 +380,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     Out out{row_data, row_scale, col_data, col_scale, row_m, row_scale_lead, col_n, col_scale_lead};
     if (BY_ROW) {
         out.row_data += batch * M * row_m;
-        out.row_scale += batch * (SQUARE ? blocks_m : blocks_n) * row_scale_lead;
+        out.row_scale += batch * (ROW_SQUARE ? blocks_m : blocks_n) * row_scale_lead;
     }
     if (BY_COLUMN) {
         out.col_data += batch * N * col_n;
-        out.col_scale += batch * (SQUARE ? blocks_n : blocks_m) * col_scale_lead;
+        out.col_scale += batch * (COLUMN_SQUARE ? blocks_n : blocks_m) * col_scale_lead;
     }
 
     const bool whole = !rows.none && rows.stop - rows.first >= TILE_M && block_n < N / TILE_N;

@@ -131,13 +131,15 @@ def plan(q: Quantization, config: QuantizeConfig, maxima: Tensor | None = None) 
     amax = q.amax if maxima is None else maxima
     other, rstd, offsets = q.other, q.rstd, q.offsets
     row, column = _sides(q)
-    square, (m, n) = is_square(q.block), x.shape[-2:]
+    row_square, column_square = (side is not None and is_square(side.out.block) for side in (row, column))
+    m, n = x.shape[-2:]
     macros: dict[str, int | str] = {
         **types(q),
         "SOURCE": f"Source::{q.source.macro}",
         "BY_ROW": int(row is not None),
         "BY_COLUMN": int(column is not None),
-        "SQUARE": int(square),
+        "ROW_SQUARE": int(row_square),
+        "COLUMN_SQUARE": int(column_square),
         "GIVEN": "Element::NONE" if amax is None else input_type(amax),
         "EVEN": int(offsets is None and m % config.rows == 0 and n % _TILE_COLUMNS == 0),
         "PARTIAL": int(n % OCTET != 0),
@@ -170,9 +172,9 @@ def plan(q: Quantization, config: QuantizeConfig, maxima: Tensor | None = None) 
             "M": m, "N": n, "x_m": x.stride(-2),
             "other_m": 0 if other is None or other.dim() == 1 else other.stride(-2),
             "row_m": row.out.data.stride(-2) if row else 0,
-            "row_scale_lead": row.out.scale.stride(-2 if square else -1) if row else 0,
+            "row_scale_lead": row.out.scale.stride(-2 if row_square else -1) if row else 0,
             "col_n": column.out.data.stride(-1) if column else 0,
-            "col_scale_lead": column.out.scale.stride(-1 if square else -2) if column else 0,
+            "col_scale_lead": column.out.scale.stride(-1 if column_square else -2) if column else 0,
             "groups": q.groups, "amax": amax, "amax_count": 0 if amax is None else amax.numel() // q.matrices,
         },
         target=q.target,

@@ -40,8 +40,11 @@ ROW, COLUMN, SQUARE = (1, 128), (128, 1), (128, 128)
 KINDS: dict[str, tuple[str, Block]] = {
     "row": ("", ROW), "column": ("", COLUMN), "square": ("", SQUARE),
     "dual": ("_dual", ROW), "dual, columns first": ("_dual", COLUMN), "dual square": ("_dual", SQUARE),
+    "rows, square columns": ("_dual", ROW), "columns, square rows": ("_dual", COLUMN),
 }  # fmt: skip
 WHOLES: dict[str, tuple[str, Block]] = {"whole": ("", (-1, -1)), "dual whole": ("_dual", (-1, -1))}
+# The second block where it is not the transpose of the first.
+DUAL_BLOCKS: dict[str, Block] = {"rows, square columns": SQUARE, "columns, square rows": SQUARE}
 SOURCES = ("quantize", "quantize_silu_mul", "quantize_rms_norm")
 CASES = [*((source, kind) for source in SOURCES for kind in KINDS), *(("quantize", kind) for kind in WHOLES)]
 FEW = [(source, kind) for source, kind in CASES if source == "quantize" or kind == "dual"]
@@ -72,15 +75,16 @@ class Problem:
         elif source == "quantize_rms_norm":
             self.inputs = x, random(x.shape[-1], dtype=x.dtype, seed=1).to(x.device) if other is None else other, eps
         self.format = block, dtype, scale
+        self.beside = {"dual_block": DUAL_BLOCKS[kind]} if kind in DUAL_BLOCKS else {}
 
     def reference(self) -> Sequence[Tensor]:
-        return FUNCTIONS[f"{self.op}_reference"](*self.inputs, *self.format)
+        return FUNCTIONS[f"{self.op}_reference"](*self.inputs, *self.format, **self.beside)
 
     def kernel(self) -> Sequence[Tensor]:
-        return FUNCTIONS[f"{self.op}_kernel"](*self.inputs, *self.format)
+        return FUNCTIONS[f"{self.op}_kernel"](*self.inputs, *self.format, **self.beside)
 
     def run(self) -> Sequence[Tensor]:
-        found: Sequence[Tensor] = getattr(torch.ops.fp8fn, self.op)(*self.inputs, *self.format)
+        found: Sequence[Tensor] = getattr(torch.ops.fp8fn, self.op)(*self.inputs, *self.format, **self.beside)
         return found
 
     def runs(self) -> Iterator[Sequence[Tensor]]:
@@ -206,7 +210,7 @@ def hard_values(rows: int) -> Iterator[Tensor]:
 
 
 IN_EVERY_FORMAT = [
-    *((SOURCES[0], kind) for kind in ("dual", "dual square", "dual whole")),
+    *((SOURCES[0], kind) for kind in ("dual", "dual square", "rows, square columns", "dual whole")),
     (SOURCES[1], "dual"),
     (SOURCES[2], "row"),
 ]
@@ -289,6 +293,9 @@ def test_outputs_have_the_documented_strides(where: str) -> None:
     for row, row_scale, col, col_scale in Problem("quantize", "dual square", x, scale="e8m0").runs():
         assert (row.stride(), row_scale.stride()) == ((130 * 304, 304, 1), (2 * 16, 16, 1))
         assert (col.stride(), col_scale.stride()) == ((300 * 144, 1, 144), (3 * 16, 1, 16))
+    for row, row_scale, col, col_scale in Problem("quantize", "rows, square columns", x).runs():
+        assert (row.stride(), row_scale.stride()) == ((130 * 304, 304, 1), (132 * 3, 1, 132))
+        assert (col.stride(), col_scale.stride()) == ((300 * 144, 1, 144), (3 * 4, 1, 4))
     for data, scale in Problem("quantize", "square", x.mT.contiguous().mT).runs():
         assert (data.stride(), scale.stride()) == ((300 * 144, 1, 144), (3 * 4, 1, 4))
 
@@ -296,7 +303,15 @@ def test_outputs_have_the_documented_strides(where: str) -> None:
 @needs_compiler
 @pytest.mark.parametrize(
     ("kind", "columns", "launched"),
-    [("row", 16384, 1), ("row", 16392, 2), ("row", 260, 2), ("dual", 256, 2), ("column", 256, 2), ("square", 256, 2)],
+    [
+        ("row", 16384, 1),
+        ("row", 16392, 2),
+        ("row", 260, 2),
+        ("dual", 256, 2),
+        ("column", 256, 2),
+        ("square", 256, 2),
+        ("rows, square columns", 256, 2),
+    ],
 )
 def test_rms_norm_takes_as_few_launches_as_it_can(kind: str, columns: int, launched: int) -> None:
     problem = Problem("quantize_rms_norm", kind, random(2, columns))
@@ -310,7 +325,7 @@ def test_rms_norm_takes_as_few_launches_as_it_can(kind: str, columns: int, launc
 def test_rms_norm_of_known_statistics_is_one_launch(kind: str) -> None:
     suffix, block = KINDS[kind]
     x, weight, rstd = random(2, 130, 264), random(264, seed=1), random(130, 2, dtype=FP32, seed=2).abs().mT
-    given = (x, weight, 1e-6, block, E4M3, "fp32", rstd)
+    given = (x, weight, 1e-6, block, E4M3, "fp32", rstd, *([DUAL_BLOCKS[kind]] if kind in DUAL_BLOCKS else []))
     with hopper_on_cpu() as launches:
         outputs = FUNCTIONS[f"quantize_rms_norm{suffix}_kernel"](*given)
     assert [launch.name for launch in launches] == ["quantize"]
@@ -383,6 +398,7 @@ SPILLS = {("quantize_rms_norm", 2, 8192): 4, ("quantize_rms_norm", 4, 16384): 10
 COMPILED = [
     *itertools.product(SOURCES, ["dual"], [(4096, 4096), (4095, 4093)]),
     *itertools.product(SOURCES[:1], ["dual square"], [(4096, 4096), (4095, 4093)]),
+    *itertools.product(SOURCES, ["rows, square columns"], [(4096, 4096), (4095, 4093)]),
     *itertools.product(SOURCES[2:], ["row"], [(4096, 4096), (4095, 5000), (4096, 8192), (4096, 16384)]),
 ]
 
@@ -408,14 +424,17 @@ def test_registers_suffice(source: str, kind: str, shape: tuple[int, int], of: t
 
 
 @needs_nvrtc
-@pytest.mark.parametrize(("kind", "of"), [("row", BF16), ("column", FP16), ("dual", BF16), ("dual", FP32)], ids=str)
+@pytest.mark.parametrize(("kind", "of"), [
+    ("row", BF16), ("column", FP16), ("dual", BF16), ("dual", FP32),
+    ("rows, square columns", BF16),
+], ids=str)  # fmt: skip
 def test_matrices_are_read_once_and_by_16_bytes(kind: str, of: torch.dtype, tmp_path: Path) -> None:
     (launch,) = launches_of("quantize", kind, of, 4096, 4096)
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
     loads, stores = ([text for text in sass if name in text] for name in ("LDG.", "STG."))
     assert all(".128" in text for text in loads)
     assert len(loads) * launch.threads * 16 == 128 * 128 * of.itemsize
-    assert len([text for text in stores if ".128" in text]) >= (8 if "dual" in kind else 4)
+    assert len([text for text in stores if ".128" in text]) >= (4 if kind in ("row", "column") else 8)
     assert len([text for text in stores if ".128" not in text]) <= 2  # scales
 
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +27,9 @@ from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.model import tiles
+from fp8fn.ops.tuning.problem import Problem as TunedProblem
 from support.compilers import SHARED_LIMIT, assert_well_compiled, instructions, needs_nvrtc
-from support.configs import KINDS, SCALED_MM, VARIANTS, every_variant
+from support.configs import KINDS, OTHER_PAIRS, SCALED_MM, VARIANTS, every_variant
 from support.products import Parts
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -49,7 +49,7 @@ class Problem:
         types: tuple[torch.dtype, torch.dtype] = (E4M3, E4M3), device: str = "meta",
     ) -> None:  # fmt: skip
         m, n, k = shape
-        self.a_block, self.b_block = KINDS[kind]
+        self.a_block, self.b_block = {**KINDS, **OTHER_PAIRS}[kind]
         lead_a, lead_b = (() if size is None else (size,) for size in (a_batch, b_batch))
         of_a = torch.empty(*lead_a, m, k, device=device, dtype=BF16)
         of_b = torch.empty(*lead_b, k, n, device=device, dtype=BF16)
@@ -198,7 +198,7 @@ def test_all_that_may_be_chosen_is_among_what_is_tested_here(kind: str) -> None:
     (a_line, a_along_k), (b_along_k, b_line) = KINDS[kind]
     kinds = cuda.scale_kind(a_line, a_along_k), cuda.scale_kind(b_line, b_along_k)
     tested = {SCALED_MM[config] for config, of in VARIANTS if of == kind}
-    assert set(tiles(SimpleNamespace(kinds=kinds))) <= tested  # type: ignore[arg-type]
+    assert set(tiles(TunedProblem(1, 1, 1, *kinds))) <= tested
 
 
 @needs_nvrtc
@@ -266,24 +266,9 @@ def test_refuses_e8m0_and_blocks_of_32() -> None:
     assert problem.refusal() == "blocks (1, 128) and (32, 1) are no pair of this kernel"
 
 
-@pytest.mark.parametrize(
-    ("a_block", "b_block"),
-    [
-        ((128, 128), (128, 1)), ((128, 128), (128, 128)), ((1, 128), (-1, 1)), ((1, 128), (-1, -1)),
-        ((1, -1), (128, 128)), ((-1, -1), (128, 1)),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_refuses_pairs_of_blocks_that_it_has_no_code_for(a_block: Block, b_block: Block) -> None:
-    problem = Problem()
-    problem.a_block, problem.b_block = a_block, b_block
-    problem.a_scale = empty_scale(problem.a, a_block, "fp32", False)
-    problem.b_scale = empty_scale(problem.b, b_block, "fp32", True)
-    assert problem.refusal() == f"blocks {a_block} and {b_block} are no pair of this kernel"
-
-
-@pytest.mark.parametrize(("a_block", "b_block"), [((1, -1), (-1, -1)), ((-1, -1), (-1, 1))], ids=str)
-def test_accepts_a_scale_a_line_beside_one_for_all(a_block: Block, b_block: Block) -> None:
+@pytest.mark.parametrize("b_block", [(128, 1), (128, 128), (-1, 1), (-1, -1)], ids=str)
+@pytest.mark.parametrize("a_block", [(1, 128), (128, 128), (1, -1), (-1, -1)], ids=str)
+def test_accepts_every_pair_of_blocks_of_128_or_all_of_k(a_block: Block, b_block: Block) -> None:
     problem = Problem()
     problem.a_block, problem.b_block = a_block, b_block
     problem.a_scale = empty_scale(problem.a, a_block, "fp32", False)
@@ -351,12 +336,14 @@ def test_refuses_sizes_past_32_bits() -> None:
     assert Problem("rowwise", (2**31 - 1024, 1, 16)).refusal() is None
 
 
-def parameters(file: str, entry: str) -> list[str]:
+def parameters(file: str, entry: str, *, of_blocks: bool = False) -> list[str]:
     """The names of a kernel's parameters, in order, from its source."""
     source = re.sub(r"//.*", "", nvrtc.sources()[file].read_text())
     found = re.search(rf"\b{entry}\((.*?)\)\s*\{{", source, re.DOTALL)
     assert found is not None
     plain = found[1].removesuffix(" GROUP_PARAMETERS")
+    blocks = re.search(r"#define BLOCK_PARAMETERS (, .*)", source)
+    plain = plain.replace(" BLOCK_PARAMETERS", blocks[1] if blocks and of_blocks else "")
     return [re.findall(r"\w+", parameter)[-1] for parameter in plain.split(",")]
 
 
@@ -368,13 +355,25 @@ def test_arguments_are_the_kernels_parameters_in_order(kind: str, batch: int | N
         assert list(launch.args) == parameters("scaled_mm.cu", "scaled_mm")
 
 
+@pytest.mark.parametrize("kind", OTHER_PAIRS)
+def test_arguments_and_shared_memory_of_every_other_pair_of_blocks(kind: str) -> None:
+    """Runs of A's blocks have a line for each warpgroup, and steps that other kinds have not."""
+    of_blocks = OTHER_PAIRS[kind][0] == (128, 128)
+    for config in (SCALED_MM["64x64"], SCALED_MM["128x256"], SCALED_MM["192x128"], SCALED_MM["split"]):
+        launch = Problem(kind).plan(config)
+        assert list(launch.args) == parameters("scaled_mm.cu", "scaled_mm", of_blocks=of_blocks)
+        assert launch.shared == shared_layout(config, dict(launch.kernel.macros))
+
+
 def shared_layout(config: ScaledMmConfig, macros: dict[str, int | str]) -> int:
     """Bytes up to the end of the last barrier: a mirror of the `AT_...` constants of scaled_mm.cu."""
     stages = int(macros["STAGES"])
     chunk = next(size for size in (128, 64, 32, 16) if config.BN % size == 0)
     a_scale = 4 * config.BM if macros["A_SCALE"] == "VECTOR" else 0
     b_scale = 4 * config.BN if macros["B_SCALE"] == "VECTOR" else 0
-    runs = 2 * (config.BN // chunk * 32 * 4 + 16) if macros["B_SCALE"] == "BLOCK" else 0
+    lines = config.BN // chunk if macros["B_SCALE"] == "BLOCK" else 0
+    lines += config.MATH if macros["A_SCALE"] == "BLOCK" else 0
+    runs = 2 * (lines * 32 * 4 + 16) if lines else 0
     out = config.MATH * int(macros["OUT_CHUNKS"]) * 64 * 128 if macros["OUT_VIA"] != "PAIRS" else 0
     if config.SPLIT > 1:  # sums in place of lines, and their barrier
         out = (config.SPLIT - 1) * (config.BM // config.SPLIT) * config.BN * 4 + 16

@@ -21,7 +21,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.reference.quantize import quantize, spread
 from fp8fn.ops.targets import SM90, Target
 from support.accuracy import snr
-from support.configs import KINDS, SCALED_MM, VARIANTS, every_variant
+from support.configs import KINDS, OTHER_PAIRS, SCALED_MM, VARIANTS, every_variant
 from support.cuda_emulator import emulate, needs_compiler
 from support.gpu import FEW, skip_below
 from support.products import Parts
@@ -41,7 +41,7 @@ class Operands:
         device: str = "cuda",
     ) -> None:  # fmt: skip
         m, n, k = shape
-        self.device, self.target, (self.a_block, self.b_block) = device, target, KINDS[kind]
+        self.device, self.target, (self.a_block, self.b_block) = device, target, {**KINDS, **OTHER_PAIRS}[kind]
         lead_a, lead_b = (() if size is None else (size,) for size in (a_batch, b_batch))
         of_a = torch.randn(*lead_a, m, k, device=self.device)
         # Column-major, as a weight's transpose is, for a square block's data to be so.
@@ -150,6 +150,19 @@ def test_single_scales_of_many_k_blocks_and_of_many_tiles_emulated(config: str) 
         operands.b_scale *= torch.rand_like(operands.b_scale) * 100  # none could stand for another
         wide = operands.product(chosen, seed=3)
         assert snr(wide, operands.expected()) >= 110
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", OTHER_PAIRS)
+def test_every_other_pair_of_blocks_emulated(kind: str) -> None:
+    """Runs of single scales that are filled anew and that are short, several rows of tiles, and a batch."""
+    for config, shape, batch in (
+        (ScaledMmConfig(MATH=1, BN=64), (200, 77, 128 * 67 + 24), None), (ScaledMmConfig(BN=64), (300, 80, 300), 2),
+    ):  # fmt: skip
+        operands = Operands(kind, shape, FEW, device="cpu", a_batch=batch)
+        for scale in (operands.a_scale, operands.b_scale):
+            scale *= 0.1 + torch.rand_like(scale) * 100  # none could stand for another
+        assert snr(operands.product(config, seed=3), operands.expected()) >= 110
 
 
 @needs_compiler

@@ -1,0 +1,69 @@
+"""The SNR of a weight's gradient by the distribution of the activations, for both blocks that a wgrad may read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp8fn
+from fp8fn import Recipe
+from support.distributions import DISTRIBUTIONS
+
+# dB of dW, and of its worst column: what docs/numerics.md says, with a margin of half a dB.
+BLOCKWISE = {
+    "normal": (28.8, 26.9), "Student t(3)": (29.4, 27.6), "Laplace": (29.0, 27.0),
+    "outlier channels x1000": (28.8, 26.9), "outlier tokens x100": (31.5, 29.5),
+    "channels over six decades": (28.9, 27.4), "silu(gate) * up": (29.3, 27.6),
+}  # fmt: skip
+SQUARE = {
+    "normal": (28.7, 27.0), "Student t(3)": (28.8, 26.2), "Laplace": (28.7, 27.0),
+    "outlier channels x1000": (28.7, 27.2), "outlier tokens x100": (28.8, 26.7),
+    "channels over six decades": (28.6, -0.3), "silu(gate) * up": (28.7, 27.0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+@pytest.mark.parametrize(
+    ("recipe", "wanted"),
+    [(fp8fn.BLOCKWISE, BLOCKWISE), (fp8fn.BLOCKWISE_SQUARE, SQUARE)],
+    ids=lambda v: getattr(v, "key", ""),
+)
+def test_the_snr_of_a_weights_gradient(name: str, recipe: Recipe, wanted: dict[str, tuple[float, float]]) -> None:
+    random = torch.Generator().manual_seed(0)
+    x = DISTRIBUTIONS[name]((4096, 512), random).bfloat16()
+    w = torch.randn(256, 512, generator=random).bfloat16().requires_grad_()
+    g = torch.randn(4096, 256, generator=random).bfloat16()
+    (found,) = torch.autograd.grad(fp8fn.linear(x, w, recipe=recipe), w, g)
+    exact = g.double().mT @ x.double()
+    wrong, power = (found.double() - exact).square(), exact.square()
+    whole, columns = 10 * torch.log10(power.sum() / wrong.sum()), 10 * torch.log10(power.sum(0) / wrong.sum(0))
+    assert abs(float(whole) - wanted[name][0]) < 0.5
+    assert abs(float(columns.min()) - wanted[name][1]) < 0.5
+
+
+def test_only_the_weights_gradient_differs() -> None:
+    """The output and the gradient of x have the same bits, and dW is that of x in square blocks."""
+    x, w, g = (torch.randn(*shape, dtype=torch.bfloat16) for shape in ((300, 200), (140, 200), (300, 140)))
+    found = []
+    for recipe in (fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_SQUARE):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = fp8fn.linear(*leaves, recipe=recipe)
+        found.append((out.detach(), *torch.autograd.grad(out, leaves, g)))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][2], found[1][2])
+    square = fp8fn.quantize(g, (128, 1)).mT, fp8fn.quantize(x, (128, 128))
+    assert torch.equal(found[1][2], fp8fn.gemm(*square))
+    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+    compiled = torch.compile(lambda x, w: fp8fn.linear(x, w, recipe=fp8fn.BLOCKWISE_SQUARE), backend="aot_eager")
+    out = compiled(*leaves)
+    for ours, eager in zip((out, *torch.autograd.grad(out, leaves, g)), found[1], strict=True):
+        assert torch.equal(ours, eager)
+    by_transform = torch.func.vjp(lambda w: fp8fn.linear(x, w, recipe=fp8fn.BLOCKWISE_SQUARE), w)[1](g)[0]
+    assert torch.equal(by_transform, found[1][2])
+
+
+def test_groups_of_tokens_refuse_square_blocks() -> None:
+    x, w, ends = torch.randn(200, 64), torch.randn(2, 64, 48), torch.tensor([100, 200], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"wgrad_activation_block=\(128, 128\) does not fit groups of tokens"):
+        fp8fn.grouped_gemm(x, w, ends, recipe=fp8fn.BLOCKWISE_SQUARE)
