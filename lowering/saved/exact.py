@@ -189,7 +189,7 @@ class _Split:
 def _one_orientation(
     graph: Graph, quantizer: Node, place: int, x: Node | None = None, fused: SiluMul | None = None
 ) -> Node | None:
-    """A quantizer with the results at `place` of a dual one, or None if its results have other strides, or magnitudes of its own."""
+    """A quantizer with the results at `place` of a dual one; None if its strides differ or its magnitudes are given."""
     given = arguments_of(quantizer)
     if given.get("amax") is not None:
         return None
