@@ -103,7 +103,7 @@ def quantize_silu_mul_dual_reference(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul_dual")
     other = checked_dual_block("quantize_silu_mul_dual", pair, dual_block)
-    return reference.quantize_dual(reference.silu_mul(gate, up), pair, fp8, scale, dual_block=other)
+    return reference.quantize_dual(reference.silu_mul(gate, up), pair, fp8, scale, None, other)
 
 
 def quantize_silu_mul_dual_fake(
@@ -138,7 +138,7 @@ def quantize_rms_norm_dual_reference(  # noqa: PLR0913 - an op's signature
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm_dual", rstd)
     check_eps("quantize_rms_norm_dual", eps, rstd)
     other = checked_dual_block("quantize_rms_norm_dual", pair, dual_block)
-    return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, dual_block=other)
+    return reference.quantize_dual(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, None, other)
 
 
 def quantize_rms_norm_dual_fake(  # noqa: PLR0913 - an op's signature

@@ -64,7 +64,7 @@ _UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
     ScaledMmConfig(MATH=1): 305,
     SMALLEST: 250,
 }
-# Beside scales of a's blocks and of b's columns X spills 2 registers.
+# With scales of blocks of a and of columns of b, X spills 2 registers.
 _BLOCK_VECTOR_NS: Final = {tile: ns for tile, ns in _VECTOR_NS.items() if tile != X}
 _FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
 # Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.

@@ -98,7 +98,7 @@ def quantize_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sam
         Sample("strided_amax", (y := x(2, 40, 70).mT, (-1, -1), None, "fp32", _largest(y).float()), {}),
         Sample("empty_square", (x(0, 40), (128, 128)), {}),
         Sample("ragged_beside_square", (x(130, 140),), {"dual_block": (128, 128)}),
-        Sample("strided_beside_square", (x(64, 200).mT, (128, 1), None, "pow2", (128, 128)), {}),
+        Sample("strided_beside_square", (x(64, 200).mT, (128, 1), None, "pow2", None, (128, 128)), {}),
         Sample("empty_beside_square", (x(0, 40),), {"dual_block": (128, 128)}),
         Sample("empty", (x(7, 0),), {}),
     ]
