@@ -278,7 +278,8 @@ class _Planned:
 
 def _shapes(operands: Any) -> str:
     """The shapes of the operands for the log, which reads no values: a GPU's would be waited for."""
-    parts = (getattr(operands, part.name) for part in fields(operands))
+    names = sorted((part.name for part in fields(operands)), key="out".__eq__)  # the output last
+    parts = (getattr(operands, name) for name in names)
     tensors = (part.data if isinstance(part, Quantized) else part for part in parts)
     return " x ".join(str(tuple(x.shape)) for x in tensors if isinstance(x, Tensor))
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
+import fp8fn
 from fp8fn.demo.pairs import Pair, relative_difference, standard_deviation, standard_error
-from fp8fn.lowering.explain import Explanation
 
 # The largest relative increase of the final validation loss in FP8 over the baseline's.
 TOLERANCE: Final = 0.01
@@ -74,7 +74,7 @@ def table(pairs: Sequence[Pair], *, speed: bool = True) -> str:
     return str(tabulate(rows, headers, disable_numparse=True, colalign=alignment))
 
 
-def left_alone(explanation: Explanation) -> list[str]:
+def left_alone(explanation: fp8fn.lowering.explain.Explanation) -> list[str]:
     """The products that stay as they are, one line for all layers that differ in their number only."""
     alone = [(row.weight, row.reason) for row in explanation.rows if row.reason]
     left = Counter((re.sub(r"\b\d+\b", "*", weight), reason) for weight, reason in (*alone, *explanation.outside))

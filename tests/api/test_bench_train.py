@@ -15,6 +15,7 @@ import fp8fn
 from fp8fn import cli
 from fp8fn.bench import record
 from fp8fn.bench.train import attention, command, kinds, models, runs, table, variants, worker
+from fp8fn.lowering import backend
 
 CPU = torch.device("cpu")
 
@@ -93,6 +94,10 @@ def test_names_of_variants() -> None:
         "recipe": "rowwise",
         "max_autotune": True,
     }
+
+
+def test_options_of_variants_are_the_backends() -> None:
+    assert ("recipe", *variants.BACKEND_OPTIONS) == backend.OPTIONS
 
 
 def test_every_preset_is_a_default_variant() -> None:

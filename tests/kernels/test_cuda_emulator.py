@@ -134,7 +134,7 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         "a launch that overlaps ends without wait_for_launches",
     ),
     "a copy before the launch before has ended": (
-        "a16w8_tiles.cu", "                wait_for_launches();\n            }\n", "            }\n", tiles,
+        "decode_tiles.cuh", "    if constexpr (LOADS_ROWS || !W_CONSTANT) wait_for_launches();\n", "", tiles,
         "a copy reads .*, which a launch before may write, without wait_for_launches",
     ),
     "a late launch that has the next begin at once": (
@@ -170,10 +170,10 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         "mx_tiles.cu", "            barrier_wait(full(stage), ring.parity);\n", "", mx, "all threads wait",
     ),
     "a stage that is free too early": (
-        "mx_tiles.cu", "barrier_wait(empty(ring.stage), ring.parity);", "", mx, "more arrivals than its count",
+        "decode_tiles.cuh", "barrier_wait(empty(ring.stage), ring.parity);", "", mx, "more arrivals than its count",
     ),
     "fewer bytes expected than come": (
-        "mx_tiles.cu", "A_BYTES + B_BYTES); };", "B_BYTES); };", mx, "all threads wait",
+        "mx_tiles.cu", "A_BYTES + B_BYTES);\n                tma_load", "B_BYTES);\n                tma_load", mx, "all threads wait",
     ),
     "no wait for products": (
         "mx_tiles.cu", "    wgmma_wait<0>();\n                } else {", "                } else {",

@@ -11,6 +11,7 @@ from torch import Tensor
 import fp8fn
 from fp8fn.ops import reference
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantize import quantize_kernel
 from support.cuda_emulator import hopper_on_cpu, needs_compiler
 
@@ -21,8 +22,8 @@ pytestmark = needs_compiler
 def on_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU's implementations of two ops are those of a GPU."""
 
-    def mm_a16w8(*args: Any) -> Tensor:
-        return mm_a16w8_kernel(*args)
+    def mm_a16w8(x: Tensor, w: Quantized, *rest: Any) -> Tensor:
+        return mm_a16w8_kernel(x, w.data, w.scale, w.block, *rest)
 
     monkeypatch.setattr(reference, "quantize", quantize_kernel)
     monkeypatch.setattr(reference, "mm_a16w8", mm_a16w8)

@@ -315,7 +315,7 @@ ERRORS: list[tuple[str, Function, type[Exception], str]] = [
     ("weight first", lambda x: fp8fn.gemm(W.mT, x.mT, prequant=True), ValueError, "a is a ScaledTensor, in FP8"),
     ("plain weight", lambda x: fp8fn.gemm(x, x.mT, prequant=True), ValueError, r"b is a tensor; pass fp8fn\.quantize"),
     ("block", lambda x: fp8fn.gemm(x, weight(64, 48, (1, 128)), prequant=True), ValueError,
-     r"b has block=\(1, 128\), a scale for each element of K, .* quantize it in one of \(\(128, 128\), \(128, 1\)"),
+     r"b has block=\(1, 128\), a scale for each element of K, .* quantize it in one of \(\(128, 1\), \(128, 128\)"),
     ("K", lambda x: fp8fn.gemm(x, W.mT, prequant=True), ValueError, r"K=64 .* K=48; .* pass weight\.mT"),
     ("integers", lambda x: fp8fn.gemm(x.int(), W, prequant=True), TypeError, "a has dtype torch.int32; use bfloat16"),
     ("number", lambda x: fp8fn.gemm(x[0, 0], W, prequant=True), ValueError, r"a has shape \(\)"),

@@ -13,10 +13,11 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from fp8fn.lowering import backend
 from fp8fn.ops.recipe import PRESETS, Recipe, parse_recipe
 
 BF16: Final = "bf16"
+# The options of `backend="fp8fn"` beside the recipe, which `lowering.backend` names too.
+BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save")
 TORCHAO: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 
@@ -86,13 +87,13 @@ def parse(text: str) -> Variant:
         name, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: {item!r} is not option=value")
-        if name in backend.OPTIONS or name.replace("-", "_") in torch._inductor.list_options():
+        if name in BACKEND_OPTIONS or name.replace("-", "_") in torch._inductor.list_options():
             options[name] = _value(value)
         elif name in known:
             changes[name] = getattr(parse_recipe(item), name)
         else:
             raise ValueError(
-                f"{text!r}: {name!r} is no option of the backend {backend.OPTIONS}, of Inductor, or field of a Recipe"
+                f"{text!r}: {name!r} is no option of the backend {BACKEND_OPTIONS}, of Inductor, or field of a Recipe"
             )
     recipe = dataclasses.replace(recipe, **changes)
     return Variant(
