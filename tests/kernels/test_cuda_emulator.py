@@ -173,7 +173,8 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         "decode_tiles.cuh", "barrier_wait(empty(ring.stage), ring.parity);", "", mx, "more arrivals than its count",
     ),
     "fewer bytes expected than come": (
-        "mx_tiles.cu", "A_BYTES + B_BYTES);\n                tma_load", "B_BYTES);\n                tma_load", mx, "all threads wait",
+        "mx_tiles.cu", "A_BYTES + B_BYTES);\n                tma_load", "B_BYTES);\n                tma_load", mx,
+        "all threads wait",
     ),
     "no wait for products": (
         "mx_tiles.cu", "    wgmma_wait<0>();\n                } else {", "                } else {",
