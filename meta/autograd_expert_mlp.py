@@ -43,7 +43,7 @@ def _composed(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, rec
 class ExpertMlp(levels.SingleLevelFunction):
     """Saves FP8 forms of `x` and of `silu(gate) * up`, and the unquantized `gate` and `up`.
 
-    Of each weight, it saves the parameter, which the backward quantizes again, or an FP8 form as `Gemm` does.
+    It saves each weight as the parameter, which the backward quantizes again, or as an FP8 form, as `Gemm` does.
     """
 
     @staticmethod

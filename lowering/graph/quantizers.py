@@ -79,7 +79,7 @@ def find_quantizers(graph: Graph) -> list[Quantizer]:
 
 
 def as_quantizer(node: Node) -> Quantizer:
-    """What a call of `fp8fn::quantize` or `fp8fn::quantize_dual` quantizes, and how."""
+    """The input and the format of a call of `fp8fn::quantize` or `fp8fn::quantize_dual`."""
     given = arguments_of(node)
     x, (rows, columns) = given["x"], given["block"]
     dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))

@@ -1,4 +1,4 @@
-"""What a compiled graph keeps between forward and backward: fewer bytes than PyTorch's partitioner saves."""
+"""The values that a compiled graph keeps for its backward: fewer bytes than PyTorch's partitioner saves."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def _is_mean(node: Node) -> bool:
 
 
 def _quantized(cut: Cut, node: Node) -> tuple[Node, tuple[Node, Node]]:
-    """What stands for a value in the backward, and the data and scales that the forward saves."""
+    """The node that stands for a value in the backward, and the data and scales that the forward saves."""
     graph, x = cut.graph, tensor_of(node)
     width = x.shape[-1]
     after: Any = node.next

@@ -86,7 +86,7 @@ def test_values_that_have_no_finite_scale(value: float) -> None:
 
 
 def given(graph: Graph) -> list[bool]:
-    """Of each quantizer, whether its largest magnitude is given."""
+    """Whether each quantizer is given its largest magnitude."""
     quantizers = [node for node in graph.nodes if node.target in (DUAL, torch.ops.fp8fn.quantize.default)]
     return [isinstance(arguments_of(node)["amax"], Node) for node in quantizers]
 

@@ -1,4 +1,4 @@
-"""What compiled graphs keep between forward and backward: bytes, and bits of gradients."""
+"""Compiled graphs keep fewer bytes for the backward, and gradients keep their bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What eager products keep between forward and backward: of a parameter, the parameter and no FP8 form."""
+"""Eager products keep a parameter itself for the backward, and no FP8 form of it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def reached(main: str, headers: Mapping[str, str]) -> dict[str, str]:
 
 
 def compiled(source: str, headers: Mapping[str, str], options: Sequence[str], linked: bytes | None = None) -> bytes:
-    """What g++ makes of a C++ source; the object file `linked` is linked with it."""
+    """The library that g++ makes of a C++ source, linked with the object file `linked`."""
     included = reached(source, headers)
 
     def build() -> bytes:

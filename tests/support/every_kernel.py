@@ -378,7 +378,7 @@ def _given_amax(place: Place, target: Target, shape: tuple[int, int], dtype: tor
 
 
 def _amax(place: Place, target: Target) -> Forms:
-    """Of each matrix by one block of threads, and of tiles below each other by a block each."""
+    """One block of threads takes a matrix, or a block takes each of the tiles below each other."""
     shapes = (((2, 300, 261), BF16, 1), ((256, 256), FP16, 1), ((3, 7), FP32, 1), ((300, 96), BF16, 3))
     for shape, dtype, blocks in shapes:
         operands = Operands(place)

@@ -1,4 +1,4 @@
-"""What a compiled model keeps between forward and backward, and the gradients that it computes from that."""
+"""The bytes that a compiled model keeps for its backward, and the gradients that it computes."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def _digest(package: Path) -> str:
 
 
 def key_of(device: str, commit: str, setting: Mapping[str, Any]) -> dict[str, Any]:
-    """What two runs must share to be one."""
+    """The facts that two runs must share to be one."""
     return {"device": device, "commit": commit, "setting": dict(setting)}
 
 

@@ -221,7 +221,7 @@ class Worker:
         theirs.close()
 
     def call(self, method: str, *args: Any) -> Any:
-        """What `Trainer.method(*args)` returns. Raises `UnavailableError`, or `WorkerError` where the call failed."""
+        """The result of `Trainer.method(*args)`. Raises `UnavailableError`, or `WorkerError` where the call failed."""
         try:
             self.connection.send((method, args))
             outcome, value = self.connection.recv()
