@@ -49,27 +49,23 @@ def _read(name: str, text: str) -> object:
 class Recipe:
     """Blocks, FP8 types and scale format of a product `C = A @ B` and of its two gradients.
 
-    A block describes the matrix that enters the product. The transposed operands of the backward take the transposed
-    block, so that scales stay constant along each contraction or along blocks of it. `key` is the recipe as the string
-    that ops take: the name of a preset, or the fields that differ from `BLOCKWISE`.
+    A block describes the matrix that enters the product; transposed operands of the backward take the transposed block.
+    `key` is the recipe as a string for ops: a preset's name, or the fields that differ from `BLOCKWISE`.
 
     Args:
         activation_block: Block of `A (M, K)`.
         weight_block: Block of `B (K, N)`.
         gradient_block: Block of `dC (M, N)` in `dA = dC @ Bᵀ`.
         wgrad_activation_block: Block of `A (M, K)` in `dB = Aᵀ @ dC`; None is the transpose of `activation_block`.
-            `(128, 128)` gives one operand of this product one scale a tile, as the weight has in the forward.
         activation_dtype: FP8 type of `A`; None is the device's own e4m3.
         weight_dtype: FP8 type of `B`; None is the device's own e4m3.
         gradient_dtype: FP8 type of `dC`; None is the device's own e4m3.
         scale: "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
-        second_order: Keeps the unquantized operands for the backward, as second derivatives outside of nested
-            `torch.func` transforms need them.
-        keep_weights: Keeps the FP8 forms of weights between forward and backward. By default the backward quantizes
-            each weight again, which takes time and saves one byte for each element.
-        save: What a graph compiled with `backend="fp8fn"` keeps between forward and backward. "exact" keeps less than
-            PyTorch's partitioner does and has the same gradients, bit for bit. "fp8" also keeps the inputs of an MLP's
-            activation function in FP8. "all" keeps what PyTorch's partitioner does. Eager calls do not read it.
+        second_order: Keeps the unquantized operands for second derivatives outside of nested `torch.func` transforms.
+        keep_weights: Keeps the FP8 forms of weights for the backward, one byte an element, in place of quantizing each
+            weight again.
+        save: What a compiled graph keeps for its backward. "exact" keeps less than PyTorch's partitioner, with the same
+            bits. "fp8" also keeps the inputs of an MLP's activation function in FP8. "all" leaves it to PyTorch.
 
     Raises:
         TypeError: A field is given by its position, or `second_order` or `keep_weights` is not a bool.

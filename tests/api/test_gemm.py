@@ -171,7 +171,8 @@ def test_gradients_are_the_products_of_the_recipe(
     row = dequantized(grad, recipe.gradient_block, recipe.gradient_dtype, recipe.scale)
     col = dequantized(grad, swap(recipe.gradient_block), recipe.gradient_dtype, recipe.scale)
     weight = dequantized(b, swap(recipe.weight_block), recipe.weight_dtype, recipe.scale)
-    activation = dequantized(a, swap(recipe.activation_block), recipe.activation_dtype, recipe.scale)
+    activation_block = recipe.wgrad_activation_block or swap(recipe.activation_block)
+    activation = dequantized(a, activation_block, recipe.activation_dtype, recipe.scale)
     assert relative_error(da, row @ weight.mT) < 1e-3
     assert relative_error(db, activation.mT @ col) < 1e-3
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import fp8fn
 from support.accuracy import relative_error
 
 K = 128
@@ -85,7 +86,8 @@ def test_autocast_decides_the_result_type(fresh_dynamo: None) -> None:
     assert 1e-3 < relative_error(out, module.blocks[0].up(tokens())) < 5e-2
 
 
-def test_tied_weights_are_quantized_once(fresh_dynamo: None) -> None:
+@pytest.mark.parametrize(("keep_weights", "quantized"), [(True, 1), (False, 2)])
+def test_tied_weights_are_quantized_once(keep_weights: bool, quantized: int, fresh_dynamo: None) -> None:
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
     counts: dict[str, int] = {}
@@ -109,10 +111,12 @@ def test_tied_weights_are_quantized_once(fresh_dynamo: None) -> None:
 
     with torch._inductor.config.patch(post_grad_custom_post_pass=Counting(), fx_graph_cache=False):
         module = Tied()
-        gradients(module, torch.compile(module, backend="fp8fn", options={"where": "*"}), tokens().requires_grad_())
-    # Twice x and g in both orientations; once the weight, whose square blocks serve both.
+        options = {"where": "*", "recipe": fp8fn.Recipe(keep_weights=keep_weights)}
+        gradients(module, torch.compile(module, backend="fp8fn", options=options), tokens().requires_grad_())
+    # Twice x and g in both orientations. The weight, whose square blocks serve both orientations, is quantized once for
+    # its two products of the forward, and if it is not kept, once for those of the backward.
     assert counts == {
-        "fp8fn.quantize_dual.default": 4, "fp8fn.quantize.default": 1, "fp8fn.scaled_mm.default": 6,
+        "fp8fn.quantize_dual.default": 4, "fp8fn.quantize.default": quantized, "fp8fn.scaled_mm.default": 6,
     }  # fmt: skip
 
 
