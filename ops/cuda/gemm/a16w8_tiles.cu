@@ -32,7 +32,6 @@
 #include "exchange.cuh"
 #include "split.cuh"
 
-
 constexpr int W_BYTES = BN * BK;  // of a stage
 constexpr int PARTS = INPUT == Element::BF16 ? 2 : 3;  // FP8 values that make an element of x
 constexpr int SUMS = PARTS * ROWS / 2;  // accumulators of a thread

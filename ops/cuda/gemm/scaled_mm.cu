@@ -249,7 +249,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             }
         }
         // Producers of the scales of 128 x 128 blocks: one warp for each operand copies a run of 32 K tiles at a time.
-        [[maybe_unused]] auto copy_runs = [&](auto operand, const float* scales, int batch_step, int line_step, int k_step) {
+        [[maybe_unused]] auto copy_runs = [&](auto operand, const float* scales, int batch_step, int line_step,
+                                              int k_step) {
             using Of = decltype(operand);
             RingOf<RUNS> runs;
             Walk walk(problem, offsets);

@@ -14,8 +14,7 @@ constexpr int TILE_N = 128;
 constexpr int TILE_M = 2 * WARPS * ROWS;
 constexpr int THREADS = 32 * WARPS;
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    amax(const void* x, float* amax, int M, int N, int x_m) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) amax(const void* x, float* amax, int M, int N, int x_m) {
     __shared__ uint32_t of_warps[WARPS];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int64_t first_row = int64_t(blockIdx.z) * M;
@@ -28,7 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         if (EVEN || (tile_m + TILE_M <= M && tile_n + TILE_N <= N)) {
             largest = max(largest, load_values<true>(x, nullptr, nullptr, first_row, row, column, M, N, x_m, 0).amax());
         } else {
-            largest = max(largest, load_values<false>(x, nullptr, nullptr, first_row, row, column, M, N, x_m, 0).amax());
+            largest =
+                max(largest, load_values<false>(x, nullptr, nullptr, first_row, row, column, M, N, x_m, 0).amax());
         }
     }
 
