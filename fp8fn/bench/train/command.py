@@ -31,7 +31,7 @@ from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
 
 _NEEDED: Final = ("tabulate", "transformers")
-# What a process takes on a GPU besides tensors: CUDA's context and its kernels.
+# A process takes this memory on a GPU besides tensors, for CUDA's context and its kernels.
 _CONTEXT_BYTES: Final = 900 << 20
 
 

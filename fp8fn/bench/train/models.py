@@ -9,25 +9,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fp8fn.bench import llama
 from fp8fn.demo.corpus import standard_library
 
 
 @dataclass(frozen=True, kw_only=True)
-class Size:
+class Size(llama.Size):
     """The widths of a model and its default depth. With `experts`, `intermediate` is the width of each expert."""
 
-    layers: int
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    vocabulary: int
     experts: int = 0
     active: int = 2
-
-    @property
-    def head(self) -> int:
-        return self.hidden // self.heads
 
 
 SIZES: Final = {

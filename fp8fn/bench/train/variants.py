@@ -21,7 +21,7 @@ BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save")
 TORCHAO: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 
-# What a worker trains with when no variants are named. Peers that are not installed are reported as such.
+# The variants where none are named. A peer that is not installed is reported as such.
 DEFAULTS: Final = (
     BF16,
     "torchao:tensorwise",

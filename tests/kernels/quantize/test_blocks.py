@@ -21,11 +21,11 @@ from fp8fn.ops.cuda.quantize.quantize import (
     QuantizeConfig,
     plan,
 )
-from fp8fn.ops.cuda.runtime import call_cache, nvrtc
+from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.layout import Block
-from fp8fn.ops.targets import OCP, SM89, SM90, target_of
+from fp8fn.ops.targets import OCP, SM89, SM90
 from support.accuracy import assert_same_bits
 from support.compilers import instructions, needs_nvrtc
 from support.cuda_emulator import emulate, extent, hopper_on_cpu, needs_compiler
@@ -107,16 +107,6 @@ class Problem:
         for outputs in self.runs() if found is None else (found,):
             for actual, expected in zip(outputs, reference, strict=True):
                 self.compare(actual, expected)
-
-
-@pytest.fixture(params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request: pytest.FixtureRequest) -> str:
-    """The device of the kernels: emulated on the CPU, or a Hopper."""
-    if request.param == "cuda":
-        name = target_of(torch.device("cuda")).name
-        if name != "sm90" or nvrtc.unavailable():
-            pytest.skip(nvrtc.unavailable() or f"the kernels are Hopper's, and this device is {name}")
-    return str(request.param)
 
 
 def put(x: Tensor, where: str) -> Tensor:

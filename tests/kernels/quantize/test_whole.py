@@ -17,10 +17,9 @@ pytest.importorskip("triton")
 
 from fp8fn.ops import reference
 from fp8fn.ops.cuda.quantize import quantize_whole as whole
-from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import SCALE_FORMATS
 from fp8fn.ops.quantize import amax_kernel, quantize_dual_kernel, quantize_kernel
-from fp8fn.ops.targets import OCP, SM89, SM90, target_of
+from fp8fn.ops.targets import OCP, SM89, SM90
 from fp8fn.ops.triton.quantize import plan_quantize
 from support.accuracy import same_bits
 from support.compilers import needs_nvrtc
@@ -45,15 +44,6 @@ VIEWS: Final[dict[str, Callable[[], Tensor]]] = {
 def largest(x: Tensor) -> Tensor:
     """As PyTorch computes it, in the type of `x`."""
     return x.abs().amax((-2, -1), keepdim=True)
-
-
-@pytest.fixture(params=[pytest.param("cpu", marks=needs_compiler), pytest.param("cuda", marks=pytest.mark.gpu)])
-def where(request: pytest.FixtureRequest) -> str:
-    if request.param == "cuda":
-        name = target_of(torch.device("cuda")).name
-        if name != "sm90" or nvrtc.unavailable():
-            pytest.skip(nvrtc.unavailable() or f"the kernels are Hopper's, and this device is {name}")
-    return str(request.param)
 
 
 def launched(function: Callable[[], object], device: str) -> list[str]:
