@@ -278,9 +278,11 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
     if q.amax is not None:
         parts, partials = 1, q.amax.float().view(torch.int32)
+        binds, scratch = {**_BINDS, "partials": "amax"}, []
     else:
         parts = min(tiles_m * tiles_n, _PARTIALS)
         partials = torch.empty((batch, parts), dtype=torch.int32, device=q.x.device)
+        binds, scratch = _BINDS, ["partials"]
     tiles = {"tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts}
     shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": q.wide}
     options = {"num_warps": tile.num_warps}
@@ -291,8 +293,8 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
         constexprs=shape,
         options=options,
         target=q.target,
-        binds=_BINDS,
-        scratch=("partials",),
+        binds=binds,
+        scratch=tuple(scratch),
     )
     quantize = TritonLaunch(
         kernel=quantize_whole,
@@ -304,8 +306,8 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
         constexprs={"PARTS": triton.next_power_of_2(parts), **shape, **q.constants},
         options=options,
         target=q.target,
-        binds=_BINDS,
-        scratch=("partials",),
+        binds=binds,
+        scratch=tuple(scratch),
     )  # fmt: skip
     return (amax, quantize) if q.amax is None else (quantize,)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fp8fn.ops import quantize as ops_quantize
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.layout import BLOCKS, Block
@@ -27,6 +28,7 @@ from fp8fn.ops.scaled_mm import scaled_mm_kernel, scaled_mm_reference
 from fp8fn.ops.triton.launch import TritonCall, TritonLaunch
 from support.accuracy import assert_same_bits
 from support.operands.values import random
+from support.samples import SAMPLES
 
 
 @pytest.fixture(autouse=True)
@@ -59,6 +61,28 @@ def test_a_kept_quantizer_reads_the_tensors_of_each_call(
         args = random(150, 200, seed=seed), block, None, scale
         _assert_equal(kernel(*args), reference(*args))
     assert isinstance(_only_call(), TritonCall)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [(name, sample.label) for name in ("quantize", "quantize_dual", "amax") for sample in SAMPLES[name]()],
+)
+def test_two_calls_of_a_sample_read_the_tensors_of_each(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that a call allocates holds NaN, or as many ones, before its launches."""
+    plain = call_cache.empty
+    monkeypatch.setattr(call_cache, "empty", lambda *args, **kwargs: _poisoned(plain(*args, **kwargs)))
+    kernel, reference = getattr(ops_quantize, f"{name}_kernel"), getattr(ops_quantize, f"{name}_reference")
+    for seed in (1, 2, 3):
+        (sample,) = (sample for sample in SAMPLES[name](seed) if sample.label == label)
+        if name == "amax":
+            assert_same_bits(kernel(*sample.args), reference(*sample.args))
+        else:
+            _assert_equal(kernel(*sample.args, **sample.kwargs), reference(*sample.args, **sample.kwargs))
+
+
+def _poisoned(x: Tensor) -> Tensor:
+    x.view(torch.uint8).fill_(0xFF)
+    return x
 
 
 @pytest.mark.parametrize("block", [(128, 1), (-1, 1)], ids=str)
