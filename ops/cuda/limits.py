@@ -18,10 +18,6 @@ def largest_cluster(cores: int) -> int:
     return 16 if cores >= _CORES_OF_LARGE_GPCS else 8
 
 
-def round_up(size: int, to: int) -> int:
-    return -(-size // to) * to
-
-
 def floor_power_of_two(count: int) -> int:
     return 1 << (count.bit_length() - 1)
 

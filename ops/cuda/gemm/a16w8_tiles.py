@@ -22,10 +22,10 @@ from fp8fn.ops.cuda.gemm.operands import (
     scale_step,
 )
 from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
-from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster, round_up
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, round_up
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem

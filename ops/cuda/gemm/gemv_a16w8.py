@@ -24,10 +24,10 @@ from fp8fn.ops.cuda.limits import (
     SHARED_LIMIT,
     ceil_power_of_two,
     floor_power_of_two,
-    round_up,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import round_up
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import OCP
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
