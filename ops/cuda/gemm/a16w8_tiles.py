@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product as every
 from typing import Final
 
@@ -21,7 +21,7 @@ from fp8fn.ops.cuda.gemm.operands import (
     is_k_contiguous,
     scale_step,
 )
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -286,13 +286,13 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
-    wgmma = partial(wgmma_source, PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
+    wgmma = Wgmma(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
     return (
         CudaLaunch(
             kernel=CudaKernel(
                 "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
-                wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+                (wgmma, replace(wgmma, a_in_registers=True)) if config.HELD else (wgmma,),
             ),
             grid=grid,
             threads=config.threads,

@@ -7,7 +7,7 @@ from typing import Final
 
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, divide_memory
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -208,7 +208,7 @@ def _launch(
     return CudaLaunch(
         kernel=CudaKernel(
             "gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items()),
-            wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype], a_in_registers=True),
+            (Wgmma(config.ROWS, TYPES[b.dtype], TYPES[a.dtype], a_in_registers=True),),
         ),
         grid=(-(-n // config.BN) * config.CLUSTER, tiles, batch),
         threads=config.threads,

@@ -9,7 +9,7 @@ import torch
 
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -216,7 +216,7 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
         CudaLaunch(
             kernel=CudaKernel(
                 "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
-                wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
+                (Wgmma(config.WIDTH, kind, kind, a_in_registers=True),),
             ),
             grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
             threads=config.threads,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_mx
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, batch_step
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -199,7 +199,7 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
         CudaLaunch(
             kernel=CudaKernel(
                 "mx_tiles.cu", "mx_tiles", (*macros.items(), *options.items()),
-                wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),
+                (Wgmma(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),),
             ),
             grid=grid,
             threads=config.threads,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -178,7 +178,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         options["GROUPED"] = grouped
     launch = CudaLaunch(
         kernel=CudaKernel(
-            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
+            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, TYPES[a.dtype], TYPES[b.dtype]),)
         ),
         grid=(_programs(m, n, batches, grouped, config, target), 1, 1),
         threads=128 * (config.MATH + 1),
