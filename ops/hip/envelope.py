@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
+
+if TYPE_CHECKING:
+    from fp8fn.ops.hip.launch import HipLaunch
 
 ARCH: Final = "gfx950"
 # A kernel's offsets from an address are signed 32-bit ones.
@@ -96,6 +99,11 @@ def configure_moe(problem: MoeProblem) -> HipConfig:
     """Narrow blocks where the tiles that may hold an id do not give every core a wide one."""
     blocks = min(problem.tiles, problem.ids) * -(-problem.n // 16)
     return HipConfig(block_n=16 if blocks >= problem.target.cores else 8)
+
+
+def fault(launch: HipLaunch) -> str | None:
+    """Why the kernel of a launch can't be compiled or loaded here, or None."""
+    return launch.fault()
 
 
 def _refuses_dense(problem: Problem, rows: int, multiple: int) -> str | None:
