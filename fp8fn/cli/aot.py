@@ -31,7 +31,6 @@ from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
@@ -193,7 +192,7 @@ def _products(
     m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> Iterator[CudaLaunch]:
     for problem in linear_problems(m, n, k, recipe).values():
-        product = empty_product(replace(problem, out_type=short_name(dtype)), "meta", target, chip)
+        product = empty_product(replace(problem, out_type=dtype), "meta", target, chip)
         for launch in SCALED_MM.plan(product):
             if isinstance(launch, CudaLaunch):
                 yield launch

@@ -186,7 +186,7 @@ def why_slower(
     sizes = (a.shape[0], b.shape[1], a.shape[1])
     if not all(isinstance(size, int) for size in sizes):
         return None if blocks else "a size is symbolic, so that no tuning table has it: compile with dynamic=False"
-    problem = Problem(*sizes, *kinds, 1, *(short_name(x.dtype) for x in (a, b, out)))
+    problem = Problem(*sizes, *kinds, 1, a.dtype, b.dtype, out.dtype)
     found = lookup(problem, known)
     if found is None or not found.exact:
         remedy = f"`python -m fp8fn tune --shapes {','.join(map(str, sizes))} --recipe {recipe}` measures it"

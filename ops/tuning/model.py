@@ -185,7 +185,7 @@ def microseconds(problem: Problem, config: ScaledMmConfig, cores: int) -> float:
     blocks = ceil(ceil(problem.k / BK) / config.SPLIT)
     compute, epilogue = blocks * block_ns(problem, config) / 1e3, _EPILOGUE_US * config.BM * config.BN
     written = problem.batch * problem.m * problem.n
-    moved = bytes_read(problem, config) + written * problem.out_dtype.itemsize
+    moved = bytes_read(problem, config) + written * problem.out_type.itemsize
     waves, rest = divmod(count, cores)
     each = moved / count / (_HBM * 1e6)
     time = _LAUNCH_US + waves * hypot(compute + epilogue, each * cores)
