@@ -29,7 +29,6 @@ class Metadata:
     spills: int
     scratch: int
     lds: int
-    most_threads: int
 
 
 def metadata(code: bytes, entry: str) -> Metadata:
@@ -45,7 +44,7 @@ def metadata(code: bytes, entry: str) -> Metadata:
     )
     return Metadata(
         parameters, kernel[".vgpr_count"], kernel[".vgpr_spill_count"], kernel[".private_segment_fixed_size"],
-        kernel[".group_segment_fixed_size"], kernel[".max_flat_workgroup_size"],
+        kernel[".group_segment_fixed_size"],
     )  # fmt: skip
 
 

@@ -171,10 +171,11 @@ class Time:
         return self.unit if self.us == self.cu else "cache" if self.us == self.cache else "HBM"
 
 
-def product_time(
-    shape: tuple[int, int, int], kernel: Kernel, group: int, xcds: int, processor: Processor, out_bytes: int = 2
-) -> Time:
-    """The time of `out (m, n) = a (m, k) @ b (k, n)` in FP8; tiles in columns of `group` rows, spread over `xcds`."""
+def product_time(shape: tuple[int, int, int], kernel: Kernel, group: int, xcds: int, processor: Processor) -> Time:
+    """The time of `out (m, n) = a (m, k) @ b (k, n)` in FP8 with an output of 16 bits.
+
+    Tiles are in columns of `group` rows, spread over `xcds`.
+    """
     m, n, k = shape
     tiles_m, tiles_n = ceil(m / kernel.bm), ceil(n / kernel.bn)
     tiles, at_once = tiles_m * tiles_n, groups_per_cu(kernel, processor)
@@ -185,7 +186,7 @@ def product_time(
         cu += last * _tile_cycles(kernel, k, last)
     shared, reused = _edges(tiles_m, tiles_n, group, xcds, min(processor.cus * at_once, tiles), processor.xcds)
     passes = tiles / min(processor.cus * at_once, tiles)
-    written = m * n * out_bytes
+    written = 2 * m * n
     by_cache = passes * k * (shared[0] * kernel.bm + shared[1] * kernel.bn) + written
     by_hbm = max(passes * k * (reused[0] * kernel.bm + reused[1] * kernel.bn), (m + n) * k) + written
     units = cycles(kernel.step, kernel.warps, at_once)
