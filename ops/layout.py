@@ -103,7 +103,7 @@ def contracts_rows(block: Block) -> bool:
 
 
 def extent(size: int, block: int) -> int:
-    """How many elements of an axis of `size` share a scale."""
+    """The number of elements of an axis of `size` that share a scale."""
     return size if block == WHOLE else block
 
 

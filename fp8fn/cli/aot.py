@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many kernels were asked for, how many of them the cache had before and has now, and the cache's folder."""
+    """Numbers of kernels: asked for, in the cache before, in the cache now; and the cache's folder."""
 
     what: str
     asked: int

@@ -1,4 +1,4 @@
-"""Which MX products the HIP kernels take, and how they divide one by default: pure functions of the problem."""
+"""The MX products that the HIP kernels take, and their default division of one: pure functions of the problem."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def kernel_of(found: Assembly, bm: int, bn: int, bk: int, warps: int, processor:
 
 
 def waves_per_simd(vgprs: int, lds: int, warps: int, processor: Processor) -> int:
-    """How many waves a SIMD holds, by registers, LDS and whole workgroups."""
+    """The number of waves that a SIMD holds, by registers, LDS and whole workgroups."""
     by_registers = min(_VGPRS // (-(-max(vgprs, 1) // 8) * 8), _MOST_WAVES)
     groups = by_registers * _SIMDS // warps
     if lds:

@@ -67,7 +67,7 @@ _UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
 # With scales of blocks of a and of columns of b, X spills 2 registers.
 _BLOCK_VECTOR_NS: Final = {tile: ns for tile, ns in _VECTOR_NS.items() if tile != X}
 _FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
-# Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
+# The share of the multiprocessors that clusters of a size occupy at once: each lies within one GPC, and those differ.
 _RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
 _LARGEST_GROUP: Final = 64  # rows of tiles; past 64 of 64 rows no L2 holds what they share
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages

@@ -1,4 +1,4 @@
-"""Which kernel and configuration of an op is fastest for a problem: all candidates take turns, as `sweep` has them."""
+"""The search for the fastest kernel and configuration of an op: all candidates take turns, as in `sweep`."""
 
 from __future__ import annotations
 

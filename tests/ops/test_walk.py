@@ -54,7 +54,7 @@ def hopper(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def walk(call: Callable[[], object]) -> Counter[str]:
-    """How many functions of each file of the library a call runs."""
+    """The number of calls into each file of the library that a call makes."""
     found: Counter[str] = Counter()
 
     def entered(frame: FrameType, event: str, _: object) -> None:

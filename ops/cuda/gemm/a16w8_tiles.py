@@ -84,12 +84,12 @@ class A16W8TilesConfig:
 
 
 def arriving_bytes(rows: int, warps_n: int, cluster: int) -> int:
-    """Of the sums that a cluster's blocks send to one (`exchange.cuh`)."""
+    """Shared memory for the sums that a cluster's blocks send to one (`exchange.cuh`)."""
     return cluster * -(-warps_n // cluster) * 16 * rows * 4 if cluster > 1 else 0
 
 
 def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
-    """Of the scales of a block's part of K, `steps` stages, in shared memory (`a16w8.cuh`)."""
+    """Shared memory for the scales of a block's part of K, `steps` stages (`a16w8.cuh`)."""
     kind = SCALES[w_block]
     return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
 
@@ -173,7 +173,7 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
         if wide * most < (cores if rows == 8 else cores * 7 // 10):
             return fitted(4, most, 3 if rows == 8 else 2)
         cluster = min(4, most) if wide >= cores else min(most, -(-steps // 4))
-        # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
+        # With two blocks on a multiprocessor 30 clusters of 8 are resident, with three 45.
         crowded = cluster == 8 and 30 < wide <= 45
         if crowded and steps > 48:
             cluster, crowded = 6, False
@@ -186,7 +186,7 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
     # The most blocks along K that have equally much each and are not more than multiprocessors.
     cluster = max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and wide * c <= cores))
     if steps > _LONG * cluster:
-        # Where clusters of 6 would not all find room at once, wider blocks do, with some multiprocessors left.
+        # Wider blocks leave some multiprocessors idle, and all find room at once where clusters of 6 would not.
         alone = min(most, cores * 13 // (15 * -(-n // 192)))
         if alone >= 3 and steps <= 12 * alone and 11 * wide > 3 * cores:
             config = fitted(12, alone, 1)

@@ -143,7 +143,7 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
         return GemvConfig(rows, 1, warps_n, warps_k, unroll, cluster, 3 if blocks > 6 * cores else 2)
     wide = 1 if m == 1 else 4 if m <= 8 else 8
     warps_n, warps_k, blocks = divide(wide)
-    # Of a batch each block reads another x.
+    # In a batch each block reads another x.
     while wide > 1 and (blocks < cores if batches > 1 else blocks * most_clusters(warps_k) < wanted):
         wide //= 2
         warps_n, warps_k, blocks = divide(wide)

@@ -113,7 +113,7 @@ def _enough(cores: int) -> int:
 
 
 def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) -> GemvConfig:
-    """Of blocks that are many waves, so that none is waited for: as many units in flight as registers allow."""
+    """The configuration for many waves of blocks, which hide each other's waits: units in flight fill the registers."""
     each = -(-units // (warps_k * cluster))
     return GemvConfig(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
 
@@ -188,7 +188,7 @@ def _launch(
     (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
     n, k, target = product.n, product.k, product.target
     batch = 1 if sizes["sorted_token_ids"] is not None else product.batch
-    # Of four blocks of a: bytes, a gap after each, and scales.
+    # Four blocks of a: bytes, a gap after each, and scales.
     part = 4 * (config.ROWS * 32 + 16 + config.ROWS * 4)
     chunk, received, shared = divide_memory(config.ROWS, part, 0, k, _UNIT, config)
     pieces = -(-min(rows, config.ROWS) * chunk // (16 * config.threads))

@@ -204,7 +204,7 @@ def _programs(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig
 
 
 def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
-    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
+    """The number of stages that fit (or `config.STAGES`), and the bytes of shared memory they take."""
     a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
     b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0
     stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16
