@@ -24,9 +24,9 @@ _CROSSOVER: Final = 8
 _UNTUNED_ROWS: Final = 16
 _TILE: Final = 16
 _INSTRUCTION_K: Final = 128
-_IN_FLIGHT: Final = 4 * 4 * _INSTRUCTION_K  # of K, by the 4 waves of a block of 16 columns
+_IN_FLIGHT: Final = 4 * 4 * _INSTRUCTION_K  # elements of K that the 4 waves of a block of 16 columns load at a time
 MOST_SPLITS: Final = 8
-_MOST_BLOCKS: Final = 2**24 - 1  # of 256 threads, whose number has 32 bits
+_MOST_BLOCKS: Final = 2**24 - 1  # blocks of 256 threads, whose number has 32 bits
 
 
 def accepts_gemv(problem: Problem) -> str | None:

@@ -28,8 +28,8 @@ from fp8fn.ops.tuning.amd_isa import Assembly, Matrix, Mix
 
 _LANES: Final = 64
 _SIMDS: Final = 4
-_VGPRS: Final = 512  # of a lane and SIMD, given out by 8
-_MOST_WAVES: Final = 8  # of a SIMD
+_VGPRS: Final = 512  # registers of a lane and SIMD, given out by 8
+_MOST_WAVES: Final = 8  # on a SIMD
 _LDS_RATE: Final = 128
 _L1_RATE: Final = 64
 

@@ -36,7 +36,7 @@ COLUMNS: Final = (
     "config", "times_us", "spread_us", "peer_us",
 )  # fmt: skip
 _FOLDER: Final = Path(__file__).parent / "tables"
-_LARGEST_SIZE: Final = 2**63 - 1  # of a tensor
+_LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
 _FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
 _OUT: Final = {short_name(dtype): dtype for dtype in OUT}
 

@@ -30,10 +30,10 @@ from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-STAGE_K: Final = 128  # of K in a stage
-_PIECE: Final = 8  # of x, that a thread loads
+STAGE_K: Final = 128  # elements of K in a stage
+_PIECE: Final = 8  # elements of x that a thread loads at a time
 MOST_ROWS: Final = 16
-LEAST_STAGES: Final = 2  # of a ring
+LEAST_STAGES: Final = 2  # in a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early

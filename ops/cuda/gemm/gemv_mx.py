@@ -18,9 +18,9 @@ from fp8fn.ops.tuning.mx import MoeProblem, Problem
 # Rows of a: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 64
 _MOST_TILE: Final = 64  # rows of a that a block multiplies
-_MOST_ROUTED: Final = 32  # of routed tokens, whose ids a warp has
+_MOST_ROUTED: Final = 32  # routed tokens, whose ids a warp has
 _WARPS: Final = 8
-_UNIT: Final = 64  # of K
+_UNIT: Final = 64  # elements of K
 _MOST_CLUSTER: Final = 8
 _MANY: Final = 3  # blocks for each multiprocessor
 # Tiles of a warp, warps side by side and warps along K, by the rows of a; the first of which there are enough blocks.

@@ -18,10 +18,10 @@ from fp8fn.ops.layout import round_up
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.tuning.mx import Problem
 
-STAGE_K: Final = 128  # of K in a stage
+STAGE_K: Final = 128  # elements of K in a stage
 _MOST_CLUSTER: Final = 8
-_FEW_BLOCKS: Final = 3  # of a cluster
-_MOST_STEPS: Final = 64  # of a block, for whose scales there is room
+_FEW_BLOCKS: Final = 3  # in a cluster
+_MOST_STEPS: Final = 64  # stages of a block, for whose scales there is room
 
 
 @dataclass(frozen=True)
