@@ -43,9 +43,12 @@ def metadata(code: bytes, entry: str) -> Metadata:
         if not arg[".value_kind"].startswith("hidden_")  # the runtime's own
     )
     return Metadata(
-        parameters, kernel[".vgpr_count"], kernel[".vgpr_spill_count"], kernel[".private_segment_fixed_size"],
+        parameters,
+        kernel[".vgpr_count"],
+        kernel[".vgpr_spill_count"],
+        kernel[".private_segment_fixed_size"],
         kernel[".group_segment_fixed_size"],
-    )  # fmt: skip
+    )
 
 
 def _notes(code: bytes) -> Iterator[Any]:

@@ -198,9 +198,11 @@ def plan(product: WeightProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     k_contiguous = is_k_contiguous(w)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
     macros = {
-        **types_of(product), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
+        **types_of(product),
+        "K_CONTIGUOUS": int(k_contiguous),
+        "EVEN_K": int(k % 16 == 0),
         "X_PIECES": int(has_pieces(x)),
-    }  # fmt: skip
+    }
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "K_CHUNK": chunk,

@@ -141,9 +141,7 @@ def accepts_moe(problem: MoeProblem) -> str | None:
     config = configure_moe(problem)
     if problem.tiles * -(-problem.block_m // config.ROWS) > MOST_BLOCKS:
         return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
-    each = Problem(
-        1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines
-    )  # fmt: skip
+    each = Problem(1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines)
     return accepts(each)
 
 
@@ -167,12 +165,8 @@ def plan_moe(product: RoutedProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     There is a tile and an expert at least.
     """
     routing = product.routing
-    sizes: dict[str, Argument] = {
-        **routing._asdict(), "token_weights": product.token_weights, "M": product.ids,
-    }  # fmt: skip
-    owners: dict[str, Argument] = {
-        "experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div,
-    }  # fmt: skip
+    sizes: dict[str, Argument] = {**routing._asdict(), "token_weights": product.token_weights, "M": product.ids}
+    owners: dict[str, Argument] = {"experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div}
     tiles = routing.tiles * -(-routing.block_m // config.ROWS)
     dense = ScaledProduct(a=product.a, b=product.w, out=product.out, target=product.target)
     # A tile is seldom full: two rows of it are what is asked for at once.
@@ -196,10 +190,13 @@ def _launch(
     most = 16 if config.RESIDENT == 1 else 8 if config.RESIDENT == 2 and config.ROWS * config.TILES <= 32 else 4
     ahead = min(ceil_power_of_two(pieces), most)
     macros: dict[str, int | str] = {
-        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
-        "EVEN_K": int(k % 16 == 0), "ROUTED": int(sizes["sorted_token_ids"] is not None),
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
+        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}",
+        "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "EVEN_K": int(k % 16 == 0),
+        "ROUTED": int(sizes["sorted_token_ids"] is not None),
+        "OUT": OUT[out.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,

@@ -184,10 +184,13 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
     (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
     m, n, k, batch, target, constant = product.m, product.n, product.k, product.batch, product.target, product.constant
     macros: dict[str, int | str] = {
-        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
-        "A_SCALES_ALONG_K": int(along_k(a_scale)), "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
+        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}",
+        "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "A_SCALES_ALONG_K": int(along_k(a_scale)),
+        "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),
+        "OUT": OUT[out.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "STAGES": config.STAGES, "DEPTH": config.DEPTH, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,
