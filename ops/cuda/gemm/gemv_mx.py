@@ -12,7 +12,7 @@ from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_o
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import RoutedProduct, ScaledProduct
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, hopper_fault
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 # Rows of a: past them a tile of a larger kernel reads the weight fewer times.
@@ -36,8 +36,8 @@ _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
 def accepts(problem: Problem) -> str | None:
     """None for a product that `plan` takes, else the reason why not."""
     target = problem.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     for dtype in (problem.a_dtype, problem.b_dtype):
         if dtype not in TYPES:
             return f"{dtype} is not an FP8 type of {target.name}"

@@ -14,7 +14,7 @@ from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _OUT_ROWS: Final = 32
@@ -172,8 +172,8 @@ def accepts(product: WeightProduct) -> str | None:
     product = product.as_matrix()
     x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
     target = product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if x.dtype not in INPUTS or out.dtype == torch.float32:
         return f"x has dtype {x.dtype} and out {out.dtype}, not both 16 bits"
     if w.dtype not in OCP:

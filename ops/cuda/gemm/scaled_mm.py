@@ -17,7 +17,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
 from fp8fn.ops.layout import WHOLE, round_up
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.targets import OCP, Target, hopper_fault
 
 BK: Final = 128
 # The scales of 128 x 128 blocks: runs of them in shared memory, and the bytes of one run of one chunk of lines.
@@ -75,8 +75,8 @@ def accepts(product: ScaledProduct) -> str | None:
     if product.offsets is not None and (reason := _refuses_groups(product, product.offsets)) is not None:
         return reason
     (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
     if a_scale.dtype != torch.float32:

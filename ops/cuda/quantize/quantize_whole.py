@@ -19,7 +19,7 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import WHOLE, Block, is_column_major
 from fp8fn.ops.quantization import PLAIN, Quantization
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, hopper_fault
 
 _TILE_COLUMNS: Final = 128
 
@@ -57,9 +57,7 @@ def amax_fault(x: Tensor, block: Block, target: Target) -> str | None:
     """Why `amax.cu` cannot find the largest magnitudes of a non-empty `x` in blocks, or None."""
     if block != (WHOLE, WHOLE):
         return f"block {block} is no whole matrix"
-    if target.name != "sm90":
-        return f"{target.name} is not sm90"
-    return rows_fault(_rows_of(x))
+    return hopper_fault(target) or rows_fault(_rows_of(x))
 
 
 def configure(q: Quantization) -> WholeConfig:
