@@ -89,7 +89,7 @@ def named_target(name: str) -> tuple[str, Target] | None:
     for product, (target, count) in PRODUCTS.items():
         if product.replace(" ", "") == short:
             return product, replace(target, multiprocessors=count)
-    for target in (SM89, SM90, SM100, SM120, GFX942, GFX950):
+    for target, _ in PRODUCTS.values():
         if target.name == short:
             return short, target
     return None

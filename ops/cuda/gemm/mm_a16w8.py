@@ -212,29 +212,26 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
         "IN_FLIGHT": int(in_flight), "RESIDENT": max(config.RESIDENT, 1),
         "GROUP": config.GROUP, "W_CONSTANT": int(early),
     }  # fmt: skip
-    return CudaLaunch(
-        kernel=CudaKernel(
-            "mm_a16w8.cu",
-            "mm_a16w8",
-            (*macros.items(), *options.items()),
-            (Wgmma(config.WIDTH, kind, kind, a_in_registers=True),),
+    return (
+        CudaLaunch(
+            kernel=CudaKernel(
+                "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
+                (Wgmma(config.WIDTH, kind, kind, a_in_registers=True),),
+            ),
+            grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
+            threads=config.threads,
+            shared=config.shared,
+            args={
+                "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
+                "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
+                "w_scale": product.w.scale, "bias": product.bias,
+                "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
+                "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
+                **column_steps(product),
+            },
+            target=target,
+            options=options,
+            overlaps=True,
+            constant=("w", "w_scale") if constant else (),
         ),
-        grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
-        threads=config.threads,
-        shared=config.shared,
-        args={
-            "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
-            "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
-            "w_scale": product.w.scale,
-            "bias": product.bias,
-            "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
-            "problem": (m, n, k, batches),
-            "x_batched": int(x.dim() == 3),
-            "w_batched": int(w.dim() == 3),
-            **column_steps(product),
-        },
-        target=target,
-        options=options,
-        overlaps=True,
-        constant=("w", "w_scale") if constant else (),
-    )
+    )  # fmt: skip
