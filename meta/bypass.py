@@ -62,14 +62,6 @@ def is_last(keys: torch._C.DispatchKeySet) -> bool:
     return keys.raw_repr() & _WITH_WORK == 0
 
 
-def goes_unseen(*tensors: Tensor | None) -> bool:
-    """Whether only the kernel needs to know of a call on these tensors, so that the call may bypass the dispatcher.
-
-    There must be no autograd, transform, mode, subclass, trace or profiler, and memory must hold each tensor's values.
-    """
-    return nothing_watches(*tensors) and not is_tracked(*tensors)
-
-
 def nothing_watches(*tensors: Tensor | None) -> bool:
     """Whether nothing except autograd observes ops on these tensors or prepares the tensors for a kernel."""
     if (

@@ -92,9 +92,7 @@ def first_call(runs: int = 4) -> tuple[float, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 1 where a bar is exceeded."""
     parser = argparse.ArgumentParser(prog="python -m fp8fn bench host", description=__doc__)
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
-    )
+    options.add_json(parser)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("no GPU here; `bench overhead` measures the host's side on the CPU")

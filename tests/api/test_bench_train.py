@@ -413,7 +413,7 @@ def test_a_failure_and_an_absent_peer_are_reported(
 
 
 def test_groups_share_bf16(fakes: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where two processes fit at a time, each variant is timed beside bf16, which stays."""
+    """Each variant is timed beside bf16, which stays, where two processes fit at a time."""
     monkeypatch.setattr(command.Session, "_fits_another", lambda self: len(self.alive) < 2)
     path = tmp_path / "train.json"
     assert run("--json", str(path), "--variants", "bf16 fp8fn:BLOCKWISE fp8fn:ROWWISE") == 0

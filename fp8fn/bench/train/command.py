@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import random
 import time
@@ -271,17 +270,11 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--profile", action="store_true", help="show kernels by kind")
     parser.add_argument("--again", action="store_true", help="measure variants again that the file already has")
-    parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="default: cuda")
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="add the figures to FILE, and go on from those in it"
-    )
+    options.add_device(parser)
+    options.add_json(parser, "add the figures to FILE, and go on from those in it")
     args = parser.parse_args(argv)
+    options.check_machine(parser, args.device, _NEEDED)
     cuda = args.device.type == "cuda"
-    if cuda and not torch.cuda.is_available():
-        parser.error("no GPU here; --device cpu shows what is measured")
-    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
     args.model = args.model or ("8b" if cuda else "tiny")
     args.tokens = args.tokens or ((4, 2048 if args.model == "moe" else 4096) if cuda else (2, 128))
     return args

@@ -52,7 +52,7 @@ class CudaLaunch(Launch):
     overlaps: bool = False
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
     late: bool = False
-    """Of one that overlaps, whether the next may begin only when all before it has ended."""
+    """Whether, after a launch that overlaps, the next may begin only when all before it has ended."""
     binds: Mapping[str, str] = field(default_factory=dict)
     """The op's tensor behind a pointer argument, by name, where the op has another name for it than the kernel."""
     scratch: tuple[str, ...] = ()
