@@ -16,6 +16,7 @@ import fp8fn
 from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.inductor import partitioner
 from fp8fn.lowering.saved import SavePlan
+from fp8fn.ops.layout import is_column_major
 from support.kept import Kept, OpByOp, kept
 
 TOKENS, WIDTH, HIDDEN = 320, 256, 512
@@ -141,7 +142,7 @@ def test_no_recipe_keeps_a_weight(recipe: str) -> None:
 
 
 def test_hopper_quantizes_a_weight_once_on_each_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its square blocks are stored along either axis: the forward stores one, and the backward turns a weight."""
+    """Its square blocks are stored along either axis: the forward stores a weight along one, the backward the other."""
     monkeypatch.setattr(fp8fn.ops.gemm, "_on_hopper", lambda x, block: block == (128, 128))
     model = made(Gated)
     everything = step(None, model)
@@ -151,12 +152,14 @@ def test_hopper_quantizes_a_weight_once_on_each_side(monkeypatch: pytest.MonkeyP
     assert exact.equals(everything)
     assert weight_bytes(model, exact) == 0
 
-    def weights(module: torch.fx.GraphModule) -> list[str]:
+    def weights(module: torch.fx.GraphModule) -> list[tuple[str, bool]]:
+        """The quantizers, and whether each is of a weight as it lies, along whose rows the forward sums."""
         nodes = [node for node in module.graph.nodes if "fp8fn.quantize" in str(node.target)]
-        return [str(node.target) for node in nodes if tuple(arguments_of(node).get("block", ())) == (128, 128)]
+        square = [node for node in nodes if tuple(arguments_of(node).get("block", ())) == (128, 128)]
+        return [(str(node.target), is_column_major(node.meta["val"][0])) for node in square]
 
-    assert weights(backend.forward[0]) == ["fp8fn.quantize.default"] * 3
-    assert weights(backend.backward[0]) == ["fp8fn.quantize_dual.default"] * 3
+    assert weights(backend.forward[0]) == [("fp8fn.quantize.default", True)] * 3
+    assert weights(backend.backward[0]) == [("fp8fn.quantize.default", False)] * 3
 
 
 def test_what_is_kept_of_a_gated_mlp() -> None:
