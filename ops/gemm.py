@@ -42,8 +42,9 @@ def default_out_dtype(a: Tensor) -> torch.dtype:
 def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:
     """`x` in `block`, for a product that sums over its columns' axis, or with `sums_rows` over its rows' axis."""
     if _on_hopper(x, block) and is_column_major(x) != sums_rows:  # a third launch would turn the data
-        return quantize_both(x, block, dtype, scale, sums_rows=sums_rows)[0]
-    data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
+        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale, None, sums_rows)
+    else:
+        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
     return Quantized(data, scales, block)
 
 
