@@ -64,15 +64,16 @@ def check_backward(tensors: Sequence[Tensor], form: Sequence[Any]) -> Format:
         raise ValueError(f"{_BACKWARD}: product_block={product} does not lie along the rows; {remedy}")
     if product_dtype is not None and product_dtype not in FP8_DTYPES:
         raise TypeError(f"{_BACKWARD}: product_dtype={product_dtype} is not an FP8 type; use one of {FP8_DTYPES}")
-    for name, data, scales in (("gate", *kept[:2]), ("up", *kept[2:])):
-        _check_kept(grad, name, data, scales)
+    gate, gate_scale, up, up_scale = kept
+    _check_kept(grad, "gate", gate, gate_scale)
+    _check_kept(grad, "up", up, up_scale)
     return pair, fp8, scale, product, product_dtype or targets.native_e4m3(targets.target_of(grad.device))
 
 
 def _check_kept(grad: Tensor, name: str, data: Tensor, scales: Tensor) -> None:
     if data.shape != grad.shape:
-        given, needed = tuple(data.shape), tuple(grad.shape)
-        raise ValueError(f"{_BACKWARD}: grad has shape {needed} and {name} {given}; they must be equal")
+        shapes = f"grad has shape {tuple(grad.shape)} and {name} {tuple(data.shape)}"
+        raise ValueError(f"{_BACKWARD}: {shapes}; they must be equal")
     if data.dtype not in FP8_DTYPES:
         remedy = f"use the results of torch.ops.fp8fn.{_SAVED}"
         raise TypeError(f"{_BACKWARD}: {name} has dtype {data.dtype}, which is not an FP8 type; {remedy}")
