@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fp8fn.ops import reference
 from fp8fn.ops.layout import Block
 from fp8fn.ops.sort_tokens import sort_tokens
 
@@ -160,6 +161,34 @@ def quantize_silu_mul_dual(seed: int = 0, device: torch.device | str = "cpu") ->
     x = _Normal(seed, device)
     beside = Sample("ragged_beside_square", (x(70, 131), x(70, 131)), {"dual_block": (128, 128)})
     return [*(sample for sample in quantize_silu_mul(seed, device) if sample.label != "turned"), beside]
+
+
+def quantize_silu_mul_saved(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    return quantize_silu_mul(seed, device)
+
+
+def _kept(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As the forward keeps a tensor."""
+    return reference.quantize(x, (1, 128), torch.float8_e4m3fn, "fp32")
+
+
+def quantize_silu_mul_backward(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+
+    def given(*shape: int, dtype: torch.dtype = BF16, strided: bool = False) -> tuple[Tensor, ...]:
+        kept = [part for _ in range(2) for part in _kept(x(*shape))]
+        return x(*shape[:-2], shape[-1], shape[-2], dtype=dtype).mT if strided else x(*shape, dtype=dtype), *kept
+
+    e5m2 = torch.float8_e5m2
+    return [
+        Sample("plain", given(64, 256), {}),
+        Sample("plain_gradients", given(64, 256), {"dtype": e5m2, "scale": "pow2", "product_dtype": e5m2}),
+        Sample("ragged", given(77, 99), {"product_block": (128, 128)}),
+        Sample("batched", given(2, 3, 33, 70, dtype=FP16), {}),
+        Sample("strided", given(64, 96, strided=True), {"block": (1, 32), "product_block": (32, 1), "scale": "e8m0"}),
+        Sample("whole", given(33, 70, dtype=FP32), {"block": (1, -1), "product_block": (-1, 1)}),
+        Sample("empty", given(0, 40), {}),
+    ]
 
 
 def quantize_silu_mul_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
@@ -379,6 +408,8 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_silu_mul_grouped_dual": quantize_silu_mul_grouped_dual,
     "quantize_silu_mul_grad_grouped_dual": quantize_silu_mul_grad_grouped_dual,
     "quantize_silu_mul": quantize_silu_mul,
+    "quantize_silu_mul_saved": quantize_silu_mul_saved,
+    "quantize_silu_mul_backward": quantize_silu_mul_backward,
     "quantize_silu_mul_dual": quantize_silu_mul_dual,
     "quantize_rms_norm": quantize_rms_norm,
     "quantize_rms_norm_dual": quantize_rms_norm_dual,
