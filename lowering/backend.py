@@ -12,6 +12,7 @@ from torch.fx import GraphModule
 
 from fp8fn.lowering import monitor
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
+from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion
 from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.ops.layout import without_guards
@@ -67,11 +68,11 @@ def fp8fn(
     patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
     if watching is not None:
-        patches = watching.with_pass(patches)
+        patches = with_monitor(patches, watching.state.first, watching.weights)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
-        with without_guards(), monitor.training(watching is not None and not kwargs.get("is_inference", False)):
+        with without_guards(), training(watching is not None and not kwargs.get("is_inference", False)):
             return compile_fx_inner(*args, **kwargs)
 
     compiled = cast(

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, Final, Protocol
 
@@ -24,7 +22,6 @@ from fp8fn.ops.statistics import OPERANDS, Column
 UNDERFLOW: Final = 0.1
 _LOG: Final = logging.getLogger("fp8fn")
 _REMEDY: Final = 'torch.compile(model, backend="fp8fn", options={"monitor": 100})'
-_TRAINING: Final = threading.local()
 _order: Final = itertools.count(1)
 _monitors: Final[weakref.WeakSet[Monitor]] = weakref.WeakSet()
 
@@ -56,21 +53,6 @@ class OperandStatistics:
     snr_db: float
     exact: bool
     step: int
-
-
-@contextmanager
-def training(wanted: bool) -> Iterator[None]:
-    """Whether a graph that is compiled inside is a forward or a backward; an inference graph is not monitored."""
-    before = getattr(_TRAINING, "wanted", False)
-    _TRAINING.wanted = wanted
-    try:
-        yield
-    finally:
-        _TRAINING.wanted = before
-
-
-def is_training() -> bool:
-    return getattr(_TRAINING, "wanted", False)
 
 
 @dataclass
@@ -121,17 +103,6 @@ class Monitor:
         self.shared = False
         """Whether modules with other weights run the same graph, so that their statistics cannot be told apart."""
         _monitors.add(self)
-
-    def with_pass(self, patches: dict[str, Any]) -> dict[str, Any]:
-        """Inductor's options with the pass that adds the calls, after the user's own pass."""
-        from torch._inductor import config
-
-        from fp8fn.lowering.monitor_pass import MonitorPass
-
-        before = patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
-        graphs = patches.get("triton.cudagraphs", config.triton.cudagraphs)
-        added = MonitorPass(self.state.first, self.weights, bool(graphs), before)
-        return {**patches, "post_grad_custom_post_pass": added}
 
     def watching(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
         """The compiled graph, with its calls counted."""

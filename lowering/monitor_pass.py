@@ -9,7 +9,9 @@ the FP8 data alone. The graph is otherwise the one that is compiled without the 
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,7 +22,6 @@ from torch.fx import Graph, Node
 from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, place_of, product_of, tensor_of
 from fp8fn.lowering.inductor import monitor_call
-from fp8fn.lowering.monitor import is_training
 from fp8fn.lowering.saved.cut import QUANTIZERS, WHOLE_VIEWS, is_result_of
 from fp8fn.ops.layout import Block, known_block, scale_shape
 from fp8fn.ops.statistics import OPERANDS
@@ -33,6 +34,19 @@ _NORMS: Final = (_ops.quantize_rms_norm.default, _ops.quantize_rms_norm_dual.def
 _GATED: Final = (_ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default)
 # Its scales are those of groups, not of blocks.
 _BY_GROUPS: Final = _ops.quantize_grouped.default
+
+_TRAINING: Final = threading.local()
+
+
+@contextmanager
+def training(wanted: bool) -> Iterator[None]:
+    """Whether a graph that is compiled inside is a forward or a backward; an inference graph is not monitored."""
+    before = getattr(_TRAINING, "wanted", False)
+    _TRAINING.wanted = wanted
+    try:
+        yield
+    finally:
+        _TRAINING.wanted = before
 
 
 class MonitorPass(CustomGraphPass):
@@ -51,13 +65,22 @@ class MonitorPass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        if is_training() and watch(graph, self.first, self.always):
+        if getattr(_TRAINING, "wanted", False) and watch(graph, self.first, self.always):
             monitor_call.install()
             graph.lint()
 
     def uuid(self) -> Any:
         before = self.before.uuid() if self.before is not None else None
         return ("monitor", self.first, self.weights, self.always, before)
+
+
+def with_monitor(patches: dict[str, Any], first: int, weights: tuple[str, ...]) -> dict[str, Any]:
+    """Inductor's options with this pass after the user's own."""
+    from torch._inductor import config
+
+    before = patches.get("post_grad_custom_post_pass", config.post_grad_custom_post_pass)
+    always = bool(patches.get("triton.cudagraphs", config.triton.cudagraphs))
+    return {**patches, "post_grad_custom_post_pass": MonitorPass(first, weights, always, before)}
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from fp8fn.ops import targets
 from fp8fn.ops.layout import known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.statistics import statistics
@@ -85,7 +86,8 @@ class State:
             return
         from fp8fn.ops.triton.statistics import Row, plan_statistics
 
-        plan_statistics(watched, Row(table[row], *self.scratch[data.device])).run()
+        into = Row(table[row], *self.scratch[data.device])
+        plan_statistics(watched, into, targets.target_of(data.device)).run()
 
 
 def monitor(

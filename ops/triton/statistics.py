@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fp8fn.ops import targets
 from fp8fn.ops.formats import fp8_max
 from fp8fn.ops.layout import WHOLE, as_batch, is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.statistics import TOLERANCE, Column, Watched, least_exponent, mantissa_bits
+from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import magnitude_bits, scale_value, storage
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 
-# Two programs for each of an H200's 132 cores, rounded up to the power of two that `tl.arange` needs.
+# Three to four programs for each of the 132 cores of an H100 or H200; a power of two, as `tl.arange` needs.
 PROGRAMS: Final = 512
 SUMS: Final = 8
 _COLUMNS: Final = {column.name: int(column) for column in Column}
@@ -130,7 +130,7 @@ def statistics(
             tl.store(ended, 0)
 
 
-def plan_statistics(watched: Watched, into: Row) -> TritonLaunch:
+def plan_statistics(watched: Watched, into: Row, target: Target) -> TritonLaunch:
     """The launch that fills a row of an operand with elements."""
     data, scale, block = watched.q
     tensors = [data, storage(scale), *_inputs(watched)]
@@ -165,8 +165,8 @@ def plan_statistics(watched: Watched, into: Row) -> TritonLaunch:
             "LEAST": least_exponent(dtype), "MANTISSA": mantissa_bits(dtype), "SATURATES": watched.saturates,
             "PROGRAMS": PROGRAMS, "SUMS": SUMS, **_COLUMNS,
         },
-        options={"num_warps": 4},
-        target=targets.target_of(data.device),
+        options={"num_warps": 8},
+        target=target,
     )  # fmt: skip
 
 
