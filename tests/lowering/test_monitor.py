@@ -23,7 +23,7 @@ from fp8fn.ops.recipe import PRESETS, Recipe
 
 TOKENS, WIDTH, HIDDEN = 320, 256, 512
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-Statistics = dict[str, dict[str, fp8fn.OperandStatistics]]
+BLOCKWISE_SAVES = [("blockwise", "all"), ("blockwise", "fp8")]
 
 
 class Block(nn.Module):
@@ -121,7 +121,7 @@ def test_statistics_of_a_layer(name: str) -> None:
     recipe, layer = PRESETS[name], nn.Linear(WIDTH, HIDDEN, bias=False)
     generator = torch.Generator().manual_seed(0)
     x, out_grad = (
-        torch.randn(TOKENS, width, generator=generator) * torch.logspace(-14, 6, width, base=2)
+        torch.randn(TOKENS, width, generator=generator) * torch.logspace(-40, 6, width, base=2)
         for width in (WIDTH, HIDDEN)
     )
     x.requires_grad_(True)
@@ -136,8 +136,8 @@ def test_statistics_of_a_layer(name: str) -> None:
         "gradient": expected(out_grad, recipe.gradient_block, recipe, recipe.gradient_dtype),
     }
     for operand, values in wanted.items():
-        assert asdict(found[operand]) == pytest.approx({**values, "exact": True, "step": 0}, rel=1e-9), operand
-    assert found["activation"].flushed > 0.001
+        assert asdict(found[operand]) == pytest.approx({**values, "exact": True, "step": 0}, rel=1e-6), operand
+    assert (found["activation"].flushed > 0.001) == (name != "mxfp8")
     assert (found["activation"].saturated > 0.001) == (name == "mxfp8")
 
 
@@ -152,7 +152,7 @@ def test_known_shares() -> None:
     found = fp8fn.read_monitor(model)["weight"]
     assert found["gradient"].flushed == 0.25
     assert found["gradient"].amax == 1.0
-    assert found["gradient"].snr_db == pytest.approx(10 * torch.log10(torch.tensor(2.0**40)).item(), abs=1e-3)
+    assert found["gradient"].snr_db == pytest.approx(10 * torch.log10(torch.tensor(2.0**40)).item(), abs=0.1)
     assert found["activation"].flushed == found["activation"].saturated == 0.0
 
 
@@ -193,11 +193,8 @@ def test_a_quantizer_of_several_products_is_measured_once() -> None:
 # ---- what the monitor leaves as it is ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dynamic"), [*((name, False) for name in MODELS), ("block", True)])
 def test_bits_and_one_compilation(name: str, dynamic: bool) -> None:
-    if name == "experts" and dynamic:
-        pytest.skip("the ends of the groups are constants of the model")
     plain = MODELS[name]()
     watched = copy.deepcopy(plain)
     got, want = [], []
@@ -220,11 +217,10 @@ def test_bits_and_one_compilation(name: str, dynamic: bool) -> None:
         assert all(of.step == 2 and of.snr_db > 25 for of in operands.values())
 
 
-@pytest.mark.parametrize("recipe", PRESETS)
-@pytest.mark.parametrize("save", ["all", "exact", "fp8"])
+@pytest.mark.parametrize(
+    ("recipe", "save"), [*((name, "exact") for name in PRESETS if name != "blockwise"), *BLOCKWISE_SAVES]
+)
 def test_bits_of_presets(recipe: str, save: str) -> None:
-    if save != "exact" and recipe not in ("blockwise", "tensorwise"):
-        pytest.skip("what is kept does not depend on the recipe")
     plain = Block()
     watched = copy.deepcopy(plain)
     options: dict[str, Any] = {"recipe": recipe, "save": save}
@@ -340,13 +336,12 @@ def test_a_gradient_that_underflows_is_logged_once(caplog: pytest.LogCaptureFixt
         for seed in range(3):
             underflowing(model(torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed)))).backward()
         logged = [message for message in caplog.messages if "underflows" in message]
-        assert len(logged) == 3  # each layer once, without a call of read_monitor
         found = fp8fn.read_monitor(model)
-    assert len([message for message in caplog.messages if "underflows" in message]) == 3
-    (down,) = [message for message in logged if "down.weight" in message]
-    assert "100 % of its elements were flushed to zero in step 0" in down
+    assert len(caplog.messages) == 1  # before the call of read_monitor, and no other after it
+    assert "the gradient of down.weight underflows: 100 % of its elements were flushed to zero in step 0" in logged[0]
     assert found["down.weight"]["gradient"].flushed == pytest.approx(1 - 1 / TOKENS)
     assert found["down.weight"]["gradient"].flushed > monitor.UNDERFLOW
+    assert found["up.weight"]["gradient"].flushed == 0.0  # it is zero before it is quantized
 
 
 def test_a_recipe_with_smaller_blocks_does_not_underflow(caplog: pytest.LogCaptureFixture) -> None:
