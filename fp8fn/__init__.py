@@ -8,6 +8,7 @@ from fp8fn.grouped import expert_mlp, grouped_gemm
 from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.lowering.explain import explain
+from fp8fn.lowering.monitor import OperandStatistics, read_monitor, write_monitor
 from fp8fn.matmul import gemm, linear
 from fp8fn.moe import moe_gemm, sort_tokens
 from fp8fn.ops.recipe import (
@@ -57,6 +58,7 @@ __all__ = [
     "ROWWISE",
     "TENSORWISE",
     "GroupedScaledTensor",
+    "OperandStatistics",
     "Recipe",
     "ScaledTensor",
     "Site",
@@ -80,5 +82,7 @@ __all__ = [
     "quantize_rms_norm_dual",
     "quantize_silu_mul",
     "quantize_silu_mul_dual",
+    "read_monitor",
     "sort_tokens",
+    "write_monitor",
 ]
