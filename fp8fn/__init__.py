@@ -34,6 +34,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import Site
 from fp8fn.transform import fp8
 from fp8fn.version import __version__
+from fp8fn.weights import FP8Weight
 
 if TYPE_CHECKING:
     from fp8fn import plot
@@ -56,6 +57,7 @@ __all__ = [
     "MXFP8",
     "ROWWISE",
     "TENSORWISE",
+    "FP8Weight",
     "GroupedScaledTensor",
     "Recipe",
     "ScaledTensor",
