@@ -22,8 +22,8 @@ aten = torch.ops.aten
 class JoinedParameters(Tensor):
     """Flat parameters one behind the other, as DDP sends them, with no memory of its own: FP8 weights stay FP8.
 
-    DDP joins parameters to a vector, sends the vector, cuts it and copies each piece into a parameter. Here a collective
-    runs on each parameter, and a piece is the parameter itself.
+    DDP joins parameters to a vector, sends the vector, cuts it and copies each piece into a parameter. Here a
+    collective runs on each parameter, and a piece is the parameter itself.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]

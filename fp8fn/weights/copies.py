@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, known_block, moved
-from fp8fn.weights.fp8_weight import FP8Weight, Form, bytes_of, check_dtype, implements, weight_of
+from fp8fn.weights.fp8_weight import Form, FP8Weight, bytes_of, check_dtype, implements, weight_of
 
 aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def to_copy(
     weight: FP8Weight, *, dtype: torch.dtype | None = None, layout: Any = None, device: Any = None,
     pin_memory: bool | None = None, non_blocking: bool = False, memory_format: torch.memory_format | None = None,
 ) -> FP8Weight:  # fmt: skip
-    """Another device copies both parts; another dtype changes the type that the weight stands for, and copies nothing."""
+    """Another device copies both parts; another dtype changes what the weight stands for and copies nothing."""
     form = weight._form
     if dtype is not None and dtype != form.dtype:
         check_dtype("FP8Weight.to", dtype)
@@ -83,13 +83,14 @@ def copy_(weight: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         )
     if source._scale.dtype != weight._scale.dtype:
         raise ValueError(
-            f"copy_ of an FP8Weight with scales of {source._scale.dtype} into one with scales of {weight._scale.dtype}; "
-            "assign a new torch.nn.Parameter, or copy source.dequantize()"
+            f"copy_ of an FP8Weight with scales of {source._scale.dtype} into one with scales of "
+            f"{weight._scale.dtype}; assign a new torch.nn.Parameter, or copy source.dequantize()"
         )
     if source.shape != weight.shape:
         raise ValueError(f"copy_ of an FP8Weight of shape {tuple(source.shape)} into one of {tuple(weight.shape)}")
-    for into, given in ((weight._data, source._data), (weight._scale, source._scale)):
-        bytes_of(into).copy_(bytes_of(given), non_blocking)
+    # AOTAutograd functionalizes writes into its inputs, and not into views of another type.
+    weight._data.copy_(source._data, non_blocking)
+    weight._scale.copy_(source._scale, non_blocking)
     weight._gathered = None
     return weight
 

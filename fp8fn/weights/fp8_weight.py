@@ -8,7 +8,7 @@ an ATen op to its form for FP8 weights; the modules beside this one fill it. Any
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -16,8 +16,8 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
-from fp8fn.ops.layout import WHOLE, blocks_along
+from fp8fn.ops.formats import INPUT_DTYPES, short_name
+from fp8fn.ops.layout import WHOLE
 from fp8fn.scaled_tensor import ScaledTensor
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -197,7 +197,9 @@ class FP8Weight(Tensor):
         return after_gather(self, outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return rebuild_weight, (*_state(self), tuple(self._form), is_parameter(self))
+        if is_parameter(self):
+            return torch.nn.Parameter, (self.detach(), False)
+        return FP8Weight, (self.scaled, self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Weight:
         if id(self) not in memo:
@@ -251,25 +253,6 @@ def _as_parameter(weight: FP8Weight, wanted: bool) -> FP8Weight:
     return weight
 
 
-def _state(weight: FP8Weight) -> tuple[Any, ...]:
-    """Both parts as bytes and their types: pickle's storages and `weights_only` do not have the types of 8 bits."""
-    return bytes_of(weight._data), weight._data.dtype, bytes_of(weight._scale), weight._scale.dtype
-
-
-def rebuild_weight(
-    data: Tensor, data_dtype: torch.dtype, scale: Tensor, scale_dtype: torch.dtype, form: Sequence[Any], parameter: bool
-) -> FP8Weight:
-    """The weight of a pickle, whose parts are checked against each other."""
-    form = Form(*form)
-    expected = [blocks_along(size, block) for size, block in zip(data.shape, form.block, strict=True)]
-    if data_dtype not in FP8_DTYPES or scale_dtype not in SCALE_DTYPES or list(scale.shape) != expected:
-        raise ValueError(
-            f"FP8Weight: {short_name(data_dtype)}{list(data.shape)} in blocks of {form.block} cannot have scales "
-            f"{short_name(scale_dtype)}{list(scale.shape)}; the file is damaged"
-        )
-    return _as_parameter(weight_of(data.view(data_dtype), scale.view(scale_dtype), form), parameter)
-
-
 def _is_first(key: str) -> bool:
     if key in _warned:
         return False
@@ -313,4 +296,4 @@ def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     return func(*args, **kwargs)
 
 
-torch.serialization.add_safe_globals([FP8Weight, rebuild_weight])
+torch.serialization.add_safe_globals([FP8Weight])

@@ -1,6 +1,6 @@
 """Views of an FP8 weight that are views of its data and its scales.
 
-A view that cuts a block of 128 rows gets a scale for each row, a copy, since the kernels know (1, 128) and not (64, 128).
+A view that cuts a block of 128 rows has a scale for each row, a copy: the kernels know (1, 128) and not (64, 128).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.weights.fp8_weight import FP8Weight, Form, bytes_of, implements, weight_of
+from fp8fn.weights.fp8_weight import Form, FP8Weight, bytes_of, implements, weight_of
 
 aten = torch.ops.aten
 
@@ -191,15 +191,13 @@ def view(weight: FP8Weight, size: Sequence[int]) -> FP8Weight:
         return alias(weight) if len(shape) == 1 else NotImplemented
     if shape == list(weight.shape):
         return alias(weight)
+    if len(shape) == 1 and weight.ndim > 1 and weight._data.is_contiguous():
+        return weight_of(weight._data, weight._scale, weight._form._replace(flat=True))
     out = _reshaped(weight, shape)
     if out is None and weight.ndim > 1 and weight._form.block[-2] not in (1, WHOLE):
         # A scale for each row lets rows be merged and split anywhere.
         out = _reshaped(with_finer_blocks(weight, weight.ndim - 2, 1), shape)
-    if out is not None:
-        return out
-    if len(shape) == 1 and weight._data.is_contiguous():
-        return weight_of(weight._data, weight._scale, weight._form._replace(flat=True))
-    return NotImplemented
+    return NotImplemented if out is None else out
 
 
 @implements(aten._reshape_alias.default)

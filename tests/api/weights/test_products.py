@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -86,7 +87,7 @@ def _reference(name: str, function: Product, x: Tensor, w: Tensor) -> Tensor:
     if name != "_grouped_mm":
         return function(x, w)
     ends = [0, *_OFFSETS.tolist()]
-    out = torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(zip(ends[:-1], ends[1:], strict=True))])
+    out = torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(pairwise(ends))])
     return torch.cat([out, out.new_zeros(len(x) - len(out), out.shape[1])])
 
 
@@ -205,7 +206,7 @@ def test_autocast_computes_in_its_type() -> None:
 
 def test_activations_of_another_dtype_are_refused() -> None:
     w = make(96, 160, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="same dtype, but got torch.float32 and an FP8Weight for torch.bfloat16"):
+    with pytest.raises(RuntimeError, match=r"same dtype, but got torch.float32 and an FP8Weight for torch.bfloat16"):
         F.linear(torch.randn(5, 160), w)
 
 
@@ -273,7 +274,7 @@ def test_a_quantizer_that_asks_for_something_else_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
-    with pytest.raises(TypeError, match="takes no FP8Weight; pass weight.scaled"):
+    with pytest.raises(TypeError, match=r"takes no FP8Weight; pass weight.scaled"):
         torch.ops.fp8fn.amax(w, (128, 128))
 
 
