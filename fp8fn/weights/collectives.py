@@ -13,8 +13,9 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fp8fn.ops.layout import WHOLE
 from fp8fn.weights.fp8_weight import FP8Weight, bytes_of, implements, weight_of
-from fp8fn.weights.views import alias
+from fp8fn.weights.views import alias, with_row_scales
 
 aten = torch.ops.aten
 
@@ -103,8 +104,14 @@ def _functional(op: Any) -> Callable[..., Any]:
 
     def run(*args: Any, **kwargs: Any) -> FP8Weight:
         weight = _weights(op, (args, kwargs))[0]
+        if weight._form.block[0] == WHOLE and not weight._form.shares:
+            weight = with_row_scales(weight, 0)  # other ranks have other scales for their rows
+            args, kwargs = pytree.tree_map_only(FP8Weight, lambda _: weight, (args, kwargs))
         parts = []
         for part in (weight._data, weight._scale):
+            if part is weight._scale and weight._form.block[0] == WHOLE:
+                parts.append(part)  # shards of one weight share the scale of a whole axis
+                continue
             out = _replaced(op, args, kwargs, {id(weight): bytes_of(part).contiguous()})
             parts.append(torch.ops._c10d_functional.wait_tensor(out).view(part.dtype))
         return weight_of(parts[0], parts[1], weight._form._replace(shares=False))

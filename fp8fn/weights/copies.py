@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, known_block, moved
 from fp8fn.weights.fp8_weight import Form, FP8Weight, bytes_of, check_dtype, implements, weight_of
+from fp8fn.weights.views import with_row_scales
 
 aten = torch.ops.aten
 
@@ -76,6 +77,8 @@ def copy_(weight: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         )
     if not isinstance(source, FP8Weight):
         source = _quantized(weight, source)
+    if block[0] == 1 and source._form.block[0] == WHOLE and not source._form.flat:
+        source = with_row_scales(source, 0)  # a shard of FSDP2 that was padded
     if source._form.block != block or source._data.dtype != weight._data.dtype or source._form.flat:
         raise ValueError(
             f"copy_ of an FP8Weight of {source._data.dtype} in blocks of {source._form.block} into one of "
@@ -130,7 +133,7 @@ def new_zeros(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, devi
     if dtype not in (None, form.dtype) or form.flat or len(shape) != weight.ndim or shape[1:] != list(weight.shape[1:]):
         return torch.zeros(shape, dtype=dtype or form.dtype, device=target)
     rows = form.block[0]
-    if shape[0] != weight.shape[0] and rows != WHOLE and shape[0] % rows:
+    if shape[0] != weight.shape[0] and (rows == WHOLE or shape[0] % rows):
         form = form._replace(block=(1, *form.block[1:]))
     scales = [1 if b == WHOLE else math.ceil(n / b) for n, b in zip(shape, form.block, strict=True)]
     data = torch.zeros(shape, dtype=torch.uint8, device=target).view(weight._data.dtype)

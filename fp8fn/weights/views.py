@@ -118,14 +118,15 @@ def unbind(weight: FP8Weight, axis: int = 0) -> list[FP8Weight]:
     return [select(weight, axis, index) for index in range(weight.shape[axis])]
 
 
-def with_finer_blocks(weight: FP8Weight, axis: int, size: int) -> FP8Weight:
-    """The weight with a copy of its scales for blocks of `size` along an axis; `size` divides those that there are."""
+def with_row_scales(weight: FP8Weight, axis: int) -> FP8Weight:
+    """The weight with a scale for each index along an axis: a copy of its scales."""
     block = weight._form.block
-    if block[axis] in (1, WHOLE, size):
+    if block[axis] == 1:
         return weight
-    scale = bytes_of(weight._scale).repeat_interleave(block[axis] // size, axis)
-    scale = scale.narrow(axis, 0, -(-weight.shape[axis] // size)).view(weight._scale.dtype)
-    form = weight._form._replace(block=(*block[:axis], size, *block[axis + 1 :]), shares=True)
+    size = weight.shape[axis]
+    repeats = size if block[axis] == WHOLE else block[axis]
+    scale = bytes_of(weight._scale).repeat_interleave(repeats, axis).narrow(axis, 0, size).view(weight._scale.dtype)
+    form = weight._form._replace(block=(*block[:axis], 1, *block[axis + 1 :]), shares=True)
     return weight_of(weight._data, scale, form)
 
 
@@ -143,7 +144,7 @@ def cut(weight: FP8Weight, axis: int = 0, start: int | None = None, end: int | N
         form = weight._form._replace(shares=True)
         return weight_of(weight._data.narrow(axis, first, last - first), weight._scale, form)
     if first % weight._form.block[axis]:
-        weight = with_finer_blocks(weight, axis, 1)
+        weight = with_row_scales(weight, axis)
     block = weight._form.block[axis]
     top, bottom = first // block, -(-last // block)
     form = weight._form._replace(shares=weight._form.shares or (last % block != 0 and last != size))
@@ -165,7 +166,7 @@ def split_with_sizes(weight: FP8Weight, sizes: Sequence[int], axis: int = 0) -> 
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     block = weight._form.block[axis]
     if block != WHOLE and any(start % block for start in starts):  # all parts in the same blocks
-        weight = with_finer_blocks(weight, axis, 1)
+        weight = with_row_scales(weight, axis)
     return [cut(weight, axis, start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
 
@@ -196,7 +197,7 @@ def view(weight: FP8Weight, size: Sequence[int]) -> FP8Weight:
     out = _reshaped(weight, shape)
     if out is None and weight.ndim > 1 and weight._form.block[-2] not in (1, WHOLE):
         # A scale for each row lets rows be merged and split anywhere.
-        out = _reshaped(with_finer_blocks(weight, weight.ndim - 2, 1), shape)
+        out = _reshaped(with_row_scales(weight, weight.ndim - 2), shape)
     return NotImplemented if out is None else out
 
 

@@ -31,7 +31,7 @@ def values(weight: Tensor) -> Tensor:
 def parts(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of data and scales."""
     assert isinstance(weight, FP8Weight)
-    return weight.scaled.data.view(torch.uint8), weight.scaled.scale.contiguous().view(torch.uint8)
+    return weight.scaled.data.view(torch.uint8), weight.scaled.scale.flatten().view(torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -94,7 +94,12 @@ def _torn_blocks() -> None:
 def _other_blocks() -> None:
     _shards(304, (1, 128))
     _shards(304, (-1, -1))
-    _shards(304, (1, -1))
+    layer = nn.Linear(256, 305, bias=False)
+    layer.weight = nn.Parameter(make(305, 256, block=(-1, -1)), requires_grad=False)
+    dense = values(layer.weight)
+    fully_shard(layer)
+    x = torch.randn(3, 256)
+    assert snr(layer(x), x @ dense.T) > 100
 
 
 def _mixed_precision() -> None:
