@@ -34,7 +34,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import Site
 from fp8fn.transform import fp8
 from fp8fn.version import __version__
-from fp8fn.weights import FP8Weight
+from fp8fn.weights import FP8Weight, quantize_weights
 
 if TYPE_CHECKING:
     from fp8fn import plot
@@ -82,5 +82,6 @@ __all__ = [
     "quantize_rms_norm_dual",
     "quantize_silu_mul",
     "quantize_silu_mul_dual",
+    "quantize_weights",
     "sort_tokens",
 ]

@@ -5,5 +5,6 @@ import fp8fn.weights.copies
 import fp8fn.weights.products
 import fp8fn.weights.views  # noqa: F401  the ops that the subclass has
 from fp8fn.weights.fp8_weight import FP8Weight
+from fp8fn.weights.quantize import quantize_weights
 
-__all__ = ["FP8Weight"]
+__all__ = ["FP8Weight", "quantize_weights"]
