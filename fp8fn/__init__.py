@@ -34,7 +34,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import Site
 from fp8fn.transform import fp8
 from fp8fn.version import __version__
-from fp8fn.weights import FP8Weight, quantize_weights
+from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
 
 if TYPE_CHECKING:
     from fp8fn import plot
@@ -72,6 +72,7 @@ __all__ = [
     "grouped_gemm",
     "linear",
     "load_blockwise",
+    "load_weights",
     "moe_gemm",
     "plot",
     "quantize",
@@ -83,5 +84,6 @@ __all__ = [
     "quantize_silu_mul",
     "quantize_silu_mul_dual",
     "quantize_weights",
+    "save_weights",
     "sort_tokens",
 ]

@@ -20,7 +20,9 @@ from support.fp8_weights import make, parts, same, values
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),  # torch.export's own
+    # torch.export's own, the second in torch 2.11
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:The given buffer is not writable:UserWarning"),
 ]
 
 
