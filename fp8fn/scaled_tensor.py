@@ -88,7 +88,9 @@ class ScaledTensor:
 
     def cuda(self, device: torch.device | int | None = None) -> ScaledTensor:
         """Copies the tensor to a GPU, the current one by default."""
-        return self.to("cuda" if device is None else torch.device("cuda", device) if type(device) is int else device)
+        if device is None or isinstance(device, int):
+            device = torch.device("cuda" if device is None else f"cuda:{device}")
+        return self.to(device)
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Computes `data * scale` in float32 and rounds it once; the method of `fp8fn.dequantize`."""

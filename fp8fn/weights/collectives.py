@@ -7,7 +7,7 @@ dequantized copies would lose what it receives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -20,6 +20,22 @@ from fp8fn.weights.views import alias, with_row_scales
 aten = torch.ops.aten
 
 
+def _dispatch(
+    cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+) -> Any:
+    """Runs an op that has `JoinedParameters` among its arguments."""
+    if func in (aten.detach.default, aten.alias.default):
+        return joined(args[0]._parameters)
+    if func in (aten.slice.Tensor, aten.narrow.default):
+        return _piece(func, *args)
+    if func is torch.ops.c10d.broadcast_.default:
+        return _broadcast(args, kwargs or {})
+    raise NotImplementedError(
+        f"{func} has no form for FP8Weights that were joined to a vector, as torch.nn.utils.parameters_to_vector "
+        "and DistributedDataParallel join parameters; leave the FP8Weights out"
+    )
+
+
 class JoinedParameters(Tensor):
     """Flat parameters one behind the other, as DDP sends them, with no memory of its own: FP8 weights stay FP8.
 
@@ -27,22 +43,10 @@ class JoinedParameters(Tensor):
     collective runs on each parameter, and a piece is the parameter itself.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(_dispatch)
 
     _parameters: Sequence[Tensor]
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in (aten.detach.default, aten.alias.default):
-            return joined(args[0]._parameters)
-        if func in (aten.slice.Tensor, aten.narrow.default):
-            return _piece(func, *args)
-        if func is torch.ops.c10d.broadcast_.default:
-            return _broadcast(args, kwargs or {})
-        raise NotImplementedError(
-            f"{func} has no form for FP8Weights that were joined to a vector, as torch.nn.utils.parameters_to_vector "
-            "and DistributedDataParallel join parameters; leave the FP8Weights out"
-        )
 
 
 def joined(tensors: Sequence[Tensor]) -> JoinedParameters:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, known_block, moved
-from fp8fn.weights.fp8_weight import Form, FP8Weight, bytes_of, check_dtype, implements, weight_of
+from fp8fn.weights.fp8_weight import Form, FP8Weight, NoForm, bytes_of, check_dtype, implements, weight_of
 from fp8fn.weights.views import with_row_scales
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ def _quantized(weight: FP8Weight, source: Tensor) -> FP8Weight:
 @implements(aten.empty_like.default)
 def empty_like(weight: FP8Weight, *, dtype: torch.dtype | None = None, device: Any = None, **_: Any) -> FP8Weight:
     if dtype not in (None, weight._form.dtype):
-        return NotImplemented
+        raise NoForm
     target = weight.device if device is None else torch.device(device)
 
     def empty(part: Tensor) -> Tensor:
@@ -179,9 +179,9 @@ def record_stream(weight: FP8Weight, stream: Any) -> None:
 def equal(a: Tensor, b: Tensor) -> bool:
     """Whether two weights have the same data and scales in the same block."""
     if not (isinstance(a, FP8Weight) and isinstance(b, FP8Weight)):
-        return NotImplemented
+        raise NoForm
     if a._form.block != b._form.block or a.shape != b.shape:
-        return NotImplemented
+        raise NoForm
     parts = ((a._data, b._data), (a._scale, b._scale))
     return all(x.dtype == y.dtype and torch.equal(bytes_of(x), bytes_of(y)) for x, y in parts)
 
@@ -205,7 +205,7 @@ def cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
         or block == WHOLE
         or any(w.shape[axis] % block for w in weights[:-1])
     ):
-        return NotImplemented
+        raise NoForm
 
     def join(parts: list[Tensor]) -> Tensor:
         return torch.cat([bytes_of(part) for part in parts], axis).view(parts[0].dtype)

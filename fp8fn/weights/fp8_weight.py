@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 import torch
@@ -42,6 +41,41 @@ class Form(NamedTuple):
     shares: bool = False
 
 
+class NoForm(Exception):
+    """An op has no form for a weight, or for its view, and has to dequantize it."""
+
+
+def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Runs an op that has an `FP8Weight` among its arguments."""
+    kwargs = kwargs or {}
+    if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+        # PyTorch gives a view of a normal tensor the version counter of its base, and an inference tensor has none.
+        with torch.inference_mode(False):
+            return _run(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operation = OPERATIONS.get(func)
+    if operation is None:
+        return _without_form(func, args, kwargs)
+    try:
+        return operation(*args, **kwargs)
+    except NoForm:
+        pass  # outside of the handler, so that an error of the op does not name this one
+    return dequantized(func, args, kwargs)
+
+
+def _text(weight: FP8Weight, *, tensor_contents: Any = None) -> str:
+    """The `repr`: no values, which may be large or on another device."""
+    block = f"({', '.join(map(str, weight._form.block))})"
+    where = f", device={str(weight.device)!r}" if weight.device.type != "cpu" else ""
+    text = (
+        f"FP8Weight({short_name(weight._data.dtype)}{list(weight.shape)}, block={block}, dtype={weight.dtype}{where})"
+    )
+    return f"Parameter containing:\n{text}" if is_parameter(weight) else text
+
+
 class FP8Weight(Tensor):
     """A frozen FP8 weight with its scales, which `nn.Parameter` takes and which any module computes with.
 
@@ -71,7 +105,9 @@ class FP8Weight(Tensor):
 
     # Pickles and checkpoints name the class by its public name.
     __module__ = "fp8fn"
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(_dispatch)
+    __repr__: Any = _text
 
     _data: Tensor
     _scale: Tensor
@@ -123,21 +159,8 @@ class FP8Weight(Tensor):
         parts = [(part.shape, part.stride(), part.dtype, part.device) for part in (self._data, self._scale)]
         return f"FP8Weight {self._form} {parts}"
 
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        operation = OPERATIONS.get(func)
-        if operation is None:
-            return _without_form(func, args, kwargs)
-        # In inference mode PyTorch gives a view of a normal tensor the version counter of its base, and an inference
-        # tensor has none.
-        normal = func.is_view and torch.is_inference_mode_enabled() and not args[0].is_inference()
-        with torch.inference_mode(False) if normal else nullcontext():
-            out = operation(*args, **kwargs)
-        return dequantized(func, args, kwargs) if out is NotImplemented else out
-
     # PyTorch declares both as attributes.
-    @property  # type: ignore[override]
+    @property
     def requires_grad(self) -> bool:
         """Always False: an FP8 weight is frozen."""
         return False
@@ -152,9 +175,9 @@ class FP8Weight(Tensor):
             warnings.warn("an FP8Weight stays frozen: requires_grad=True has no effect on it", stacklevel=2)
         return self
 
-    @property  # type: ignore[override]
-    def data(self) -> FP8Weight:
-        return self.detach()  # type: ignore[return-value]
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -178,7 +201,7 @@ class FP8Weight(Tensor):
         return self
 
     def is_shared(self) -> bool:
-        return self._data.is_shared()
+        return bool(self._data.is_shared())
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
@@ -205,14 +228,10 @@ class FP8Weight(Tensor):
         if id(self) not in memo:
             parts = [part.detach().clone() for part in (bytes_of(self._data), bytes_of(self._scale))]
             parts = [part.view(old.dtype) for part, old in zip(parts, (self._data, self._scale), strict=True)]
-            memo[id(self)] = _as_parameter(weight_of(parts[0], parts[1], self._form), is_parameter(self))
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __repr__(self, **_: Any) -> str:
-        block = f"({', '.join(map(str, self._form.block))})"
-        where = f", device={str(self.device)!r}" if self.device.type != "cpu" else ""
-        text = f"FP8Weight({short_name(self._data.dtype)}{list(self.shape)}, block={block}, dtype={self.dtype}{where})"
-        return f"Parameter containing:\n{text}" if is_parameter(self) else text
+            copy = weight_of(parts[0], parts[1], self._form)
+            memo[id(self)] = torch.nn.Parameter(copy, requires_grad=False) if is_parameter(self) else copy
+        made: FP8Weight = memo[id(self)]
+        return made
 
 
 def weight_of(data: Tensor, scale: Tensor, form: Form) -> FP8Weight:
@@ -224,7 +243,7 @@ def weight_of(data: Tensor, scale: Tensor, form: Form) -> FP8Weight:
 
 
 def implements(*ops: Any) -> Callable[[F], F]:
-    """Decorates the form of ATen ops for FP8 weights. It returns `NotImplemented` where the op has to dequantize."""
+    """Decorates the form of ATen ops for FP8 weights. It raises `NoForm` where the op has to dequantize."""
 
     def register(operation: F) -> F:
         OPERATIONS.update(dict.fromkeys(ops, operation))
@@ -245,12 +264,6 @@ def bytes_of(part: Tensor) -> Tensor:
 
 def is_parameter(weight: FP8Weight) -> bool:
     return getattr(weight, "_is_param", False)
-
-
-def _as_parameter(weight: FP8Weight, wanted: bool) -> FP8Weight:
-    if wanted:
-        weight._is_param = True  # type: ignore[attr-defined]  # as nn.Parameter marks a subclass
-    return weight
 
 
 def _is_first(key: str) -> bool:

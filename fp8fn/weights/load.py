@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +101,8 @@ def load_weights(
             loaded.append((slot, _converted(slot, tensors[given[id(slot.tensor)][0]], device, dtype)))
     for slot, value in loaded:
         for place in slot.places:
-            (place.module._parameters if slot.is_parameter else place.module._buffers)[place.name] = value
+            held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
+            held[place.name] = value
     for place, buffer in rebuilt:
         if place.name in place.module._buffers:
             place.module._buffers[place.name] = buffer
@@ -218,7 +219,8 @@ def _rebuilt_buffers(model: nn.Module, device: torch.device | str | None) -> lis
         others = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
         try:
             with torch.device("cpu"):
-                fresh = type(module)(module.config)  # type: ignore[call-arg]
+                make: Callable[..., nn.Module] = type(module)
+                fresh = make(module.config)
             values = [(name, getattr(fresh, name)) for name in (*names, *others)]
         except Exception as error:
             raise NotImplementedError(

@@ -13,7 +13,7 @@ from fp8fn.ops.formats import SCALE_DTYPES
 from fp8fn.ops.layout import Block, is_square, known_block, moved, swap, turned
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
 from fp8fn.ops.values import can_be_read
-from fp8fn.weights.fp8_weight import FP8Weight, implements
+from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements
 from fp8fn.weights.views import select, t, transpose
 
 aten = torch.ops.aten
@@ -31,13 +31,13 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.d
     """`a @ b + bias` of a tensor and a weight, in either order; `bias` only where `b` is the weight."""
     if isinstance(b, FP8Weight):
         if isinstance(a, FP8Weight):
-            return NotImplemented
+            raise NoForm
         weight, data, scale, block = b, b._data, b._scale, b._form.block
     elif isinstance(a, FP8Weight):
-        out = product(b.transpose(-1, -2), _transposed(a), None, out_dtype)
-        return out if out is NotImplemented else out.transpose(-1, -2)
+        out = product(b.transpose(-1, -2), transpose(a, -1, -2), None, out_dtype)
+        return out.transpose(-1, -2)
     else:
-        return NotImplemented
+        raise NoForm
     if a.dtype != weight._form.dtype:
         raise RuntimeError(
             f"expected the activations and the weight to have the same dtype, but got {a.dtype} and an FP8Weight for "
@@ -45,44 +45,37 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.d
         )
     pair = known_block(block[-2:])
     if pair is None or (len(block) == 3 and block[0] != 1 and weight.shape[0] != 1):
-        return NotImplemented
+        raise NoForm
     op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
     return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(
         a, data, scale, pair, bias, out_dtype
     )
 
 
-def _transposed(weight: FP8Weight) -> FP8Weight:
-    return transpose(weight, -1, -2)
-
-
 @implements(aten.linear.default)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole layer, which arrives in inference mode only."""
     if not isinstance(weight, FP8Weight) or isinstance(bias, FP8Weight) or weight.ndim != 2 or weight._form.flat:
-        return NotImplemented
+        raise NoForm
     if x.ndim == 2:
         return product(x, t(weight), bias)
     out = product(x.reshape(-1, x.shape[-1]), t(weight), bias)
-    return out if out is NotImplemented else out.reshape(*x.shape[:-1], out.shape[-1])
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 @implements(aten.mv.default)
 def mv(matrix: Tensor, vector: Tensor) -> Tensor:
-    out = product(matrix, vector[:, None])
-    return out if out is NotImplemented else out.squeeze(-1)
+    return product(matrix, vector[:, None]).squeeze(-1)
 
 
 @implements(aten.addmm.default, aten.baddbmm.default)
 def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """`beta * bias + alpha * (a @ b)`, rounded once."""
     if isinstance(bias, FP8Weight):
-        return NotImplemented
+        raise NoForm
     if alpha == beta == 1 and bias.ndim == 1 and isinstance(b, FP8Weight) and bias.shape[0] == b.shape[-1]:
         return product(a, b, bias)
     sums = product(a, b, None, torch.float32)
-    if sums is NotImplemented:
-        return sums
     sums = sums if alpha == 1 else sums * alpha
     # `beta=0` ignores what the bias holds, NaN included.
     return (sums if beta == 0 else sums + bias.float() * beta).to(bias.dtype)
@@ -98,9 +91,9 @@ def grouped_mm(
     rows if they are few, and the experts are dequantized if there are many.
     """
     if isinstance(x, FP8Weight) or not isinstance(weight, FP8Weight) or weight.ndim != 3:
-        return NotImplemented
+        raise NoForm
     if bias is not None or offs is None or x.ndim != 2:
-        return NotImplemented
+        raise NoForm
     shape, dtype = (x.shape[0], weight.shape[-1]), out_dtype or x.dtype
     experts = [select(weight, 0, expert) for expert in range(weight.shape[0])]
     if offs.device.type == "cpu" and can_be_read(offs):
@@ -108,10 +101,7 @@ def grouped_mm(
         out = x.new_zeros(shape, dtype=dtype)
         for expert, start, end in zip(experts, ends[:-1], ends[1:], strict=True):
             if end > start:
-                part = product(x[start:end], expert, None, out_dtype)
-                if part is NotImplemented:
-                    return part
-                out[start:end] = part
+                out[start:end] = product(x[start:end], expert, None, out_dtype)
         return out
     if x.shape[0] > _FEW_ROWS:
         dense: Tensor = aten._grouped_mm.default(x, weight.dequantize(), offs, bias, out_dtype)
@@ -121,8 +111,6 @@ def grouped_mm(
     out = x.new_zeros(shape, dtype=dtype)
     for number, expert in enumerate(experts):
         part = product(x, expert, None, out_dtype)
-        if part is NotImplemented:
-            return part
         out = torch.where(((row >= starts[number]) & (row < offs[number]))[:, None], part, out)
     return out
 
@@ -132,7 +120,7 @@ def quantize(
     x: FP8Weight, block: Block, dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The weight's own data and scales."""
-    _check_request("quantize", x, tuple(block), dtype, scale, amax)
+    _check_request("quantize", x, (block[0], block[1]), dtype, scale, amax)
     return moved(x._data, x.device), moved(x._scale, x.device)
 
 
@@ -142,7 +130,7 @@ def quantize_dual(
     amax: Tensor | None = None, dual_block: Block | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The weight's own data and scales by rows and by columns, of a square block; another has one form only."""
-    _check_request("quantize_dual", x, tuple(block), dtype, scale, amax)
+    _check_request("quantize_dual", x, (block[0], block[1]), dtype, scale, amax)
     other = swap(block) if dual_block is None else tuple(dual_block)
     if not is_square(block) or other != tuple(block):
         raise ValueError(

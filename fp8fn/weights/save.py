@@ -142,7 +142,7 @@ def _sharded(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 def _config(folder: Path, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
     """The content of config.json: what is there or what the model has, and the quantization."""
     path = folder / "config.json"
-    own = getattr(model, "config", None)
+    own: Any = getattr(model, "config", None)
     content = (
         read_json(path) if path.exists() else json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
     )

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.weights.fp8_weight import Form, FP8Weight, bytes_of, implements, weight_of
+from fp8fn.weights.fp8_weight import Form, FP8Weight, NoForm, bytes_of, implements, weight_of
 
 aten = torch.ops.aten
 
@@ -34,11 +35,16 @@ implements(aten.alias.default)(alias)
 @implements(aten.t.default)
 def t(weight: FP8Weight) -> FP8Weight:
     form = weight._form
-    if len(form.block) != 2 or form.flat:
-        return alias(weight) if weight.ndim < 2 else NotImplemented
-    # `linear` transposes at each call: this is the short way.
-    block = (form.block[1], form.block[0])
-    return weight_of(weight._data.t(), weight._scale.t(), Form(block, form.dtype, False, form.shares))
+    if weight.ndim < 2:
+        return alias(weight)
+    # `linear` transposes at each call: a kept form saves a microsecond.
+    return weight_of(weight._data.t(), weight._scale.t(), _transposed(form))
+
+
+@cache
+def _transposed(form: Form) -> Form:
+    """The form of the transposed matrix."""
+    return form._replace(block=form.block[::-1])
 
 
 @implements(aten.transpose.int)
@@ -62,7 +68,7 @@ def permute(weight: FP8Weight, dims: Sequence[int]) -> FP8Weight:
 @implements(aten.unsqueeze.default)
 def unsqueeze(weight: FP8Weight, axis: int) -> FP8Weight:
     if weight._form.flat:
-        return NotImplemented
+        raise NoForm
     axis %= weight.ndim + 1
     block = weight._form.block
     form = weight._form._replace(block=(*block[:axis], 1, *block[axis:]))
@@ -82,7 +88,7 @@ def squeeze(weight: FP8Weight, dims: int | Sequence[int] | None = None) -> FP8We
 @implements(aten.expand.default)
 def expand(weight: FP8Weight, size: Sequence[int], *, implicit: bool = False) -> FP8Weight:
     if weight._form.flat:
-        return NotImplemented
+        raise NoForm
     new = len(size) - weight.ndim
     grown = [n == 1 and s not in (1, -1) for n, s in zip((1,) * new + tuple(weight.shape), size, strict=True)]
     block = [1 if g else b for g, b in zip(grown, (1,) * new + weight._form.block, strict=True)]
@@ -98,7 +104,7 @@ def expand(weight: FP8Weight, size: Sequence[int], *, implicit: bool = False) ->
 def select(weight: FP8Weight, axis: int, index: int) -> FP8Weight:
     """One expert, row or column. A row of a block has scales that belong to other rows, too."""
     if weight._form.flat or weight.ndim == 1:
-        return NotImplemented
+        raise NoForm
     axis, form = axis % weight.ndim, weight._form
     block, size = form.block[axis], weight.shape[axis]
     if not -size <= index < size:
@@ -114,7 +120,7 @@ def select(weight: FP8Weight, axis: int, index: int) -> FP8Weight:
 @implements(aten.unbind.int)
 def unbind(weight: FP8Weight, axis: int = 0) -> list[FP8Weight]:
     if weight._form.flat or weight.ndim == 1:
-        return NotImplemented
+        raise NoForm
     return [select(weight, axis, index) for index in range(weight.shape[axis])]
 
 
@@ -138,7 +144,7 @@ def cut(weight: FP8Weight, axis: int = 0, start: int | None = None, end: int | N
     if step == 1 and (first, last) == (0, size):
         return alias(weight)
     if weight._form.flat or step != 1:
-        return NotImplemented
+        raise NoForm
     last = max(first, last)
     if weight._form.block[axis] == WHOLE:
         form = weight._form._replace(shares=True)
@@ -161,7 +167,7 @@ def split(weight: FP8Weight, size: int, axis: int = 0) -> list[FP8Weight]:
 @implements(aten.split_with_sizes.default)
 def split_with_sizes(weight: FP8Weight, sizes: Sequence[int], axis: int = 0) -> list[FP8Weight]:
     if weight._form.flat:
-        return NotImplemented
+        raise NoForm
     axis %= weight.ndim
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     block = weight._form.block[axis]
@@ -189,7 +195,9 @@ def view(weight: FP8Weight, size: Sequence[int]) -> FP8Weight:
     if weight._form.flat:
         if shape == list(weight._data.shape):
             return weight_of(weight._data, weight._scale, weight._form._replace(flat=False))
-        return alias(weight) if len(shape) == 1 else NotImplemented
+        if len(shape) != 1:
+            raise NoForm
+        return alias(weight)
     if shape == list(weight.shape):
         return alias(weight)
     if len(shape) == 1 and weight.ndim > 1 and weight._data.is_contiguous():
@@ -198,7 +206,9 @@ def view(weight: FP8Weight, size: Sequence[int]) -> FP8Weight:
     if out is None and weight.ndim > 1 and weight._form.block[-2] not in (1, WHOLE):
         # A scale for each row lets rows be merged and split anywhere.
         out = _reshaped(with_row_scales(weight, weight.ndim - 2), shape)
-    return NotImplemented if out is None else out
+    if out is None:
+        raise NoForm
+    return out
 
 
 @implements(aten._reshape_alias.default)
@@ -257,15 +267,17 @@ def index(weight: FP8Weight, indices: Sequence[Tensor | None]) -> FP8Weight:
     """The rows or experts that an integer tensor names: a copy."""
     rows = indices[0]
     if weight._form.flat or rows is None or any(other is not None for other in indices[1:]):
-        return NotImplemented
+        raise NoForm
     if rows.dtype in (torch.bool, torch.uint8):
-        return NotImplemented
+        raise NoForm
     return taken(weight, rows)
 
 
 @implements(aten.index_select.default)
 def index_select(weight: FP8Weight, axis: int, rows: Tensor) -> FP8Weight:
-    return NotImplemented if weight._form.flat or axis % weight.ndim or rows.ndim != 1 else taken(weight, rows)
+    if weight._form.flat or axis % weight.ndim or rows.ndim != 1:
+        raise NoForm
+    return taken(weight, rows)
 
 
 def taken(weight: FP8Weight, rows: Tensor) -> FP8Weight:
@@ -284,5 +296,5 @@ def embedding(
 ) -> Tensor:
     """The dequantized rows of a table; no other row is dequantized."""
     if not isinstance(weight, FP8Weight) or weight._form.flat or weight.ndim != 2:
-        return NotImplemented
+        raise NoForm
     return taken(weight, rows).dequantize()

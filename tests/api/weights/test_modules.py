@@ -304,6 +304,37 @@ def test_other_ops_dequantize_with_one_warning_each() -> None:
     assert str(said[0].message) == ("aten.mul.Tensor has no FP8 form: the weight (64, 128) is dequantized at each call")
 
 
+FALLBACKS: dict[str, Callable[[Tensor], Tensor]] = {
+    "every second row": lambda w: w[::2],
+    "a mask": lambda w: w[torch.arange(64) % 3 == 0],
+    "rows and columns": lambda w: w[torch.tensor([1, 2]), torch.tensor([3, 4])],
+    "columns by a tensor": lambda w: w.index_select(1, torch.tensor([3, 1])),
+    "blocks torn by a reshape": lambda w: w.view(64, 2, 64).view(128, 64),
+    "elements of a vector": lambda w: w.view(-1)[3:9],
+    "cat with a tensor": lambda w: torch.cat([w, torch.ones(1, 128)]),
+    "another dtype": lambda w: torch.zeros_like(w, dtype=torch.float64) + w,
+    "unbind of a row": lambda w: torch.stack(w[3].unbind()),
+    "einsum that sums all": lambda w: torch.einsum("nk,nk->", w, torch.ones(64, 128)),
+    "equal to a tensor": lambda w: torch.tensor(torch.equal(w, torch.ones(64, 128))),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_values_of_views_and_copies_without_an_fp8_form(name: str, inference: bool) -> None:
+    w = make(64, 128)
+    dense = values(w)
+    with torch.inference_mode(inference), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = FALLBACKS[name](w)
+    expected = FALLBACKS[name](dense)
+    found = found.dequantize() if isinstance(found, FP8Weight) else found
+    if name == "einsum that sums all":
+        torch.testing.assert_close(found, expected)
+    else:
+        assert torch.equal(found, expected.to(found.dtype))
+
+
 def test_a_view_that_has_no_fp8_form_says_that_writes_are_lost() -> None:
     w = make(64, 64)
     with pytest.warns(UserWarning, match="writing into its result does not change the weight"):
