@@ -17,6 +17,7 @@ from fp8fn.lowering.costs import chip_for, estimated, why_slower
 from fp8fn.lowering.find import Gemm, find_gemms, parameter_of
 from fp8fn.lowering.find_grouped import why_not_recipe
 from fp8fn.lowering.graph.einsum import reduce_einsums
+from fp8fn.lowering.graph.emit import number
 from fp8fn.lowering.heads import Heads
 from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.ops.formats import INPUT_DTYPES
@@ -74,14 +75,17 @@ def _is_16_bit(node: Node) -> bool:
     return isinstance(out, Tensor) and out.dtype in INPUT_DTYPES and out.dtype.itemsize == 2
 
 
-def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:
-    """Substitutes the eligible products of the graph in place, and returns the decision about each."""
+def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None, *, numbered: bool = False) -> list[Decision]:
+    """Substitutes the eligible products of the graph in place, and returns the decision about each.
+
+    With `numbered`, the substitutes are numbered in the order of the decisions.
+    """
     decisions = decide(gm, where, recipe)
     substitutes: dict[Node, Node] = {}
     for decision in decisions:
         gemm = decision.gemm
         if decision.reason is None:
-            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes)
+            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes, numbered)
         _log.info(
             "%s %s %s (M,N,K)=(%s,%s,%s): %s",
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
@@ -113,7 +117,7 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     )  # fmt: skip
 
 
-def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node]) -> Node:
+def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node], numbered: bool) -> Node:
     """Replaces a product, whose operands may themselves be replaced, by `fp8fn::gemm` or `fp8fn::grouped_gemm`."""
     node = gemm.node
     a, b = (substitutes.get(operand, operand) for operand in (gemm.a, gemm.b))
@@ -134,9 +138,12 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
             # PyTorch's product of groups ignores autocast, and so does its substitute.
             args = (a, b, gemm.groups.offsets, None, recipe.key, node.meta["example_value"].dtype)
             out = graph.call_function(torch.ops.fp8fn.grouped_gemm.default, args)
+        product = out
         if gemm.flipped:
             out = transpose(out)
     out.meta.update(node.meta)
+    if numbered:
+        number(product, len(substitutes))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
     return out

@@ -48,7 +48,10 @@ def _keys_with_work() -> int:
     work = int(torch._C._dispatch_keyset_full_after(key.AutogradOther).raw_repr())
     for passed in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView):
         work &= ~int(key_set(passed).raw_repr())
-    return work
+    # Above autograd, and no `torch.func` transform: the tensors of `torch.autograd.grad(..., is_grads_batched=True)`.
+    batched = torch._C._parse_dispatch_key("Batched")
+    assert batched is not None
+    return work | int(key_set(batched).raw_repr())
 
 
 _WITH_WORK: Final = _keys_with_work()

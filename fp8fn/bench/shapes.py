@@ -74,6 +74,8 @@ BATCHED: Final = (
 
 # (M, N) of activations and gradients that are quantized.
 QUANT: Final = ((8192, 4096), (16384, 8192), (16384, 28672))
+# Tokens, and the width of an MLP: of Llama 1B and 8B.
+SILU_MUL: Final = ((16384, 8192), (16384, 14336))
 
 
 def shape(id: int) -> Shape:

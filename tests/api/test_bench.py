@@ -24,7 +24,7 @@ from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
 from fp8fn.bench.layer import Layer, normal
 from fp8fn.bench.measure import Case, Row, measure
-from fp8fn.bench.shapes import ANCHORS, LLM84, QUANT, SMALL, TRAINING, Shape, shape
+from fp8fn.bench.shapes import ANCHORS, LLM84, QUANT, SILU_MUL, SMALL, TRAINING, Shape, shape
 from fp8fn.cli.environment import device_name
 from fp8fn.timing import Call, CpuClock, GpuClock, Schedule, Timing, flush_bytes, interleaved, lead_us
 
@@ -410,11 +410,14 @@ RUNS = [
     (("linear", "--shape", "128,256,128"), 6, "linear", {"out", "dA", "dB"}),
     (("linear", "--suite", "llm84", "--shape", "128,128,256"), 6, "llm84", {"out"}),
     (("quant", "--shape", "128,256"), 14, "quant", {"(1, 128)"}),
+    (("quant", "--suite", "silu_mul", "--shape", "128,256"), 5, "quant", {"product", "gate", "up"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("argv", "count", "table", "outputs"), RUNS, ids=["forward", "small", "wgrad", "linear", "llm84", "quant"]
+    ("argv", "count", "table", "outputs"),
+    RUNS,
+    ids=["forward", "small", "wgrad", "linear", "llm84", "quant", "silu_mul"],
 )
 def test_a_run_on_the_cpu(
     argv: tuple[str, ...], count: int, table: str, outputs: set[str], monkeypatch: pytest.MonkeyPatch,
@@ -527,7 +530,7 @@ def test_suites(module: str) -> None:
         "dense": {"anchors": ANCHORS, "small": SMALL},
         "wgrad": {"wgrad": TRAINING, "anchors": ANCHORS},
         "linear": {"linear": TRAINING, "llm84": llm84.SHAPES},
-        "quant": {"quant": QUANT},
+        "quant": {"quant": QUANT, "silu_mul": SILU_MUL},
     }
     assert {name: suite.shapes for name, suite in suites.items()} == expected[module]
     assert [name for name, suite in suites.items() if suite.graphs] == (["small"] if module == "dense" else [])
