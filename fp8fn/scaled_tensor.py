@@ -94,21 +94,21 @@ class ScaledTensor:
 
     def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         """Computes `data * scale` in float32 and rounds it once; the method of `fp8fn.dequantize`."""
-        from fp8fn.quantization import dequantize
+        import fp8fn
 
-        return dequantize(self, dtype)
+        return fp8fn.dequantize(self, dtype)
 
     def __matmul__(self, other: Tensor | ScaledTensor) -> Tensor:
         """`fp8fn.gemm(self, other)`."""
-        from fp8fn.matmul import gemm
+        import fp8fn
 
-        return gemm(self, other) if isinstance(other, (Tensor, ScaledTensor)) else NotImplemented
+        return fp8fn.gemm(self, other) if isinstance(other, (Tensor, ScaledTensor)) else NotImplemented
 
     def __rmatmul__(self, other: Tensor) -> Tensor:
         """`fp8fn.gemm(other, self)`, which `tensor @ self` calls."""
-        from fp8fn.matmul import gemm
+        import fp8fn
 
-        return gemm(other, self) if isinstance(other, Tensor) else NotImplemented
+        return fp8fn.gemm(other, self) if isinstance(other, Tensor) else NotImplemented
 
     def __getitem__(self, index: Any) -> ScaledTensor:
         """Indexes leading dimensions, as `experts[3]`; the two dimensions of the matrix stay whole."""
