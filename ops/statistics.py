@@ -38,7 +38,7 @@ class Column(IntEnum):
 OPERANDS: Final = ("activation", "weight", "gradient")
 # A row takes 128 bytes, so that each has the alignment of the first.
 WIDTH: Final = 16
-# How many inputs each source of `x` has; "codes" has none, because `x` is not in memory.
+# The number of inputs of each source of `x`; "codes" has none, because `x` is not in memory.
 SOURCES: Final = {"codes": 0, "x": 1, "silu_mul": 2, "rms_norm": 3}
 
 

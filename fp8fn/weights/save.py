@@ -106,7 +106,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _parts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What a file holds for a tensor: contiguous, on the CPU, with memory of its own."""
+    """The tensor as a file holds it: contiguous, on the CPU, with memory of its own."""
     if not isinstance(value, FP8Weight):
         yield name, value.cpu().clone(memory_format=torch.contiguous_format)
         return

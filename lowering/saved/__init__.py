@@ -21,7 +21,7 @@ _LOG: Final = logging.getLogger("fp8fn")
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which values to keep.
+    """The values to keep.
 
     Args:
         save: "exact" or "fp8", as `fp8fn.Recipe` describes them.
