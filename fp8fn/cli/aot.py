@@ -32,6 +32,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.hip import build, variants
+from fp8fn.ops.layout import is_column_major, is_square
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import SCALED_MM
@@ -199,7 +200,7 @@ def _products(
 
 
 def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:
-    """The quantizers of x, w and g for training, and of x and w for inference."""
+    """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
     x, w, g = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
     for tensor, block, dual_block, fp8 in (
         (x, recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
@@ -212,7 +213,10 @@ def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, targ
         )  # fmt: skip
         if quantize.accepts(both) is not None:
             continue
-        for q in (both,) if tensor is g else (both, replace(both, dual=False)):
+        _, beside = both.blocks
+        crosswise = not is_column_major(tensor) if is_square(beside) else None
+        alone = replace(both, dual=False, dual_block=None)
+        for q in (both,) if tensor is g else (both, alone, replace(alone, block=beside, column_major=crosswise)):
             yield from quantize.plan(q, quantize.configure(q))
 
 

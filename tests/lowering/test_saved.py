@@ -262,6 +262,21 @@ def test_inductor_gives_the_same_bits(kind: str, fresh_dynamo: None, monkeypatch
     assert results["fp8"].nbytes < results["exact"].nbytes < results["all"].nbytes
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["blockwise", "blockwise_square", "tensorwise", "rowwise"])
+def test_inductor_gives_the_same_bits_on_a_gpu(recipe: str, hopper: Any, fresh_dynamo: None) -> None:
+    x = torch.randn(4096, WIDTH, device="cuda", dtype=torch.bfloat16)
+    model = made(Gated).cuda()
+    results = {}
+    for save in ("all", "exact", "fp8"):
+        torch._dynamo.reset()
+        call = torch.compile(model, backend="fp8fn", options={"recipe": recipe, "where": "*", "save": save})
+        results[save] = kept(model, lambda call=call: call(x).float().square().mean())
+    assert results["exact"].equals(results["all"])
+    assert results["fp8"].worst_snr(results["all"]) > 20
+    assert results["fp8"].nbytes < results["exact"].nbytes < results["all"].nbytes
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("transformers")
 
 from fp8fn.bench.train.models import SIZES
+from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.saved import SavePlan
 from fp8fn.ops.recipe import PRESETS
 from support.fake_hopper import Saved, calls, compiled_llama, per_token_and_layer, saved_by
@@ -82,6 +83,16 @@ def test_no_launch_writes_an_orientation_that_nothing_reads() -> None:
         # gradients: of q, k, v, o, gate, up, down
         assert calls(backward, "fp8fn.quantize_dual.default") == 7 * LAYERS
         assert calls(backward, "fp8fn.quantize_rms_norm.default") == (0 if norms else 2 * LAYERS)
+
+
+def test_a_matrix_that_is_quantized_on_both_sides_is_searched_once() -> None:
+    """The largest magnitudes of weights and of attention's output are saved, 4 bytes each."""
+    (forward,), (backward,) = llama("tensorwise").forward, llama("tensorwise").backward
+    assert calls(forward, "fp8fn.amax.default") == 8 * LAYERS
+    assert calls(backward, "fp8fn.amax.default") == 0
+    quantizers = backward.graph.find_nodes(op="call_function", target=torch.ops.fp8fn.quantize.default)
+    given = [arguments_of(node)["amax"] is not None for node in quantizers]
+    assert (given.count(True), given.count(False)) == (8 * LAYERS, LAYERS)  # Inductor searches silu(gate) * up
 
 
 def test_a_backward_from_fp8_writes_gate_and_up_nowhere() -> None:

@@ -203,9 +203,10 @@ def _sides(q: Quantization) -> tuple[Side | None, Side | None]:
     The first has row-major data, the second column-major data. One output in square blocks lies as `x` does, unless
     `column_major` is the other layout.
     """
-    first, second = (*map(Side, q.outs, OUTPUTS), None)[:2]
     if q.column_major not in (None, is_column_major(q.x)):
-        return None, first.mT if _is_turned(q) else first
+        out = Side(q.out, OUTPUTS[0])
+        return None, out.mT if _is_turned(q) else out
+    first, second = (*map(Side, q.outs, OUTPUTS), None)[:2]
     row, column = (second, first) if contracts_rows(q.block) else (first, second)
     if not _is_turned(q):
         return row, column
