@@ -246,7 +246,7 @@ class Formula:
         if len(factors) != 2 or len(rest) != 1 or rest[0].target is not aten.sub.Tensor or rest[0].kwargs:
             return False
         one, sigmoid = rest[0].args
-        return one == 1 and self._is_sigmoid(_source(sigmoid))
+        return isinstance(one, int | float) and one == 1 and self._is_sigmoid(_source(sigmoid))
 
 
 def _merge_backward(
@@ -283,10 +283,11 @@ def _backward_fault(product: Product, operands: tuple[Operand, Operand], parts: 
         if others:
             return f"{others[0]} reads a gradient too, so that it has to be written"
     grad = _sized(tensor_of(parts.grad), tensor_of(product.gate).shape)
-    kept = [_sized(tensor_of(node)) for operand in operands for node in (operand.found.data, operand.found.scale)]
-    if grad is None or None in kept:
+    gate, gate_scale, up, up_scale = (
+        _sized(tensor_of(node)) for operand in operands for node in (operand.found.data, operand.found.scale)
+    )
+    if grad is None or gate is None or gate_scale is None or up is None or up_scale is None:
         return "a size is not known"
-    gate, gate_scale, up, up_scale = kept
     given = SiluMulBackward(
         grad=grad, gate=Quantized(gate, gate_scale, SAVED_BLOCK), up=Quantized(up, up_scale, SAVED_BLOCK),
         block=of_gate.block, dtype=of_gate.dtype, scale=of_gate.scale, product_block=product.block,
