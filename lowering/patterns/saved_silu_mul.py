@@ -228,15 +228,21 @@ class Formula:
         return "silu" if self._is_silu(x) else ""
 
     def _is_sigmoid(self, x: Any) -> bool:
-        return _argument(x, aten.sigmoid.default) is self.gate
+        """The op itself, or `1 / (1 + exp(-gate))`, its decomposition before PyTorch 2.13."""
+        below = _argument(x, aten.reciprocal.default)
+        return _argument(x, aten.sigmoid.default) is self.gate or (below is not None and self._is_below(below))
 
     def _is_silu(self, x: Node) -> bool:
-        """`gate / (1 + exp(-gate))`, PyTorch's decomposition, or the op itself."""
+        """The op itself, or `gate / (1 + exp(-gate))`, its decomposition."""
         if x.target is not aten.div.Tensor:
             return _argument(x, aten.silu.default) is self.gate
         over, below = x.args
-        exponential = _argument(_argument(below, aten.add.Tensor, 1), aten.exp.default)
-        return value(over) is not None and _source(over) is self.gate is _argument(exponential, aten.neg.default)
+        return value(over) is not None and _source(over) is self.gate and self._is_below(below)
+
+    def _is_below(self, x: Any) -> bool:
+        """`1 + exp(-gate)`."""
+        exponential = _argument(_argument(x, aten.add.Tensor, 1), aten.exp.default)
+        return _argument(exponential, aten.neg.default) is self.gate
 
     def _is_slope(self, x: Node) -> bool:
         """`1 + gate * (1 - sigmoid(gate))`."""
@@ -346,9 +352,11 @@ def _depends(node: Node, on: Iterable[Node]) -> bool:
 
 
 def _source(node: Any) -> Node:
-    """`node` before its reshapes and its casts between floating-point types."""
-    while node.target in RESHAPES or (
-        node.target is _CAST and {node.args[1], tensor_of(node.args[0]).dtype} <= {*FLOATS}
+    """`node` before its reshapes, its casts between floating-point types, and products with 1."""
+    while (
+        node.target in RESHAPES
+        or (node.target is _CAST and {node.args[1], tensor_of(node.args[0]).dtype} <= {*FLOATS})
+        or (node.target is aten.mul.Tensor and node.args[1] == 1)
     ):
         node = node.args[0]
     found: Node = node
