@@ -83,7 +83,8 @@ def dequantized_gradients(
 
 
 def _dequantized(data: Tensor, scale: Tensor) -> Tensor:
-    return (data.float().unflatten(-1, (-1, ROW[1])) * scale[..., None]).flatten(-2)
+    wide: Tensor = data.float().unflatten(-1, (-1, ROW[1])) * scale[..., None]
+    return wide.flatten(-2)
 
 
 def backward_apart(grad: Tensor, kept: Sequence[Tensor]) -> Callable[[], tuple[Any, ...]]:

@@ -5,7 +5,7 @@
                # of gate and up in FP8: fp8fn::quantize_silu_mul_backward
 
 `lowering.saved` lets the forward quantize `gate` and `up`, and the backward dequantize them. Of each element the
-forward's launches move 11 bytes and the merged one 7, the backward's 22 and 9.
+forward's launches move 11 bytes and the merged one 7, the backward's 25 and 9.
 
 The backward's gradients are those of autograd's formula, whose factors are found in any order. The op computes them
 from the values that are kept, which the graph would round to 16 bits first. The forward's results keep their bits.
@@ -228,15 +228,21 @@ class Formula:
         return "silu" if self._is_silu(x) else ""
 
     def _is_sigmoid(self, x: Any) -> bool:
-        return _argument(x, aten.sigmoid.default) is self.gate
+        """The op itself, or `1 / (1 + exp(-gate))`, its decomposition before PyTorch 2.13."""
+        below = _argument(x, aten.reciprocal.default)
+        return _argument(x, aten.sigmoid.default) is self.gate or (below is not None and self._is_below(below))
 
     def _is_silu(self, x: Node) -> bool:
-        """`gate / (1 + exp(-gate))`, PyTorch's decomposition, or the op itself."""
+        """The op itself, or `gate / (1 + exp(-gate))`, its decomposition."""
         if x.target is not aten.div.Tensor:
             return _argument(x, aten.silu.default) is self.gate
         over, below = x.args
-        exponential = _argument(_argument(below, aten.add.Tensor, 1), aten.exp.default)
-        return value(over) is not None and _source(over) is self.gate is _argument(exponential, aten.neg.default)
+        return value(over) is not None and _source(over) is self.gate and self._is_below(below)
+
+    def _is_below(self, x: Any) -> bool:
+        """`1 + exp(-gate)`."""
+        exponential = _argument(_argument(x, aten.add.Tensor, 1), aten.exp.default)
+        return _argument(exponential, aten.neg.default) is self.gate
 
     def _is_slope(self, x: Node) -> bool:
         """`1 + gate * (1 - sigmoid(gate))`."""
@@ -246,7 +252,7 @@ class Formula:
         if len(factors) != 2 or len(rest) != 1 or rest[0].target is not aten.sub.Tensor or rest[0].kwargs:
             return False
         one, sigmoid = rest[0].args
-        return one == 1 and self._is_sigmoid(_source(sigmoid))
+        return isinstance(one, int | float) and one == 1 and self._is_sigmoid(_source(sigmoid))
 
 
 def _merge_backward(
@@ -283,10 +289,11 @@ def _backward_fault(product: Product, operands: tuple[Operand, Operand], parts: 
         if others:
             return f"{others[0]} reads a gradient too, so that it has to be written"
     grad = _sized(tensor_of(parts.grad), tensor_of(product.gate).shape)
-    kept = [_sized(tensor_of(node)) for operand in operands for node in (operand.found.data, operand.found.scale)]
-    if grad is None or None in kept:
+    gate, gate_scale, up, up_scale = (
+        _sized(tensor_of(node)) for operand in operands for node in (operand.found.data, operand.found.scale)
+    )
+    if grad is None or gate is None or gate_scale is None or up is None or up_scale is None:
         return "a size is not known"
-    gate, gate_scale, up, up_scale = kept
     given = SiluMulBackward(
         grad=grad, gate=Quantized(gate, gate_scale, SAVED_BLOCK), up=Quantized(up, up_scale, SAVED_BLOCK),
         block=of_gate.block, dtype=of_gate.dtype, scale=of_gate.scale, product_block=product.block,
@@ -345,9 +352,11 @@ def _depends(node: Node, on: Iterable[Node]) -> bool:
 
 
 def _source(node: Any) -> Node:
-    """`node` before its reshapes and its casts between floating-point types."""
-    while node.target in RESHAPES or (
-        node.target is _CAST and {node.args[1], tensor_of(node.args[0]).dtype} <= {*FLOATS}
+    """`node` before its reshapes, its casts between floating-point types, and products with 1."""
+    while (
+        node.target in RESHAPES
+        or (node.target is _CAST and {node.args[1], tensor_of(node.args[0]).dtype} <= {*FLOATS})
+        or (node.target is aten.mul.Tensor and node.args[1] == 1)
     ):
         node = node.args[0]
     found: Node = node

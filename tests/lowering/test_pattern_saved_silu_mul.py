@@ -16,6 +16,9 @@ from fp8fn.lowering import post_grad_pass
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import saved_silu_mul
 from fp8fn.lowering.saved import SavePlan
+from fp8fn.ops import targets
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.targets import SM89, SM90, Target
 from support.kept import Kept, OpByOp, kept
 
 WIDTH, HIDDEN = 256, 512
@@ -170,6 +173,29 @@ def test_other_functions_are_left_alone(activation: Activation) -> None:
         half = step(HALF, model)
     assert not merged(reports)
     assert half.worst_snr(everything) > 18
+
+
+@pytest.mark.parametrize(
+    ("target", "recipe", "merges"),
+    [
+        (SM90, fp8fn.BLOCKWISE, True),
+        (SM90, fp8fn.HYBRID, True),
+        (SM90, fp8fn.ROWWISE, False),
+        (SM89, fp8fn.BLOCKWISE, False),
+    ],
+    ids=["sm90", "sm90 hybrid", "sm90 rowwise", "sm89"],
+)
+def test_where_a_device_has_kernels(
+    target: Target, recipe: fp8fn.Recipe, merges: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The passes run for that device; the references compute."""
+    monkeypatch.setattr(targets, "target_of", lambda device: target)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    with post_grad_pass.recorded() as reports:
+        step(HALF, made(), recipe=recipe)
+    found = merged(reports)
+    assert {report.made for report in found} == ({SAVED, BACKWARD} if merges else {""} if found else set())
+    assert all(str(report.reason).startswith("no kernel for it: ") for report in found if not merges)
 
 
 def test_nothing_is_merged_where_gate_and_up_are_kept_in_16_bits() -> None:

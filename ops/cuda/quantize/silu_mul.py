@@ -12,7 +12,7 @@ from typing import Final
 from torch import Tensor
 
 from fp8fn.ops.cuda.quantize import quantize
-from fp8fn.ops.cuda.quantize.operands import OCTET, TILE_ROWS, input_type, is_aligned, rows_fault, types
+from fp8fn.ops.cuda.quantize.operands import OCTET, TILE_ROWS, input_type, rows_fault, types
 from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
@@ -59,7 +59,7 @@ def _octets_fault(name: str, x: Tensor) -> str | None:
         return f"{name} is {x.dtype}, not of 16 bits"
     if x.shape[-1] % OCTET:
         return f"{name} has {x.shape[-1]} columns, no multiple of {OCTET}"
-    return None if is_aligned(x) else f"rows of {name} do not begin at multiples of 16 bytes"
+    return _alignment_fault(name, x, OCTET * x.element_size())
 
 
 def _kept_fault(name: str, kept: Quantized) -> str | None:
@@ -67,11 +67,14 @@ def _kept_fault(name: str, kept: Quantized) -> str | None:
     data, scale = kept.data, kept.scale
     if (reason := rows_fault(data, name)) is not None:
         return reason
-    if data.data_ptr() % _BYTES or data.stride(-2) % _BYTES:
-        return f"rows of {name} do not begin at multiples of {_BYTES} bytes"
-    rows = scale.mT
-    if (reason := rows_fault(rows, f"{name}_scale")) is not None:
-        return reason
+    return _alignment_fault(name, data, _BYTES) or rows_fault(scale.mT, f"{name}_scale")
+
+
+def _alignment_fault(name: str, x: Tensor, size: int) -> str | None:
+    """Why rows do not begin at multiples of `size` bytes, or None; a graph's tensors have no address."""
+    address = 0 if x.device.type == "meta" else x.data_ptr()
+    if address % size or x.stride(-2) * x.element_size() % size:
+        return f"rows of {name} do not begin at multiples of {size} bytes"
     return None
 
 
