@@ -60,6 +60,17 @@ class State:
             table[:, Column.DUE].fill_(1)
         PENDING.update(range(self.first, self.first + self.count))
 
+    def is_pending(self) -> bool:
+        """Whether a row is due."""
+        return bool(PENDING) and not PENDING.isdisjoint(range(self.first, self.first + self.count))
+
+    def take(self) -> list[Tensor]:
+        """The rows so far, which are then empty."""
+        taken = [table.clone() for table in self.tables.values()]
+        for table in self.tables.values():
+            table.zero_()
+        return taken
+
     def end(self) -> None:
         """Makes no row due."""
         PENDING.difference_update(range(self.first, self.first + self.count))

@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import fp8fn
-from fp8fn.lowering import monitor
+from fp8fn.lowering.operand_statistics import UNDERFLOW
 from fp8fn.ops.monitor import PENDING
 from fp8fn.ops.recipe import PRESETS, Recipe
 
@@ -340,7 +340,7 @@ def test_a_gradient_that_underflows_is_logged_once(caplog: pytest.LogCaptureFixt
     assert len(caplog.messages) == 1  # before the call of read_monitor, and no other after it
     assert "the gradient of down.weight underflows: 100 % of its elements were flushed to zero in step 0" in logged[0]
     assert found["down.weight"]["gradient"].flushed == pytest.approx(1 - 1 / TOKENS)
-    assert found["down.weight"]["gradient"].flushed > monitor.UNDERFLOW
+    assert found["down.weight"]["gradient"].flushed > UNDERFLOW
     assert found["up.weight"]["gradient"].flushed == 0.0  # it is zero before it is quantized
 
 
@@ -394,6 +394,18 @@ def test_modules_that_share_a_graph_are_not_monitored(caplog: pytest.LogCaptureF
     assert [message for message in caplog.messages if "several modules share one compiled graph" in message]
     with pytest.raises(RuntimeError, match="compile the model as a whole"):
         fp8fn.read_monitor(model)
+
+
+def test_models_that_take_turns() -> None:
+    """PyTorch gives two copies of a model one graph; each has its own steps and statistics."""
+    first, second = Block(), Block()
+    watched = [compiled(model, 2, dynamic=False) for model in (first, second)]
+    for i in (0, 0, 0, 1):
+        step(watched[i], i)
+    assert [steps_of(model) for model in watched] == [{2}, {0}]
+    for model, run in zip((first, second), watched, strict=True):
+        for name, operands in fp8fn.read_monitor(run).items():
+            assert operands["weight"].amax == model.get_parameter(name).abs().max().item()
 
 
 def test_weights_that_took_the_place_of_others() -> None:
