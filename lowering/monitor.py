@@ -8,13 +8,13 @@ from typing import Final, Protocol
 
 from torch import nn
 
-from fp8fn.lowering.operand_statistics import OperandStatistics
+from fp8fn.lowering.operand_statistics import Statistics
 from fp8fn.lowering.watched_graph import watching
 
 _REMEDY: Final = 'torch.compile(model, backend="fp8fn", options={"monitor": 100})'
 
 
-def read_monitor(model: nn.Module) -> dict[str, dict[str, OperandStatistics]]:
+def read_monitor(model: nn.Module) -> dict[str, dict[str, Statistics]]:
     """Reads the last statistics of a model that was compiled with the backend's option `monitor`.
 
     With `options={"monitor": 100}`, every 100th training step, the first one included, measures the operands of each
@@ -26,7 +26,7 @@ def read_monitor(model: nn.Module) -> dict[str, dict[str, OperandStatistics]]:
         model: The compiled model, or the module that was compiled.
 
     Returns:
-        `OperandStatistics` by layer and operand: the name of the weight as `explain` shows it, and "activation",
+        `Statistics` by layer and operand: the name of the weight as `explain` shows it, and "activation",
         "weight" or "gradient". A second product with the same weight has the name `"….weight#2"`.
 
     Raises:
@@ -58,7 +58,7 @@ def read_monitor(model: nn.Module) -> dict[str, dict[str, OperandStatistics]]:
             "read_monitor: several modules of this model share one compiled graph, so that their layers cannot be told "
             f"apart; compile the model as a whole, {_REMEDY}"
         )
-    found: dict[str, dict[str, OperandStatistics]] = {}
+    found: dict[str, dict[str, Statistics]] = {}
     for run in runs:
         if not run.graph.given_up:
             for name, operands in run.read(names).items():
@@ -76,7 +76,7 @@ class ScalarWriter(Protocol):
 
 
 def write_monitor(
-    writer: ScalarWriter, statistics: Mapping[str, Mapping[str, OperandStatistics]], step: int | None = None
+    writer: ScalarWriter, statistics: Mapping[str, Mapping[str, Statistics]], step: int | None = None
 ) -> None:
     """Writes the result of `read_monitor` to TensorBoard, as `fp8/LAYER/OPERAND/QUANTITY`.
 
@@ -92,7 +92,7 @@ def write_monitor(
         >>> class Printer:
         ...     def add_scalar(self, tag, value, step):
         ...         print(tag, value, step)
-        >>> found = fp8fn.OperandStatistics(saturated=0.0, flushed=0.5, amax=2.0, snr_db=31.0, exact=True, step=100)
+        >>> found = fp8fn.Statistics(saturated=0.0, flushed=0.5, amax=2.0, snr_db=31.0, exact=True, step=100)
         >>> fp8fn.write_monitor(Printer(), {"fc.weight": {"gradient": found}})
         fp8/fc.weight/gradient/saturated 0.0 100
         fp8/fc.weight/gradient/flushed 0.5 100
@@ -104,7 +104,7 @@ def write_monitor(
             f"write_monitor: writer is a {type(writer).__name__} without add_scalar; pass a "
             "torch.utils.tensorboard.SummaryWriter"
         )
-    quantities = [field.name for field in fields(OperandStatistics) if field.name not in ("exact", "step")]
+    quantities = [field.name for field in fields(Statistics) if field.name not in ("exact", "step")]
     for layer, operands in statistics.items():
         for operand, found in operands.items():
             for quantity in quantities:

@@ -1,4 +1,4 @@
-"""`OperandStatistics`: what `fp8fn.read_monitor` tells of one operand."""
+"""`Statistics`: what `fp8fn.read_monitor` tells of one operand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNDERFLOW: Final = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class OperandStatistics:
+class Statistics:
     """The statistics of one operand of a layer, in one step: an entry of `read_monitor`.
 
     Args:
@@ -30,7 +30,7 @@ class OperandStatistics:
         TypeError: A field is missing, or given by its position.
 
     Example:
-        >>> fp8fn.OperandStatistics(saturated=0.0, flushed=0.25, amax=1.0, snr_db=30.0, exact=True, step=0).flushed
+        >>> fp8fn.Statistics(saturated=0.0, flushed=0.25, amax=1.0, snr_db=30.0, exact=True, step=0).flushed
         0.25
     """
 
@@ -42,7 +42,7 @@ class OperandStatistics:
     step: int
 
 
-def statistics_of(values: Sequence[float]) -> OperandStatistics:
+def statistics_of(values: Sequence[float]) -> Statistics:
     """The statistics of a row, whose columns are those of `Column`."""
     elements, signal, noise = (values[column] for column in (Column.ELEMENTS, Column.SIGNAL, Column.NOISE))
     if math.isnan(signal) or math.isnan(noise):
@@ -51,7 +51,7 @@ def statistics_of(values: Sequence[float]) -> OperandStatistics:
         snr = math.inf
     else:
         snr = 10 * math.log10(signal / noise) if signal else -math.inf
-    return OperandStatistics(
+    return Statistics(
         saturated=values[Column.SATURATED] / elements,
         flushed=values[Column.FLUSHED] / elements,
         amax=values[Column.AMAX],

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fp8fn.lowering.operand_statistics import UNDERFLOW, OperandStatistics, statistics_of
+from fp8fn.lowering.operand_statistics import UNDERFLOW, Statistics, statistics_of
 from fp8fn.lowering.recipe_pass import Decision
 from fp8fn.ops.monitor import State
 from fp8fn.ops.statistics import OPERANDS, Column
@@ -67,19 +67,19 @@ class WeightSet:
             if weight is not None:
                 yield weight
 
-    def read(self, names: Mapping[int, str]) -> dict[str, dict[str, OperandStatistics]]:
+    def read(self, names: Mapping[int, str]) -> dict[str, dict[str, Statistics]]:
         """The statistics by layer and operand; `names` are the parameters' names by id."""
         tables = list(self.graph.state.tables.values()) if self.tables is None else self.tables
         found = self.named([table.cpu() for table in tables], names)
         self.warn(found)
         return found
 
-    def named(self, tables: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, dict[str, OperandStatistics]]:
+    def named(self, tables: Sequence[Tensor], names: Mapping[int, str]) -> dict[str, dict[str, Statistics]]:
         """The statistics by layer and operand; of several products with one weight, the later are `name#2`, …"""
         rows: dict[int, list[float]] = {}
         for table in tables:
             rows.update((row, values) for row, values in enumerate(table.tolist()) if values[Column.ELEMENTS])
-        found: dict[str, dict[str, OperandStatistics]] = {}
+        found: dict[str, dict[str, Statistics]] = {}
         uses: dict[str, int] = {}
         for product, (ref, name) in enumerate(zip(self.weights, self.graph.names, strict=True)):
             name = names.get(id(None if ref is None else ref()), name)
@@ -93,7 +93,7 @@ class WeightSet:
                 found[name if uses[name] == 1 else f"{name}#{uses[name]}"] = operands
         return found
 
-    def warn(self, found: Mapping[str, Mapping[str, OperandStatistics]]) -> None:
+    def warn(self, found: Mapping[str, Mapping[str, Statistics]]) -> None:
         """Logs each layer whose gradient underflows, once."""
         for name, operands in found.items():
             gradient = operands.get("gradient")
@@ -150,7 +150,7 @@ class WatchedGraph:
         if model is None or not self._runs(model, args):
             model = self._current = self._model_of(args)
         measured = self._measured
-        if measured is not None and measured is not model and self.state.is_pending() and [*measured.parameters()]:
+        if measured is not None and measured is not model and self.state.is_unfinished() and [*measured.parameters()]:
             self._give_up()
             return
         if measured is not None:

@@ -398,13 +398,17 @@ def test_modules_that_share_a_graph_are_not_monitored(caplog: pytest.LogCaptureF
 
 def test_models_that_take_turns() -> None:
     """PyTorch gives two copies of a model one graph; each has its own steps and statistics."""
-    first, second = Block(), Block()
-    watched = [compiled(model, 2, dynamic=False) for model in (first, second)]
-    for i in (0, 0, 0, 1):
-        step(watched[i], i)
+    models = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    watched = [compiled(model, 2, dynamic=False) for model in models]
+    for model in models:
+        model[0].requires_grad_(False)  # no backward writes this layer's gradient
+    for i in (0, 0, 0, 1, 0):
+        watched[i](torch.randn(TOKENS, WIDTH)).sum().backward()
     assert [steps_of(model) for model in watched] == [{2}, {0}]
-    for model, run in zip((first, second), watched, strict=True):
-        for name, operands in fp8fn.read_monitor(run).items():
+    for model, run in zip(models, watched, strict=True):
+        found = fp8fn.read_monitor(run)
+        assert [*found["0.weight"]] == ["activation", "weight"]
+        for name, operands in found.items():
             assert operands["weight"].amax == model.get_parameter(name).abs().max().item()
 
 
@@ -450,7 +454,7 @@ class Writer:
 
 
 def test_write_monitor() -> None:
-    first = fp8fn.OperandStatistics(saturated=0.0, flushed=0.5, amax=2.0, snr_db=31.0, exact=True, step=100)
+    first = fp8fn.Statistics(saturated=0.0, flushed=0.5, amax=2.0, snr_db=31.0, exact=True, step=100)
     statistics = {"fc.weight": {"activation": first, "gradient": replace(first, flushed=0.25, step=101)}}
     writer = Writer()
     fp8fn.write_monitor(writer, statistics)
