@@ -52,6 +52,7 @@ class State:
         """The row that holds the statistics of another row, which has the same operand."""
         self.written: set[int] = set()
         """The rows that were written at least once."""
+        self._launched: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
         _STATES[self.first] = self
 
     def begin(self, step: int) -> None:
@@ -72,6 +73,12 @@ class State:
         due = {row for row in range(self.count) if self.first + row in PENDING}
         gradients = {row for row in self.written if row % len(OPERANDS) == len(OPERANDS) - 1}
         return bool(due & self.written) or (bool(due) and not gradients)
+
+    def is_new(self, row: int, data: Tensor) -> bool:
+        """Whether no launch had such data yet, so that its kernel is compiled before a graph captures it."""
+        before = len(self._launched)
+        self._launched.add((row, data.shape, data.stride()))
+        return len(self._launched) > before
 
     def take(self) -> list[Tensor]:
         """The rows so far, which are then empty."""
@@ -122,8 +129,11 @@ def monitor(
     state = _STATES.get(rows[0] // _MOST_ROWS * _MOST_ROWS)
     if state is None or not data.numel():
         return
-    if always and state not in _CAPTURED:
-        _CAPTURED.append(state)
+    if always:
+        if not pending and not state.is_new(rows[0], data) and not torch.cuda.is_current_stream_capturing():
+            return
+        if state not in _CAPTURED:
+            _CAPTURED.append(state)
     first, *others = (row - state.first for row in rows)
     state.written.update((first, *others))
     state.same.update(dict.fromkeys(others, first))
