@@ -36,6 +36,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import Site
 from fp8fn.transform import fp8
 from fp8fn.version import __version__
+from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
 
 if TYPE_CHECKING:
     from fp8fn import plot
@@ -58,6 +59,7 @@ __all__ = [
     "MXFP8",
     "ROWWISE",
     "TENSORWISE",
+    "FP8Weight",
     "GroupedScaledTensor",
     "Recipe",
     "ScaledTensor",
@@ -73,6 +75,7 @@ __all__ = [
     "grouped_gemm",
     "linear",
     "load_blockwise",
+    "load_weights",
     "moe_gemm",
     "plot",
     "quantize",
@@ -83,7 +86,9 @@ __all__ = [
     "quantize_rms_norm_dual",
     "quantize_silu_mul",
     "quantize_silu_mul_dual",
+    "quantize_weights",
     "read_monitor",
+    "save_weights",
     "sort_tokens",
     "write_monitor",
 ]

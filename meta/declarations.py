@@ -18,6 +18,7 @@ from fp8fn.ops import (
     quantize_fused,
     quantize_grouped,
     quantize_grouped_fused,
+    quantize_silu_mul,
     scaled_grouped_mm,
     scaled_mm,
 )
@@ -55,6 +56,8 @@ QUANTIZE_RMS_NORM = _constant(quantize_fused, quantize_fused.RMS_NORM_SCHEMA)
 QUANTIZE_RMS_NORM_DUAL = _constant(quantize_fused, quantize_fused.RMS_NORM_DUAL_SCHEMA)
 QUANTIZE_SILU_MUL_GROUPED_DUAL = _constant(quantize_grouped_fused, quantize_grouped_fused.SILU_MUL_SCHEMA)
 QUANTIZE_SILU_MUL_GRAD_GROUPED_DUAL = _constant(quantize_grouped_fused, quantize_grouped_fused.SILU_MUL_GRAD_SCHEMA)
+QUANTIZE_SILU_MUL_SAVED = _constant(quantize_silu_mul, quantize_silu_mul.SAVED_SCHEMA)
+QUANTIZE_SILU_MUL_BACKWARD = _constant(quantize_silu_mul, quantize_silu_mul.BACKWARD_SCHEMA)
 SCALED_MM = _constant(scaled_mm, scaled_mm.SCALED_MM_SCHEMA)
 MX_MM = _constant(mx_mm, mx_mm.MX_MM_SCHEMA)
 MOE_GEMM = _constant(moe_gemm, moe_gemm.MOE_GEMM_SCHEMA)

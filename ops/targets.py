@@ -113,6 +113,11 @@ def _target_of_index(index: int) -> Target:
     return Target("cuda", 10 * int(properties.major) + int(properties.minor), 32, count)
 
 
+def hopper_fault(target: Target) -> str | None:
+    """Why kernels for Hopper, in CUDA C++ or by Triton's TMA descriptors, don't run on the target, or None."""
+    return None if target.backend == "cuda" and target.arch == 90 else f"{target.name} is not sm90"
+
+
 def native_e4m3(target: Target) -> torch.dtype:
     """The e4m3 type of the processor's matrix instructions: e4m3fnuz on gfx942, e4m3fn elsewhere."""
     return torch.float8_e4m3fnuz if target.arch == "gfx942" else torch.float8_e4m3fn

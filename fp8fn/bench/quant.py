@@ -16,12 +16,12 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn import ScaledTensor
-from fp8fn.bench import command, peers, tables
+from fp8fn.bench import command, peers, silu_mul, tables
 from fp8fn.bench.accuracy import snr_db
 from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
-from fp8fn.bench.shapes import QUANT
+from fp8fn.bench.shapes import QUANT, SILU_MUL
 from fp8fn.ops.layout import Block, scale_shape
 from fp8fn.timing import Call, Schedule
 
@@ -131,7 +131,10 @@ def _from_transposed(block: Block) -> Read:
     return read
 
 
-SUITES = {"quant": Suite(QUANT, cases, tables.quant, SCHEDULE)}
+SUITES = {
+    "quant": Suite(QUANT, cases, tables.quant, SCHEDULE),
+    "silu_mul": Suite(SILU_MUL, silu_mul.cases, tables.quant, SCHEDULE),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

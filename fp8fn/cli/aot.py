@@ -31,7 +31,6 @@ from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
@@ -71,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many kernels were asked for, how many of them the cache had before and has now, and the cache's folder."""
+    """Numbers of kernels: asked for, in the cache before, in the cache now; and the cache's folder."""
 
     what: str
     asked: int
@@ -117,10 +116,10 @@ def chip_and_target() -> tuple[Chip, Target]:
         device = torch.device("cuda")
         target = targets.target_of(device)
         chip = chip_of(device, target)
-        if target.name == "sm90" and chip is not None:
+        if targets.hopper_fault(target) is None and chip is not None:
             return chip, target
     chip = next(iter(SHIPPED))
-    return chip, Target("cuda", 90, 32, chip.multiprocessors)
+    return chip, replace(targets.SM90, multiprocessors=chip.multiprocessors)
 
 
 def kernels_of(
@@ -193,7 +192,7 @@ def _products(
     m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> Iterator[CudaLaunch]:
     for problem in linear_problems(m, n, k, recipe).values():
-        product = empty_product(replace(problem, out_type=short_name(dtype)), "meta", target, chip)
+        product = empty_product(replace(problem, out_type=dtype), "meta", target, chip)
         for launch in SCALED_MM.plan(product):
             if isinstance(launch, CudaLaunch):
                 yield launch

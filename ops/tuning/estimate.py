@@ -78,7 +78,7 @@ def linear_times(
     x, w, g = recipe.activation_block, recipe.weight_block, recipe.gradient_block
     forward = found["forward"][0] + quantize(m, k, x) + quantize(n, k, w)
     backward = found["dgrad"][0] + found["wgrad"][0] + quantize(m, n, g)
-    one = _bf16_us(batch, m, n, k, rates)  # of each product, which has the same sizes in another order
+    one = _bf16_us(batch, m, n, k, rates)  # the same for each product: the sizes are equal, in another order
     sources = dict.fromkeys(source for _, source in found.values())
     return Times(Step(forward, backward), Step(one, 2 * one), " and ".join(sources))
 

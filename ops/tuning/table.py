@@ -36,9 +36,9 @@ COLUMNS: Final = (
     "config", "times_us", "spread_us", "peer_us",
 )  # fmt: skip
 _FOLDER: Final = Path(__file__).parent / "tables"
-_LARGEST_SIZE: Final = 2**63 - 1  # of a tensor
-_FP8: Final = frozenset(map(short_name, TYPES))
-_OUT: Final = frozenset(map(short_name, OUT))
+_LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
+_FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
+_OUT: Final = {short_name(dtype): dtype for dtype in OUT}
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ def _shown(value: Any) -> str:
 
 def _problem_of_row(row: list[Any]) -> Problem:
     m, n, k, batch, a_scale, b_scale, a_type, b_type, out_type, *_ = row
-    return Problem(m, n, k, a_scale, b_scale, batch, a_type, b_type, out_type)
+    return Problem(m, n, k, a_scale, b_scale, batch, _FP8[a_type], _FP8[b_type], _OUT[out_type])
 
 
 def _entry_of_row(row: list[Any]) -> tuple[Problem, Entry]:
@@ -245,7 +245,7 @@ def write(path: Path, table: Table) -> None:
 def _row_of_entry(problem: Problem, entry: Entry) -> list[Any]:
     return [
         problem.m, problem.n, problem.k, problem.batch, problem.a_scale, problem.b_scale,
-        problem.a_type, problem.b_type, problem.out_type,
+        short_name(problem.a_type), short_name(problem.b_type), short_name(problem.out_type),
         entry.config, {name: _rounded(us) for name, us in entry.times.items()}, round(entry.spread, 2),
         None if entry.peer_us is None else _rounded(entry.peer_us),
     ]  # fmt: skip

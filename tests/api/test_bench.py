@@ -24,7 +24,7 @@ from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
 from fp8fn.bench.layer import Layer, normal
 from fp8fn.bench.measure import Case, Row, measure
-from fp8fn.bench.shapes import ANCHORS, LLM84, QUANT, SAMPLE_IDS, SMALL, TRAINING, Shape, shape
+from fp8fn.bench.shapes import ANCHORS, LLM84, QUANT, SILU_MUL, SMALL, TRAINING, Shape, shape
 from fp8fn.cli.environment import device_name
 from fp8fn.timing import Call, CpuClock, GpuClock, Schedule, Timing, flush_bytes, interleaved, lead_us
 
@@ -40,7 +40,6 @@ def test_the_84_shapes() -> None:
     assert shape(84)[2:] == (16384, 4096, 14336)
     assert all(size % 128 == 0 for s in LLM84 for size in (s.M, s.N, s.K))
     assert [s.id for s in LLM84 if max(s.M * s.N, s.N * s.K, s.M * s.K) > 2**31] == [47]
-    assert 47 in SAMPLE_IDS
     assert len(llm84.SHAPES) == 69
     assert set(llm84.SHAPES) == {s[2:] for s in LLM84}
 
@@ -411,11 +410,14 @@ RUNS = [
     (("linear", "--shape", "128,256,128"), 6, "linear", {"out", "dA", "dB"}),
     (("linear", "--suite", "llm84", "--shape", "128,128,256"), 6, "llm84", {"out"}),
     (("quant", "--shape", "128,256"), 14, "quant", {"(1, 128)"}),
+    (("quant", "--suite", "silu_mul", "--shape", "128,256"), 5, "quant", {"product", "gate", "up"}),
 ]
 
 
 @pytest.mark.parametrize(
-    ("argv", "count", "table", "outputs"), RUNS, ids=["forward", "small", "wgrad", "linear", "llm84", "quant"]
+    ("argv", "count", "table", "outputs"),
+    RUNS,
+    ids=["forward", "small", "wgrad", "linear", "llm84", "quant", "silu_mul"],
 )
 def test_a_run_on_the_cpu(
     argv: tuple[str, ...], count: int, table: str, outputs: set[str], monkeypatch: pytest.MonkeyPatch,
@@ -528,7 +530,7 @@ def test_suites(module: str) -> None:
         "dense": {"anchors": ANCHORS, "small": SMALL},
         "wgrad": {"wgrad": TRAINING, "anchors": ANCHORS},
         "linear": {"linear": TRAINING, "llm84": llm84.SHAPES},
-        "quant": {"quant": QUANT},
+        "quant": {"quant": QUANT, "silu_mul": SILU_MUL},
     }
     assert {name: suite.shapes for name, suite in suites.items()} == expected[module]
     assert [name for name, suite in suites.items() if suite.graphs] == (["small"] if module == "dense" else [])

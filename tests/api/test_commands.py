@@ -36,7 +36,7 @@ DEVICES = {
     "convert": ("convert", "from", "to"),
     **{
         name: ("bench", name)
-        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant", "train")
+        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant", "train", "loss")
     },
 }
 OUTPUTS = {
@@ -47,7 +47,7 @@ OUTPUTS = {
         name: (("bench", name), ("--json", "--plot"))
         for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "quant")
     },
-    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train")},
+    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train", "loss")},
 }
 
 
@@ -277,6 +277,7 @@ def test_ctrl_c_is_a_sentence_and_status_130(
     kept = {
         "tune": "what is tuned is kept; ", "aot": "what is compiled is kept; ", "convert": "",
         "train": "finished figures are in the file of --json; ",
+        "loss": "finished seeds are in the file of --json; ",
     }  # fmt: skip
     resume = f"{kept[name[-1]]}run the same command again to resume" if name[-1] in kept else "nothing more is written"
     assert capsys.readouterr().err == f"\npython -m fp8fn {' '.join(name)}: interrupted; {resume}\n"

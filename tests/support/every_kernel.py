@@ -35,14 +35,28 @@ from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, gemv_mx, mm_a16w8, mx_t
 from fp8fn.ops.cuda.gemm import scaled_mm as dense
 from fp8fn.ops.cuda.gemm.operands import SCALES
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, KINDS, ScaledMmConfig
-from fp8fn.ops.cuda.quantize import quantize, quantize_rows, quantize_whole, rms_norm, stream_columns, walk_columns
+from fp8fn.ops.cuda.quantize import (
+    quantize,
+    quantize_rows,
+    quantize_whole,
+    rms_norm,
+    silu_mul,
+    stream_columns,
+    walk_columns,
+)
 from fp8fn.ops.cuda.quantize import quantize_columns as columns
 from fp8fn.ops.cuda.quantize.quantize import BLOCK_SHAPES
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import PLAIN, RMS_NORM, SILU_MUL, SILU_MUL_GRAD, Quantization, Source
+from fp8fn.ops.quantize_silu_mul import (
+    quantize_silu_mul_backward_reference,
+    quantize_silu_mul_saved_reference,
+)
+from fp8fn.ops.silu_mul import BACKWARD_OUTPUTS, SAVED_BLOCK, SAVED_OUTPUTS, SavedSiluMul, SiluMulBackward
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import SM90, Target, target_of
 from fp8fn.ops.tuning.model import SMALLEST, X, tiles
@@ -339,7 +353,7 @@ def _quantize_form(name: str, operands: Operands, q: Quantization) -> Form:
 def _quantize_matrices(place: Place, target: Target) -> Forms:
     def form(
         name: str, shape: tuple[int, int], block: Block, *, source: Source = PLAIN, dual: bool = True,
-        dual_block: Block | None = None, scale: str = "fp32",
+        dual_block: Block | None = None, scale: str = "fp32", column_major: bool | None = None,
     ) -> Form:  # fmt: skip
         operands, other, rstd = Operands(place), None, None
         x = operands.input("x", shape, BF16)
@@ -348,6 +362,7 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
         elif source is RMS_NORM:
             other, rstd = operands.input("other", shape[1:], BF16), operands.input("rstd", shape[:1], FP32)
         rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd, "dual_block": dual_block}
+        rest["column_major"] = column_major
         q = quantization(x, block, dual=dual, scale=scale, target=target, **rest)
         return _quantize_form(name, operands, q)
 
@@ -363,6 +378,10 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
         yield form(f"{block} and (128, 128)", ragged, block, dual_block=SQUARE)
     for source in (SILU_MUL, RMS_NORM):
         yield form(f"{source.macro} {ROW} and (128, 128)", ragged, ROW, source=source, dual_block=SQUARE)
+    for source in (PLAIN, SILU_MUL, RMS_NORM):
+        yield form(
+            f"{source.macro} column-major (128, 128)", ragged, SQUARE, source=source, dual=False, column_major=True
+        )
     yield form("silu_mul", ragged, ROW, source=SILU_MUL)
     yield form("rms_norm", ragged, ROW, source=RMS_NORM)
 
@@ -515,6 +534,67 @@ def _rms_norm(place: Place, target: Target) -> Forms:
         yield Form(f"{shape}", rms_norm.plan(q, rms_norm.configure(q)), operands)
 
 
+def _silu_mul_saved(place: Place, target: Target) -> Forms:
+    for name, shape, dtype, scale in (
+        ("even", (128, 256), BF16, "fp32"),
+        ("ragged", (67, 264), BF16, "e8m0"),
+        ("float16", (2, 70, 136), FP16, "pow2"),
+    ):
+        operands = Operands(place)
+        gate, up = operands.input("gate", shape, dtype), operands.input("up", shape, dtype)
+        made = [
+            quantization(gate, ROW, source=SILU_MUL, other=up, scale=scale, target=target),
+            *(quantization(x, SAVED_BLOCK, target=target) for x in (gate, up)),
+        ]
+        names = iter(SAVED_OUTPUTS)
+        parts = [
+            replace(q, into=(_outputs_like(operands, names, replace(q, x=torch.empty_like(q.x, device="meta")).out),))
+            for q in made
+        ]
+        saved = SavedSiluMul(product=parts[0], gate=parts[1], up=parts[2])
+        operands.expected = partial(_saved, gate, up, scale)
+        yield Form(name, silu_mul.plan_saved(saved, silu_mul.configure_saved(saved)), operands)
+
+
+def _outputs_like(operands: Operands, names: Iterator[str], like: Quantized) -> Quantized:
+    return Quantized(*(operands.like(next(names), part, output=True) for part in like[:2]), like.block)
+
+
+def _saved(gate: Tensor, up: Tensor, scale: str) -> dict[str, Expected]:
+    """The product's bytes may round otherwise, as its exponential does; those of gate and up are exact."""
+    parts = quantize_silu_mul_saved_reference(gate, up, ROW, E4M3, scale)
+    near = (True, True, False, False, False, False)
+    return {name: Expected(part, near=of) for name, part, of in zip(SAVED_OUTPUTS, parts, near, strict=True)}
+
+
+def _silu_mul_backward(place: Place, target: Target) -> Forms:
+    forms: tuple[tuple[str, tuple[int, ...], torch.dtype, dict[str, Any]], ...] = (
+        ("even", (128, 256), BF16, {}),
+        ("ragged", (131, 264), BF16, {"dtype": torch.float8_e5m2}),
+        ("square", (131, 264), BF16, {"product_block": SQUARE}),
+        ("even square", (256, 128), BF16, {"product_block": SQUARE, "dtype": torch.float8_e5m2}),
+        ("float16", (2, 70, 136), FP16, {"scale": "pow2"}),
+    )
+    for name, shape, dtype, given in forms:
+        operands = Operands(place)
+        grad = operands.input("grad", shape, dtype)
+        gate, up = (operands.quantized(of, shape, SAVED_BLOCK, column_major=False) for of in ("gate", "up"))
+        form = {"block": ROW, "dtype": E4M3, "scale": "fp32", "product_block": COLUMN, "product_dtype": E4M3, **given}
+        backward = partial(SiluMulBackward, target=target, **form)
+        like = backward(grad=torch.empty_like(grad, device="meta"), gate=gate, up=up).outputs.tensors
+        into = tuple(operands.like(of, part, output=True) for of, part in like.items())
+        operands.expected = partial(_backward, grad, gate, up, form)
+        problem = backward(grad=grad, gate=gate, up=up, into=into)
+        yield Form(name, silu_mul.plan_backward(problem, silu_mul.configure_backward(problem)), operands)
+
+
+def _backward(grad: Tensor, gate: Quantized, up: Quantized, form: dict[str, Any]) -> dict[str, Expected]:
+    parts = quantize_silu_mul_backward_reference(grad, *gate[:2], *up[:2], **form)
+    return {
+        name: Expected(part, near=True, rounded=grad.dtype) for name, part in zip(BACKWARD_OUTPUTS, parts, strict=True)
+    }
+
+
 def _row_rstd(place: Place, target: Target) -> Forms:
     operands = Operands(place)
     x, rstd = operands.input("x", (7, 261), FP32), operands.output("rstd", (7,), FP32)
@@ -576,6 +656,15 @@ CUDA: Final = (
     ),
     KernelInfo("walk_columns.cu", _walk_columns, nan=("x",)),
     KernelInfo("rms_norm.cu", _rms_norm, nan=("x", "weight"), far=(("x", -2),)),
+    KernelInfo(
+        "silu_mul_saved.cu", _silu_mul_saved, emulated=("even", "ragged", "float16"), nan=("gate", "up"),
+        far=(("gate", -2), ("up", -2)),
+    ),
+    KernelInfo(
+        "silu_mul_backward.cu", _silu_mul_backward, emulated=("even", "ragged", "square", "even square", "float16"),
+        nan=("grad", "gate", "gate_scale", "up", "up_scale"),
+        far=(("grad", -2), ("gate", -2), ("up", -2), ("gate_scale", -1)),
+    ),
     KernelInfo("row_rstd.cu", _row_rstd, 1e-6, 1e-6, nan=("x",), far=(("x", -2),)),
 )  # fmt: skip
 

@@ -9,12 +9,12 @@ import torch
 
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _OUT_ROWS: Final = 32
@@ -172,8 +172,8 @@ def accepts(product: WeightProduct) -> str | None:
     product = product.as_matrix()
     x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
     target = product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if x.dtype not in INPUTS or out.dtype == torch.float32:
         return f"x has dtype {x.dtype} and out {out.dtype}, not both 16 bits"
     if w.dtype not in OCP:
@@ -212,26 +212,29 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
         "IN_FLIGHT": int(in_flight), "RESIDENT": max(config.RESIDENT, 1),
         "GROUP": config.GROUP, "W_CONSTANT": int(early),
     }  # fmt: skip
-    return (
-        CudaLaunch(
-            kernel=CudaKernel(
-                "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
-                wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
-            ),
-            grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
-            threads=config.threads,
-            shared=config.shared,
-            args={
-                "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
-                "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
-                "w_scale": product.w.scale, "bias": product.bias,
-                "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
-                "problem": (m, n, k, batches), "x_batched": int(x.dim() == 3), "w_batched": int(w.dim() == 3),
-                **column_steps(product),
-            },
-            target=target,
-            options=options,
-            overlaps=True,
-            constant=("w", "w_scale") if constant else (),
+    return CudaLaunch(
+        kernel=CudaKernel(
+            "mm_a16w8.cu",
+            "mm_a16w8",
+            (*macros.items(), *options.items()),
+            (Wgmma(config.WIDTH, kind, kind, a_in_registers=True),),
         ),
-    )  # fmt: skip
+        grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
+        threads=config.threads,
+        shared=config.shared,
+        args={
+            "x": TensorMap(as_batch(x), (1, config.WIDTH, 64), 128),
+            "w": TensorMap(as_batch(w.mT), (1, config.BN, BK), 128),
+            "w_scale": product.w.scale,
+            "bias": product.bias,
+            "out": TensorMap(as_batch(out), (1, _OUT_ROWS, 64), 128),
+            "problem": (m, n, k, batches),
+            "x_batched": int(x.dim() == 3),
+            "w_batched": int(w.dim() == 3),
+            **column_steps(product),
+        },
+        target=target,
+        options=options,
+        overlaps=True,
+        constant=("w", "w_scale") if constant else (),
+    )

@@ -33,6 +33,12 @@ INLINE uint4 load16(const void* address) {
     return v;
 }
 
+INLINE uint2 load8(const void* address) {
+    uint2 v;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
 template <Store HOW>
 INLINE void store16(void* address, uint4 v) {
     if constexpr (HOW == Store::NORMAL) {

@@ -6,8 +6,16 @@
 #pragma once
 #include "types.cuh"
 
+// Maxima of one number, and of two numbers of 16 bits.
+struct Larger {
+    INLINE uint32_t operator()(uint32_t a, uint32_t b) const { return max(a, b); }
+};
+struct LargerPair {
+    INLINE uint32_t operator()(uint32_t a, uint32_t b) const { return __vmaxu2(a, b); }
+};
+
 // Each lane brings its part of all items, in `amax`, and returns the maximum of item `item`, which it sets.
-template <int COUNT>
+template <typename Max = Larger, int COUNT>
 INLINE uint32_t scatter_max(uint32_t (&amax)[COUNT], const int (&lanes)[4], int lane, int& item) {
     int count = COUNT;
     item = 0;
@@ -21,10 +29,10 @@ INLINE uint32_t scatter_max(uint32_t (&amax)[COUNT], const int (&lanes)[4], int 
             for (int i = 0; i < count; ++i) {
                 const uint32_t kept = upper ? amax[i + count] : amax[i];
                 const uint32_t sent = upper ? amax[i] : amax[i + count];
-                amax[i] = max(kept, __shfl_xor_sync(~0u, sent, lanes[step]));
+                amax[i] = Max()(kept, __shfl_xor_sync(~0u, sent, lanes[step]));
             }
         } else {
-            amax[0] = max(amax[0], __shfl_xor_sync(~0u, amax[0], lanes[step]));
+            amax[0] = Max()(amax[0], __shfl_xor_sync(~0u, amax[0], lanes[step]));
         }
     }
     return amax[0];

@@ -59,11 +59,17 @@ struct PackedValues {
         for (int r = 0; r < ROWS; ++r) row[r] = Octet{};
     }
 
-    INLINE uint32_t row_amax(int r) const {
+    // The largest of the even columns' magnitudes in the lower half, that of the odd columns' in the upper half.
+    INLINE uint32_t row_words(int r) const {
         const auto& word = row[r].word;
         uint32_t largest = word[0] & MAGNITUDES;
 #pragma unroll
         for (int w = 1; w < OCTET_WORDS; ++w) largest = __vmaxu2(largest, word[w] & MAGNITUDES);
+        return largest;
+    }
+
+    INLINE uint32_t row_amax(int r) const {
+        const uint32_t largest = row_words(r);
         return widened(max(largest >> 16, largest & 0xffffu), false);
     }
 

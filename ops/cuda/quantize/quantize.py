@@ -200,9 +200,12 @@ def _is_aligned(q: Quantization) -> bool:
 def _sides(q: Quantization) -> tuple[Side | None, Side | None]:
     """The output in blocks along the rows that the kernel reads, or in square ones, and the output along its columns.
 
-    The first has row-major data, the second column-major data. One output in square blocks lies as `x` does.
+    The first has row-major data, the second column-major data. One output in square blocks lies as `x` does, unless
+    `column_major` is the other layout.
     """
     first, second = (*map(Side, q.outs, OUTPUTS), None)[:2]
+    if q.column_major not in (None, is_column_major(q.x)):
+        return None, first.mT if _is_turned(q) else first
     row, column = (second, first) if contracts_rows(q.block) else (first, second)
     if not _is_turned(q):
         return row, column

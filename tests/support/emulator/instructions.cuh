@@ -12,6 +12,11 @@ uint4 load16(const void* address) {
     if (may_load(address, 16)) memcpy(&v, address, 16);
     return v;
 }
+LINKED uint2 load8(const void* address) {
+    uint2 v{};
+    if (may_load(address, 8)) memcpy(&v, address, 8);
+    return v;
+}
 template <Store HOW>
 void store16(void* address, uint4 v) {
     if (may_store(address, 16)) memcpy(address, &v, 16);

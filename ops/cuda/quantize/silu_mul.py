@@ -1,0 +1,153 @@
+"""`silu(gate) * up` on Hopper, in training that keeps `gate` and `up` in FP8: the launches of both directions.
+
+`silu_mul_saved.cu` quantizes the product, `gate` and `up` in one read. `silu_mul_backward.cu` computes the gradients
+from the FP8 values and quantizes them both ways, and the product for the weight's gradient of the layer behind.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from torch import Tensor
+
+from fp8fn.ops.cuda.quantize import quantize
+from fp8fn.ops.cuda.quantize.operands import OCTET, TILE_ROWS, input_type, is_aligned, rows_fault, types
+from fp8fn.ops.cuda.quantize.quantize import QuantizeConfig
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import Block, is_square
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.silu_mul import SavedSiluMul, SiluMulBackward
+from fp8fn.ops.targets import OCP
+
+_ROW: Final[Block] = (1, 128)
+_PRODUCT_BLOCKS: Final[tuple[Block, ...]] = ((128, 1), (128, 128))
+_TILE_COLUMNS: Final = 128
+_BYTES: Final = 8  # that a thread loads of a row in FP8
+_FP8: Final = {dtype: f"Fp8::{name}" for dtype, name in zip(OCP, ("E4M3", "E5M2"), strict=True)}
+
+
+def accepts_saved(saved: SavedSiluMul) -> str | None:
+    """Why `silu_mul_saved.cu` cannot quantize, or None."""
+    product = saved.product
+    if (reason := quantize.accepts(product)) is not None:
+        return reason
+    if product.block != _ROW:
+        return f"block {product.block} is not {_ROW}"
+    return _octets_fault("gate", saved.gate.x) or _octets_fault("up", saved.up.x)
+
+
+def accepts_backward(given: SiluMulBackward) -> str | None:
+    """Why `silu_mul_backward.cu` cannot compute a gradient that is not empty, or None."""
+    if given.target.name != "sm90":
+        return f"{given.target.name} is not sm90"
+    for dtype in (given.dtype, given.product_dtype, given.gate.data.dtype):
+        if dtype not in OCP:
+            return f"{dtype} is no type of the hardware"
+    if given.block != _ROW or given.product_block not in _PRODUCT_BLOCKS:
+        return f"blocks {given.block} and {given.product_block} are not {_ROW} and one of {_PRODUCT_BLOCKS}"
+    if given.up.data.dtype != given.gate.data.dtype:
+        return f"gate is {given.gate.data.dtype} and up {given.up.data.dtype}"
+    reason = rows_fault(given.grad, "grad") or _octets_fault("grad", given.grad)
+    return reason or _kept_fault("gate", given.gate) or _kept_fault("up", given.up)
+
+
+def _octets_fault(name: str, x: Tensor) -> str | None:
+    """Why 8 columns of a row cannot be loaded at once as 16 bytes, or None."""
+    if x.element_size() != 2:
+        return f"{name} is {x.dtype}, not of 16 bits"
+    if x.shape[-1] % OCTET:
+        return f"{name} has {x.shape[-1]} columns, no multiple of {OCTET}"
+    return None if is_aligned(x) else f"rows of {name} do not begin at multiples of 16 bytes"
+
+
+def _kept_fault(name: str, kept: Quantized) -> str | None:
+    """Why FP8 data and its scales do not lie as `quantize` stores them, or None."""
+    data, scale = kept.data, kept.scale
+    if (reason := rows_fault(data, name)) is not None:
+        return reason
+    if data.data_ptr() % _BYTES or data.stride(-2) % _BYTES:
+        return f"rows of {name} do not begin at multiples of {_BYTES} bytes"
+    rows = scale.mT
+    if (reason := rows_fault(rows, f"{name}_scale")) is not None:
+        return reason
+    return None
+
+
+def configure_saved(saved: SavedSiluMul) -> QuantizeConfig:
+    """Tiles of 64 rows, three blocks a multiprocessor; two where float16 is converted, which takes registers."""
+    return QuantizeConfig(ROWS=4, BLOCKS=3 if input_type(saved.gate.x) == "Element::BF16" else 2)
+
+
+def configure_backward(given: SiluMulBackward) -> QuantizeConfig:
+    """Two blocks a multiprocessor; one where float16 is converted, which takes registers."""
+    return QuantizeConfig(BLOCKS=2 if input_type(given.grad) == "Element::BF16" else 1)
+
+
+def plan_saved(saved: SavedSiluMul, config: QuantizeConfig) -> tuple[CudaLaunch]:
+    """The launch of `quantize_silu_mul_saved`."""
+    product, gate, up = saved.product, saved.gate, saved.up
+    m, n = product.m, product.n
+    macros = {**types(product), **_tile(config, m, n)}
+    launch = CudaLaunch(
+        kernel=CudaKernel("silu_mul_saved.cu", "silu_mul_saved", tuple(macros.items())),
+        grid=(-(-n // _TILE_COLUMNS), -(-m // config.rows), product.matrices),
+        threads=32 * config.WARPS,
+        shared=0,
+        args={
+            "gate": gate.x, "up": up.x, **saved.outputs.tensors, "M": m, "N": n, "gate_m": gate.x.stride(-2),
+            "up_m": up.x.stride(-2), "row_m": product.out.data.stride(-2), "scale_lead": product.out.scale.stride(-1),
+            "saved_lead": gate.out.scale.stride(-1),
+        },
+        target=saved.target,
+        options=macros,
+    )  # fmt: skip
+    return (launch,)
+
+
+def plan_backward(given: SiluMulBackward, config: QuantizeConfig) -> tuple[CudaLaunch]:
+    """The launch of `quantize_silu_mul_backward`."""
+    grad, gate, up = given.grad, given.gate, given.up
+    m, n = grad.shape[-2:]
+    square = is_square(given.product_block)
+    macros: dict[str, int | str] = {
+        "INPUT": input_type(grad), "KEPT": _FP8[gate.data.dtype], "FP8": _FP8[given.dtype],
+        "PRODUCT_FP8": _FP8[given.product_dtype], "FORMAT": f"Format::{given.scale.upper()}",
+        "PRODUCT_SQUARE": int(square), **_tile(config, m, n),
+    }  # fmt: skip
+    out = given.outputs.tensors
+    launch = CudaLaunch(
+        kernel=CudaKernel("silu_mul_backward.cu", "silu_mul_backward", tuple(macros.items())),
+        grid=(-(-n // _TILE_COLUMNS), -(-m // TILE_ROWS), math.prod(grad.shape[:-2])),
+        threads=32 * config.WARPS,
+        shared=_shared(config),
+        args={
+            "grad": grad, "gate": gate.data, "gate_scale": gate.scale, "up": up.data, "up_scale": up.scale, **out,
+            "M": m, "N": n, "grad_m": grad.stride(-2), "gate_m": gate.data.stride(-2), "up_m": up.data.stride(-2),
+            "gate_lead": gate.scale.stride(-1), "up_lead": up.scale.stride(-1),
+            "row_m": out["grad_gate"].stride(-2), "row_lead": out["grad_gate_scale"].stride(-1),
+            "col_n": out["product"].stride(-1), "col_lead": out["grad_gate_columns_scale"].stride(-2),
+            "product_lead": out["product_scale"].stride(-1 if square else -2),
+        },
+        target=given.target,
+        options=macros,
+    )  # fmt: skip
+    return (launch,)
+
+
+def _tile(config: QuantizeConfig, m: int, n: int) -> dict[str, int | str]:
+    """The macros of `fp8_tile.cuh` and `values.cuh`."""
+    return {
+        "SOURCE": "Source::PLAIN", "PARTIAL": 0, "ALIGNED": 1,
+        "EVEN": int(m % config.rows == 0 and n % _TILE_COLUMNS == 0), "WARPS": config.WARPS, "ROWS": config.ROWS,
+        "BLOCKS": config.BLOCKS, "LOAD": f"Load::{config.LOAD}", "STORE": f"Store::{config.STORE}",
+        "ROW_BYTES": config.ROW_BYTES,
+    }  # fmt: skip
+
+
+def _shared(config: QuantizeConfig) -> int:
+    """The bytes of `Shared` in `silu_mul_backward.cu`."""
+    tile = TILE_ROWS * _TILE_COLUMNS
+    maxima = config.WARPS * _TILE_COLUMNS * 2
+    return 3 * tile + 2 * tile + 3 * maxima + 3 * _TILE_COLUMNS * 4 + 2 * TILE_ROWS * 4
