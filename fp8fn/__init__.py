@@ -8,7 +8,8 @@ from fp8fn.grouped import expert_mlp, grouped_gemm
 from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.lowering.explain import explain
-from fp8fn.lowering.monitor import OperandStatistics, read_monitor, write_monitor
+from fp8fn.lowering.monitor import read_monitor, write_monitor
+from fp8fn.lowering.operand_statistics import Statistics
 from fp8fn.matmul import gemm, linear
 from fp8fn.moe import moe_gemm, sort_tokens
 from fp8fn.ops.recipe import (
@@ -60,10 +61,10 @@ __all__ = [
     "TENSORWISE",
     "FP8Weight",
     "GroupedScaledTensor",
-    "OperandStatistics",
     "Recipe",
     "ScaledTensor",
     "Site",
+    "Statistics",
     "__version__",
     "dequantize",
     "error",

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp8fn.lowering import monitor
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion
 from fp8fn.lowering.recipe_pass import rewrite
+from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
@@ -60,25 +60,25 @@ def fp8fn(
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
     where = given.pop("where", None)
     check_where(where)
-    every = monitor.check_every(given.pop("monitor", None))
+    every = check_every(given.pop("monitor", None))
     decisions = rewrite(gm, recipe, where, numbered=every is not None)
-    watching = monitor.monitored(every, gm, decisions)
+    graph = watched(every, gm, decisions)
     fuse = given.pop("fuse_quantize", None)
     save = given.pop("save", None)
     patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
-    if watching is not None:
-        patches = with_monitor(patches, watching.state.first, watching.weights)
+    if graph is not None:
+        patches = with_monitor(patches, graph.state.first, graph.names)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
-        with without_guards(), training(watching is not None and not kwargs.get("is_inference", False)):
+        with without_guards(), training(graph is not None and not kwargs.get("is_inference", False)):
             return compile_fx_inner(*args, **kwargs)
 
     compiled = cast(
         Callable[..., Any], compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
     )
-    return compiled if watching is None else watching.watching(compiled)
+    return compiled if graph is None else graph.counting(compiled)
 
 
 def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:

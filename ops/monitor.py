@@ -19,7 +19,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.layout import known_block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.statistics import statistics
-from fp8fn.ops.statistics import WIDTH, Column, Watched
+from fp8fn.ops.statistics import OPERANDS, WIDTH, Column, Watched
 
 MONITOR_SCHEMA: Final = (
     "monitor(Tensor data, Tensor scale, int[2] block, Tensor[] inputs, str source, int[] rows, bool always=False) -> ()"
@@ -50,6 +50,9 @@ class State:
         self.scratch: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self.same: dict[int, int] = {}
         """The row that holds the statistics of another row, which has the same operand."""
+        self.written: set[int] = set()
+        """The rows that were written at least once."""
+        self._launched: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
         _STATES[self.first] = self
 
     def begin(self, step: int) -> None:
@@ -59,6 +62,30 @@ class State:
             table[:, Column.BEGUN].fill_(step)
             table[:, Column.DUE].fill_(1)
         PENDING.update(range(self.first, self.first + self.count))
+
+    def is_unfinished(self) -> bool:
+        """Whether the backward of the step that is measured has yet to run.
+
+        A row that no backward ever wrote may be due for ever: a layer without trainable weights has no gradient.
+        """
+        if not PENDING:
+            return False
+        due = {row for row in range(self.count) if self.first + row in PENDING}
+        gradients = {row for row in self.written if row % len(OPERANDS) == len(OPERANDS) - 1}
+        return bool(due & self.written) or (bool(due) and not gradients)
+
+    def is_new(self, row: int, data: Tensor) -> bool:
+        """Whether no launch had such data yet, so that its kernel is compiled before a graph captures it."""
+        before = len(self._launched)
+        self._launched.add((row, data.shape, data.stride()))
+        return len(self._launched) > before
+
+    def take(self) -> list[Tensor]:
+        """The rows so far, which are then empty."""
+        taken = [table.clone() for table in self.tables.values()]
+        for table in self.tables.values():
+            table.zero_()
+        return taken
 
     def end(self) -> None:
         """Makes no row due."""
@@ -102,9 +129,13 @@ def monitor(
     state = _STATES.get(rows[0] // _MOST_ROWS * _MOST_ROWS)
     if state is None or not data.numel():
         return
-    if always and state not in _CAPTURED:
-        _CAPTURED.append(state)
+    if always:
+        if not pending and not state.is_new(rows[0], data) and not torch.cuda.is_current_stream_capturing():
+            return
+        if state not in _CAPTURED:
+            _CAPTURED.append(state)
     first, *others = (row - state.first for row in rows)
+    state.written.update((first, *others))
     state.same.update(dict.fromkeys(others, first))
     pair = known_block(block)
     assert pair is not None, block

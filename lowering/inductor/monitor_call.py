@@ -60,7 +60,8 @@ def _maker() -> Callable[[Sequence[Any], tuple[Any, ...]], None]:
             return True
 
         def codegen(self, wrapper: Any) -> None:
-            data, scale, *inputs = (tensor.codegen_reference() for tensor in self.inputs)
+            realized: Sequence[Any] = self.inputs
+            data, scale, *inputs = (tensor.codegen_reference() for tensor in realized)
             _, _, block, _, source, rows, always = self.args
             call = (
                 f"torch.ops.fp8fn.monitor.default({data}, {scale}, {[*block]}, [{', '.join(inputs)}], "

@@ -17,7 +17,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import fp8fn
-from fp8fn.lowering import monitor
+from fp8fn.lowering.operand_statistics import UNDERFLOW
 from fp8fn.ops.monitor import PENDING
 from fp8fn.ops.recipe import PRESETS, Recipe
 
@@ -340,7 +340,7 @@ def test_a_gradient_that_underflows_is_logged_once(caplog: pytest.LogCaptureFixt
     assert len(caplog.messages) == 1  # before the call of read_monitor, and no other after it
     assert "the gradient of down.weight underflows: 100 % of its elements were flushed to zero in step 0" in logged[0]
     assert found["down.weight"]["gradient"].flushed == pytest.approx(1 - 1 / TOKENS)
-    assert found["down.weight"]["gradient"].flushed > monitor.UNDERFLOW
+    assert found["down.weight"]["gradient"].flushed > UNDERFLOW
     assert found["up.weight"]["gradient"].flushed == 0.0  # it is zero before it is quantized
 
 
@@ -396,6 +396,22 @@ def test_modules_that_share_a_graph_are_not_monitored(caplog: pytest.LogCaptureF
         fp8fn.read_monitor(model)
 
 
+def test_models_that_take_turns() -> None:
+    """PyTorch gives two copies of a model one graph; each has its own steps and statistics."""
+    models = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+    watched = [compiled(model, 2, dynamic=False) for model in models]
+    for model in models:
+        model[0].requires_grad_(False)  # no backward writes this layer's gradient
+    for i in (0, 0, 0, 1, 0):
+        watched[i](torch.randn(TOKENS, WIDTH)).sum().backward()
+    assert [steps_of(model) for model in watched] == [{2}, {0}]
+    for model, run in zip(models, watched, strict=True):
+        found = fp8fn.read_monitor(run)
+        assert [*found["0.weight"]] == ["activation", "weight"]
+        for name, operands in found.items():
+            assert operands["weight"].amax == model.get_parameter(name).abs().max().item()
+
+
 def test_weights_that_took_the_place_of_others() -> None:
     model = Block()
     watched = compiled(model)
@@ -438,7 +454,7 @@ class Writer:
 
 
 def test_write_monitor() -> None:
-    first = fp8fn.OperandStatistics(saturated=0.0, flushed=0.5, amax=2.0, snr_db=31.0, exact=True, step=100)
+    first = fp8fn.Statistics(saturated=0.0, flushed=0.5, amax=2.0, snr_db=31.0, exact=True, step=100)
     statistics = {"fc.weight": {"activation": first, "gradient": replace(first, flushed=0.25, step=101)}}
     writer = Writer()
     fp8fn.write_monitor(writer, statistics)
