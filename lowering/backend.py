@@ -55,10 +55,11 @@ def fp8fn(
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
     where = given.pop("where", None)
     check_where(where)
-    rewrite(gm, recipe, where)
     fuse = given.pop("fuse_quantize", None)
     save = given.pop("save", None)
-    patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
+    patches = _inductor_options(mode, given)
+    rewrite(gm, recipe, where, replayed=_replays(patches))
+    patches = with_fusion(with_pass(patches, takes_everything(where)), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -79,6 +80,11 @@ def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"options[{name!r}] is neither an option of fp8fn {OPTIONS} nor one of Inductor")
         patches[key] = value
     return patches
+
+
+def _replays(patches: dict[str, Any]) -> bool:
+    """Whether Inductor captures the launches into a CUDA graph."""
+    return bool(patches.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
 
 
 def _with_partitioner(patches: dict[str, Any], recipe: Recipe, save: str | None, fuse: bool) -> dict[str, Any]:

@@ -80,13 +80,19 @@ def estimated(site: Site, recipe: Recipe, chip: Chip | None) -> Times | None:
     return linear_times(found.m, found.n, found.k, recipe, chip, batch=found.batch, itemsize=found.dtype.itemsize)
 
 
-def why_slower(times: Times | None) -> str | None:
-    """The reason to leave a product in bf16 if FP8 is estimated to be slower, else None."""
-    if times is None or times.speedup >= 1:
+def why_slower(times: Times | None, *, backward: bool = True) -> str | None:
+    """The reason to leave a product in bf16 if FP8 is estimated to be slower, else None.
+
+    Without `backward` no gradient is computed, and the forward alone decides.
+    """
+    if times is None:
         return None
-    fp8, bf16 = times.fp8.combined, times.bf16.combined
+    fp8, bf16 = (step.combined if backward else step.forward for step in (times.fp8, times.bf16))
+    if fp8 <= bf16:
+        return None
+    passes = "forward and backward" if backward else "forward"
     return (
-        f"slower: {fp8:.0f} µs in FP8 with quantization, {bf16:.0f} in bf16, forward and backward by {times.source};"
+        f"slower: {fp8:.0f} µs in FP8 with quantization, {bf16:.0f} in bf16, {passes} by {times.source};"
         " where='*' takes it too"
     )
 

@@ -37,6 +37,19 @@ class Rates:
         return 0.8 * self.copy
 
 
+@dataclass(frozen=True)
+class HostTimes:
+    """Microseconds of host time of a call: a product, quantizers with one and with two results, and `torch.mm`."""
+
+    product: float
+    quantize: float
+    dual: float
+    bf16: float
+
+
+# `bench host` on the host of an H200 (docs/results/host.json). Compiled code makes the same calls.
+HOST: Final = HostTimes(product=19.4, quantize=25.4, dual=32.2, bf16=12.3)
+
 # By `bench linear --suite llm84`: the mean of two days' medians of bf16 forward and backward, 687 and 705, and a copy.
 _H200: Final = Rates(bf16=696.0, copy=3.94)
 _BY_NAME: Final[Mapping[str, Rates]] = {
