@@ -121,7 +121,8 @@ def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:
     """The time of a product on operands that are quantized, by the kernel that a plan takes, and who knows it."""
     found = lookup(problem, tables(chip))
     if found is None:
-        return microseconds(problem, ranked(problem, chip.multiprocessors)[0], chip.multiprocessors), "the model"
+        cores = chip.multiprocessors
+        return microseconds(problem, ranked(problem, cores)[0], cores) * rates_of(chip).product, "the model"
     entry = found.entry
     if found.exact and entry.peer_wins and entry.peer_us is not None:
         return entry.peer_us, found.table.name
