@@ -14,7 +14,7 @@ import torch
 from fp8fn.ops import gemm, targets
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip, chip_of
-from fp8fn.ops.tuning.estimate import Step, Times, linear_times
+from fp8fn.ops.tuning.estimate import Parts, Step, Times, grouped_parts, linear_times
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
 from fp8fn.timing import Clock, Schedule, Timing, clock_of, interleaved
@@ -78,6 +78,14 @@ def estimated(site: Site, recipe: Recipe, chip: Chip | None) -> Times | None:
     if chip is None or found is None:
         return None
     return linear_times(found.m, found.n, found.k, recipe, chip, batch=found.batch, itemsize=found.dtype.itemsize)
+
+
+def parts_of_groups(site: Site, recipe: Recipe, chip: Chip | None) -> Parts | None:
+    """The times of a product of groups of rows by their parts, as if all groups were equal; None if unknown."""
+    m, n, k = map(size_of, (site.m, site.n, site.k))
+    if chip is None or m is None or n is None or k is None or not site.groups:
+        return None
+    return grouped_parts(m, n, k, recipe, chip, groups=site.groups, itemsize=site.dtype.itemsize)
 
 
 def why_slower(times: Times | None, *, backward: bool = True) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.lowering.attention import spell_attention
-from fp8fn.lowering.costs import chip_for, estimated, why_slower
+from fp8fn.lowering.costs import chip_for, estimated, parts_of_groups, why_slower
 from fp8fn.lowering.find import Gemm, find_gemms, parameter_of
 from fp8fn.lowering.find_grouped import why_not_recipe
 from fp8fn.lowering.graph.einsum import reduce_einsums
@@ -23,7 +23,7 @@ from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe
-from fp8fn.ops.tuning.estimate import Times
+from fp8fn.ops.tuning.estimate import Parts, Times
 from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
 
 _log = logging.getLogger("fp8fn")
@@ -77,25 +77,30 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
     impossible = gemm.reason or why_not(site) or why_not_recipe(gemm.groups, recipe)
     if impossible is not None:
         return Decision(gemm, impossible, False, None)
-    times = estimated(site, recipe, chip_for(site.device, target))
+    chip = chip_for(site.device, target)
+    times = estimated(site, recipe, chip)
     reason = why_not(site, where)
     if where is None:
         slower = why_slower(times, backward=torch.is_grad_enabled()) if _is_16_bit(gemm.node) else None
         reason = why_not_by_default(site) or heads.why(gemm) or slower
-    taken = None if reason is not None or not _is_16_bit(gemm.node) else _taken(gemm, times)
-    return Decision(gemm, reason, True, times, taken)
+    if reason is not None or not _is_16_bit(gemm.node):
+        return Decision(gemm, reason, True, times)
+    parts = None if times is None else times.parts
+    if gemm.groups is not None and gemm.groups.over == "M":
+        parts = parts_of_groups(site, recipe, chip)
+    return Decision(gemm, reason, True, times, None if parts is None else _taken(gemm, parts))
 
 
-def _taken(gemm: Gemm, times: Times | None) -> Taken | None:
-    """A product as part of its step, if its times are known."""
-    if times is None or times.parts is None:
-        return None
+def _taken(gemm: Gemm, parts: Parts) -> Taken:
+    """A product as part of its step."""
 
     def differentiated(operand: Node) -> bool:
         found = value(operand)
         return torch.is_grad_enabled() and found is not None and found.requires_grad
 
-    return Taken(times.parts, gemm.a, gemm.b, differentiated(gemm.a), differentiated(gemm.b))
+    return Taken(
+        parts, gemm.a, gemm.b, dgrad=differentiated(gemm.a), wgrad=differentiated(gemm.b), groups=gemm.site.groups > 0
+    )
 
 
 def _is_16_bit(node: Node) -> bool:

@@ -19,6 +19,7 @@ class Taken:
         weight: what stands for the weight, likewise.
         dgrad: whether the activation has a gradient.
         wgrad: whether the weight has a gradient.
+        groups: whether it is a product of groups of rows, which counts as if all groups were equal.
     """
 
     parts: Parts
@@ -26,6 +27,7 @@ class Taken:
     weight: Hashable
     dgrad: bool
     wgrad: bool
+    groups: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,9 +38,10 @@ class StepTimes:
 
     Args:
         products: the number of products that are counted.
-        unknown: the number of products in FP8 whose time is not known, such as products of groups.
+        unknown: the number of products in FP8 whose time is not known.
         backward: whether gradients are counted.
         replayed: whether a CUDA graph replays the launches, so that they take no host time.
+        groups: the number of counted products whose groups are taken to be equal.
     """
 
     fp8: float = 0.0
@@ -49,13 +52,14 @@ class StepTimes:
     unknown: int = 0
     backward: bool = False
     replayed: bool = False
+    groups: int = 0
 
     def __add__(self, other: StepTimes) -> StepTimes:
         """The times of both graphs of a step."""
         return StepTimes(
             self.fp8 + other.fp8, self.bf16 + other.bf16, self.fp8_host + other.fp8_host,
             self.bf16_host + other.bf16_host, self.products + other.products, self.unknown + other.unknown,
-            self.backward or other.backward, self.replayed or other.replayed,
+            self.backward or other.backward, self.replayed or other.replayed, self.groups + other.groups,
         )  # fmt: skip
 
     @property
@@ -82,6 +86,7 @@ class StepTimes:
             f"{known}, {passes}: bf16 {self.bf16_us / 1e3:.3g} ms → FP8 {self.fp8_us / 1e3:.3g} ms{waits} "
             f"({self.bf16_us / self.fp8_us:.2f}x)"
         )
+        text += f"; {self.groups} of them by groups, as if these were equal" if self.groups else ""
         return text + (f"; unknown: the time of {self.unknown} more in FP8" if self.unknown else "")
 
     @property
@@ -117,6 +122,6 @@ def step_times(taken: Iterable[Taken], *, unknown: int = 0, replayed: bool = Fal
         total = replace(
             total, fp8=total.fp8 + fp8, bf16=total.bf16 + parts.bf16 * (1 + backward),
             fp8_host=total.fp8_host + host, bf16_host=total.bf16_host + HOST.bf16 * (1 + backward),
-            products=total.products + 1, backward=total.backward or backward > 0,
+            products=total.products + 1, groups=total.groups + each.groups, backward=total.backward or backward > 0,
         )  # fmt: skip
     return total

@@ -24,6 +24,7 @@ from fp8fn.ops.tuning.table import lookup, tables
 
 _PRODUCT_US: Final = 4.7  # a launch with the pipeline's start and end, as `model.py` has it
 _QUANTIZE_US: Final = 3.0
+_GROUP_US: Final = 1.3  # of each group of `torch._grouped_mm`, over a roofline (docs/results/moe_layer.json)
 
 
 class Step(NamedTuple):
@@ -115,6 +116,18 @@ def linear_times(
         source=" and ".join(sources),
     )
     return parts.times
+
+
+def grouped_parts(
+    m: int, n: int, k: int, recipe: Recipe, chip: Chip, *, groups: int, itemsize: int = 2
+) -> Parts | None:
+    """The times of `x (m, k)` by `w (groups, k, n)`, each row by its group, as if all groups were equal."""
+    if groups < 1:
+        return None
+    times = linear_times(-(-m // groups), n, k, recipe, chip, batch=groups, itemsize=itemsize)
+    if times is None or times.parts is None:
+        return None
+    return times.parts._replace(bf16=times.parts.bf16 + _GROUP_US * groups)
 
 
 def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:

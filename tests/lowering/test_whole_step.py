@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn.demo.model import GPT
-from fp8fn.demo.presets import PRESETS
+from fp8fn.demo.presets import MODELS
 from fp8fn.lowering import recipe_pass, whole_step
 from fp8fn.lowering.recipe_pass import Decision, decide, rewrite
 from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
@@ -128,6 +128,29 @@ def test_single_products_win_and_their_sum_loses() -> None:
         assert [each.reason for each in others] == [None] * 6
 
 
+class Experts(nn.Module):
+    """A product of eight groups of rows."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(8, width, width, dtype=BF16))
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight, offs=offsets)
+
+
+@pytest.mark.parametrize(("width", "rows", "wins"), [(1024, 4096, False), (4096, 32768, True)])
+def test_products_of_groups_count_as_if_the_groups_were_equal(width: int, rows: int, wins: bool) -> None:
+    model, x = on_meta(lambda: Experts(width), rows, width)
+    offsets = torch.empty(8, dtype=torch.int32, device="meta")
+    (decision,), step = decisions(model, x, offsets)
+    assert (step.products, step.groups, step.unknown) == (1, 1, 0)
+    assert "1 of them by groups, as if these were equal" in step.describe()
+    assert decision.times is None
+    assert (decision.reason is None) is wins
+    assert step.loses is not wins
+
+
 def test_a_large_model_is_taken() -> None:
     model, x = on_meta(lambda: Layers(4096, 14336, 1), 8192, 4096)
     found, step = decisions(model, x)
@@ -196,11 +219,13 @@ def test_explain_shows_what_was_left_alone() -> None:
     assert last == f"whole step (left alone): {explanation.step.describe()}; the rest of the step is not counted"
 
 
-@pytest.mark.parametrize("size", ["small", "medium", "1b"])
+@pytest.mark.parametrize(
+    ("family", "size"), [("gpt", "small"), ("gpt", "medium"), ("gpt", "1b"), ("moe", "small"), ("moe", "medium")]
+)
 @pytest.mark.parametrize("target", ["h100", "h200"])
-def test_no_size_of_the_demo_is_estimated_to_lose(size: str, target: str) -> None:
+def test_no_size_of_the_demo_is_estimated_to_lose(family: str, size: str, target: str) -> None:
     """One layer of each, at the demo's batch: what is taken wins; what would lose is left alone."""
-    preset = PRESETS[size]
+    preset = MODELS[family][size]
     config = replace(preset.model, layers=1)
     with torch.device("meta"):
         model = GPT(config).to(BF16)
@@ -208,8 +233,9 @@ def test_no_size_of_the_demo_is_estimated_to_lose(size: str, target: str) -> Non
     explanation = fp8fn.explain(model, tokens, target=target, show=False)
     step = explanation.step
     assert step is not None
-    assert not (step.loses and explanation.substituted)
-    assert (explanation.substituted > 0) == (step.products > 0 and step.bf16_us >= step.fp8_us)
+    assert step.unknown == 0
+    assert step.groups == (2 if family == "moe" else 0)
+    assert (explanation.substituted > 0) == (step.products > 0 and not step.loses)
     if size == "1b":
         assert explanation.substituted == 5
         assert step.bf16_us / step.fp8_us > 1.15
