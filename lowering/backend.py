@@ -61,11 +61,12 @@ def fp8fn(
     where = given.pop("where", None)
     check_where(where)
     every = check_every(given.pop("monitor", None))
-    decisions = rewrite(gm, recipe, where, numbered=every is not None)
-    graph = watched(every, gm, decisions)
     fuse = given.pop("fuse_quantize", None)
     save = given.pop("save", None)
-    patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
+    patches = _inductor_options(mode, given)
+    decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
+    graph = watched(every, gm, decisions)
+    patches = with_fusion(with_pass(patches, takes_everything(where)), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
     if graph is not None:
         patches = with_monitor(patches, graph.state.first, graph.names)
@@ -90,6 +91,11 @@ def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"options[{name!r}] is neither an option of fp8fn {OPTIONS} nor one of Inductor")
         patches[key] = value
     return patches
+
+
+def _replays(patches: dict[str, Any]) -> bool:
+    """Whether Inductor captures the launches into a CUDA graph."""
+    return bool(patches.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
 
 
 def _with_partitioner(patches: dict[str, Any], recipe: Recipe, save: str | None, fuse: bool) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from fp8fn.ops.kernel import Named
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.model import config_of, runs
+from fp8fn.ops.tuning.nearest import nearest
 from fp8fn.ops.tuning.problem import Problem, problem_of
 
 FORMAT: Final = 1
@@ -93,15 +94,18 @@ def lookup(problem: Problem, tables: tuple[Table, ...]) -> Found | None:
 
 
 def tables(chip: Chip | None) -> tuple[Table, ...]:
-    """The user's table of a chip, then the shipped one; each is read once in a process."""
+    """The user's table of a chip, then the shipped one that is nearest by facts; each is read once in a process."""
     return () if chip is None else _tables(chip, user_path(chip))
 
 
 @cache
 def _tables(chip: Chip, path: Path) -> tuple[Table, ...]:
     found = [_read_users(path, chip)]
-    if chip in SHIPPED:
-        found.append(read(_FOLDER / SHIPPED[chip]))
+    served = nearest(chip, SHIPPED)
+    if served is not None:
+        measured_on, difference = served
+        table = read(_FOLDER / SHIPPED[measured_on])
+        found.append(replace(table, name=f"{table.name}{difference}"))
     return tuple(table for table in found if table is not None)
 
 
