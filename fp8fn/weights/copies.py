@@ -212,3 +212,11 @@ def cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
     data, scale = join([w._data for w in weights]), join([w._scale for w in weights])
     return weight_of(data, scale, form._replace(shares=False))
+
+
+@implements(aten.stack.default)
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Weights as the experts of one weight."""
+    if not all(isinstance(each, FP8Weight) and not each._form.flat for each in tensors):
+        raise NoForm
+    return cat([each.unsqueeze(axis) for each in tensors], axis)
