@@ -79,8 +79,6 @@ def _broadcast(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 work.wait()
                 if dense is not part:
                     part.copy_(dense)
-            if isinstance(each, FP8Weight):
-                each._gathered = None
     return args[0], work
 
 
@@ -96,8 +94,6 @@ def _in_place(op: Any) -> Callable[..., Any]:
             for w in weights:
                 if dense[id(w)].data_ptr() != getattr(w, name).data_ptr():
                     bytes_of(getattr(w, name)).copy_(dense[id(w)])
-        for w in weights:
-            w._gathered = None
         return args[0], work
 
     return run

@@ -94,7 +94,6 @@ def copy_(weight: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     # AOTAutograd functionalizes writes into its inputs, and not into views of another type.
     weight._data.copy_(source._data, non_blocking)
     weight._scale.copy_(source._scale, non_blocking)
-    weight._gathered = None
     return weight
 
 
@@ -127,14 +126,15 @@ def empty_like(weight: FP8Weight, *, dtype: torch.dtype | None = None, device: A
 
 @implements(aten.new_zeros.default, aten.new_empty.default)
 def new_zeros(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """A weight for more or fewer rows, as FSDP pads its shards; a tensor for another shape."""
+    """A weight that is longer or shorter along one dimension, as FSDP pads its shards; a tensor for another shape."""
     form, shape = weight._form, list(size)
     target = weight.device if device is None else torch.device(device)
-    if dtype not in (None, form.dtype) or form.flat or len(shape) != weight.ndim or shape[1:] != list(weight.shape[1:]):
+    others = [axis for axis, (n, old) in enumerate(zip(shape, weight.shape, strict=False)) if n != old]
+    if dtype not in (None, form.dtype) or form.flat or len(shape) != weight.ndim or len(others) > 1:
         return torch.zeros(shape, dtype=dtype or form.dtype, device=target)
-    rows = form.block[0]
-    if shape[0] != weight.shape[0] and (rows == WHOLE or shape[0] % rows):
-        form = form._replace(block=(1, *form.block[1:]))
+    for axis in others:
+        if form.block[axis] == WHOLE or shape[axis] % form.block[axis]:
+            form = form._replace(block=(*form.block[:axis], 1, *form.block[axis + 1 :]))
     scales = [1 if b == WHOLE else math.ceil(n / b) for n, b in zip(shape, form.block, strict=True)]
     data = torch.zeros(shape, dtype=torch.uint8, device=target).view(weight._data.dtype)
     scale = torch.zeros(scales, device=target).to(weight._scale.dtype)
@@ -212,3 +212,11 @@ def cat(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
     data, scale = join([w._data for w in weights]), join([w._scale for w in weights])
     return weight_of(data, scale, form._replace(shares=False))
+
+
+@implements(aten.stack.default)
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Weights as the experts of one weight."""
+    if not all(isinstance(each, FP8Weight) and not each._form.flat for each in tensors):
+        raise NoForm
+    return cat([each.unsqueeze(axis) for each in tensors], axis)

@@ -112,8 +112,6 @@ class FP8Weight(Tensor):
     _data: Tensor
     _scale: Tensor
     _form: Form
-    # The scales of all shards, which FSDP gathers once.
-    _gathered: Tensor | None = None
 
     def __new__(cls, scaled: ScaledTensor, dtype: torch.dtype = torch.bfloat16) -> FP8Weight:
         if not isinstance(scaled, ScaledTensor):
@@ -193,7 +191,7 @@ class FP8Weight(Tensor):
         elif value.dtype != self.dtype:
             raise RuntimeError(f"weight.data = an FP8Weight for {value.dtype}; this one stands for {self.dtype}")
         else:
-            self._data, self._scale, self._form, self._gathered = value._data, value._scale, value._form, None
+            self._data, self._scale, self._form = value._data, value._scale, value._form
 
     def share_memory_(self) -> FP8Weight:
         for part in (self._data, self._scale):
@@ -217,7 +215,7 @@ class FP8Weight(Tensor):
         """The gathered weight."""
         from fp8fn.weights.fsdp import after_gather
 
-        return after_gather(self, outputs, metadata, param_dtype, out)
+        return after_gather(outputs, metadata, param_dtype, out)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_parameter(self):

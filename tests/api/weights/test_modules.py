@@ -263,6 +263,13 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "masked": lambda w: w.masked_fill_(torch.ones(320, 384, dtype=torch.bool), 0),
     "index_put_": lambda w: w.__setitem__(torch.tensor([1, 2]), 0),
     "heads inside of blocks": lambda w: w.view(5, 64, 384).copy_(torch.ones(5, 64, 384)),
+    "resize_": lambda w: w.resize_(2, 2),
+    "set_": lambda w: w.set_(torch.ones(2, 2)),
+    "through data": lambda w: w.data.zero_(),
+    "through flatten": lambda w: w.flatten().zero_(),
+    "columns inside of blocks": lambda w: w[:, :64].copy_(torch.ones(320, 64)),
+    "a row": lambda w: w.select(0, 3).copy_(torch.ones(384)),
+    "a transposed row": lambda w: w.T[:, 3].zero_(),
     "an optimizer": lambda w: torch._foreach_add_([w], 1),
 }
 
@@ -438,7 +445,15 @@ def test_numbers_are_not_read_past_the_scales() -> None:
             read()
 
 
-def test_buffer_files() -> None:
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # safetensors' own
+def test_safetensors_does_not_write_a_weight_without_memory(tmp_path: Path) -> None:
+    torch_files = pytest.importorskip("safetensors.torch")
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        torch_files.save_file(layer().state_dict(), tmp_path / "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_view_is_saved_and_loaded() -> None:
     w = make(64, 64)
     file = io.BytesIO()
     torch.save(w[:32], file)

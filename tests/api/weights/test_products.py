@@ -74,6 +74,7 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Product]] = {
     "heads": ((512, 384), (5, 384), lambda x, w: torch.einsum("bk,hnk->bhn", x, w.view(4, 128, 384))),
     "heads inside of blocks": ((512, 384), (5, 384), lambda x, w: torch.einsum("bk,hnk->bhn", x, w.view(8, 64, 384))),
     "cat": ((256, 384), (5, 384), lambda x, w: F.linear(x, torch.cat([w, w]))),
+    "stack": ((320, 384), (2, 5, 384), lambda x, w: torch.bmm(x, torch.stack([w, w]).mT)),
     "_grouped_mm": ((4, 384, 320), (19, 384), lambda x, w: torch._grouped_mm(x, w, _OFFSETS)),
     "embedding": ((512, 384), (7, 384), lambda x, w: x + F.embedding(torch.tensor([3, 1, 500, 3, 9, 0, 511]), w)),
 }  # fmt: skip
