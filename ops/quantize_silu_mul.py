@@ -1,12 +1,14 @@
-"""The ops that quantize `silu(gate) * up` in a training step which keeps `gate` and `up` in FP8.
+"""The ops that quantize `silu(gate) * up` and its gradients in a training step.
 
-The forward, `quantize_silu_mul_saved(gate, up)`, is `quantize_silu_mul(gate, up)` and also quantizes `gate` and `up` in
-blocks of (1, 128) with float32 scales.
+The forward of a step that keeps `gate` and `up` in FP8, `quantize_silu_mul_saved(gate, up)`, is
+`quantize_silu_mul(gate, up)` and also quantizes `gate` and `up` in blocks of (1, 128) with float32 scales.
 
-The backward, `quantize_silu_mul_backward`, computes the gradients of `gate` and `up` from the kept values in float32,
-rounds them to the type of `grad` as autograd does, and quantizes each in `block` and in its transpose. It computes
-`silu(gate) * up` again, rounds it likewise, and quantizes it in `product_block` for the weight's gradient of the layer
-behind.
+The backward, `quantize_silu_mul_backward`, computes the gradients of `gate` and `up` in float32, rounds them to the
+type of `grad` as autograd does, and quantizes each in `block` and in its transpose. It computes `silu(gate) * up`
+again and quantizes it in `product_block` for the weight's gradient of the layer behind. `gate` and `up` are FP8 data
+with scales, as the forward keeps them, or the values themselves without scales. In FP8 the product is rounded as the
+gradients are. Without scales its results have the bits of `quantize_silu_mul`, so that it does not matter whether the
+forward or the backward quantizes it.
 
 On a GPU each op is one launch, in which the terms of a value have relative errors under 1e-5 before it is rounded.
 """
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import silu_mul as cuda_silu_mul
-from fp8fn.ops.formats import FP8_DTYPES
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block, contracts_rows, is_square, scale_shape, turned
 from fp8fn.ops.operand import Quantized
@@ -43,7 +45,7 @@ _SAVED: Final = "quantize_silu_mul_saved"
 _BACKWARD: Final = "quantize_silu_mul_backward"
 SAVED_SCHEMA: Final = f"{_SAVED}(Tensor gate, Tensor up, {_FORMAT}) -> ({', '.join(['Tensor'] * 6)})"
 BACKWARD_SCHEMA: Final = (
-    f"{_BACKWARD}(Tensor grad, Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, {_FORMAT}, "
+    f"{_BACKWARD}(Tensor grad, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, {_FORMAT}, "
     f"int[2] product_block=[128, 1], ScalarType? product_dtype=None) -> ({', '.join(['Tensor'] * 10)})"
 )
 
@@ -52,7 +54,7 @@ Backward = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
 Format = tuple[Block, torch.dtype, str, Block, torch.dtype]
 
 
-def check_backward(tensors: Sequence[Tensor], form: Sequence[Any]) -> Format:
+def check_backward(tensors: Sequence[Any], form: Sequence[Any]) -> Format:
     """The format with its defaults, or the error that says which argument is wrong and what would work."""
     (grad, *kept), (block, dtype, scale, product_block, product_dtype) = tensors, form
     pair, fp8 = check_quantize(grad, block, dtype, scale, _BACKWARD, "grad")
@@ -65,27 +67,39 @@ def check_backward(tensors: Sequence[Tensor], form: Sequence[Any]) -> Format:
     if product_dtype is not None and product_dtype not in FP8_DTYPES:
         raise TypeError(f"{_BACKWARD}: product_dtype={product_dtype} is not an FP8 type; use one of {FP8_DTYPES}")
     gate, gate_scale, up, up_scale = kept
+    if (gate_scale is None) != (up_scale is None):
+        missing, other = ("gate", "up") if gate_scale is None else ("up", "gate")
+        raise ValueError(f"{_BACKWARD}: {other}_scale is given and {missing}_scale is None; give both or neither")
     _check_kept(grad, "gate", gate, gate_scale)
     _check_kept(grad, "up", up, up_scale)
     return pair, fp8, scale, product, product_dtype or targets.native_e4m3(targets.target_of(grad.device))
 
 
-def _check_kept(grad: Tensor, name: str, data: Tensor, scales: Tensor) -> None:
+def _check_kept(grad: Tensor, name: str, data: Tensor, scales: Tensor | None) -> None:
     if data.shape != grad.shape:
         shapes = f"grad has shape {tuple(grad.shape)} and {name} {tuple(data.shape)}"
         raise ValueError(f"{_BACKWARD}: {shapes}; they must be equal")
+    if scales is None:
+        if data.dtype not in INPUT_DTYPES:
+            remedy = f"give {name}_scale, or use one of {INPUT_DTYPES}"
+            raise TypeError(f"{_BACKWARD}: {name} has dtype {data.dtype} and {name}_scale is None; {remedy}")
+    else:
+        _check_scales(grad, name, data, scales)
+    for label, x in ((name, data), (f"{name}_scale", scales)):
+        if x is not None and x.device != grad.device:
+            raise ValueError(
+                f"{_BACKWARD}: grad is on {grad.device} and {label} on {x.device}; move them to one device"
+            )
+
+
+def _check_scales(grad: Tensor, name: str, data: Tensor, scales: Tensor) -> None:
     if data.dtype not in FP8_DTYPES:
-        remedy = f"use the results of torch.ops.fp8fn.{_SAVED}"
+        remedy = f"use the results of torch.ops.fp8fn.{_SAVED}, or None for both scales"
         raise TypeError(f"{_BACKWARD}: {name} has dtype {data.dtype}, which is not an FP8 type; {remedy}")
     needed = scale_shape(grad.shape, SAVED_BLOCK)
     if tuple(scales.shape) != needed or scales.dtype != torch.float32:
         given = f"{scales.dtype} of shape {tuple(scales.shape)}"
         raise ValueError(f"{_BACKWARD}: {name}_scale is {given}; it must be torch.float32 of shape {needed}")
-    for label, x in ((name, data), (f"{name}_scale", scales)):
-        if x.device != grad.device:
-            raise ValueError(
-                f"{_BACKWARD}: grad is on {grad.device} and {label} on {x.device}; move them to one device"
-            )
 
 
 def quantize_silu_mul_saved_reference(
@@ -121,31 +135,31 @@ def quantize_silu_mul_saved_kernel(
 
 
 def quantize_silu_mul_backward_reference(  # noqa: PLR0913 - an op's signature
-    grad: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, block: Sequence[int] = (1, 128),
-    dtype: torch.dtype | None = None, scale: str = "fp32", product_block: Sequence[int] = (128, 1),
-    product_dtype: torch.dtype | None = None,
+    grad: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor, up_scale: Tensor | None,
+    block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    product_block: Sequence[int] = (128, 1), product_dtype: torch.dtype | None = None,
 ) -> Backward:  # fmt: skip
     form = check_backward((grad, gate, gate_scale, up, up_scale), (block, dtype, scale, product_block, product_dtype))
     pair, fp8, scale, square, product_type = form
-    *gradients, product = _values(grad, Quantized(gate, gate_scale, SAVED_BLOCK), Quantized(up, up_scale, SAVED_BLOCK))
+    *gradients, product = _values(grad, kept_operand(gate, gate_scale), kept_operand(up, up_scale))
     of_gate, of_up = (reference.quantize_dual(x, pair, fp8, scale) for x in gradients)
     data, scales = reference.quantize(product, square, product_type, scale)
     return (*of_gate, *of_up, *_column_major(data, scales, square))
 
 
 def quantize_silu_mul_backward_fake(  # noqa: PLR0913 - an op's signature
-    grad: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, block: Sequence[int] = (1, 128),
-    dtype: torch.dtype | None = None, scale: str = "fp32", product_block: Sequence[int] = (128, 1),
-    product_dtype: torch.dtype | None = None,
+    grad: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor, up_scale: Tensor | None,
+    block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    product_block: Sequence[int] = (128, 1), product_dtype: torch.dtype | None = None,
 ) -> Backward:  # fmt: skip
     form = check_backward((grad, gate, gate_scale, up, up_scale), (block, dtype, scale, product_block, product_dtype))
     return empty_backward(grad, *form)
 
 
 def quantize_silu_mul_backward_kernel(  # noqa: PLR0913 - an op's signature
-    grad: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, block: Sequence[int] = (1, 128),
-    dtype: torch.dtype | None = None, scale: str = "fp32", product_block: Sequence[int] = (128, 1),
-    product_dtype: torch.dtype | None = None,
+    grad: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor, up_scale: Tensor | None,
+    block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    product_block: Sequence[int] = (128, 1), product_dtype: torch.dtype | None = None,
 ) -> Backward:  # fmt: skip
     pair, product = checked_block(_BACKWARD, block), checked_block(f"{_BACKWARD}: product_block", product_block)
     results = QUANTIZE_SILU_MUL_BACKWARD(
@@ -159,12 +173,18 @@ def _kept_type(target: Target) -> torch.dtype:
     return targets.native_e4m3(target)
 
 
-def _values(grad: Tensor, gate: Quantized, up: Quantized) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of gate and of up, and `silu(gate) * up`, in the type of `grad`, by plain PyTorch."""
-    wide_gate, wide_up = reference.dequantize(*gate), reference.dequantize(*up)
+def kept_operand(data: Tensor, scales: Tensor | None) -> Quantized | Tensor:
+    """`gate` or `up` of `SiluMulBackward`."""
+    return data if scales is None else Quantized(data, scales, SAVED_BLOCK)
+
+
+def _values(grad: Tensor, gate: Quantized | Tensor, up: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate and of up in the type of `grad`, and the product to quantize, by plain PyTorch."""
+    wide_gate, wide_up = (x.float() if isinstance(x, Tensor) else reference.dequantize(*x) for x in (gate, up))
     gradients = reference.silu_mul_grad(grad, torch.cat([wide_gate, wide_up], -1)).to(grad.dtype)
     of_gate, of_up = gradients.chunk(2, -1)
-    return of_gate.contiguous(), of_up.contiguous(), reference.silu_mul(wide_gate, wide_up).to(grad.dtype)
+    product = reference.silu_mul(wide_gate, wide_up)
+    return of_gate.contiguous(), of_up.contiguous(), product if isinstance(gate, Tensor) else product.to(grad.dtype)
 
 
 def _column_major(data: Tensor, scales: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -186,8 +206,8 @@ def _backward_operands(tensors: Sequence[Any], values: Sequence[Any]) -> SiluMul
     grad, gate, gate_scale, up, up_scale = tensors
     block, dtype, scale, product_block, product_dtype = check_backward(tensors, values)
     return SiluMulBackward(
-        grad=grad, gate=Quantized(gate, gate_scale, SAVED_BLOCK), up=Quantized(up, up_scale, SAVED_BLOCK), block=block,
-        dtype=dtype, scale=scale, product_block=product_block, product_dtype=product_dtype,
+        grad=grad, gate=kept_operand(gate, gate_scale), up=kept_operand(up, up_scale), block=block, dtype=dtype,
+        scale=scale, product_block=product_block, product_dtype=product_dtype,
         target=targets.target_of(grad.device),
     )  # fmt: skip
 

@@ -45,12 +45,12 @@ class SavedSiluMul:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SiluMulBackward:
-    """Gradients of `gate` and `up`, and `silu(gate) * up`, to be computed from FP8 `gate` and `up` and quantized.
+    """Gradients of `gate` and `up`, and `silu(gate) * up`, to be computed from `gate` and `up` and quantized.
 
     Args:
         grad: the gradient `(..., M, N)` of `silu(gate) * up`.
-        gate: `(..., M, N)` in `SAVED_BLOCK`.
-        up: the same.
+        gate: `(..., M, N)`, the values or FP8 in `SAVED_BLOCK`.
+        up: the same, in the same form.
         block: the first block of each gradient; the second one is its transpose.
         dtype: the gradients' element type.
         scale: the format of all scales that are written.
@@ -60,8 +60,8 @@ class SiluMulBackward:
     """
 
     grad: Tensor
-    gate: Quantized
-    up: Quantized
+    gate: Quantized | Tensor
+    up: Quantized | Tensor
     block: Block
     dtype: torch.dtype
     scale: str

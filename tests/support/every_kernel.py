@@ -574,11 +574,21 @@ def _silu_mul_backward(place: Place, target: Target) -> Forms:
         ("square", (131, 264), BF16, {"product_block": SQUARE}),
         ("even square", (256, 128), BF16, {"product_block": SQUARE, "dtype": torch.float8_e5m2}),
         ("float16", (2, 70, 136), FP16, {"scale": "pow2"}),
+        ("values even", (128, 256), BF16, {}),
+        ("values ragged", (131, 264), BF16, {"dtype": torch.float8_e5m2}),
+        ("values square", (131, 264), BF16, {"product_block": SQUARE}),
+        ("values float16", (2, 70, 136), FP16, {"scale": "pow2"}),
     )
     for name, shape, dtype, given in forms:
         operands = Operands(place)
         grad = operands.input("grad", shape, dtype)
-        gate, up = (operands.quantized(of, shape, SAVED_BLOCK, column_major=False) for of in ("gate", "up"))
+        values = name.startswith("values")
+        gate, up = (
+            operands.input(of, shape, dtype)
+            if values
+            else operands.quantized(of, shape, SAVED_BLOCK, column_major=False)
+            for of in ("gate", "up")
+        )
         form = {"block": ROW, "dtype": E4M3, "scale": "fp32", "product_block": COLUMN, "product_dtype": E4M3, **given}
         backward = partial(SiluMulBackward, target=target, **form)
         like = backward(grad=torch.empty_like(grad, device="meta"), gate=gate, up=up).outputs.tensors
@@ -588,10 +598,14 @@ def _silu_mul_backward(place: Place, target: Target) -> Forms:
         yield Form(name, silu_mul.plan_backward(problem, silu_mul.configure_backward(problem)), operands)
 
 
-def _backward(grad: Tensor, gate: Quantized, up: Quantized, form: dict[str, Any]) -> dict[str, Expected]:
-    parts = quantize_silu_mul_backward_reference(grad, *gate[:2], *up[:2], **form)
+def _backward(
+    grad: Tensor, gate: Quantized | Tensor, up: Quantized | Tensor, form: dict[str, Any]
+) -> dict[str, Expected]:
+    kept = [part for x in (gate, up) for part in ((x, None) if isinstance(x, Tensor) else x[:2])]
+    parts = quantize_silu_mul_backward_reference(grad, *kept, **form)
     return {
-        name: Expected(part, near=True, rounded=grad.dtype) for name, part in zip(BACKWARD_OUTPUTS, parts, strict=True)
+        name: Expected(part, near=True, rounded=None if kept[1] is None and "product" in name else grad.dtype)
+        for name, part in zip(BACKWARD_OUTPUTS, parts, strict=True)
     }
 
 
@@ -661,7 +675,11 @@ CUDA: Final = (
         far=(("gate", -2), ("up", -2)),
     ),
     KernelInfo(
-        "silu_mul_backward.cu", _silu_mul_backward, emulated=("even", "ragged", "square", "even square", "float16"),
+        "silu_mul_backward.cu", _silu_mul_backward,
+        emulated=(
+            "even", "ragged", "square", "even square", "float16", "values even", "values ragged", "values square",
+            "values float16",
+        ),
         nan=("grad", "gate", "gate_scale", "up", "up_scale"),
         far=(("grad", -2), ("gate", -2), ("up", -2), ("gate_scale", -1)),
     ),

@@ -188,6 +188,9 @@ def quantize_silu_mul_backward(seed: int = 0, device: torch.device | str = "cpu"
         Sample("strided", given(64, 96, strided=True), {"block": (1, 32), "product_block": (32, 1), "scale": "e8m0"}),
         Sample("whole", given(33, 70, dtype=FP32), {"block": (1, -1), "product_block": (-1, 1)}),
         Sample("empty", given(0, 40), {}),
+        Sample("values", (x(64, 256), x(64, 256), None, x(64, 256), None), {"product_dtype": e5m2}),
+        Sample("values_ragged", (x(77, 99), x(77, 99), None, x(77, 99), None), {"product_block": (128, 128)}),
+        Sample("values_batched", (x(2, 33, 70, dtype=FP16), x(2, 33, 70), None, x(2, 33, 70), None), {}),
     ]
 
 

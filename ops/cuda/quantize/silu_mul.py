@@ -1,7 +1,8 @@
-"""`silu(gate) * up` on Hopper, in training that keeps `gate` and `up` in FP8: the launches of both directions.
+"""`silu(gate) * up` on Hopper, in training: the launches of both directions.
 
 `silu_mul_saved.cu` quantizes the product, `gate` and `up` in one read. `silu_mul_backward.cu` computes the gradients
-from the FP8 values and quantizes them both ways, and the product for the weight's gradient of the layer behind.
+from `gate` and `up`, in FP8 or in 16 bits, and quantizes them both ways, and the product for the weight's gradient of
+the layer behind.
 """
 
 from __future__ import annotations
@@ -42,15 +43,14 @@ def accepts_backward(given: SiluMulBackward) -> str | None:
     """Why `silu_mul_backward.cu` cannot compute a gradient that is not empty, or None."""
     if (reason := hopper_fault(given.target)) is not None:
         return reason
-    for dtype in (given.dtype, given.product_dtype, given.gate.data.dtype):
+    kept = [x.data.dtype for x in (given.gate, given.up) if isinstance(x, Quantized)]
+    for dtype in (given.dtype, given.product_dtype, *kept):
         if dtype not in OCP:
             return f"{dtype} is no type of the hardware"
     if given.block != _ROW or given.product_block not in _PRODUCT_BLOCKS:
         return f"blocks {given.block} and {given.product_block} are not {_ROW} and one of {_PRODUCT_BLOCKS}"
-    if given.up.data.dtype != given.gate.data.dtype:
-        return f"gate is {given.gate.data.dtype} and up {given.up.data.dtype}"
     reason = rows_fault(given.grad, "grad") or _octets_fault("grad", given.grad)
-    return reason or _kept_fault("gate", given.gate) or _kept_fault("up", given.up)
+    return reason or _kept_fault("gate", given.gate, given.grad) or _kept_fault("up", given.up, given.grad)
 
 
 def _octets_fault(name: str, x: Tensor) -> str | None:
@@ -62,8 +62,12 @@ def _octets_fault(name: str, x: Tensor) -> str | None:
     return _alignment_fault(name, x, OCTET * x.element_size())
 
 
-def _kept_fault(name: str, kept: Quantized) -> str | None:
-    """Why FP8 data and its scales do not lie as `quantize` stores them, or None."""
+def _kept_fault(name: str, kept: Quantized | Tensor, grad: Tensor) -> str | None:
+    """Why the kernel cannot load values of the type of `grad`, or FP8 data and its scales, or None."""
+    if isinstance(kept, Tensor):
+        if kept.dtype != grad.dtype:
+            return f"{name} is {kept.dtype} and grad {grad.dtype}"
+        return rows_fault(kept, name) or _octets_fault(name, kept)
     data, scale = kept.data, kept.scale
     if (reason := rows_fault(data, name)) is not None:
         return reason
@@ -111,11 +115,12 @@ def plan_saved(saved: SavedSiluMul, config: QuantizeConfig) -> tuple[CudaLaunch]
 
 def plan_backward(given: SiluMulBackward, config: QuantizeConfig) -> tuple[CudaLaunch]:
     """The launch of `quantize_silu_mul_backward`."""
-    grad, gate, up = given.grad, given.gate, given.up
-    m, n = grad.shape[-2:]
-    square = is_square(given.product_block)
+    grad, m, n = given.grad, *given.grad.shape[-2:]
+    gate, gate_scale, gate_lead = _kept_parts(given.gate)
+    up, up_scale, up_lead = _kept_parts(given.up)
+    square, scaled = is_square(given.product_block), gate_scale is not None
     macros: dict[str, int | str] = {
-        "INPUT": input_type(grad), "KEPT": _FP8[gate.data.dtype], "FP8": _FP8[given.dtype],
+        "INPUT": input_type(grad), "KEPT": _FP8[gate.dtype] if scaled else input_type(gate), "FP8": _FP8[given.dtype],
         "PRODUCT_FP8": _FP8[given.product_dtype], "FORMAT": f"Format::{given.scale.upper()}",
         "PRODUCT_SQUARE": int(square), **_tile(config, m, n),
     }  # fmt: skip
@@ -124,11 +129,11 @@ def plan_backward(given: SiluMulBackward, config: QuantizeConfig) -> tuple[CudaL
         kernel=CudaKernel("silu_mul_backward.cu", "silu_mul_backward", tuple(macros.items())),
         grid=(-(-n // _TILE_COLUMNS), -(-m // TILE_ROWS), math.prod(grad.shape[:-2])),
         threads=32 * config.WARPS,
-        shared=_shared(config),
+        shared=_shared(config, scaled),
         args={
-            "grad": grad, "gate": gate.data, "gate_scale": gate.scale, "up": up.data, "up_scale": up.scale, **out,
-            "M": m, "N": n, "grad_m": grad.stride(-2), "gate_m": gate.data.stride(-2), "up_m": up.data.stride(-2),
-            "gate_lead": gate.scale.stride(-1), "up_lead": up.scale.stride(-1),
+            "grad": grad, "gate": gate, "gate_scale": gate_scale, "up": up, "up_scale": up_scale, **out, "M": m, "N": n,
+            "grad_m": grad.stride(-2), "gate_m": gate.stride(-2), "up_m": up.stride(-2), "gate_lead": gate_lead,
+            "up_lead": up_lead,
             "row_m": out["grad_gate"].stride(-2), "row_lead": out["grad_gate_scale"].stride(-1),
             "col_n": out["product"].stride(-1), "col_lead": out["grad_gate_columns_scale"].stride(-2),
             "product_lead": out["product_scale"].stride(-1 if square else -2),
@@ -149,8 +154,15 @@ def _tile(config: QuantizeConfig, m: int, n: int) -> dict[str, int | str]:
     }  # fmt: skip
 
 
-def _shared(config: QuantizeConfig) -> int:
-    """The bytes of `Shared` in `silu_mul_backward.cu`."""
-    tile = TILE_ROWS * _TILE_COLUMNS
+def _kept_parts(kept: Quantized | Tensor) -> tuple[Tensor, Tensor | None, int]:
+    """The values or their FP8 data, its scales, and how far apart the scales of neighbouring columns lie."""
+    if isinstance(kept, Tensor):
+        return kept, None, 0
+    return kept.data, kept.scale, kept.scale.stride(-1)
+
+
+def _shared(config: QuantizeConfig, scaled: bool) -> int:
+    """The bytes of `Shared` in `silu_mul_backward.cu`; a product that is not rounded is parked in float32."""
+    tile, words = TILE_ROWS * _TILE_COLUMNS, 1 if scaled else 2
     maxima = config.WARPS * _TILE_COLUMNS * 2
-    return 3 * tile + 2 * tile + 3 * maxima + 3 * _TILE_COLUMNS * 4 + 2 * TILE_ROWS * 4
+    return 2 * tile * words + 2 * tile + (2 + words) * maxima + 3 * _TILE_COLUMNS * 4 + 2 * TILE_ROWS * 4
