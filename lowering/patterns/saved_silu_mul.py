@@ -46,8 +46,8 @@ from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward
 NAME: Final = "saved_silu_mul"
 _CAST: Final = torch.ops.prims.convert_element_type.default
 _ops: Final = torch.ops.fp8fn
-_SINGLE, _DUAL = _ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default
-_SAVED, _BACKWARD = _ops.quantize_silu_mul_saved.default, _ops.quantize_silu_mul_backward.default
+SINGLE, DUAL = _ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default
+_SAVED, BACKWARD = _ops.quantize_silu_mul_saved.default, _ops.quantize_silu_mul_backward.default
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
     products = [
         found
         for node in graph.nodes
-        if node.op == "call_function" and node.target in (_SINGLE, _DUAL)
-        if (found := _product(node)) is not None
+        if node.op == "call_function" and node.target in (SINGLE, DUAL)
+        if (found := product_of(node)) is not None
     ]
     for product in products:
         name, at = str(product.node), source_of(product.node)
@@ -105,7 +105,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         yield Substitution(NAME, name, at, str(product.gate), (m, 0, k), made, reason)
 
 
-def _product(node: Node) -> Product | None:
+def product_of(node: Node) -> Product | None:
     """None where both results of a dual quantizer are read, or a result is no matrix."""
     given = arguments_of(node)
     places = {place_of(item) // 2 * 2 for item in node.users}
@@ -149,18 +149,18 @@ def _kept(graph: Graph, product: Product) -> tuple[Quantizer, Quantizer] | None:
 def _merge_forward(graph: Graph, product: Product, kept: tuple[Quantizer, Quantizer]) -> tuple[str, str | None]:
     reason = _forward_fault(product)
     old = (product.node, *(quantizer.node for quantizer in kept))
-    if reason is None and any(_depends(node, old) for node in (product.gate, product.up)):
+    if reason is None and any(depends(node, old) for node in (product.gate, product.up)):
         reason = "up is computed from a quantized gate, or gate from a quantized up"
     if reason is not None:
         return "", reason
     form = product.block, product.dtype, product.scale
     with graph.inserting_before(product.node):
         new = call(graph, _SAVED, product.gate, product.up, *form)
-    return _replaced(graph, new, [(product.node, -product.place), (kept[0].node, 2), (kept[1].node, 4)])
+    return replaced(graph, new, [(product.node, -product.place), (kept[0].node, 2), (kept[1].node, 4)])
 
 
 def _forward_fault(product: Product) -> str | None:
-    gate, up = (_sized(tensor_of(node)) for node in (product.gate, product.up))
+    gate, up = (sized(tensor_of(node)) for node in (product.gate, product.up))
     if gate is None or up is None:
         return "a size is not known"
     form: dict[str, Any] = {"target": product.target}
@@ -169,7 +169,7 @@ def _forward_fault(product: Product) -> str | None:
         x=gate, other=up, source=SILU_MUL, block=product.block, dtype=product.dtype, scale=product.scale, **form
     )
     of_gate, of_up = kept
-    return _unserved(product.target, silu_mul.accepts_saved(SavedSiluMul(product=quantization, gate=of_gate, up=of_up)))
+    return unserved(product.target, silu_mul.accepts_saved(SavedSiluMul(product=quantization, gate=of_gate, up=of_up)))
 
 
 # ---- backward -------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ def _forward_fault(product: Product) -> str | None:
 
 def _gradients(graph: Graph, product: Product) -> Gradients | None:
     """The dual quantizers of both gradients, or None where one of them is missing."""
-    formula = Formula(_source(product.gate), _source(product.up))
+    formula = Formula(source(product.gate), source(product.up))
     found: dict[str, list[tuple[Quantizer, Node]]] = {"gate": [], "up": []}
     for quantizer in find_quantizers(graph):
         if quantizer.dual and quantizer.dual_block is None and len(quantizer.shape) == 2:
@@ -211,7 +211,7 @@ class Formula:
 
     def _factors(self, x: Node) -> list[Node]:
         """The factors of a product, through its casts and reshapes."""
-        x = _source(x)
+        x = source(x)
         if x.target is not aten.mul.Tensor or x in (self.gate, self.up) or any(value(arg) is None for arg in x.args):
             return [x]
         return [factor for arg in x.all_input_nodes * (3 - len(x.all_input_nodes)) for factor in self._factors(arg)]
@@ -237,7 +237,7 @@ class Formula:
         if x.target is not aten.div.Tensor:
             return _argument(x, aten.silu.default) is self.gate
         over, below = x.args
-        return value(over) is not None and _source(over) is self.gate and self._is_below(below)
+        return value(over) is not None and source(over) is self.gate and self._is_below(below)
 
     def _is_below(self, x: Any) -> bool:
         """`1 + exp(-gate)`."""
@@ -248,11 +248,11 @@ class Formula:
         """`1 + gate * (1 - sigmoid(gate))`."""
         product = _argument(x, aten.add.Tensor, 1)
         factors = [] if product is None or product.target is not aten.mul.Tensor else product.all_input_nodes
-        rest = [_source(factor) for factor in factors if _source(factor) is not self.gate]
+        rest = [source(factor) for factor in factors if source(factor) is not self.gate]
         if len(factors) != 2 or len(rest) != 1 or rest[0].target is not aten.sub.Tensor or rest[0].kwargs:
             return False
         one, sigmoid = rest[0].args
-        return isinstance(one, int | float) and one == 1 and self._is_sigmoid(_source(sigmoid))
+        return isinstance(one, int | float) and one == 1 and self._is_sigmoid(source(sigmoid))
 
 
 def _merge_backward(
@@ -263,17 +263,17 @@ def _merge_backward(
     old = (of_gate.node, of_up.node, product.node)
     reason = _backward_fault(product, operands, parts)
     inputs = (parts.grad, gate.found.data, gate.found.scale, up.found.data, up.found.scale)
-    if reason is None and any(_depends(node, old) for node in inputs):
+    if reason is None and any(depends(node, old) for node in inputs):
         reason = "the gradient is computed from the quantized product"
     if reason is not None:
         return "", reason
     first = next(node for node in graph.nodes if node in (of_gate.node, of_up.node))
     with graph.inserting_before(first):
-        grad = _like(graph, parts.grad, of_gate.x)
+        grad = like(graph, parts.grad, of_gate.x)
         kept = [part for operand in operands for part in operand.emit(graph)]
         form = of_gate.block, of_gate.dtype, of_gate.scale, product.block, product.dtype
-        new = call(graph, _BACKWARD, grad, *kept, *form)
-    return _replaced(graph, new, [(of_gate.node, 0), (of_up.node, 4), (product.node, 8 - product.place)])
+        new = call(graph, BACKWARD, grad, *kept, *form)
+    return replaced(graph, new, [(of_gate.node, 0), (of_up.node, 4), (product.node, 8 - product.place)])
 
 
 def _backward_fault(product: Product, operands: tuple[Operand, Operand], parts: Gradients) -> str | None:
@@ -288,9 +288,9 @@ def _backward_fault(product: Product, operands: tuple[Operand, Operand], parts: 
         others = [reader for reader in readers(reshaped_of(quantizer.x)) if reader is not quantizer.node]
         if others:
             return f"{others[0]} reads a gradient too, so that it has to be written"
-    grad = _sized(tensor_of(parts.grad), tensor_of(product.gate).shape)
+    grad = sized(tensor_of(parts.grad), tensor_of(product.gate).shape)
     gate, gate_scale, up, up_scale = (
-        _sized(tensor_of(node)) for operand in operands for node in (operand.found.data, operand.found.scale)
+        sized(tensor_of(node)) for operand in operands for node in (operand.found.data, operand.found.scale)
     )
     if grad is None or gate is None or gate_scale is None or up is None or up_scale is None:
         return "a size is not known"
@@ -299,20 +299,20 @@ def _backward_fault(product: Product, operands: tuple[Operand, Operand], parts: 
         block=of_gate.block, dtype=of_gate.dtype, scale=of_gate.scale, product_block=product.block,
         product_dtype=product.dtype, target=product.target,
     )  # fmt: skip
-    return _unserved(product.target, silu_mul.accepts_backward(given))
+    return unserved(product.target, silu_mul.accepts_backward(given))
 
 
 # ---- both -----------------------------------------------------------------------------------------------------------
 
 
-def _unserved(target: targets.Target, reason: str | None) -> str | None:
+def unserved(target: targets.Target, reason: str | None) -> str | None:
     if target.backend == "cpu":
         return None
     reason = reason or nvrtc.unavailable()
     return None if reason is None else f"no kernel for it: {reason}"
 
 
-def _replaced(graph: Graph, new: Node, old: list[tuple[Node, int]]) -> tuple[str, str | None]:
+def replaced(graph: Graph, new: Node, old: list[tuple[Node, int]]) -> tuple[str, str | None]:
     """Lets `new` stand for quantizers, whose results are so many places further among its own.
 
     What reads a quantizer that stands before `new` moves behind it.
@@ -339,7 +339,7 @@ def _move_behind(graph: Graph, new: Node, old: list[Node]) -> None:
             last = node
 
 
-def _depends(node: Node, on: Iterable[Node]) -> bool:
+def depends(node: Node, on: Iterable[Node]) -> bool:
     """Whether a node is computed from one of others."""
     ends, seen, pending = set(on), {node}, [node]
     while pending:
@@ -351,7 +351,7 @@ def _depends(node: Node, on: Iterable[Node]) -> bool:
     return False
 
 
-def _source(node: Any) -> Node:
+def source(node: Any) -> Node:
     """`node` before its reshapes, its casts between floating-point types, and products with 1."""
     while (
         node.target in RESHAPES
@@ -367,20 +367,20 @@ def _argument(node: Any, target: Any, *rest: Any) -> Node | None:
     """The operand of `node`, a `target` with the other arguments `rest`; None if it is another node."""
     if not isinstance(node, Node):
         return None
-    node = _source(node)
+    node = source(node)
     if node.target is not target or node.kwargs or node.args[1:] != rest or not isinstance(node.args[0], Node):
         return None
-    return _source(node.args[0])
+    return source(node.args[0])
 
 
-def _like(graph: Graph, node: Node, x: Node) -> Node:
+def like(graph: Graph, node: Node, x: Node) -> Node:
     """`node` reshaped to the matrix `x`, which has its elements in the same order."""
     if same_sizes(tensor_of(node).shape, tensor_of(x).shape):
         return node
     return call(graph, aten.reshape.default, node, as_matrix(tensor_of(x).shape))
 
 
-def _sized(x: Tensor, shape: Any = None) -> Tensor | None:
+def sized(x: Tensor, shape: Any = None) -> Tensor | None:
     """An empty meta tensor with the sizes that a dynamic graph was traced with; reading them adds no guard."""
     sizes, strides = [*(x.shape if shape is None else shape)], [*x.stride()]
     if shape is not None:
