@@ -14,7 +14,7 @@ from torch.fx import Graph
 from fp8fn.lowering import joint_pass
 from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.patterns import given_amax, inlined, producers, saved_silu_mul
+from fp8fn.lowering.patterns import given_amax, inlined, producers, saved_silu_mul, silu_mul_backward
 from fp8fn.ops.layout import Block
 
 # Blocks that are inlined by default, to save memory traffic: 3 bytes an element instead of 7. Inductor's kernel keeps
@@ -29,8 +29,8 @@ def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
     patterns = (
-        *producers.substitute(graph), *saved_silu_mul.substitute(graph), *inlined.substitute(graph, blocks),
-        *given_amax.substitute(graph),
+        *producers.substitute(graph), *saved_silu_mul.substitute(graph), *silu_mul_backward.substitute(graph),
+        *inlined.substitute(graph, blocks), *given_amax.substitute(graph),
     )  # fmt: skip
     for substitution in patterns:
         origin, backward = origins.get(substitution.node, ("", False))

@@ -192,22 +192,31 @@ def _gradients(graph: Graph, product: Product) -> Gradients | None:
 
 @dataclass(frozen=True)
 class Formula:
-    """Autograd's formula: `grad * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))` and `grad * silu(gate)`."""
+    """Autograd's formula: `grad * up * sigmoid(gate) * (1 + gate * (1 - sigmoid(gate)))` and `grad * silu(gate)`.
+
+    `up` may be unknown: then it is a factor like any other.
+    """
 
     gate: Node
-    up: Node
+    up: Node | None
 
     def gradient(self, x: Node) -> tuple[str, Node] | None:
         """`"gate"` or `"up"`, of which `x` is the gradient, and the gradient that it comes from; else None."""
+        for of in ("gate", "up"):
+            others = self.rest(x, of)
+            if len(others) == 1:
+                return of, others[0]
+        return None
+
+    def rest(self, x: Node, of: str) -> list[Node]:
+        """The factors of `x`, the gradient of `of`, beside those that the formula has; none where it is another."""
         factors = self._factors(x)
         names = [self._name(factor) for factor in factors]
-        others = [factor for factor, name in zip(factors, names, strict=True) if not name]
-        if len(others) != 1:
-            return None
         known = sorted(name for name in names if name)
-        if known == ["sigmoid", "slope", "up"]:
-            return "gate", others[0]
-        return ("up", others[0]) if known in (["silu"], ["gate", "sigmoid"]) else None
+        forms = [["silu"], ["gate", "sigmoid"]]
+        if of == "gate":
+            forms = [["sigmoid", "slope", *([] if self.up is None else ["up"])]]
+        return [factor for factor, name in zip(factors, names, strict=True) if not name] if known in forms else []
 
     def _factors(self, x: Node) -> list[Node]:
         """The factors of a product, through its casts and reshapes."""

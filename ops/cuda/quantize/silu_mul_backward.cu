@@ -275,7 +275,7 @@ INLINE void make_column_scales(const In& in, const Out& out, Shared& shared) {
 template <bool WHOLE>
 INLINE void backward_tile(const In& in, const Out& out, Place at, Shared& shared) {
     // Loads and results. 16-bit inputs are loaded in two parts, as a tile at an edge is, whose checks take registers.
-    constexpr int PART = ROWS / (SCALED ? 1 : 2) / (WHOLE ? 1 : 2);
+    constexpr int PART = WHOLE && SCALED ? ROWS : ROWS / 2;
     const int warp = threadIdx.x / 32;
     PackedValues of_gate, of_up;
     uint32_t product_amax[PRODUCT_WORDS] = {};  // of the columns of h
@@ -283,9 +283,13 @@ INLINE void backward_tile(const In& in, const Out& out, Place at, Shared& shared
     for (int from = 0; from < ROWS; from += PART) {
         Octet grads[PART];
         Kept gate[PART], up[PART];
+        const auto load_grads = [&] {
+            load_octets<LOAD, WHOLE>(grads, in.grad, matrix() * in.M, at.row + from, at.column, in.M, in.N, in.grad_m);
+        };
+        if (!SCALED) load_grads();  // the order decides whether ptxas spills
         Kept::load<WHOLE>(gate, in.gate, in.gate_m, in, at, from);
         Kept::load<WHOLE>(up, in.up, in.up_m, in, at, from);
-        load_octets<LOAD, WHOLE>(grads, in.grad, matrix() * in.M, at.row + from, at.column, in.M, in.N, in.grad_m);
+        if (SCALED) load_grads();
         if (SCALED && from == 0) {
             load_scales<WHOLE>(shared, in);
             __syncthreads();
