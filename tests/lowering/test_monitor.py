@@ -492,6 +492,8 @@ def test_on_a_gpu(mode: str) -> None:
         options = {**torch._inductor.list_mode_options(mode)} if mode != "default" else {}
         run = compiled(model, every, **options)
         for seed in range(10):
+            torch.compiler.cudagraph_mark_step_begin()
+            model.zero_grad()
             x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(seed)).to("cuda", torch.bfloat16)
             out = run(x)
             out.sin().sum().backward()
