@@ -8,6 +8,8 @@ from fp8fn.grouped import expert_mlp, grouped_gemm
 from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.lowering.explain import explain
+from fp8fn.lowering.monitor import read_monitor, write_monitor
+from fp8fn.lowering.operand_statistics import Statistics
 from fp8fn.matmul import gemm, linear
 from fp8fn.moe import moe_gemm, sort_tokens
 from fp8fn.ops.recipe import (
@@ -34,6 +36,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import Site
 from fp8fn.transform import fp8
 from fp8fn.version import __version__
+from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
 
 if TYPE_CHECKING:
     from fp8fn import plot
@@ -56,10 +59,12 @@ __all__ = [
     "MXFP8",
     "ROWWISE",
     "TENSORWISE",
+    "FP8Weight",
     "GroupedScaledTensor",
     "Recipe",
     "ScaledTensor",
     "Site",
+    "Statistics",
     "__version__",
     "dequantize",
     "error",
@@ -70,6 +75,7 @@ __all__ = [
     "grouped_gemm",
     "linear",
     "load_blockwise",
+    "load_weights",
     "moe_gemm",
     "plot",
     "quantize",
@@ -80,5 +86,9 @@ __all__ = [
     "quantize_rms_norm_dual",
     "quantize_silu_mul",
     "quantize_silu_mul_dual",
+    "quantize_weights",
+    "read_monitor",
+    "save_weights",
     "sort_tokens",
+    "write_monitor",
 ]

@@ -89,7 +89,7 @@ def load_blockwise(
         else:
             tensors[name] = value
     # Copy after all tensors are checked: a large checkpoint takes minutes to copy.
-    return tensors if target.type == "cpu" else {name: _moved(value, target) for name, value in tensors.items()}
+    return tensors if target.type == "cpu" else {name: moved_to(value, target) for name, value in tensors.items()}
 
 
 @dataclass(frozen=True)
@@ -334,7 +334,8 @@ def _check_scales(path: Path, name: str, scale: Tensor) -> None:
         )
 
 
-def _moved(value: ScaledTensor | Tensor, device: torch.device) -> ScaledTensor | Tensor:
+def moved_to(value: ScaledTensor | Tensor, device: torch.device) -> ScaledTensor | Tensor:
+    """A tensor of a checkpoint on another device."""
     if isinstance(value, Tensor):
         return value.to(device)
     # Align the rows for TMA, as `quantize` does.

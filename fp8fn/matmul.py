@@ -12,6 +12,7 @@ from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.meta.autograd_prequant import ACTIVATION_BLOCKS, leave_to_aotautograd, quantized_by_weight
 from fp8fn.meta.bypass import shortest
+from fp8fn.meta.direct import product
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.layout import Block, known_block
@@ -91,6 +92,9 @@ def gemm(
     if isinstance(a, ScaledTensor):
         return _weight_first_product(a, b, bias, out_dtype, constant)
     key = recipe_key(recipe)
+    direct = product(a, b, bias, key, out_dtype, transposed=False)
+    if direct is not None:
+        return direct
     out: Tensor = torch.ops.fp8fn.gemm(a[None] if a.ndim == 1 else a, b, bias, key, out_dtype)
     return out.squeeze(-2) if a.ndim == 1 else out
 
@@ -146,6 +150,10 @@ def linear(
         >>> weight.grad.shape
         torch.Size([256, 512])
     """
+    if type(weight) is not ScaledTensor and constant is False and prequant is False:
+        direct = product(x, weight, bias, recipe_key(recipe), out_dtype, transposed=True)
+        if direct is not None:
+            return direct
     return _gemm(x, weight.mT, recipe=recipe, bias=bias, out_dtype=out_dtype, prequant=prequant, constant=constant)
 
 

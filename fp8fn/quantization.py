@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, cast
 
 import torch
@@ -10,9 +11,11 @@ from torch import Tensor
 from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
+from fp8fn.meta.bypass import shortest
 from fp8fn.ops import reference
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat
 from fp8fn.ops.layout import Block, swap
+from fp8fn.ops.quantize import quantize_dual_kernel, quantize_kernel
 from fp8fn.scaled_tensor import ScaledTensor
 
 # Checks of the arguments that all quantizers share.
@@ -57,7 +60,8 @@ def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale
     Source:
         "e8m0" is the conversion of the OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
     """
-    data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
+    op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.fp8fn.quantize
+    data, scales = shortest(op, quantize_kernel, x)(x, block, dtype, scale)
     return ScaledTensor(data, scales, block)
 
 
@@ -98,7 +102,9 @@ def quantize_dual(
         >>> rows.scale.shape, columns.scale.shape
         (torch.Size([256, 4]), torch.Size([2, 512]))
     """
-    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, dual_block)
+    op: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] = torch.ops.fp8fn.quantize_dual
+    quantizer = shortest(op, quantize_dual_kernel, x)
+    row, row_scale, col, col_scale = quantizer(x, block, dtype, scale, None, dual_block)
     return ScaledTensor(row, row_scale, block), ScaledTensor(col, col_scale, dual_block or swap(block))
 
 

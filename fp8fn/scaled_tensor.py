@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -84,6 +85,52 @@ class ScaledTensor:
         """Copies the tensor to another device with its strides; `Tensor.to` would drop the padding."""
         check_device("ScaledTensor.to", device)
         return ScaledTensor(moved(self.data, device), moved(self.scale, device), self.block)
+
+    def cuda(self, device: torch.device | int | None = None) -> ScaledTensor:
+        """Copies the tensor to a GPU, the current one by default."""
+        if device is None or isinstance(device, int):
+            device = torch.device("cuda" if device is None else f"cuda:{device}")
+        return self.to(device)
+
+    def dequantize(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Computes `data * scale` in float32 and rounds it once; the method of `fp8fn.dequantize`."""
+        import fp8fn
+
+        return fp8fn.dequantize(self, dtype)
+
+    def __matmul__(self, other: Tensor | ScaledTensor) -> Tensor:
+        """`fp8fn.gemm(self, other)`."""
+        import fp8fn
+
+        return fp8fn.gemm(self, other) if isinstance(other, (Tensor, ScaledTensor)) else NotImplemented
+
+    def __rmatmul__(self, other: Tensor) -> Tensor:
+        """`fp8fn.gemm(other, self)`, which `tensor @ self` calls."""
+        import fp8fn
+
+        return fp8fn.gemm(other, self) if isinstance(other, Tensor) else NotImplemented
+
+    def __getitem__(self, index: Any) -> ScaledTensor:
+        """Indexes leading dimensions, as `experts[3]`; the two dimensions of the matrix stay whole."""
+        entries = index if isinstance(index, tuple) else (index,)
+        if any(each is None or each is Ellipsis for each in entries):
+            raise TypeError(
+                f"ScaledTensor: index {reprlib.repr(index)} has None or ...; use integers, slices or tensors"
+            )
+        if self.ndim == 2 or _dimensions(entries) > self.ndim - 2:
+            raise IndexError(
+                f"ScaledTensor: index {reprlib.repr(index)} reaches into the matrix; shape {tuple(self.shape)} has "
+                f"{self.ndim - 2} leading dimensions. For elements use q.dequantize()"
+            )
+        return ScaledTensor(self.data[index], self.scale[index], self.block)
+
+    def __iter__(self) -> Iterator[ScaledTensor]:
+        """The matrices along the first dimension."""
+        if self.ndim == 2:
+            raise TypeError(
+                f"ScaledTensor: a matrix of shape {tuple(self.shape)} has no leading dimension to iterate over"
+            )
+        return map(self.__getitem__, range(self.shape[0]))
 
     def __getstate__(self) -> dict[str, Any]:
         # pickle and copy do not support FP8 storage, so the state has bytes, and the types separately.
@@ -206,6 +253,11 @@ def check_parts(name: str, **parts: object) -> None:
             raise TypeError(f"{name}: {part}={reprlib.repr(value)} is a {type(value).__name__}; {remedy}")
 
 
+def _dimensions(entries: tuple[Any, ...]) -> int:
+    """The number of dimensions that the entries of an index name; a mask names as many as it has."""
+    return sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in entries)
+
+
 def _scale_kind(q: ScaledTensor) -> str:
     return "e8m0" if q.scale.dtype == SCALE_DTYPES[1] else "fp32"
 
@@ -238,3 +290,6 @@ pytree.register_pytree_node(
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+# `torch.load(..., weights_only=True)` reads files that hold it.
+torch.serialization.add_safe_globals([ScaledTensor])

@@ -11,13 +11,15 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
+from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion
 from fp8fn.lowering.recipe_pass import rewrite
+from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where", "fuse_quantize", "save")
+OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor")
 
 
 def fp8fn(
@@ -35,8 +37,8 @@ def fp8fn(
         mode: Inductor's mode.
         options: `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function
             of a `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`. All
-            options but these, `fuse_quantize` and `save` are Inductor's. With Inductor's `max_autotune` each product on
-            a GPU is timed against cuBLASLt, and the faster kernel is used.
+            options but these, `fuse_quantize`, `save` and `monitor` are Inductor's. With Inductor's `max_autotune` each
+            product on a GPU is timed against cuBLASLt, and the faster kernel is used.
 
     The option `fuse_quantize` fuses quantization into the computation of an activation, which is then not rounded to 16
     bits first. By default one op computes and quantizes `silu(gate) * up` and `rms_norm(x) * weight`, on devices that
@@ -48,6 +50,9 @@ def fp8fn(
     keeps no FP8 form of a weight, keys and values of grouped-query attention before they are repeated, and no second
     FP8 form of an activation that the backward can quantize again. Gradients have the same bits as with `"all"`, which
     leaves PyTorch's partitioner alone. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
+
+    The option `monitor` is a number of steps: every so many, the graph measures its operands in FP8, for
+    `fp8fn.read_monitor`. Results have the same bits with and without it.
     """
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
@@ -55,19 +60,26 @@ def fp8fn(
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
     where = given.pop("where", None)
     check_where(where)
-    rewrite(gm, recipe, where)
+    every = check_every(given.pop("monitor", None))
     fuse = given.pop("fuse_quantize", None)
     save = given.pop("save", None)
-    patches = with_fusion(with_pass(_inductor_options(mode, given), takes_everything(where)), fuse)
+    patches = _inductor_options(mode, given)
+    decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
+    graph = watched(every, gm, decisions)
+    patches = with_fusion(with_pass(patches, takes_everything(where)), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
+    if graph is not None:
+        patches = with_monitor(patches, graph.state.first, graph.names)
 
     def inner(*args: Any, **kwargs: Any) -> Any:
         # Inductor checks whether the graph's results are dense; FP8 data for the backward is among the results.
-        with without_guards():
+        with without_guards(), training(graph is not None and not kwargs.get("is_inference", False)):
             return compile_fx_inner(*args, **kwargs)
 
-    compiled = compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
-    return cast(Callable[..., Any], compiled)
+    compiled = cast(
+        Callable[..., Any], compile_fx(gm, list(example_inputs), inner_compile=inner, config_patches=patches)
+    )
+    return compiled if graph is None else graph.counting(compiled)
 
 
 def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]:
@@ -79,6 +91,11 @@ def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"options[{name!r}] is neither an option of fp8fn {OPTIONS} nor one of Inductor")
         patches[key] = value
     return patches
+
+
+def _replays(patches: dict[str, Any]) -> bool:
+    """Whether Inductor captures the launches into a CUDA graph."""
+    return bool(patches.get("triton.cudagraphs", torch._inductor.config.triton.cudagraphs))
 
 
 def _with_partitioner(patches: dict[str, Any], recipe: Recipe, save: str | None, fuse: bool) -> dict[str, Any]:

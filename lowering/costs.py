@@ -14,7 +14,7 @@ import torch
 from fp8fn.ops import gemm, targets
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip, chip_of
-from fp8fn.ops.tuning.estimate import Step, Times, linear_times
+from fp8fn.ops.tuning.estimate import Parts, Step, Times, grouped_parts, linear_times
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
 from fp8fn.timing import Clock, Schedule, Timing, clock_of, interleaved
@@ -80,13 +80,27 @@ def estimated(site: Site, recipe: Recipe, chip: Chip | None) -> Times | None:
     return linear_times(found.m, found.n, found.k, recipe, chip, batch=found.batch, itemsize=found.dtype.itemsize)
 
 
-def why_slower(times: Times | None) -> str | None:
-    """The reason to leave a product in bf16 if FP8 is estimated to be slower, else None."""
-    if times is None or times.speedup >= 1:
+def parts_of_groups(site: Site, recipe: Recipe, chip: Chip | None) -> Parts | None:
+    """The times of a product of groups of rows by their parts, as if all groups were equal; None if unknown."""
+    m, n, k = map(size_of, (site.m, site.n, site.k))
+    if chip is None or m is None or n is None or k is None or not site.groups:
         return None
-    fp8, bf16 = times.fp8.combined, times.bf16.combined
+    return grouped_parts(m, n, k, recipe, chip, groups=site.groups, itemsize=site.dtype.itemsize)
+
+
+def why_slower(times: Times | None, *, backward: bool = True) -> str | None:
+    """The reason to leave a product in bf16 if FP8 is estimated to be slower, else None.
+
+    Without `backward` no gradient is computed, and the forward alone decides.
+    """
+    if times is None:
+        return None
+    fp8, bf16 = (step.combined if backward else step.forward for step in (times.fp8, times.bf16))
+    if fp8 <= bf16:
+        return None
+    passes = "forward and backward" if backward else "forward"
     return (
-        f"slower: {fp8:.0f} µs in FP8 with quantization, {bf16:.0f} in bf16, forward and backward by {times.source};"
+        f"slower: {fp8:.0f} µs in FP8 with quantization, {bf16:.0f} in bf16, {passes} by {times.source};"
         " where='*' takes it too"
     )
 

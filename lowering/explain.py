@@ -24,7 +24,8 @@ from fp8fn.lowering.find import Gemm
 from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Outside, Seen
-from fp8fn.lowering.recipe_pass import Decision, decide
+from fp8fn.lowering.recipe_pass import Decision, decide, step_of
+from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
@@ -63,7 +64,8 @@ class Explanation:
     """The rows of `explain`, one for each product of all graphs; `str()` is the table, `repr()` its summary.
 
     In the table, layers that differ only in their number share a line: `layers.*.mlp.up.weight`, `12x`. `chip` is the
-    chip that times are estimated for. `outside` lists the weights that no graph contains, below the table.
+    chip that times are estimated for. `outside` lists the weights that no graph contains, below the table. `step` is
+    the estimated time of all products in FP8 together, where each tensor is quantized once.
     """
 
     rows: tuple[Row, ...]
@@ -71,6 +73,7 @@ class Explanation:
     graphs: int
     chip: str | None = None
     outside: tuple[Outside, ...] = ()
+    step: StepTimes | None = None
 
     @property
     def substituted(self) -> int:
@@ -120,6 +123,9 @@ class Explanation:
         if times:
             lines.append("µs: forward and backward, bf16 → FP8 with quantization")
             lines[-1] += f", estimated for {self.chip}" if "estimated" in times else ""
+        if self.step is not None and self.step.products:
+            left = " (left alone)" if self.step.loses and not self.substituted else ""
+            lines.append(f"whole step{left}: {self.step.describe()}; the rest of the step is not counted")
         missed = Counter((re.sub(r"\b\d+\b", "*", weight), reason) for weight, reason in self.outside)
         return lines + [f"{count}x {weight}: {reason}" for (weight, reason), count in missed.items()]
 
@@ -173,6 +179,7 @@ def explain(
     rows: list[Row] = []
     sites: list[Site | None] = []
     chips: list[Chip | None] = []
+    steps: list[StepTimes] = []
     graphs = 0
     seen = Seen()
 
@@ -193,6 +200,7 @@ def explain(
         rows.extend(merged)
         # Estimates and measurements are for the recipe's products, not for those that a pattern made.
         ours = [row is before for row, before in zip(merged, decided, strict=False)]
+        steps.append(step_of([decision for decision, own in zip(decisions, ours, strict=True) if own]))
         pairs = zip(decisions, ours, strict=True)
         sites.extend(sized(decision.gemm.site) if decision.possible and own else None for decision, own in pairs)
         sites.extend([None] * (len(rows) - len(sites)))
@@ -213,7 +221,8 @@ def explain(
     unmatched = why_none_match(where, (row.weight for row in rows))
     if unmatched is not None:
         _LOG.warning("explain: %s", unmatched)
-    explanation = Explanation(tuple(rows), key, graphs, next((chip.name for chip in chips if chip), None), outside)
+    chip = next((chip.name for chip in chips if chip), None)
+    explanation = Explanation(tuple(rows), key, graphs, chip, outside, sum(steps, StepTimes()))
     if show:
         print(explanation)
     return explanation

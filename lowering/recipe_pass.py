@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import torch
@@ -13,15 +13,18 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.lowering.attention import spell_attention
-from fp8fn.lowering.costs import chip_for, estimated, why_slower
+from fp8fn.lowering.costs import chip_for, estimated, parts_of_groups, why_slower
 from fp8fn.lowering.find import Gemm, find_gemms, parameter_of
 from fp8fn.lowering.find_grouped import why_not_recipe
 from fp8fn.lowering.graph.einsum import reduce_einsums
+from fp8fn.lowering.graph.emit import number
+from fp8fn.lowering.graph.nodes import value
 from fp8fn.lowering.heads import Heads
 from fp8fn.lowering.quantized_weights import why_not_operands
+from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe
-from fp8fn.ops.tuning.estimate import Times
+from fp8fn.ops.tuning.estimate import Parts, Times
 from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
 
 _log = logging.getLogger("fp8fn")
@@ -32,27 +35,42 @@ _MOST_REASONS: Final = 3
 class Decision:
     """The decision about one product: `reason` is None if it is substituted.
 
-    `possible` says whether another `where` could substitute it; `times` are its estimated times, if known.
+    `possible` says whether another `where` could substitute it; `times` are its estimated times, if known. `taken` are
+    its times as part of the step, if they are known and it is substituted, or would be but for the whole step.
     """
 
     gemm: Gemm
     reason: str | None
     possible: bool
     times: Times | None
+    taken: Taken | None = None
 
 
 def decide(
-    gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None
-) -> list[Decision]:
+    gm: GraphModule, where: Where = None, recipe: Recipe = BLOCKWISE, target: str | None = None, *,
+    replayed: bool = False,
+) -> list[Decision]:  # fmt: skip
     """Decides about every product of the graph, after einsums and attention are replaced by their products.
 
-    Times are estimated for the product's device, or for a `target` of `rates.NAMED`.
+    Times are estimated for the product's device, or for a `target` of `rates.NAMED`. `replayed`: a CUDA graph makes the
+    launches. Without a `where`, all products whose times are known are left alone if their sum is slower in FP8.
     """
     spell_attention(gm)
     reduce_einsums(gm, lambda node: parameter_of(node, {}) is not None)
     gemms = list(find_gemms(gm))
     heads = Heads(gm, gemms)
-    return [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
+    decisions = [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
+    step = step_of(decisions, replayed=replayed)
+    if where is not None or not step.loses:
+        return decisions
+    return [replace(each, reason=step.reason) if each.taken is not None else each for each in decisions]
+
+
+def step_of(decisions: Iterable[Decision], *, replayed: bool = False) -> StepTimes:
+    """The estimated times of the graph's products in FP8, or of those that are left alone because of the sum."""
+    known = [decision.taken for decision in decisions if decision.taken is not None]
+    unknown = sum(decision.reason is None and decision.taken is None for decision in decisions)
+    return step_times(known, unknown=unknown, replayed=replayed)
 
 
 def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads: Heads) -> Decision:
@@ -60,12 +78,30 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
     impossible = gemm.reason or why_not(site) or why_not_recipe(gemm.groups, recipe)
     if impossible is not None:
         return Decision(gemm, impossible, False, None)
-    times = estimated(site, recipe, chip_for(site.device, target))
+    chip = chip_for(site.device, target)
+    times = estimated(site, recipe, chip)
     reason = why_not(site, where)
     if where is None:
-        slower = why_slower(times) if _is_16_bit(gemm.node) else None
+        slower = why_slower(times, backward=torch.is_grad_enabled()) if _is_16_bit(gemm.node) else None
         reason = why_not_by_default(site) or heads.why(gemm) or slower
-    return Decision(gemm, reason, True, times)
+    if reason is not None or not _is_16_bit(gemm.node):
+        return Decision(gemm, reason, True, times)
+    parts = None if times is None else times.parts
+    if gemm.groups is not None and gemm.groups.over == "M":
+        parts = parts_of_groups(site, recipe, chip)
+    return Decision(gemm, reason, True, times, None if parts is None else _taken(gemm, parts))
+
+
+def _taken(gemm: Gemm, parts: Parts) -> Taken:
+    """A product as part of its step."""
+
+    def differentiated(operand: Node) -> bool:
+        found = value(operand)
+        return torch.is_grad_enabled() and found is not None and found.requires_grad
+
+    return Taken(
+        parts, gemm.a, gemm.b, dgrad=differentiated(gemm.a), wgrad=differentiated(gemm.b), groups=gemm.site.groups > 0
+    )
 
 
 def _is_16_bit(node: Node) -> bool:
@@ -74,14 +110,19 @@ def _is_16_bit(node: Node) -> bool:
     return isinstance(out, Tensor) and out.dtype in INPUT_DTYPES and out.dtype.itemsize == 2
 
 
-def rewrite(gm: GraphModule, recipe: Recipe, where: Where = None) -> list[Decision]:
-    """Substitutes the eligible products of the graph in place, and returns the decision about each."""
-    decisions = decide(gm, where, recipe)
+def rewrite(
+    gm: GraphModule, recipe: Recipe, where: Where = None, *, numbered: bool = False, replayed: bool = False
+) -> list[Decision]:
+    """Substitutes the eligible products of the graph in place, and returns the decision about each.
+
+    With `numbered`, the substitutes are numbered in the order of the decisions.
+    """
+    decisions = decide(gm, where, recipe, replayed=replayed)
     substitutes: dict[Node, Node] = {}
     for decision in decisions:
         gemm = decision.gemm
         if decision.reason is None:
-            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes)
+            substitutes[gemm.node] = _substitute(gemm.node.graph, gemm, recipe, substitutes, numbered)
         _log.info(
             "%s %s %s (M,N,K)=(%s,%s,%s): %s",
             gemm.source, gemm.site.op, gemm.site.weight, gemm.site.m, gemm.site.n, gemm.site.k,
@@ -101,7 +142,7 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     taken = sum(decision.reason is None for decision in decisions)
     reasons = Counter(decision.reason for decision in decisions if decision.reason is not None)
     left = "; ".join(f"{count}x {reason}" for reason, count in reasons.most_common(_MOST_REASONS))
-    slower = any(decision.reason and decision.reason == why_slower(decision.times) for decision in decisions)
+    slower = any(decision.reason and decision.reason.startswith("slower") for decision in decisions)
     # The exact pass reports products on FP8 data itself; the recipe takes no product of two activations.
     gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
     weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
@@ -113,7 +154,7 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     )  # fmt: skip
 
 
-def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node]) -> Node:
+def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node, Node], numbered: bool) -> Node:
     """Replaces a product, whose operands may themselves be replaced, by `fp8fn::gemm` or `fp8fn::grouped_gemm`."""
     node = gemm.node
     a, b = (substitutes.get(operand, operand) for operand in (gemm.a, gemm.b))
@@ -134,9 +175,12 @@ def _substitute(graph: Graph, gemm: Gemm, recipe: Recipe, substitutes: dict[Node
             # PyTorch's product of groups ignores autocast, and so does its substitute.
             args = (a, b, gemm.groups.offsets, None, recipe.key, node.meta["example_value"].dtype)
             out = graph.call_function(torch.ops.fp8fn.grouped_gemm.default, args)
+        product = out
         if gemm.flipped:
             out = transpose(out)
     out.meta.update(node.meta)
+    if numbered:
+        number(product, len(substitutes))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
     return out

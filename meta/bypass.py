@@ -48,7 +48,10 @@ def _keys_with_work() -> int:
     work = int(torch._C._dispatch_keyset_full_after(key.AutogradOther).raw_repr())
     for passed in (key.CPU, key.CUDA, key.BackendSelect, key.ADInplaceOrView):
         work &= ~int(key_set(passed).raw_repr())
-    return work
+    # Above autograd, and no `torch.func` transform: the tensors of `torch.autograd.grad(..., is_grads_batched=True)`.
+    batched = torch._C._parse_dispatch_key("Batched")
+    assert batched is not None
+    return work | int(key_set(batched).raw_repr())
 
 
 _WITH_WORK: Final = _keys_with_work()
@@ -60,14 +63,6 @@ def is_last(keys: torch._C.DispatchKeySet) -> bool:
     `keys` are the dispatch keys of the call: those of all its tensors and of the active modes and transforms.
     """
     return keys.raw_repr() & _WITH_WORK == 0
-
-
-def goes_unseen(*tensors: Tensor | None) -> bool:
-    """Whether only the kernel needs to know of a call on these tensors, so that the call may bypass the dispatcher.
-
-    There must be no autograd, transform, mode, subclass, trace or profiler, and memory must hold each tensor's values.
-    """
-    return nothing_watches(*tensors) and not is_tracked(*tensors)
 
 
 def nothing_watches(*tensors: Tensor | None) -> bool:

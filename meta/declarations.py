@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import fp8fn.meta.monitor  # noqa: F401  registers an op without results
 from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, vmap
 from fp8fn.meta.registry import Op, declare
 from fp8fn.ops import expert_mlp as expert_mlp_op

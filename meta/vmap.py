@@ -148,7 +148,7 @@ def _stacked(parts: list[Tensor]) -> Tensor:
 
 
 def _with_amax(info: Any, in_dims: Any, args: Any) -> tuple[Any, ...]:
-    """The arguments of a quantizer, `(x, block, dtype, scale, amax)` without trailing ones, as those of a batch."""
+    """The arguments of a quantizer, `(x, block, dtype, scale, amax, …)` without trailing ones, as those of a batch."""
     x, *form = args
     x = _lift(x, in_dims[0], info.batch_size, 0)
     if len(args) > 4 and args[4] is not None:
@@ -164,16 +164,16 @@ def _gated(info: Any, in_dims: Any, gate: Tensor, up: Tensor) -> tuple[Tensor, T
 
 def _normalised(op: Any, quantizer: Any, info: Any, in_dims: Any, args: Any) -> Any:
     """A norm and a quantizer. The op takes one weight; for a weight of each element the norm is computed before."""
-    x, weight, eps, block, dtype, scale, rstd, *dual_block = _padded(args, 7)
+    x, weight, eps, block, dtype, scale, rstd, *last = _padded(args, 7)  # `column_major`, or `dual_block`
     x_dim, weight_dim, *_, rstd_dim = _padded(in_dims, 7)[:7]
     x = _lift(x, x_dim, info.batch_size, 0)
     rstd = None if rstd is None else _lift(rstd, rstd_dim, info.batch_size, 0)
     eps, form = 1e-6 if eps is None else eps, (block or (1, 128), dtype, scale or "fp32")
     if weight_dim is None:
-        return op(x, weight, eps, *form, rstd, *dual_block)
+        return op(x, weight, eps, *form, rstd, *last)
     weight = weight.movedim(weight_dim, 0)
     weight = weight.reshape(weight.shape[0], *(1,) * (x.ndim - 2), weight.shape[-1])
-    return quantizer(reference.rms_norm(x, weight, eps, rstd), *form, *((None, *dual_block) if dual_block else ()))
+    return quantizer(reference.rms_norm(x, weight, eps, rstd), *form, *((None, *last) if last else ()))
 
 
 def _with_bias(

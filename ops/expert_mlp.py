@@ -41,7 +41,7 @@ class Kept(NamedTuple):
 
 
 class MlpNeeds(NamedTuple):
-    """Which operands want a gradient, and whether to keep FP8 forms of the weights for it."""
+    """The operands that want a gradient, and whether to keep FP8 forms of the weights for it."""
 
     x: bool = False
     w_gate_up: bool = False

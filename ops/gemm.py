@@ -42,8 +42,9 @@ def default_out_dtype(a: Tensor) -> torch.dtype:
 def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:
     """`x` in `block`, for a product that sums over its columns' axis, or with `sums_rows` over its rows' axis."""
     if _on_hopper(x, block) and is_column_major(x) != sums_rows:  # a third launch would turn the data
-        return quantize_both(x, block, dtype, scale, sums_rows=sums_rows)[0]
-    data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
+        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale, None, sums_rows)
+    else:
+        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
     return Quantized(data, scales, block)
 
 
@@ -146,14 +147,14 @@ def forward_at_once(
 
     def run() -> list[Tensor | None]:
         out, a_col, b_row = forward(a, b, bias, recipe, out_dtype, dgrad=dgrad, wgrad=wgrad)
-        return [out, *_parts(a_col), *_parts(b_row)]
+        return [out, *parts(a_col), *parts(b_row)]
 
     inputs = (a, b) if bias is None else (a, b, bias)
     key = ("forward", recipe.key, out_dtype, dgrad, wgrad, *map(kind, inputs))
     out, *kept = chained(key, inputs, run)
     assert out is not None
-    a_col = _quantized(kept[0], kept[1], recipe.wgrad_block)
-    return out, a_col, _quantized(kept[2], kept[3], swap(recipe.weight_block))
+    a_col = quantized(kept[0], kept[1], recipe.wgrad_block)
+    return out, a_col, quantized(kept[2], kept[3], swap(recipe.weight_block))
 
 
 def backward_at_once(
@@ -166,8 +167,8 @@ def backward_at_once(
         return _backward(grad, a_col, b_row, recipe, a_dtype, b_dtype, b_column_major)
 
     again = isinstance(b_row, Tensor)
-    b_parts: tuple[Tensor | None, ...] = (b_row,) if isinstance(b_row, Tensor) else _parts(b_row)
-    inputs = [x for x in (grad, *_parts(a_col), *b_parts) if x is not None]
+    b_parts: tuple[Tensor | None, ...] = (b_row,) if isinstance(b_row, Tensor) else parts(b_row)
+    inputs = [x for x in (grad, *parts(a_col), *b_parts) if x is not None]
     key = (
         "backward", recipe.key, a_dtype, b_dtype, b_column_major, a_col is None, b_row is None, again,
         *map(kind, inputs),
@@ -176,9 +177,11 @@ def backward_at_once(
     return grad_a, grad_b.mT if grad_b is not None and b_column_major else grad_b
 
 
-def _parts(q: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+def parts(q: Quantized | None) -> tuple[Tensor | None, Tensor | None]:
+    """Data and scales, or twice None."""
     return (None, None) if q is None else (q.data, q.scale)
 
 
-def _quantized(data: Tensor | None, scale: Tensor | None, block: Block) -> Quantized | None:
+def quantized(data: Tensor | None, scale: Tensor | None, block: Block) -> Quantized | None:
+    """The operand of these parts, or None if they are None."""
     return None if data is None or scale is None else Quantized(data, scale, block)

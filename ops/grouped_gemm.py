@@ -63,14 +63,14 @@ def check_recipe(op: str, recipe: Recipe) -> None:
 
 
 class Needs(NamedTuple):
-    """Which products the backward will make: `grad @ bᵀ`, and `aᵀ @ grad`."""
+    """The products that the backward will make: `grad @ bᵀ`, and `aᵀ @ grad`."""
 
     dgrad: bool = False
     wgrad: bool = False
 
 
 class Gradients(NamedTuple):
-    """How the gradients of both operands are stored: their types, and whether `b`'s is column-major, as `b` is."""
+    """The storage of both operands' gradients: their types, and whether `b`'s is column-major, as `b` is."""
 
     a_dtype: torch.dtype
     b_dtype: torch.dtype

@@ -68,6 +68,7 @@ class Kernel:
         untuned: why the kernel should not serve a problem that no table names it for, or None.
         source: who decides where `configure` does: the word for the log.
         named_only: whether the kernel serves only where a table names it.
+        fault: why a launch of the plan can't be compiled or loaded on this machine, or None where it only has to start.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Kernel:
     untuned: Callable[[Any], Refusal] = takes_all
     source: str = "default"
     named_only: bool = False
+    fault: Callable[[Any], Refusal] = takes_all
 
     @property
     def backend(self) -> str:
@@ -240,8 +242,8 @@ class Dispatch:
         """The first choice whose kernels can be compiled and loaded on this machine, and its launches."""
         while True:
             choice, launches = self._chosen(operands)
-            fault = next((fault for launch in launches if (fault := launch.fault()) is not None), None)
-            if fault is None:
+            faults = [] if choice.kernel is None else filter(None, map(choice.kernel.fault, launches))
+            if (fault := next(iter(faults), None)) is None:
                 return choice, launches
             self.faults[choice.name] = fault
 

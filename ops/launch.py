@@ -38,10 +38,6 @@ class Launch(ABC):
     def run(self) -> None:
         """Launch on the current stream of the tensors' device; compiles where nothing is cached."""
 
-    def fault(self) -> str | None:
-        """Why the kernel can't be compiled or loaded on this machine; None where `run` only has to start it."""
-        return None
-
     def call(self) -> Callable[..., Sequence[Tensor]] | None:
         """The launch on other tensors of the same kinds, where it can be kept as such a function by itself."""
         return None

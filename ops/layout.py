@@ -103,7 +103,7 @@ def contracts_rows(block: Block) -> bool:
 
 
 def extent(size: int, block: int) -> int:
-    """How many elements of an axis of `size` share a scale."""
+    """The number of elements of an axis of `size` that share a scale."""
     return size if block == WHOLE else block
 
 
@@ -131,10 +131,14 @@ def scale_is_column_major(data_column_major: bool, block: Block) -> bool:
     return data_column_major if is_square(block) else not contracts_rows(block)
 
 
+def round_up(size: int, to: int) -> int:
+    return (size + to - 1) // to * to
+
+
 def matrix_strides(shape: Sequence[int], column_major: bool, align: int) -> Strides:
     """Strides of a batch of matrices whose leading dimension is a multiple of `align` elements."""
     rows, columns = shape[-2], shape[-1]
-    lead = _round_up(rows if column_major else columns, align)
+    lead = round_up(rows if column_major else columns, align)
     strides = [1, lead] if column_major else [lead, 1]
     step = lead * (columns if column_major else rows)
     for size in reversed(shape[:-2]):
@@ -184,7 +188,3 @@ def moved(x: Tensor, device: torch.device | str) -> Tensor:
 def as_batch(x: Tensor) -> Tensor:
     """Leading dimensions as one: `(..., M, N)` → `(B, M, N)`; a matrix stays one."""
     return x if x.ndim <= 3 else x.flatten(0, -3)
-
-
-def _round_up(size: int, to: int) -> int:
-    return (size + to - 1) // to * to

@@ -219,7 +219,9 @@ def _plan_triton(product: RoutedProduct, config: MxConfig) -> tuple[Launch, ...]
 
 
 KERNELS: Final = (
-    Kernel("hip_moe", envelope.accepts_moe, envelope.configure_moe, _plan_hip, envelope.untuned_moe),
+    Kernel(
+        "hip_moe", envelope.accepts_moe, envelope.configure_moe, _plan_hip, envelope.untuned_moe, fault=envelope.fault
+    ),
     Kernel("cuda_moe", gemv_mx.accepts_moe, gemv_mx.configure_moe, gemv_mx.plan_moe),
     Kernel("triton_moe", _any, _configure_triton, _plan_triton),
 )

@@ -252,8 +252,22 @@ def _plan_mfma(product: ScaledProduct, config: HipConfig) -> tuple[Launch, ...]:
 
 
 KERNELS: Final = (
-    Kernel("hip_gemv", envelope.accepts_gemv, envelope.configure_gemv, _plan_gemv, envelope.untuned_gemv),
-    Kernel("hip_mfma", envelope.accepts_mfma, envelope.configure_mfma, _plan_mfma, envelope.untuned_mfma),
+    Kernel(
+        "hip_gemv",
+        envelope.accepts_gemv,
+        envelope.configure_gemv,
+        _plan_gemv,
+        envelope.untuned_gemv,
+        fault=envelope.fault,
+    ),
+    Kernel(
+        "hip_mfma",
+        envelope.accepts_mfma,
+        envelope.configure_mfma,
+        _plan_mfma,
+        envelope.untuned_mfma,
+        fault=envelope.fault,
+    ),
     Kernel("cuda_tiles", mx_tiles.accepts, mx_tiles.configure, mx_tiles.plan, mx_tiles.untuned),
     Kernel("cuda_gemv", gemv_mx.accepts, gemv_mx.configure, gemv_mx.plan),
     Kernel("triton_few", _accepts_few, _configure_few, _plan_widened),

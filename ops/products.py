@@ -50,7 +50,7 @@ class ScaledProduct(_Product):
     offsets: Tensor | None = None
     constant: bool = False
     chip: Chip | None = None
-    """Whose tables are read; by default the chip of the tensors' device."""
+    """The chip whose tables are read; by default that of the tensors' device."""
 
     @property
     def k(self) -> int:
@@ -90,7 +90,7 @@ class WeightProduct(_Product):
 
 
 class Routing(NamedTuple):
-    """Which rows each expert multiplies, as `fp8fn.sort_tokens` makes it: tiles of ids, each of one expert."""
+    """The rows that each expert multiplies, as `fp8fn.sort_tokens` makes it: tiles of ids, each of one expert."""
 
     sorted_token_ids: Tensor
     expert_ids: Tensor

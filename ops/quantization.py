@@ -50,6 +50,7 @@ class Quantization:
         eps: of `RMS_NORM` without `rstd`.
         offsets: the ends (E,) of groups of rows. No column block holds rows of two groups.
         amax: the largest magnitude of each block, contiguous; None to compute it.
+        column_major: the layout of one output in square blocks; None is the layout of `x`.
         into: the outputs to fill; by default new ones, in the op's layout.
     """
 
@@ -66,6 +67,7 @@ class Quantization:
     eps: float = 0.0
     offsets: Tensor | None = None
     amax: Tensor | None = None
+    column_major: bool | None = None
     into: tuple[Quantized, ...] = ()
 
     @property
@@ -124,7 +126,8 @@ class Quantization:
             return Quantized(*tensors[:2], block), Quantized(*tensors[2:], self.blocks[1])
         if self.offsets is not None:
             return (Quantized(*empty_grouped(x, self.groups, block, dtype, scale), block),)
-        return (Quantized(empty_data(x, block, dtype), empty_scale(x, block, scale), block),)
+        layout = self.column_major
+        return (Quantized(empty_data(x, block, dtype, layout), empty_scale(x, block, scale, layout), block),)
 
 
 def empty_dual(

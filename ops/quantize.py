@@ -27,6 +27,7 @@ from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import (
     WHOLE,
     Block,
+    contracts_rows,
     empty_data,
     empty_scale,
     is_column_major,
@@ -41,7 +42,8 @@ from fp8fn.ops.quantization import Quantization, empty_dual
 from fp8fn.ops.targets import Target
 
 QUANTIZE_SCHEMA: Final = (
-    'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32", Tensor? amax=None) -> (Tensor, Tensor)'
+    'quantize(Tensor x, int[2] block, ScalarType? dtype=None, str scale="fp32", Tensor? amax=None, '
+    "bool? column_major=None) -> (Tensor, Tensor)"
 )
 QUANTIZE_DUAL_SCHEMA: Final = (
     'quantize_dual(Tensor x, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32", Tensor? amax=None, '
@@ -92,6 +94,13 @@ def check_given_amax(name: str, x: Tensor, block: Block, amax: Tensor | None) ->
         raise ValueError(f"{name}: x is on {x.device} and amax on {amax.device}; move them to one device")
 
 
+def check_layout(name: str, block: Block, column_major: bool | None) -> None:
+    """Checks the layout that a quantizer in `block` is given."""
+    if column_major is not None and not is_square(block):
+        needed = "column-major" if contracts_rows(block) else "row-major"
+        raise ValueError(f"{name}: column_major={column_major} is given for block {block}, which is always {needed}")
+
+
 def amax_reference(x: Tensor, block: Sequence[int]) -> Tensor:
     return reference.amax(x, check_amax(x, block))
 
@@ -105,25 +114,31 @@ def amax_kernel(x: Tensor, block: Sequence[int]) -> Tensor:
 
 
 def quantize_reference(
-    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None, column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale)
     check_given_amax("quantize", x, pair, amax)
-    return reference.quantize(x, pair, fp8, scale, amax)
+    check_layout("quantize", pair, column_major)
+    return reference.quantize(x, pair, fp8, scale, amax, column_major)
 
 
 def quantize_fake(
-    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None, column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_quantize(x, block, dtype, scale)
     check_given_amax("quantize", x, pair, amax)
-    return empty_data(x, pair, fp8), empty_scale(x, pair, scale)
+    check_layout("quantize", pair, column_major)
+    return empty_data(x, pair, fp8, column_major), empty_scale(x, pair, scale, column_major)
 
 
 def quantize_kernel(
-    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    data, scales = QUANTIZE((x, _contiguous(amax)), (False, checked_block("quantize", block), dtype, scale, None))
+    x: Tensor, block: Sequence[int], dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None, column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair = checked_block("quantize", block)
+    data, scales = QUANTIZE((x, _contiguous(amax)), (False, pair, dtype, scale, None, column_major))
     return data, scales
 
 
@@ -155,7 +170,7 @@ def quantize_dual_kernel(
         check_quantize(x, pair, dtype, scale, "quantize_dual")
         check_given_amax("quantize_dual", x, pair, amax)
         return *quantize_kernel(x, pair, dtype, scale), *quantize_kernel(x, swap(pair), dtype, scale)
-    data, scales, dual_data, dual_scales = QUANTIZE((x, _contiguous(amax)), (True, pair, dtype, scale, other))
+    data, scales, dual_data, dual_scales = QUANTIZE((x, _contiguous(amax)), (True, pair, dtype, scale, other, None))
     return data, scales, dual_data, dual_scales
 
 
@@ -187,13 +202,15 @@ def checked_dual_block(name: str, block: Block, dual_block: Sequence[int] | None
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x, amax), (dual, block, dtype, scale, dual_block) = tensors, values
+    (x, amax), (dual, block, dtype, scale, dual_block, column_major) = tensors, values
     name, target = "quantize_dual" if dual else "quantize", targets.target_of(x.device)
     pair, fp8 = check_quantize(x, block, dtype, scale, name)
     check_given_amax(name, x, pair, amax)
+    check_layout(name, pair, column_major)
     return Quantization(
-        x=x, block=pair, dtype=fp8, scale=scale, target=target, dual=dual, dual_block=dual_block, amax=amax
-    )
+        x=x, block=pair, dtype=fp8, scale=scale, target=target, dual=dual, dual_block=dual_block, amax=amax,
+        column_major=column_major,
+    )  # fmt: skip
 
 
 def unserved(q: Quantization) -> str | None:
@@ -216,7 +233,7 @@ def _reference(q: Quantization) -> Sequence[Tensor]:
     """By plain PyTorch; the second output in square blocks is a copy of the first."""
     form = q.x, q.block, q.dtype, q.scale, q.amax
     if not q.dual:
-        return reference.quantize(*form)
+        return reference.quantize(*form, q.column_major)
     if unserved(q) is not None:
         return reference.quantize_dual(*form, q.dual_block)
     return _both_sides(q.x, *quantize_kernel(*form))

@@ -19,9 +19,10 @@ from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.cuda.quantize import rms_norm
 from fp8fn.ops.kernel import Dispatch, Kernel
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, contracts_rows, empty_data, empty_scale
 from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization, empty_dual
 from fp8fn.ops.quantize import (
+    check_layout,
     check_quantize,
     checked_block,
     checked_dual_block,
@@ -32,12 +33,13 @@ from fp8fn.ops.quantize import (
 
 _FORMAT: Final = 'int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
 _DUAL_BLOCK: Final = "int[2]? dual_block=None"
+_LAYOUT: Final = "bool? column_major=None"
 _NORM: Final = f"Tensor x, Tensor weight, float eps=1e-06, {_FORMAT}, Tensor? rstd=None"
 _ONE: Final = "(Tensor, Tensor)"
 _TWO: Final = "(Tensor, Tensor, Tensor, Tensor)"
-SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT}) -> {_ONE}"
+SILU_MUL_SCHEMA: Final = f"quantize_silu_mul(Tensor gate, Tensor up, {_FORMAT}, {_LAYOUT}) -> {_ONE}"
 SILU_MUL_DUAL_SCHEMA: Final = f"quantize_silu_mul_dual(Tensor gate, Tensor up, {_FORMAT}, {_DUAL_BLOCK}) -> {_TWO}"
-RMS_NORM_SCHEMA: Final = f"quantize_rms_norm({_NORM}) -> {_ONE}"
+RMS_NORM_SCHEMA: Final = f"quantize_rms_norm({_NORM}, {_LAYOUT}) -> {_ONE}"
 RMS_NORM_DUAL_SCHEMA: Final = f"quantize_rms_norm_dual({_NORM}, {_DUAL_BLOCK}) -> {_TWO}"
 
 
@@ -84,17 +86,21 @@ def check_eps(name: str, eps: float, rstd: Tensor | None) -> None:
 
 
 def quantize_silu_mul_reference(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul")
-    return reference.quantize(reference.silu_mul(gate, up), pair, fp8, scale)
+    check_layout("quantize_silu_mul", pair, column_major)
+    return reference.quantize(reference.silu_mul(gate, up), pair, fp8, scale, None, column_major)
 
 
 def quantize_silu_mul_fake(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, "quantize_silu_mul")
-    return empty_dual(gate, pair, fp8, scale)[:2]
+    check_layout("quantize_silu_mul", pair, column_major)
+    return _empty(gate, pair, fp8, scale, column_major)
 
 
 def quantize_silu_mul_dual_reference(
@@ -114,21 +120,23 @@ def quantize_silu_mul_dual_fake(
     return empty_dual(gate, pair, fp8, scale, checked_dual_block("quantize_silu_mul_dual", pair, dual_block))
 
 
-def quantize_rms_norm_reference(
+def quantize_rms_norm_reference(  # noqa: PLR0913 - an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, column_major: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm", rstd)
     check_eps("quantize_rms_norm", eps, rstd)
-    return reference.quantize(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale)
+    check_layout("quantize_rms_norm", pair, column_major)
+    return reference.quantize(reference.rms_norm(x, weight, eps, rstd), pair, fp8, scale, None, column_major)
 
 
-def quantize_rms_norm_fake(
+def quantize_rms_norm_fake(  # noqa: PLR0913 - an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, column_major: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, "quantize_rms_norm", rstd)
-    return empty_dual(x, pair, fp8, scale)[:2]
+    check_layout("quantize_rms_norm", pair, column_major)
+    return _empty(x, pair, fp8, scale, column_major)
 
 
 def quantize_rms_norm_dual_reference(  # noqa: PLR0913 - an op's signature
@@ -150,10 +158,11 @@ def quantize_rms_norm_dual_fake(  # noqa: PLR0913 - an op's signature
 
 
 def quantize_silu_mul_kernel(
-    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor]:
+    gate: Tensor, up: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_silu_mul", block)
-    data, scales = QUANTIZE_SILU_MUL((gate, up), (False, pair, dtype, scale, None))
+    data, scales = QUANTIZE_SILU_MUL((gate, up), (False, pair, dtype, scale, None, column_major))
     return data, scales
 
 
@@ -163,17 +172,17 @@ def quantize_silu_mul_dual_kernel(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_silu_mul_dual", block)
     other = checked_dual_block("quantize_silu_mul_dual", pair, dual_block)
-    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL((gate, up), (True, pair, dtype, scale, other))
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL((gate, up), (True, pair, dtype, scale, other, None))
     return row, row_scale, col, col_scale
 
 
-def quantize_rms_norm_kernel(
+def quantize_rms_norm_kernel(  # noqa: PLR0913 - an op's signature
     x: Tensor, weight: Tensor, eps: float = 1e-6, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32", rstd: Tensor | None = None,
+    scale: str = "fp32", rstd: Tensor | None = None, column_major: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair = checked_block("quantize_rms_norm", block)
     rstd, eps = _statistics(rstd, eps)
-    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd), (False, pair, dtype, scale, eps, None))
+    data, scales = QUANTIZE_RMS_NORM((x, weight, rstd), (False, pair, dtype, scale, eps, None, column_major))
     return data, scales
 
 
@@ -184,8 +193,14 @@ def quantize_rms_norm_dual_kernel(  # noqa: PLR0913 - an op's signature
     pair = checked_block("quantize_rms_norm_dual", block)
     other = checked_dual_block("quantize_rms_norm_dual", pair, dual_block)
     rstd, eps = _statistics(rstd, eps)
-    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd), (True, pair, dtype, scale, eps, other))
+    row, row_scale, col, col_scale = QUANTIZE_RMS_NORM((x, weight, rstd), (True, pair, dtype, scale, eps, other, None))
     return row, row_scale, col, col_scale
+
+
+def _empty(x: Tensor, block: Block, dtype: torch.dtype, scale: str, column_major: bool | None) -> tuple[Tensor, Tensor]:
+    """Uninitialised outputs in `block`; a square block's data is row-major by default, whatever the layout of `x`."""
+    layout = contracts_rows(block) if column_major is None else column_major
+    return empty_data(x, block, dtype, layout), empty_scale(x, block, scale, layout)
 
 
 def _statistics(rstd: Tensor | None, eps: float) -> tuple[Tensor | None, float]:
@@ -194,22 +209,25 @@ def _statistics(rstd: Tensor | None, eps: float) -> tuple[Tensor | None, float]:
 
 
 def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (gate, up), (dual, block, dtype, scale, dual_block) = tensors, values
-    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, f"quantize_silu_mul{'_dual' * dual}")
+    (gate, up), (dual, block, dtype, scale, dual_block, column_major) = tensors, values
+    op = f"quantize_silu_mul{'_dual' * dual}"
+    pair, fp8 = check_silu_mul(gate, up, block, dtype, scale, op)
+    check_layout(op, pair, column_major)
     return Quantization(
         x=gate, other=up, source=SILU_MUL, block=pair, dtype=fp8, scale=scale, dual=dual,
-        dual_block=dual_block, target=targets.target_of(gate.device),
+        dual_block=dual_block, column_major=column_major, target=targets.target_of(gate.device),
     )  # fmt: skip
 
 
 def _rms_norm_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x, weight, rstd), (dual, block, dtype, scale, eps, dual_block) = tensors, values
+    (x, weight, rstd), (dual, block, dtype, scale, eps, dual_block, column_major) = tensors, values
     op = f"quantize_rms_norm{'_dual' * dual}"
     pair, fp8 = check_rms_norm(x, weight, block, dtype, scale, op, rstd)
     check_eps(op, eps, rstd)
+    check_layout(op, pair, column_major)
     return Quantization(
         x=x, other=weight, rstd=rstd, eps=eps, source=RMS_NORM, block=pair, dtype=fp8, scale=scale, dual=dual,
-        dual_block=dual_block, target=targets.target_of(x.device),
+        dual_block=dual_block, column_major=column_major, target=targets.target_of(x.device),
     )  # fmt: skip
 
 
@@ -223,7 +241,7 @@ def _reference(q: Quantization) -> Sequence[Tensor]:
     y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.rms_norm(q.x, q.other, q.eps, q.rstd)
     if q.dual:
         return quantize_dual_kernel(y, q.block, q.dtype, q.scale, dual_block=q.dual_block)
-    return quantize_kernel(y, q.block, q.dtype, q.scale)
+    return quantize_kernel(y, q.block, q.dtype, q.scale, None, q.column_major)
 
 
 QUANTIZE_SILU_MUL: Final = Dispatch(

@@ -169,7 +169,7 @@ def foreign_types(product: ScaledProduct) -> str | None:
 
 def along_k(product: ScaledProduct) -> tuple[Tensor, Tensor] | None:
     """The data of both operands as Hopper's kernels read them, where one has to be copied; see `contiguous_along_k`."""
-    if product.target.name != "sm90":
+    if targets.hopper_fault(product.target):
         return None
     a, b = product.a.data, product.b.data
     left, right = contiguous_along_k(a.mT).mT, contiguous_along_k(b)

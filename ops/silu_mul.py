@@ -1,4 +1,4 @@
-"""What the ops that quantize `silu(gate) * up` in training read and write: `SavedSiluMul` and `SiluMulBackward`."""
+"""Operands and outputs of the ops that quantize `silu(gate) * up` in training: `SavedSiluMul`, `SiluMulBackward`."""
 
 from __future__ import annotations
 

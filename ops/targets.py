@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -74,7 +74,8 @@ GFX950: Final = Target("hip", "gfx950", 64)
 # Products by their short names: the architecture, and its multiprocessors or compute units.
 PRODUCTS: Final[Mapping[str, tuple[Target, int]]] = {
     "l4": (SM89, 58), "l40s": (SM89, 142), "rtx 4090": (SM89, 128), "rtx 6000 ada": (SM89, 142),
-    "h20": (SM90, 78), "h100": (SM90, 132), "h200": (SM90, 132), "h800": (SM90, 132), "gh200": (SM90, 132),
+    "h20": (SM90, 78), "h100 pcie": (SM90, 114), "h100": (SM90, 132), "h200": (SM90, 132), "h800": (SM90, 132),
+    "gh200": (SM90, 132),
     "b200": (SM100, 148), "gb200": (SM100, 148), "rtx 5090": (SM120, 170), "rtx pro 6000": (SM120, 188),
     "mi300a": (GFX942, 228), "mi300x": (GFX942, 304), "mi325x": (GFX942, 304),
     "mi350x": (GFX950, 256), "mi355x": (GFX950, 256),
@@ -89,7 +90,7 @@ def named_target(name: str) -> tuple[str, Target] | None:
     for product, (target, count) in PRODUCTS.items():
         if product.replace(" ", "") == short:
             return product, replace(target, multiprocessors=count)
-    for target in (SM89, SM90, SM100, SM120, GFX942, GFX950):
+    for target, _ in PRODUCTS.values():
         if target.name == short:
             return short, target
     return None
@@ -111,6 +112,11 @@ def _target_of_index(index: int) -> Target:
         # CDNA's wavefront has 64 lanes, RDNA's (gfx10 and later) 32.
         return Target("hip", arch, 32 if arch.startswith("gfx1") else 64, count)
     return Target("cuda", 10 * int(properties.major) + int(properties.minor), 32, count)
+
+
+def hopper_fault(target: Target) -> str | None:
+    """Why kernels for Hopper, in CUDA C++ or by Triton's TMA descriptors, don't run on the target, or None."""
+    return None if target.backend == "cuda" and target.arch == 90 else f"{target.name} is not sm90"
 
 
 def native_e4m3(target: Target) -> torch.dtype:
@@ -148,6 +154,47 @@ class Chip(NamedTuple):
     multiprocessors: int
 
 
+class Facts(NamedTuple):
+    """What decides which table and which rates fit a chip; 0 where a value is not known.
+
+    `bandwidth` is the memory's, in TB/s at its clock and width. `clock` is the highest of the multiprocessors, in GHz.
+    """
+
+    multiprocessors: int
+    bandwidth: float = 0.0
+    clock: float = 0.0
+
+
+# Facts of chips by data sheet, for estimates where there is no device to ask.
+_BY_DATA_SHEET: Final[Mapping[str, Facts]] = {
+    "NVIDIA H200": Facts(132, 4.8, 1.98),
+    "NVIDIA H100 80GB HBM3": Facts(132, 3.35, 1.98),
+    "NVIDIA H100 PCIe": Facts(114, 2.04, 1.755),
+    "NVIDIA H800": Facts(132, 3.35, 1.98),
+    "NVIDIA GH200 480GB": Facts(132, 4.0, 1.98),
+    "NVIDIA H20": Facts(78, 4.0, 1.98),
+}
+_asked: Final[dict[Chip, Facts]] = {}
+
+
+def facts_of(chip: Chip) -> Facts:
+    """The facts of a chip: as its device reports them, else by its data sheet, else its multiprocessors alone."""
+    asked, known = _asked.get(chip), _BY_DATA_SHEET.get(chip.name)
+    if asked is not None and asked.bandwidth:
+        return asked
+    return Facts(chip.multiprocessors) if known is None else known._replace(multiprocessors=chip.multiprocessors)
+
+
+def reported_facts(properties: Any) -> Facts:
+    """The facts among the properties of a device; a double data rate counts twice."""
+
+    def number(name: str) -> int:
+        return int(getattr(properties, name, 0) or 0)
+
+    bandwidth = 2 * number("memory_clock_rate") * 1e3 * number("memory_bus_width") / 8 / 1e12
+    return Facts(int(properties.multi_processor_count), bandwidth, number("clock_rate") / 1e6)
+
+
 def chip_of(device: torch.device, target: Target) -> Chip | None:
     """The chip that a plan is for: that of the tensors, and of `meta` tensors the current one if it is the target."""
     if device.type == "cuda":
@@ -161,4 +208,6 @@ def chip_of(device: torch.device, target: Target) -> Chip | None:
 @cache
 def _chip_of_index(index: int) -> Chip:
     properties = torch.cuda.get_device_properties(index)
-    return Chip(str(properties.name), int(properties.multi_processor_count))
+    chip = Chip(str(properties.name), int(properties.multi_processor_count))
+    _asked[chip] = reported_facts(properties)
+    return chip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,15 +43,10 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     axes = len(suite.shapes[0])
     if any(len(shape) != axes for shape in args.shape or []):
         parser.error(f"--shape: {args.suite} needs {axes} sizes, {_axes(suite)}")
-    needed = ("tabulate", "matplotlib") if args.plot else ("tabulate",)
-    absent = [name for name in needed if importlib.util.find_spec(name) is None]
-    if absent:
-        parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
     if args.plot and (fault := plot.format_fault(args.plot)):
         parser.error(f"--plot {fault}")
-    device = args.device or torch.device("cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU here; --device cpu with a small --shape shows what is measured")
+    device: torch.device = args.device
+    options.check_machine(parser, device, ("tabulate", "matplotlib") if args.plot else ("tabulate",))
     if device.index is not None:
         torch.cuda.set_device(device)
     schedule = dataclasses.replace(suite.schedule, rounds=args.rounds) if args.rounds else suite.schedule
@@ -142,10 +136,8 @@ def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> arg
     parser.add_argument(
         "--rounds", type=options.positive, metavar="R", help="turns of each call (default: the suite's)"
     )
-    parser.add_argument("--device", type=options.device, help="device to measure on (default: cuda)")
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
-    )
+    options.add_device(parser)
+    options.add_json(parser)
     parser.add_argument(
         "--plot", type=options.output_file, metavar="FILE", help="draw the figures to FILE (needs matplotlib)"
     )

@@ -118,9 +118,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=options.positive, default=5, metavar="R", help="compilations of each way (default: 5)"
     )
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
-    )
+    options.add_json(parser)
     args = parser.parse_args(argv)
     seconds = measure(args.layers, args.rounds)
     for name, samples in seconds.items():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import compile_time, decode, generate, isa, record, tables
+from fp8fn.bench import compile_time, decode, generate, isa, loss, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.tables import provenance
 from fp8fn.bench.train import table as train
@@ -107,6 +107,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("llm84", tables.llm84),
         _committed("decoder", tables.linear),
         _committed("train", train.of_document, optional=True),
+        _committed("loss", loss.of_document, optional=True),
         _committed("moe-forward", tables.forward),
         _committed("moe-wgrad", tables.wgrad),
         _committed("moe-mlp", tables.linear),

@@ -16,7 +16,7 @@ _SAMPLES = 512
 
 
 def group_sizes(experts: int, tokens: int, distribution: str) -> list[int]:
-    """How many tokens each expert has: "balanced", or "zipf", in proportion to `rank ** -1.2` in a random order."""
+    """The number of tokens of each expert: "balanced", or "zipf", in proportion to `rank ** -1.2` in a random order."""
     weights = [1.0 if distribution == "balanced" else (rank + 1) ** -1.2 for rank in range(experts)]
     sizes = [int(tokens * weight / sum(weights)) for weight in weights]
     sizes[0] += tokens - sum(sizes)

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import importlib.util
 import math
 import random
 import statistics
@@ -274,18 +273,13 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--rounds", type=options.positive, default=7, metavar="R", help="loops of each format (default: 7)"
     )
-    parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="default: cuda")
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
-    )
+    options.add_device(parser)
+    options.add_json(parser)
     args = parser.parse_args(argv)
+    options.check_machine(parser, args.device, ("tabulate",))
     cuda = args.device.type == "cuda"
-    if cuda and not torch.cuda.is_available():
-        parser.error("no GPU here; --device cpu shows what is measured")
     args.size = args.size or ("8b" if cuda else "tiny")
     args.steps = args.steps or (255 if cuda else 31)
     if args.steps < PROMPT:
         parser.error(f"--steps {args.steps} is less than the prompt's {PROMPT} tokens")
-    if importlib.util.find_spec("tabulate") is None:
-        parser.error("needs tabulate: pip install tabulate")
     return args

@@ -65,9 +65,7 @@ def measure(rounds: int = 2000, repeats: int = 10) -> dict[str, Overhead]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 1 where a bar is exceeded."""
     parser = argparse.ArgumentParser(prog="python -m fp8fn bench overhead", description=__doc__)
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="write the figures and the environment to FILE"
-    )
+    options.add_json(parser)
     args = parser.parse_args(argv)
     results = measure()
     for name, result in results.items():

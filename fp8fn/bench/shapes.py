@@ -37,9 +37,6 @@ def _llm84() -> tuple[Shape, ...]:
 # In the order of the suite's ids: by model, by micro-batch, then qkv, out, gate_up, down.
 LLM84: Final = _llm84()
 
-# One of each kind: small, square, wide N, deep K, and 47, whose output has more than 2**31 elements.
-SAMPLE_IDS: Final = (1, 16, 30, 50, 64, 47)
-
 ANCHORS: Final = ((4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672))
 
 # Layers for forward and backward; their wgrad is `(N, M) @ (M, K)`.

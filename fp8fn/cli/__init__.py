@@ -69,6 +69,11 @@ COMMANDS: Final = Group(
                     "fp8fn.bench.train.command",
                     "finished figures are in the file of --json; run the same command again to resume",
                 ),
+                "loss": Command(
+                    "losses of the demo's model after training, in bf16 and FP8, paired by seed",
+                    "fp8fn.bench.loss",
+                    "finished seeds are in the file of --json; run the same command again to resume",
+                ),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
                 "generate": Command("tokens per second of a compiled decoding loop", "fp8fn.bench.generate"),
                 "host": Command("host time of calls on a GPU, and of the first call", "fp8fn.bench.host"),

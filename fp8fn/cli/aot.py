@@ -31,8 +31,8 @@ from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.formats import short_name
 from fp8fn.ops.hip import build, variants
+from fp8fn.ops.layout import is_column_major, is_square
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
 from fp8fn.ops.scaled_mm import SCALED_MM
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How many kernels were asked for, how many of them the cache had before and has now, and the cache's folder."""
+    """Numbers of kernels: asked for, in the cache before, in the cache now; and the cache's folder."""
 
     what: str
     asked: int
@@ -117,10 +117,10 @@ def chip_and_target() -> tuple[Chip, Target]:
         device = torch.device("cuda")
         target = targets.target_of(device)
         chip = chip_of(device, target)
-        if target.name == "sm90" and chip is not None:
+        if targets.hopper_fault(target) is None and chip is not None:
             return chip, target
     chip = next(iter(SHIPPED))
-    return chip, Target("cuda", 90, 32, chip.multiprocessors)
+    return chip, replace(targets.SM90, multiprocessors=chip.multiprocessors)
 
 
 def kernels_of(
@@ -193,14 +193,14 @@ def _products(
     m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> Iterator[CudaLaunch]:
     for problem in linear_problems(m, n, k, recipe).values():
-        product = empty_product(replace(problem, out_type=short_name(dtype)), "meta", target, chip)
+        product = empty_product(replace(problem, out_type=dtype), "meta", target, chip)
         for launch in SCALED_MM.plan(product):
             if isinstance(launch, CudaLaunch):
                 yield launch
 
 
 def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:
-    """The quantizers of x, w and g for training, and of x and w for inference."""
+    """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
     x, w, g = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
     for tensor, block, dual_block, fp8 in (
         (x, recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
@@ -213,7 +213,10 @@ def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, targ
         )  # fmt: skip
         if quantize.accepts(both) is not None:
             continue
-        for q in (both,) if tensor is g else (both, replace(both, dual=False)):
+        _, beside = both.blocks
+        crosswise = not is_column_major(tensor) if is_square(beside) else None
+        alone = replace(both, dual=False, dual_block=None)
+        for q in (both,) if tensor is g else (both, alone, replace(alone, block=beside, column_major=crosswise)):
             yield from quantize.plan(q, quantize.configure(q))
 
 

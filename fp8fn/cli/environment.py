@@ -15,7 +15,7 @@ import torch
 
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import short_name
-from fp8fn.ops.targets import Target, check_supported, native_e4m3, target_of
+from fp8fn.ops.targets import Target, check_supported, hopper_fault, native_e4m3, target_of
 from fp8fn.version import __version__
 
 
@@ -61,7 +61,7 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
         return f"none: {reason}"
     if _triton_version() is None:
         return "none: Triton is not installed"
-    if target.name != "sm90":
+    if hopper_fault(target):
         return "Triton, pointers"
     missing = nvrtc.unavailable()
     if missing is not None:

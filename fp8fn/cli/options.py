@@ -1,9 +1,11 @@
-"""Types of command-line options that several commands share: a device, a count, a file or a folder to write to."""
+"""Command-line options that several commands share: a device, a count, a file or a folder to write to."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,3 +64,22 @@ def output_folder(text: str) -> Path:
     if not path.is_dir() or not os.access(path, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r} can't be written to: it must be a folder that exists")
     return path
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """`--device` of a benchmark."""
+    parser.add_argument("--device", type=device, default=torch.device("cuda"), help="where to measure (default: cuda)")
+
+
+def add_json(parser: argparse.ArgumentParser, text: str = "write the figures and the environment to FILE") -> None:
+    """`--json` of a benchmark."""
+    parser.add_argument("--json", type=output_file, metavar="FILE", help=text)
+
+
+def check_machine(parser: argparse.ArgumentParser, wanted: torch.device, packages: Sequence[str]) -> None:
+    """Ends with the parser's error where the packages of a benchmark are not installed, or its GPU is not there."""
+    absent = [name for name in packages if importlib.util.find_spec(name) is None]
+    if absent:
+        parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; --device cpu with small sizes shows what is measured")

@@ -181,9 +181,9 @@ def _gpu(
     if device.index is None:
         device = torch.device(device.type, torch.cuda.current_device())
     target, chip = targets.target_of(device), chip_of(device, targets.target_of(device))
-    problem = nvrtc.unavailable()
-    if target.name != "sm90" or problem or chip is None:
-        parser.error(f"only the kernels in CUDA C++ are tuned: {problem or f'{target.name} is not sm90'}")
+    problem = nvrtc.unavailable() or targets.hopper_fault(target)
+    if problem or chip is None:
+        parser.error(f"only the kernels in CUDA C++ are tuned: {problem or f'{device} has no name'}")
     torch.cuda.set_device(device)
     clock = clock_of(device)
     if warm:

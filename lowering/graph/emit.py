@@ -8,6 +8,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch.fx import Graph, Node
 
+from fp8fn.lowering.graph.nodes import PRODUCT
 from fp8fn.lowering.graph.views import Size, aten, same_sizes
 
 
@@ -27,6 +28,11 @@ def call(graph: Graph, target: Any, *args: Any, **kwargs: Any) -> Node:
     values = pytree.tree_map_only(Node, lambda arg: arg.meta["val"], args)
     node.meta["val"] = target(*values, **kwargs)  # the fake tensors bring their mode
     return node
+
+
+def number(node: Node, product: int) -> None:
+    """Numbers a product in Dynamo's graph, and thereby all nodes of the graphs that PyTorch makes of it."""
+    node.meta["custom"] = {**(node.meta.get("custom") or {}), PRODUCT: product}
 
 
 def replace(graph: Graph, node: Node, out: Node) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
 from torch.fx import Node
+
+# The key of a product's number in "custom", which PyTorch copies from Dynamo's graph to the nodes that it makes of it.
+PRODUCT: Final = "fp8fn_product"
 
 
 def value(node: Any) -> Tensor | None:
@@ -32,6 +35,12 @@ def origin_of(node: Node) -> tuple[str, bool]:
     forward, backward = (node.meta.get(key) for key in ("source_fn_stack", "fwd_source_fn_stack"))
     stack = forward or backward
     return (str(stack[-1][0]) if stack else "", not forward and bool(backward))
+
+
+def product_of(node: Node) -> int | None:
+    """The number of the product of Dynamo's graph that a node belongs to, if `emit.number` gave it one."""
+    found: int | None = (node.meta.get("custom") or {}).get(PRODUCT)
+    return found
 
 
 def source_of(node: Node) -> str:

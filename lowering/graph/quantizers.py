@@ -32,6 +32,8 @@ class Quantizer:
     scale: str
     dual_block: Block | None = None
     """The second block of `quantize_dual`; None is the transpose of `block`."""
+    column_major: bool | None = None
+    """The layout of `quantize`'s data in square blocks; None is the layout of `x`."""
 
     @property
     def dual(self) -> bool:
@@ -44,9 +46,18 @@ class Quantizer:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """The block, the type, the scale format, and the second block if it is given: a fused op's last arguments."""
-        form = self.block, self.dtype, self.scale
-        return form if self.dual_block is None else (*form, self.dual_block)
+        """The block, the type, the scale format, and the second block or the layout if it is given.
+
+        These are the last arguments of a fused op.
+        """
+        last = self.dual_block if self.dual else self.column_major
+        return (self.block, self.dtype, self.scale, *(() if last is None else (last,)))
+
+    @property
+    def beside(self) -> dict[str, Any]:
+        """The second block or the layout as keyword arguments, if it is given."""
+        given = {"dual_block": self.dual_block, "column_major": self.column_major}
+        return {name: value for name, value in given.items() if value is not None}
 
     @property
     def shape(self) -> tuple[Size, ...]:
@@ -85,7 +96,7 @@ def as_quantizer(node: Node) -> Quantizer:
     dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
     dual_block = given.get("dual_block")  # `quantize` has none
     beside = None if dual_block is None else (dual_block[0], dual_block[1])
-    return Quantizer(node, x, (rows, columns), dtype, given["scale"], beside)
+    return Quantizer(node, x, (rows, columns), dtype, given["scale"], beside, given.get("column_major"))
 
 
 def reshaped_of(node: Node) -> Node:
@@ -173,8 +184,7 @@ def _merge(graph: Graph, group: Sequence[Quantizer]) -> int:
         new = lead.node
         if first is not lead:  # its results are needed earlier
             with graph.inserting_before(first.node):
-                second = {} if lead.dual_block is None else {"dual_block": lead.dual_block}
-                new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale, **second)
+                new = call(graph, lead.node.target, first.x, lead.block, lead.dtype, lead.scale, **lead.beside)
             replace_quantizer(graph, lead.node, new)
             _erase_unread(graph, lead.x)
         for other in merged:

@@ -29,6 +29,8 @@ def install() -> None:
             overload = getattr(torch.ops.fp8fn, name).default
             lowering.needs_realized_inputs.add(overload)
             lowering.lowerings[overload] = _lowering(overload)
+            # A graph that plain Inductor compiled before has left a constraint, which copies the inputs.
+            lowering._maybe_layout_constraints.pop(overload, None)
 
 
 def _lowering(overload: Any) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ _LOCK: Final = threading.RLock()
 
 
 def fault() -> str | None:
-    """Which private part of the partitioner this release of PyTorch lacks, or None."""
+    """The private part of the partitioner that this release of PyTorch lacks, or None."""
     choose = getattr(partitioners, _CHOOSE, None)
     partition = getattr(partitioners, "min_cut_rematerialization_partition", None)
     info = getattr(partitioners, "NodeInfo", None)

@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from torch.fx import Graph
+from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import source_of
+from fp8fn.lowering.graph.nodes import input_of, source_of
 from fp8fn.lowering.graph.quantizers import Quantizer, computed, find_quantizers, replace_quantizer, reshaped_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import aten
@@ -35,7 +35,7 @@ NAME: Final = "given_amax"
 def substitute(graph: Graph) -> Iterator[Substitution]:
     """Gives the largest magnitude to the quantizers of whole matrices that Inductor computes, and reports each."""
     for quantizer in find_quantizers(graph):
-        product = reshaped_of(quantizer.x)
+        product = _without_alias(quantizer.x)
         if quantizer.block != (WHOLE, WHOLE) or not computed(product) or len(quantizer.shape) != 2:
             continue
         reason = _why_not(quantizer)
@@ -44,6 +44,12 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         if reason is None:
             _emit(graph, quantizer)
         yield Substitution(NAME, name, at, str(product), (m, 0, k), made, reason)
+
+
+def _without_alias(x: Node) -> Node:
+    """The tensor before reshapes and the alias by which `saved.exact` hides it from patterns that change bits."""
+    x = reshaped_of(x)
+    return reshaped_of(input_of(x)) if x.target is aten.alias.default else x
 
 
 def _why_not(quantizer: Quantizer) -> str | None:
@@ -61,5 +67,5 @@ def _emit(graph: Graph, quantizer: Quantizer) -> None:
         rows = call(graph, aten.amax.default, call(graph, aten.abs.default, x), [-1], True)
         amax = call(graph, aten.amax.default, rows, [-2], True)
         form = list(quantizer.block), quantizer.dtype, quantizer.scale
-        new = call(graph, node.target, x, *form, amax)
+        new = call(graph, node.target, x, *form, amax, **quantizer.beside)
     replace_quantizer(graph, node, new)

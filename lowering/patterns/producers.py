@@ -111,9 +111,9 @@ class RmsNorm:
         x, rstd = _like(graph, self.x, quantizer.x), None
         if known:
             rstd = call(graph, aten.reshape.default, self.rstd, [-1])
-        block, dtype, scale, *dual_block = quantizer.form
+        block, dtype, scale, *last = quantizer.form
         eps = 0.0 if self.eps is None else self.eps
-        return (x, self.weight, eps, block, dtype, scale, *([rstd, *dual_block] if rstd or dual_block else []))
+        return (x, self.weight, eps, block, dtype, scale, *([rstd, *last] if rstd or last else []))
 
 
 Producer = SiluMul | RmsNorm
@@ -122,7 +122,7 @@ Producer = SiluMul | RmsNorm
 def _quantization(quantizer: Quantizer, target: targets.Target, **operands: Any) -> Quantization:
     return Quantization(
         block=quantizer.block, dtype=quantizer.dtype, scale=quantizer.scale, dual=quantizer.dual,
-        dual_block=quantizer.dual_block, target=target, **operands,
+        dual_block=quantizer.dual_block, column_major=quantizer.column_major, target=target, **operands,
     )  # fmt: skip
 
 
@@ -160,12 +160,15 @@ def fusible(graph: Graph) -> dict[Node, Producer]:
     return producers
 
 
-def fuse_silu_mul(graph: Graph, quantizer: Quantizer, found: SiluMul) -> Node | None:
-    """Adds the op for `quantizer` before it, or returns None if the device has no kernel for it."""
+def fuse(graph: Graph, quantizer: Quantizer, found: Producer) -> Node | None:
+    """Adds the op for `quantizer` before it, or returns None if the device has no kernel for it.
+
+    A norm's statistics are given to the op.
+    """
     target = targets.target_of(quantizer.device)
     if target.backend != "cpu" and found.rejected(quantizer, target) is not None:
         return None
-    return _fused(graph, quantizer, found, known=False)
+    return _fused(graph, quantizer, found, known=isinstance(found, RmsNorm))
 
 
 def _producer(quantizer: Quantizer) -> Producer | None:

@@ -364,7 +364,7 @@ def _source(node: Any) -> Node:
 
 
 def _argument(node: Any, target: Any, *rest: Any) -> Node | None:
-    """What `node` computes `target` of, with the other arguments `rest`; None if it is another node."""
+    """The operand of `node`, a `target` with the other arguments `rest`; None if it is another node."""
     if not isinstance(node, Node):
         return None
     node = _source(node)

@@ -28,7 +28,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, scale_kind
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
-from fp8fn.ops.targets import Target, chip_of
+from fp8fn.ops.targets import Target, chip_of, hopper_fault
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Table, lookup, tables
 
@@ -176,7 +176,7 @@ def why_slower(
 ) -> str | None:
     """The reason to keep PyTorch's kernel for `out = a (M, K) @ b (K, N)`, or None if fp8fn's is faster."""
     blocks = "VECTOR" in kinds
-    if blocks and target.name != "sm90":
+    if blocks and hopper_fault(target):
         return None  # PyTorch has block scales for Hopper only
     if kinds not in KINDS:
         return "fp8fn multiplies 128x128 by 128x1 without times beside PyTorch: pass b.mT and a.mT for out.mT"
@@ -186,7 +186,7 @@ def why_slower(
     sizes = (a.shape[0], b.shape[1], a.shape[1])
     if not all(isinstance(size, int) for size in sizes):
         return None if blocks else "a size is symbolic, so that no tuning table has it: compile with dynamic=False"
-    problem = Problem(*sizes, *kinds, 1, *(short_name(x.dtype) for x in (a, b, out)))
+    problem = Problem(*sizes, *kinds, 1, a.dtype, b.dtype, out.dtype)
     found = lookup(problem, known)
     if found is None or not found.exact:
         remedy = f"`python -m fp8fn tune --shapes {','.join(map(str, sizes))} --recipe {recipe}` measures it"

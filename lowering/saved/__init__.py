@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import operator
 from dataclasses import dataclass
 from typing import Final
 
 from torch.fx import Node
 
-from fp8fn.lowering.saved.cut import Cut
+from fp8fn.lowering.graph.nodes import input_of, place_of, source_of, tensor_of, value
+from fp8fn.lowering.saved.cut import Cut, nbytes
 from fp8fn.lowering.saved.exact import drop_columns, drop_weights, save_roots, unexpand
 from fp8fn.lowering.saved.fp8 import keep_in_fp8
 from fp8fn.ops.layout import without_guards
@@ -19,7 +21,7 @@ _LOG: Final = logging.getLogger("fp8fn")
 
 @dataclass(frozen=True)
 class SavePlan:
-    """Which values to keep.
+    """The values to keep.
 
     Args:
         save: "exact" or "fp8", as `fp8fn.Recipe` describes them.
@@ -58,4 +60,18 @@ def shrink(cut: Cut, plan: SavePlan, budget: float = 1.0) -> list[Node]:
     cut.graph.lint()
     parts = [f"{name} {count / 2**20:.1f} MiB" for name, count in dropped.items() if count]
     _LOG.info("kept less between forward and backward: %s", ", ".join(parts) or "nothing to drop")
+    if _LOG.isEnabledFor(logging.DEBUG):
+        _LOG.debug("kept between forward and backward:\n%s", "\n".join(listing(cut)))
     return list(cut.saved)
+
+
+def listing(cut: Cut) -> list[str]:
+    """A line for each value that the forward saves, the largest first: its bytes, type, shape, op and line of code."""
+    sizes = {node: nbytes(node) for node in cut.saved if value(node) is not None and node not in cut.parameters}
+    lines = [f"{sum(sizes.values()):14,} bytes, without parameters"]
+    for node, size in sorted(sizes.items(), key=lambda item: -item[1]):
+        x = tensor_of(node)
+        op = f"{input_of(node).target}[{place_of(node)}]" if node.target is operator.getitem else str(node.target)
+        shape = "x".join(map(str, x.shape)) or "scalar"
+        lines.append(f"{size:14,} {str(x.dtype).removeprefix('torch.')} {shape} {op} {source_of(node)}".rstrip())
+    return lines

@@ -3,13 +3,14 @@
 `drop_weights` saves a parameter, which is there anyway, in place of its FP8 forms. `unexpand` saves what `expand` read:
 the keys and values of grouped-query attention, before each is repeated for its queries. `drop_columns` quantizes an
 activation for the weight's gradient in the backward, if the backward has the activation's inputs anyway, as it has
-`gate` and `up` of `silu(gate) * up`, or the output of attention.
+`gate` and `up` of `silu(gate) * up`, the output of attention, or the input and the statistics of a norm.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,7 +21,8 @@ from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, place_of, tensor_of
 from fp8fn.lowering.graph.quantizers import as_quantizer, computed, reshaped_of, same_layout
 from fp8fn.lowering.graph.views import aten
-from fp8fn.lowering.patterns.producers import Producer, RmsNorm, SiluMul, fuse_silu_mul, fusible
+from fp8fn.lowering.patterns.producers import Producer, RmsNorm, SiluMul, fusible
+from fp8fn.lowering.patterns.producers import fuse as fuse_producer
 from fp8fn.lowering.saved.cut import (
     QUANTIZERS,
     WHOLE_VIEWS,
@@ -32,7 +34,7 @@ from fp8fn.lowering.saved.cut import (
     nbytes,
     root_of,
 )
-from fp8fn.ops.layout import known_block, swap
+from fp8fn.ops.layout import WHOLE, contracts_rows, is_square, known_block, swap
 
 _CAST: Final = torch.ops.prims.convert_element_type.default
 _ops: Final = torch.ops.fp8fn
@@ -82,11 +84,33 @@ def _split_weight(cut: Cut, quantizer: Node) -> None:
     split = _Split.of(cut, quantizer)
     if split is None:
         return
-    for place in (split.forward, split.backward):
-        # A square block is stored along the other axis by the dual quantizer alone, which then stays on one side.
-        made = _one_orientation(cut.graph, quantizer, place)
-        if made is not None:
-            _use(cut, quantizer, place, made, forward=place == split.forward)
+    with _shared_amax(cut, quantizer) as amax:
+        for place in (split.forward, split.backward):
+            made = _one_orientation(cut.graph, quantizer, place, amax=amax)
+            if made is not None:
+                _use(cut, quantizer, place, made, forward=place == split.forward)
+
+
+@contextmanager
+def _shared_amax(cut: Cut, quantizer: Node) -> Iterator[Node | None]:
+    """The largest magnitude of a whole matrix for the quantizers of both sides, if a quantizer inside reads it.
+
+    The forward saves these 4 bytes, and the backward reads the matrix once less. None for other blocks, and for a
+    matrix that Inductor computes, with whose computation `patterns.given_amax` fuses its magnitude on each side.
+    """
+    given = arguments_of(quantizer)
+    x, whole = given["x"], known_block(tuple(given["block"])) == (WHOLE, WHOLE)
+    if not whole or quantizer.target is not _DUAL or computed(reshaped_of(x)):
+        yield None
+        return
+    with cut.graph.inserting_before(quantizer):
+        amax = call(cut.graph, _ops.amax.default, x, [WHOLE, WHOLE])
+    yield amax
+    if amax.users:
+        cut.forward.add(amax)
+        cut.saved[amax] = None
+    else:
+        cut.graph.erase_node(amax)
 
 
 def unexpand(cut: Cut) -> int:
@@ -111,7 +135,7 @@ def drop_columns(cut: Cut, fuse: bool) -> int:
 
     A dual quantizer that `patterns.producers` would fuse with the product before it rounds once. Both its halves are
     then fused here, so that they round once too. No pass may fuse the halves of another one, which rounds twice: they
-    read an alias, behind which no pass looks for the producer.
+    read an alias, behind which no pass that changes bits looks for the producer.
     """
     fused = _fusible(cut) if fuse else {}
     dropped = 0
@@ -121,27 +145,37 @@ def drop_columns(cut: Cut, fuse: bool) -> int:
 
 
 def _drop_columns_of(cut: Cut, quantizer: Node, fused: Mapping[Node, Producer]) -> int:
-    x = input_of(quantizer)
+    x, producer = input_of(quantizer), fused.get(quantizer)
     if is_tagged(quantizer) or not is_large(x) or any(is_tagged(item) for item in quantizer.users):
         return 0
     items = [node for item in quantizer.users for node in moves_of(item) if node in cut.saved]
     leaves = cut.can_make(x) if items else None
-    if leaves is None or leaves.keys() <= cut.parameters or any(_is_row_statistic(leaf, x) for leaf in leaves):
+    if leaves is None or leaves.keys() <= cut.parameters or not _pays(x, producer, leaves):
         return 0
     if quantizer.target in (_SINGLE, _GROUPED):
         if quantizer in fused or computed(reshaped_of(x)):
             return 0
-    elif not _split_activation(cut, quantizer, fused.get(quantizer)):
+    elif not _split_activation(cut, quantizer, producer):
         return 0
     cut.replace_saved(items)
     return sum(map(nbytes, items))
 
 
-def _is_row_statistic(leaf: Node, x: Node) -> bool:
-    """Whether a saved value is one number for each row of `x`, so that `x` is the result of a norm.
+def _pays(x: Node, producer: Producer | None, leaves: Mapping[Node, None]) -> bool:
+    """Whether the backward moves few bytes more for each byte that is not kept, to quantize `x` again from `leaves`.
 
-    Making a norm again moves 6 bytes an element for the one that it saves, since no kernel of the backward does both.
+    Of a norm, one op reads the norm's input and writes FP8: the backward moves 3 bytes an element, and the forward 1
+    byte fewer. Without this op a kernel writes the norm in 16 bits first: 7 bytes, where no kernel of the backward
+    computes the norm anyway, as one computes `silu(gate) * up`. The op needs the statistics that the norm's backward
+    reads, for its own would differ from these in bits.
     """
+    if isinstance(producer, RmsNorm):
+        return root_of(producer.rstd) in leaves or producer.rstd in leaves
+    return not any(_is_row_statistic(leaf, x) for leaf in leaves)
+
+
+def _is_row_statistic(leaf: Node, x: Node) -> bool:
+    """Whether a saved value is one number for each row of `x`, so that `x` is the result of a norm."""
     shape = tensor_of(leaf).shape
     return len(shape) > 1 and shape[-1] == 1 and tensor_of(x).shape[-1] != 1
 
@@ -151,20 +185,21 @@ def _split_activation(cut: Cut, quantizer: Node, fused: Producer | None) -> bool
     if split is None or split.forward != 0:
         return False
     x = input_of(quantizer)
-    if isinstance(fused, RmsNorm):
-        return False
     if fused is None and computed(reshaped_of(x)):
         with cut.graph.inserting_before(quantizer):
             x = call(cut.graph, aten.alias.default, x)
-    made = {place: _one_orientation(cut.graph, quantizer, place, x=x, fused=fused) for place in (0, 2)}
-    if None in made.values():
-        for node in made.values():
-            if node is not None:
-                cut.graph.erase_node(node)
-        return False
-    for place, node in made.items():
-        assert node is not None
-        _use(cut, quantizer, place, node, forward=place == 0)
+    with _shared_amax(cut, quantizer) as amax:
+        made = {place: _one_orientation(cut.graph, quantizer, place, x, fused, amax) for place in (0, 2)}
+        if None in made.values():
+            for node in made.values():
+                if node is not None:
+                    cut.graph.erase_node(node)
+            return False
+        for place, node in made.items():
+            assert node is not None
+            _use(cut, quantizer, place, node, forward=place == 0)
+    if fused is not None and made[2] is not None:
+        cut.products[made[2]] = x
     return True
 
 
@@ -187,29 +222,36 @@ class _Split:
 
 
 def _one_orientation(
-    graph: Graph, quantizer: Node, place: int, x: Node | None = None, fused: SiluMul | None = None
-) -> Node | None:
-    """A quantizer with the results at `place` of a dual one; None if its strides differ or its magnitudes are given."""
+    graph: Graph, quantizer: Node, place: int, x: Node | None = None, fused: Producer | None = None,
+    amax: Node | None = None,
+) -> Node | None:  # fmt: skip
+    """A quantizer with the results at `place` of a dual one; None if its strides differ or its magnitudes are given.
+
+    It reads `x` in place of the dual one's input, computes the product `fused` itself, and is given `amax`.
+    """
     given = arguments_of(quantizer)
     if given.get("amax") is not None:
         return None
-    block = known_block(tuple(given["block"]))
-    assert block is not None
+    first = block = known_block(tuple(given["block"]))
+    assert first is not None
     if place:
         other = given.get("dual_block")
-        block = swap(block) if other is None else known_block(tuple(other))
+        block = swap(first) if other is None else known_block(tuple(other))
+    assert block is not None
     form = (block, given["dtype"], given["scale"])
+    # A dual quantizer's first result lies along the sum of its block, the second one along the other axis.
+    layout = {"column_major": contracts_rows(first) != bool(place)} if is_square(block) else {}
     with graph.inserting_before(quantizer):
         if quantizer.target is _GROUPED_DUAL and place:
             made = call(graph, _GROUPED, x or given["x"], given["offsets"], *form)
         else:
-            made = call(graph, _SINGLE, x or given["x"], *form)
+            made = call(graph, _SINGLE, x or given["x"], *form, amax, **layout)
     if not all(map(same_layout, made.meta["val"], quantizer.meta["val"][place : place + 2])):
         graph.erase_node(made)
         return None
     if fused is None:
         return made
-    once = fuse_silu_mul(graph, as_quantizer(made), fused)
+    once = fuse_producer(graph, as_quantizer(made), fused)
     graph.erase_node(made)
     return once
 
@@ -252,5 +294,8 @@ def _fusible(cut: Cut) -> dict[Node, Producer]:
     for quantizer, producer in fusible(forward).items():
         if isinstance(producer, SiluMul):
             producer = SiluMul(origin[producer.gate], origin[producer.up])
+        else:
+            x, weight, rstd = (origin[node] for node in (producer.x, producer.weight, producer.rstd))
+            producer = RmsNorm(x, weight, rstd, producer.eps)
         found[origin[quantizer]] = producer
     return found

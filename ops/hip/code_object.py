@@ -29,7 +29,6 @@ class Metadata:
     spills: int
     scratch: int
     lds: int
-    most_threads: int
 
 
 def metadata(code: bytes, entry: str) -> Metadata:
@@ -44,9 +43,12 @@ def metadata(code: bytes, entry: str) -> Metadata:
         if not arg[".value_kind"].startswith("hidden_")  # the runtime's own
     )
     return Metadata(
-        parameters, kernel[".vgpr_count"], kernel[".vgpr_spill_count"], kernel[".private_segment_fixed_size"],
-        kernel[".group_segment_fixed_size"], kernel[".max_flat_workgroup_size"],
-    )  # fmt: skip
+        parameters,
+        kernel[".vgpr_count"],
+        kernel[".vgpr_spill_count"],
+        kernel[".private_segment_fixed_size"],
+        kernel[".group_segment_fixed_size"],
+    )
 
 
 def _notes(code: bytes) -> Iterator[Any]:

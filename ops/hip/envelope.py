@@ -1,14 +1,17 @@
-"""Which MX products the HIP kernels take, and how they divide one by default: pure functions of the problem."""
+"""The MX products that the HIP kernels take, and their default division of one: pure functions of the problem."""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.targets import Target
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
+
+if TYPE_CHECKING:
+    from fp8fn.ops.hip.launch import HipLaunch
 
 ARCH: Final = "gfx950"
 # A kernel's offsets from an address are signed 32-bit ones.
@@ -21,9 +24,9 @@ _CROSSOVER: Final = 8
 _UNTUNED_ROWS: Final = 16
 _TILE: Final = 16
 _INSTRUCTION_K: Final = 128
-_IN_FLIGHT: Final = 4 * 4 * _INSTRUCTION_K  # of K, by the 4 waves of a block of 16 columns
+_IN_FLIGHT: Final = 4 * 4 * _INSTRUCTION_K  # elements of K that the 4 waves of a block of 16 columns load at a time
 MOST_SPLITS: Final = 8
-_MOST_BLOCKS: Final = 2**24 - 1  # of 256 threads, whose number has 32 bits
+_MOST_BLOCKS: Final = 2**24 - 1  # blocks of 256 threads, whose number has 32 bits
 
 
 def accepts_gemv(problem: Problem) -> str | None:
@@ -96,6 +99,11 @@ def configure_moe(problem: MoeProblem) -> HipConfig:
     """Narrow blocks where the tiles that may hold an id do not give every core a wide one."""
     blocks = min(problem.tiles, problem.ids) * -(-problem.n // 16)
     return HipConfig(block_n=16 if blocks >= problem.target.cores else 8)
+
+
+def fault(launch: HipLaunch) -> str | None:
+    """Why the kernel of a launch can't be compiled or loaded here, or None."""
+    return launch.fault()
 
 
 def _refuses_dense(problem: Problem, rows: int, multiple: int) -> str | None:

@@ -11,7 +11,7 @@ from fp8fn.ops.hip.mx_mm import THREADS, TYPES, check_span, grid, lines, stride
 from fp8fn.ops.products import RoutedProduct
 from fp8fn.ops.triton.views import ceil_div
 
-_MOST_TILES: Final = 4  # of 16 rows, a block
+_MOST_TILES: Final = 4  # tiles of 16 rows in a block
 
 
 def plan_moe(product: RoutedProduct, config: HipConfig) -> tuple[HipLaunch]:

@@ -20,7 +20,7 @@ THREADS: Final = 64 * WAVES
 # Bytes of one operand that a wave reaches: its offsets are positive numbers of 32 bits.
 LARGEST_SPAN: Final = 2**31 - 1
 MOST_MFMA_ROWS: Final = 64
-_INSTRUCTION_K: Final = 128  # of K, of one instruction
+_INSTRUCTION_K: Final = 128  # elements of K in one instruction
 _LARGEST_GRID: Final = 2**32 - 1  # in threads
 _PIECE: Final = 16  # bytes of a load
 
@@ -33,7 +33,7 @@ def plan_gemv(product: ScaledProduct, config: HipConfig) -> tuple[HipLaunch, ...
     target, out, rows, m = product.target, product.out, config.rows, product.m
     if rows not in (1, 2, 4, 8, 16) or m > rows:
         raise ValueError(f"mxfp8_gemv: rows={rows} and M={m}; rows must be 1, 2, 4, 8 or 16, and M at least")
-    columns = 1 if rows <= 2 else 2 if rows <= 8 else 4  # of a wave
+    columns = 1 if rows <= 2 else 2 if rows <= 8 else 4  # a wave's
     macros = (("ROWS", rows), *_types(out.dtype, product.bias))
     return (
         HipLaunch(
@@ -61,7 +61,7 @@ def plan_mfma(product: ScaledProduct, config: HipConfig) -> tuple[HipLaunch, ...
         )
     all_steps = ceil_div(product.k, _INSTRUCTION_K)
     steps = max(ceil_div(all_steps, config.k_splits), 1)
-    splits = max(ceil_div(all_steps, steps), 1)  # of which none is empty
+    splits = max(ceil_div(all_steps, steps), 1)  # none is empty
     sums = torch.empty((splits, *out.shape), dtype=torch.float32, device=out.device) if splits > 1 else out
     added = bias if splits == 1 else None
     tiles_m, columns = ceil_div(m, 16), 16 * n_sub

@@ -30,7 +30,7 @@ def dense(dtype: torch.dtype) -> Iterator[HipLaunch]:
             yield from plan_gemv(_operands(rows, 128, dtype, bias), HipConfig(rows=rows))
         for m in range(16, MFMA_ROWS + 1, 16):
             for n_sub in (1, 2, 4):
-                for parts in range(1, MOST_SPLITS + 1):  # of one step each: any number of them may be left to sum
+                for parts in range(1, MOST_SPLITS + 1):  # parts of one step each: any number of them may be left to sum
                     config = HipConfig(n_sub=n_sub, k_splits=MOST_SPLITS)
                     yield from plan_mfma(_operands(m, 128 * parts, dtype, bias), config)
 

@@ -37,13 +37,15 @@ def amax(x: Tensor, block: Block) -> Tensor:
 
 
 def quantize(
-    x: Tensor, block: Block, dtype: torch.dtype, scale: str, given: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, block: Block, dtype: torch.dtype, scale: str, given: Tensor | None = None,
+    column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`x (..., M, N)` → data `(..., M, N)` in FP8 and scales `(..., ceil(M / r), ceil(N / c))`.
 
-    `given` are the blocks' largest magnitudes, or larger ones; their signs have no effect.
+    `given` are the blocks' largest magnitudes, or larger ones; their signs have no effect. `column_major` is the layout
+    of a square block's data, by default that of `x`.
     """
-    data, scales = empty_data(x, block, dtype), empty_scale(x, block, scale)
+    data, scales = empty_data(x, block, dtype, column_major), empty_scale(x, block, scale, column_major)
     block_scale = _scale_of(amax(x, block) if given is None else given.float().abs(), dtype, scale)
     if x.numel() == 0:
         return data, scales.copy_(block_scale)

@@ -12,7 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import check_blocks
@@ -137,8 +137,8 @@ def scaled_mm_tma(
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan_scaled_mm_tma` takes these operands, else the reason why not."""
     (a, _, a_block), (b, _, b_block), out, target = product.a, product.b, product.out, product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if out.dim() != 2 or a.dim() != 2 or b.dim() != 2:
         return "an operand is a batch"
     if a.dtype not in OCP or b.dtype not in OCP:

@@ -1,1 +1,1 @@
-"""Which kernel and which configuration: the candidates, a model of their times, and tables of measured ones."""
+"""The choice of a kernel and its configuration: the candidates, a model of their times, and tables of measured ones."""

@@ -107,7 +107,7 @@ def config_of(name: str) -> GemmConfig:
 
 
 def product_of(a: Tensor, a_block: Block, b: Tensor, b_block: Block) -> str | None:
-    """Which of the `CANDIDATES`' products these operands make; None where it is none of them."""
+    """The product of `CANDIDATES` that these operands make, or None."""
     a_along_k, b_along_k = a.stride(-1) == 1, b.stride(-2) == 1
     if (a_block, b_block) == ((1, 128), (128, 128)) and a_along_k:
         return "forward" if b_along_k else "dgrad"

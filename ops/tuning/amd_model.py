@@ -28,8 +28,8 @@ from fp8fn.ops.tuning.amd_isa import Assembly, Matrix, Mix
 
 _LANES: Final = 64
 _SIMDS: Final = 4
-_VGPRS: Final = 512  # of a lane and SIMD, given out by 8
-_MOST_WAVES: Final = 8  # of a SIMD
+_VGPRS: Final = 512  # registers of a lane and SIMD, given out by 8
+_MOST_WAVES: Final = 8  # on a SIMD
 _LDS_RATE: Final = 128
 _L1_RATE: Final = 64
 
@@ -129,7 +129,7 @@ def kernel_of(found: Assembly, bm: int, bn: int, bk: int, warps: int, processor:
 
 
 def waves_per_simd(vgprs: int, lds: int, warps: int, processor: Processor) -> int:
-    """How many waves a SIMD holds, by registers, LDS and whole workgroups."""
+    """The number of waves that a SIMD holds, by registers, LDS and whole workgroups."""
     by_registers = min(_VGPRS // (-(-max(vgprs, 1) // 8) * 8), _MOST_WAVES)
     groups = by_registers * _SIMDS // warps
     if lds:
@@ -171,10 +171,11 @@ class Time:
         return self.unit if self.us == self.cu else "cache" if self.us == self.cache else "HBM"
 
 
-def product_time(
-    shape: tuple[int, int, int], kernel: Kernel, group: int, xcds: int, processor: Processor, out_bytes: int = 2
-) -> Time:
-    """The time of `out (m, n) = a (m, k) @ b (k, n)` in FP8; tiles in columns of `group` rows, spread over `xcds`."""
+def product_time(shape: tuple[int, int, int], kernel: Kernel, group: int, xcds: int, processor: Processor) -> Time:
+    """The time of `out (m, n) = a (m, k) @ b (k, n)` in FP8 with an output of 16 bits.
+
+    Tiles are in columns of `group` rows, spread over `xcds`.
+    """
     m, n, k = shape
     tiles_m, tiles_n = ceil(m / kernel.bm), ceil(n / kernel.bn)
     tiles, at_once = tiles_m * tiles_n, groups_per_cu(kernel, processor)
@@ -185,7 +186,7 @@ def product_time(
         cu += last * _tile_cycles(kernel, k, last)
     shared, reused = _edges(tiles_m, tiles_n, group, xcds, min(processor.cus * at_once, tiles), processor.xcds)
     passes = tiles / min(processor.cus * at_once, tiles)
-    written = m * n * out_bytes
+    written = 2 * m * n
     by_cache = passes * k * (shared[0] * kernel.bm + shared[1] * kernel.bn) + written
     by_hbm = max(passes * k * (reused[0] * kernel.bm + reused[1] * kernel.bn), (m + n) * k) + written
     units = cycles(kernel.step, kernel.warps, at_once)

@@ -22,7 +22,7 @@ from fp8fn.ops.tuning.sweep import Call, Clock
 from fp8fn.ops.tuning.weight import WeightProblem
 
 _MOST_COPIES: Final = 64
-_WEIGHT_BYTES: Final = 160 << 20  # of all copies: more than the L2
+_WEIGHT_BYTES: Final = 160 << 20  # all copies together, more than the L2
 _TOLERANCE: Final = 1e-2  # bfloat16 rounds to 2e-3
 _LOG: Final = logging.getLogger("fp8fn")
 

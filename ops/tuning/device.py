@@ -25,7 +25,7 @@ from fp8fn.ops.tuning.table import PEER
 
 # A matrix repeats so many normal values. Power, so speed, depends on the bytes: uniform ones would flip more bits.
 _SAMPLE: Final = 2**24
-_AMAX_OF_NORMAL: Final = 2.7  # of 128 numbers, in the mean
+_AMAX_OF_NORMAL: Final = 2.7  # the mean of the amax of 128 numbers
 _TOLERANCE: Final = 1e-2  # bfloat16 rounds to 2e-3
 _LOG: Final = logging.getLogger("fp8fn")
 

@@ -7,7 +7,7 @@ each has a launch besides. `tests/ops/test_estimate.py` holds them against the c
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from fp8fn.ops.tuning.table import lookup, tables
 
 _PRODUCT_US: Final = 4.7  # a launch with the pipeline's start and end, as `model.py` has it
 _QUANTIZE_US: Final = 3.0
+_GROUP_US: Final = 1.3  # of each group of `torch._grouped_mm`, over a roofline (docs/results/moe_layer.json)
 
 
 class Step(NamedTuple):
@@ -44,11 +45,38 @@ class Times:
     fp8: Step
     bf16: Step
     source: str
+    parts: Parts | None = field(default=None, compare=False, repr=False)
+    """The same times of each product and quantizer, where they are known."""
 
     @property
     def speedup(self) -> float:
         """The speedup of forward and backward combined."""
         return self.bf16.combined / self.fp8.combined
+
+
+class Parts(NamedTuple):
+    """Microseconds of a layer's three products and of its quantizers in FP8, and of each product in bf16.
+
+    `weight` and `weight_again` are the quantizers of the weight in the forward and in the backward; the second one is 0
+    where the recipe keeps the FP8 weight. `gradient` is the quantizer of the output's gradient.
+    """
+
+    forward: float
+    dgrad: float
+    wgrad: float
+    x: float
+    weight: float
+    weight_again: float
+    gradient: float
+    bf16: float
+    source: str
+
+    @property
+    def times(self) -> Times:
+        """The layer with nothing shared, forward and backward."""
+        forward = self.forward + self.x + self.weight
+        backward = self.dgrad + self.wgrad + self.gradient + self.weight_again
+        return Times(Step(forward, backward), Step(self.bf16, 2 * self.bf16), self.source, self)
 
 
 def linear_times(
@@ -70,24 +98,44 @@ def linear_times(
     found = {name: product_us(replace(problem, batch=batch), chip) for name, problem in problems.items()}
     rates = rates_of(chip)
 
-    def quantize(rows: int, columns: int, block: Block) -> float:
+    def quantize(rows: int, columns: int, block: Block, forms: int = 2) -> float:
         reads = 2 if WHOLE in block else 1  # the largest element of a line is known at its end
-        moved = batch * rows * columns * (reads * itemsize + 2)
+        moved = batch * rows * columns * (reads * itemsize + forms)
         return _QUANTIZE_US + moved / (rates.quantize * 1e6)
 
-    x, w, g = recipe.activation_block, recipe.weight_block, recipe.gradient_block
-    forward = found["forward"][0] + quantize(m, k, x) + quantize(n, k, w)
-    backward = found["dgrad"][0] + found["wgrad"][0] + quantize(m, n, g)
-    one = _bf16_us(batch, m, n, k, rates)  # of each product, which has the same sizes in another order
-    sources = dict.fromkeys(source for _, source in found.values())
-    return Times(Step(forward, backward), Step(one, 2 * one), " and ".join(sources))
+    w, sources = recipe.weight_block, dict.fromkeys(source for _, source in found.values())
+    parts = Parts(
+        forward=found["forward"][0],
+        dgrad=found["dgrad"][0],
+        wgrad=found["wgrad"][0],
+        x=quantize(m, k, recipe.activation_block),
+        weight=quantize(n, k, w, 2 if recipe.keep_weights else 1),
+        weight_again=0.0 if recipe.keep_weights else quantize(n, k, w),
+        gradient=quantize(m, n, recipe.gradient_block),
+        bf16=_bf16_us(batch, m, n, k, rates),  # of each product, which has the same sizes in another order
+        source=" and ".join(sources),
+    )
+    return parts.times
+
+
+def grouped_parts(
+    m: int, n: int, k: int, recipe: Recipe, chip: Chip, *, groups: int, itemsize: int = 2
+) -> Parts | None:
+    """The times of `x (m, k)` by `w (groups, k, n)`, each row by its group, as if all groups were equal."""
+    if groups < 1:
+        return None
+    times = linear_times(-(-m // groups), n, k, recipe, chip, batch=groups, itemsize=itemsize)
+    if times is None or times.parts is None:
+        return None
+    return times.parts._replace(bf16=times.parts.bf16 + _GROUP_US * groups)
 
 
 def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:
     """The time of a product on operands that are quantized, by the kernel that a plan takes, and who knows it."""
     found = lookup(problem, tables(chip))
     if found is None:
-        return microseconds(problem, ranked(problem, chip.multiprocessors)[0], chip.multiprocessors), "the model"
+        cores = chip.multiprocessors
+        return microseconds(problem, ranked(problem, cores)[0], cores) * rates_of(chip).product, "the model"
     entry = found.entry
     if found.exact and entry.peer_wins and entry.peer_us is not None:
         return entry.peer_us, found.table.name

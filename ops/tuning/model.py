@@ -66,8 +66,8 @@ _UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
 }
 # With scales of blocks of a and of columns of b, X spills 2 registers.
 _BLOCK_VECTOR_NS: Final = {tile: ns for tile, ns in _VECTOR_NS.items() if tile != X}
-_FEWEST_BLOCKS: Final = 4  # of K, in a share: under that the pipeline does not fill
-# Which share of the multiprocessors clusters of a size occupy at once: each lies within one GPC, and those differ.
+_FEWEST_BLOCKS: Final = 4  # k-blocks in a share: with fewer the pipeline does not fill
+# The share of the multiprocessors that clusters of a size occupy at once: each lies within one GPC, and those differ.
 _RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
 _LARGEST_GROUP: Final = 64  # rows of tiles; past 64 of 64 rows no L2 holds what they share
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
@@ -149,10 +149,10 @@ def config_of(name: str) -> ScaledMmConfig:
 
 _ALONE: Final = 0.65  # the time of a k-block where no other multiprocessor works, to that where all do
 _LAUNCH_US: Final = 5.6  # with 3 µs of the events around it
-_EPILOGUE_US: Final = 0.28 / (128 * 128)  # of an element of a tile
+_EPILOGUE_US: Final = 0.28 / (128 * 128)  # for each element of a tile
 _GROUPED_EPILOGUE_US: Final = 0.3 / (128 * 128)
 _HBM: Final = 4.2  # MB a µs
-_L2_BYTES: Final = 30e6  # what stays of an operand while the other streams through
+_L2_BYTES: Final = 30e6  # bytes of an operand that stay while the other streams through
 _CLUSTER_US: Final = {2: 0.4, 4: 1.0, 8: 2.7}  # its start, and blocks that wait for each other
 _SUMS: Final = 23e3  # bytes that a block gets from its cluster in a µs
 
@@ -185,7 +185,7 @@ def microseconds(problem: Problem, config: ScaledMmConfig, cores: int) -> float:
     blocks = ceil(ceil(problem.k / BK) / config.SPLIT)
     compute, epilogue = blocks * block_ns(problem, config) / 1e3, _EPILOGUE_US * config.BM * config.BN
     written = problem.batch * problem.m * problem.n
-    moved = bytes_read(problem, config) + written * problem.out_dtype.itemsize
+    moved = bytes_read(problem, config) + written * problem.out_type.itemsize
     waves, rest = divmod(count, cores)
     each = moved / count / (_HBM * 1e6)
     time = _LAUNCH_US + waves * hypot(compute + epilogue, each * cores)

@@ -1,4 +1,4 @@
-"""Which kernel and configuration of an op is fastest for a problem: all candidates take turns, as `sweep` has them."""
+"""The search for the fastest kernel and configuration of an op: all candidates take turns, as in `sweep`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8fn.ops.tuning.measured import Form, Key, Row, candidate_name
 from fp8fn.ops.tuning.sweep import Call, Clock, decide, measure, turns_for
 
 _WARM_S: Final = 0.2
-_GUESS_US: Final = 300.0  # of a call, which is a chain of products: it decides how often a turn repeats it
+_GUESS_US: Final = 300.0  # a call, a chain of products, is taken to last this long: decides how often a turn repeats it
 
 Named: TypeAlias = tuple[str, Any]
 """A kernel's name, and a configuration of it."""

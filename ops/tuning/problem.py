@@ -8,7 +8,6 @@ from typing import Final
 import torch
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
-from fp8fn.ops.formats import short_name
 from fp8fn.ops.layout import WHOLE, Block, empty_data, empty_scale, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
@@ -23,8 +22,8 @@ _BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "BLOCK": (BK, BK), "LINE"
 class Problem:
     """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`.
 
-    `a_scale` and `b_scale` are the kinds of `scaled_mm.cu`; tables hold the pairs of `KINDS`. Types are short names of
-    dtypes. A bias is no part of it: it adds to each candidate alike.
+    `a_scale` and `b_scale` are the kinds of `scaled_mm.cu`; tables hold the pairs of `KINDS`. A bias is no part of the
+    problem: it adds to each candidate alike.
     """
 
     m: int
@@ -33,9 +32,9 @@ class Problem:
     a_scale: str = "VECTOR"
     b_scale: str = "BLOCK"
     batch: int = 1
-    a_type: str = "e4m3fn"
-    b_type: str = "e4m3fn"
-    out_type: str = "bfloat16"
+    a_type: torch.dtype = torch.float8_e4m3fn
+    b_type: torch.dtype = torch.float8_e4m3fn
+    out_type: torch.dtype = torch.bfloat16
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -51,18 +50,13 @@ class Problem:
         return not {"VECTOR", "BLOCK"}.isdisjoint(self.kinds)
 
     @property
-    def out_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.out_type)
-        return found
-
-    @property
     def operations(self) -> float:
         return 2.0 * self.batch * self.m * self.n * self.k
 
     def plain(self) -> Problem:
         """The same with the types that tables are measured with: FP8 types run at one rate, as do 16-bit outputs."""
-        out_type = "bfloat16" if self.out_type == "float16" else self.out_type
-        return replace(self, a_type="e4m3fn", b_type="e4m3fn", out_type=out_type)
+        out_type = torch.bfloat16 if self.out_type == torch.float16 else self.out_type
+        return replace(self, a_type=torch.float8_e4m3fn, b_type=torch.float8_e4m3fn, out_type=out_type)
 
     def __str__(self) -> str:
         batch = f"{self.batch}x" if self.batch > 1 else ""
@@ -77,7 +71,7 @@ def problem_of(product: ScaledProduct) -> Problem:
         m=a.data.shape[-2], n=product.n, k=product.k,
         a_scale=scale_kind(*a.block), b_scale=scale_kind(b.block[1], b.block[0]),
         batch=product.batch if product.offsets is None else product.offsets.shape[0],
-        a_type=short_name(a.data.dtype), b_type=short_name(b.data.dtype), out_type=short_name(product.out.dtype),
+        a_type=a.data.dtype, b_type=b.data.dtype, out_type=product.out.dtype,
     )  # fmt: skip
 
 
@@ -85,11 +79,11 @@ def linear_problems(m: int, n: int, k: int, recipe: Recipe) -> dict[str, Problem
     """The three products of `x (m, k) @ w (n, k)ᵀ` and its backward, as `fp8fn.ops.gemm` makes them on Hopper."""
     x, w, g = recipe.activation_block, recipe.weight_block, recipe.gradient_block
     x_type, w_type, g_type = (
-        "e4m3fn" if dtype is None else short_name(dtype)
+        torch.float8_e4m3fn if dtype is None else dtype
         for dtype in (recipe.activation_dtype, recipe.weight_dtype, recipe.gradient_dtype)
     )
 
-    def problem(m: int, n: int, k: int, a: Block, b: Block, a_type: str, b_type: str) -> Problem:
+    def problem(m: int, n: int, k: int, a: Block, b: Block, a_type: torch.dtype, b_type: torch.dtype) -> Problem:
         kinds = scale_kind(*a), scale_kind(b[1], b[0])
         if "OTHER" in kinds:
             raise ValueError(
@@ -114,11 +108,11 @@ def empty_product(
     a, b = (
         torch.empty_strided(laid.shape, laid.stride(), dtype=laid.dtype, device=device)
         for laid in (
-            empty_data(a_like, a_block, getattr(torch, f"float8_{problem.a_type}")),
-            empty_data(b_like, b_block, getattr(torch, f"float8_{problem.b_type}"), column_major=True),
+            empty_data(a_like, a_block, problem.a_type),
+            empty_data(b_like, b_block, problem.b_type, column_major=True),
         )
     )
     left = Quantized(a, empty_scale(a, a_block, "fp32", column_major=False), a_block)
     right = Quantized(b, empty_scale(b, b_block, "fp32", column_major=True), b_block)
-    out = torch.empty(*batch, problem.m, problem.n, dtype=problem.out_dtype, device=device)
+    out = torch.empty(*batch, problem.m, problem.n, dtype=problem.out_type, device=device)
     return ScaledProduct(a=left, b=right, out=out, target=target, chip=chip)

@@ -1,4 +1,4 @@
-"""Which configuration is fastest for a problem: the candidates take turns on the device, the winner has to be clear.
+"""The search for the fastest configuration of a problem: candidates take turns, and the winner has to be clear.
 
 A GPU's clock sinks as it warms, and a cool one prefers other tiles: it is warmed before each problem, and the order of
 the turns is shuffled anew in each round. A turn's time is the median of its runs, which for a short call differ by more

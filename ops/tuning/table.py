@@ -26,6 +26,7 @@ from fp8fn.ops.kernel import Named
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.model import config_of, runs
+from fp8fn.ops.tuning.nearest import nearest
 from fp8fn.ops.tuning.problem import Problem, problem_of
 
 FORMAT: Final = 1
@@ -36,9 +37,9 @@ COLUMNS: Final = (
     "config", "times_us", "spread_us", "peer_us",
 )  # fmt: skip
 _FOLDER: Final = Path(__file__).parent / "tables"
-_LARGEST_SIZE: Final = 2**63 - 1  # of a tensor
-_FP8: Final = frozenset(map(short_name, TYPES))
-_OUT: Final = frozenset(map(short_name, OUT))
+_LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
+_FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
+_OUT: Final = {short_name(dtype): dtype for dtype in OUT}
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,18 @@ def lookup(problem: Problem, tables: tuple[Table, ...]) -> Found | None:
 
 
 def tables(chip: Chip | None) -> tuple[Table, ...]:
-    """The user's table of a chip, then the shipped one; each is read once in a process."""
+    """The user's table of a chip, then the shipped one that is nearest by facts; each is read once in a process."""
     return () if chip is None else _tables(chip, user_path(chip))
 
 
 @cache
 def _tables(chip: Chip, path: Path) -> tuple[Table, ...]:
     found = [_read_users(path, chip)]
-    if chip in SHIPPED:
-        found.append(read(_FOLDER / SHIPPED[chip]))
+    served = nearest(chip, SHIPPED)
+    if served is not None:
+        measured_on, difference = served
+        table = read(_FOLDER / SHIPPED[measured_on])
+        found.append(replace(table, name=f"{table.name}{difference}"))
     return tuple(table for table in found if table is not None)
 
 
@@ -217,7 +221,7 @@ def _shown(value: Any) -> str:
 
 def _problem_of_row(row: list[Any]) -> Problem:
     m, n, k, batch, a_scale, b_scale, a_type, b_type, out_type, *_ = row
-    return Problem(m, n, k, a_scale, b_scale, batch, a_type, b_type, out_type)
+    return Problem(m, n, k, a_scale, b_scale, batch, _FP8[a_type], _FP8[b_type], _OUT[out_type])
 
 
 def _entry_of_row(row: list[Any]) -> tuple[Problem, Entry]:
@@ -245,7 +249,7 @@ def write(path: Path, table: Table) -> None:
 def _row_of_entry(problem: Problem, entry: Entry) -> list[Any]:
     return [
         problem.m, problem.n, problem.k, problem.batch, problem.a_scale, problem.b_scale,
-        problem.a_type, problem.b_type, problem.out_type,
+        short_name(problem.a_type), short_name(problem.b_type), short_name(problem.out_type),
         entry.config, {name: _rounded(us) for name, us in entry.times.items()}, round(entry.spread, 2),
         None if entry.peer_us is None else _rounded(entry.peer_us),
     ]  # fmt: skip

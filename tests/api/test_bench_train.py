@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8fn
 from fp8fn import cli
 from fp8fn.bench import record
-from fp8fn.bench.train import attention, command, kinds, models, runs, table, variants, worker
+from fp8fn.bench.train import attention, command, kept, kinds, models, runs, table, variants, worker
 from fp8fn.lowering import backend
 
 CPU = torch.device("cpu")
@@ -413,7 +413,7 @@ def test_a_failure_and_an_absent_peer_are_reported(
 
 
 def test_groups_share_bf16(fakes: type[FakeWorker], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where two processes fit at a time, each variant is timed beside bf16, which stays."""
+    """Each variant is timed beside bf16, which stays, where two processes fit at a time."""
     monkeypatch.setattr(command.Session, "_fits_another", lambda self: len(self.alive) < 2)
     path = tmp_path / "train.json"
     assert run("--json", str(path), "--variants", "bf16 fp8fn:BLOCKWISE fp8fn:ROWWISE") == 0
@@ -443,6 +443,35 @@ def test_wrong_options(argv: tuple[str, ...], message: str, capsys: pytest.Captu
         run(*argv)
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+# --- what is kept
+
+
+def test_only_logits_are_the_losss() -> None:
+    """At 8B's widths the inputs of an MLP's activation have more columns than the vocabulary has entries."""
+    tokens, vocabulary = 64, 128
+    gate, up, hidden = (torch.empty(tokens, 224, dtype=torch.bfloat16) for _ in range(3))
+    residual, head = torch.empty(2, 32, 16), torch.empty(16, vocabulary)
+    logits, flat, ids = torch.empty(2, 32, vocabulary), torch.empty(vocabulary, tokens), torch.empty(2, 32).long()
+    found = kept.of_layers([gate, up, hidden, residual, head, logits, flat, ids], tokens, vocabulary)
+    assert [id(x) for x in found] == [id(x) for x in (gate, up, hidden, residual, head, ids)]
+    rows = kept.listing(found)
+    assert [(row["shape"], row["dtype"], row["tensors"], row["bytes"]) for row in rows] == [
+        ([64, 224], "bfloat16", 3, 3 * 64 * 224 * 2), ([16, 128], "float32", 1, 16 * 128 * 4),
+        ([2, 32, 16], "float32", 1, 64 * 16 * 4), ([2, 32], "int64", 1, 64 * 8),
+    ]  # fmt: skip
+    text = kept.lines([*rows, {"shape": [], "dtype": "float32", "tensors": 1, "bytes": 4}], tokens, 2)
+    assert text[0].endswith(f"layer: {(sum(row['bytes'] for row in rows) + 4) / 128:.1f}")
+    assert text[1].split() == ["672.0", "3", "of", "64x224", "bfloat16"]
+    assert text[-1].split() == ["0.0", "the", "rest"]
+
+
+@pytest.mark.parametrize("name", models.SIZES)
+def test_no_width_is_the_vocabularys(name: str) -> None:
+    size = models.SIZES[name]
+    widths = {size.hidden, size.intermediate, 2 * size.intermediate, size.head * size.kv_heads}
+    assert size.vocabulary not in widths
 
 
 # --- a tiny run
@@ -481,6 +510,9 @@ def test_trainer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = 2 * (2 * 256 + 256 + 512)
     assert inputs < found["kept_bytes_per_token_and_layer"] < 10 * inputs
     assert found["kept_bytes"] > found["kept_bytes_per_token_and_layer"] * 64
+    assert sum(row["bytes"] for row in found["kept"]) == found["kept_bytes_per_token_and_layer"] * 64
+    # gate, up, silu(gate) and their product
+    assert sum(row["tensors"] for row in found["kept"] if row["shape"][-1:] == [512]) == 4
     times = trainer.turn(3)
     assert [len(each) for each in times.values()] == [3, 3]
     assert all(ms > 0 for each in times.values() for ms in each)
@@ -492,7 +524,7 @@ def test_trainer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_tiny_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "train.json"
-    argv = ("--layers", "1", "--tokens", "1x32", "--steps", "2", "--repeats", "1", "--json", str(path))
+    argv = ("--layers", "1", "--tokens", "1x32", "--steps", "2", "--repeats", "1", "--kept", "--json", str(path))
     assert run(*argv, "--variants", "bf16 fp8fn:TENSORWISE,where=*") == 0
     (found,) = record.read(path)["results"]["runs"]
     bf16, ours = found["rows"]
@@ -501,4 +533,6 @@ def test_a_tiny_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert len(bf16["rounds"]) == len(ours["rounds"]) == 2
     assert 0 < abs(bf16["losses"][0] - ours["losses"][0]) < 0.1  # the same weights and tokens; products in FP8
     assert found["setting"]["attention"]["implementation"] == "is_causal, without a mask"
-    assert "`fp8fn:TENSORWISE,where=*`" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "`fp8fn:TENSORWISE,where=*`" in out
+    assert out.count("kept between forward and backward, bytes a token and layer") == 2

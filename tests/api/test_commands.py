@@ -36,7 +36,7 @@ DEVICES = {
     "convert": ("convert", "from", "to"),
     **{
         name: ("bench", name)
-        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant", "train")
+        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant", "train", "loss")
     },
 }
 OUTPUTS = {
@@ -47,7 +47,7 @@ OUTPUTS = {
         name: (("bench", name), ("--json", "--plot"))
         for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "quant")
     },
-    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train")},
+    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train", "loss")},
 }
 
 
@@ -277,6 +277,7 @@ def test_ctrl_c_is_a_sentence_and_status_130(
     kept = {
         "tune": "what is tuned is kept; ", "aot": "what is compiled is kept; ", "convert": "",
         "train": "finished figures are in the file of --json; ",
+        "loss": "finished seeds are in the file of --json; ",
     }  # fmt: skip
     resume = f"{kept[name[-1]]}run the same command again to resume" if name[-1] in kept else "nothing more is written"
     assert capsys.readouterr().err == f"\npython -m fp8fn {' '.join(name)}: interrupted; {resume}\n"
@@ -371,9 +372,9 @@ def test_an_interrupted_aot_leaves_what_has_not_begun_and_resumes(
     interrupted = True
     assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 130
     assert "aot: interrupted; what is compiled is kept; run the same command again to resume" in capsys.readouterr().err
-    assert len(begun) < 5  # of 6: one more begins while the interrupt is delivered
+    assert len(begun) < 5  # of 8: one more begins while the interrupt is delivered
     kept = len(list((cache / "cubin").iterdir()))
     assert 1 <= kept <= len(begun)
     interrupted = False
     assert cli.main(["aot", "--shapes", "8192,6144,4096"]) == 0
-    assert f"6 kernels, {6 - kept} compiled now, {kept} there before" in capsys.readouterr().out
+    assert f"8 kernels, {8 - kept} compiled now, {kept} there before" in capsys.readouterr().out

@@ -221,14 +221,15 @@ def test_pickle_and_deepcopy_keep_values_and_strides(block: Block) -> None:
             assert layout(again) == layout(q)
 
 
-def test_torch_save(q: ScaledTensor) -> None:
-    file = io.BytesIO()
-    torch.save({"w": q}, file)
-    file.seek(0)
-    with torch.serialization.safe_globals([ScaledTensor]):
-        loaded = torch.load(file)["w"]
-    assert same(loaded, q)
-    assert layout(loaded) == layout(q)
+def test_torch_save_and_load_of_weights_only() -> None:
+    for scale, block in (("fp32", (1, 128)), ("fp32", (128, 128)), ("e8m0", (1, 32))):
+        q = fp8fn.quantize(torch.randn(77, 200).bfloat16(), block, scale=scale)  # type: ignore[arg-type]
+        file = io.BytesIO()
+        torch.save({"w": q}, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=True)["w"]
+        assert same(loaded, q)
+        assert layout(loaded) == layout(q)
 
 
 def test_repr() -> None:
@@ -291,3 +292,48 @@ def test_compiled_dequantization_writes_every_element(block: Block, fresh_dynamo
     q = fp8fn.quantize(torch.randn(2, 77, 200), block)
     for part in (q, q.mT):
         assert torch.equal(torch.compile(fp8fn.dequantize, fullgraph=True)(part), fp8fn.dequantize(part))
+
+
+def test_dequantize_as_a_method(q: ScaledTensor) -> None:
+    assert torch.equal(q.dequantize(), fp8fn.dequantize(q))
+    assert torch.equal(q.dequantize(torch.float32), fp8fn.dequantize(q, torch.float32))
+
+
+def test_matmul_operator(q: ScaledTensor) -> None:
+    w = fp8fn.quantize(torch.randn(200, 96), (128, 128))
+    x, y = torch.randn(3, 200), torch.randn(200, 3)
+    assert torch.equal(x @ w, fp8fn.gemm(x, w))
+    assert torch.equal(q @ y, fp8fn.gemm(q, y))
+    assert torch.equal(q @ w, fp8fn.gemm(q, w))
+    with pytest.raises(TypeError, match="unsupported operand"):
+        q @ 2
+
+
+def test_indices_of_leading_dimensions() -> None:
+    q = fp8fn.quantize(torch.randn(2, 3, 40, 200), (1, 128))
+    exact = q.dequantize(torch.float32)
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    for index in (1, -1, slice(1, None), (0, 2), (slice(None), 1), torch.tensor([1, 0, 1]), mask):
+        assert torch.equal(q[index].dequantize(torch.float32), exact[index])
+    assert [each.shape for each in q] == [(3, 40, 200)] * 2
+    assert q[1].data.data_ptr() == q.data[1].data_ptr()
+    e8m0 = fp8fn.quantize(torch.randn(3, 40, 64), (1, 32), scale="e8m0")
+    chosen = torch.tensor([2, 0])
+    assert torch.equal(e8m0[chosen].dequantize(), e8m0.dequantize()[chosen])
+    with pytest.raises(IndexError, match="reaches into the matrix"):
+        q[0, 0, 0]
+    with pytest.raises(IndexError, match="reaches into the matrix"):
+        q[0, 0][0]
+    with pytest.raises(IndexError, match="out of"):
+        q[2]
+    with pytest.raises(TypeError, match="has None or"):
+        q[None]
+    with pytest.raises(TypeError, match="no leading dimension to iterate over"):
+        list(q[0, 0])
+
+
+@pytest.mark.gpu
+def test_cuda(q: ScaledTensor) -> None:
+    for moved in (q.cuda(), q.cuda(0), q.cuda("cuda:0")):  # type: ignore[arg-type]
+        assert moved.device == torch.device("cuda", 0)
+        assert same(moved.to("cpu"), q)

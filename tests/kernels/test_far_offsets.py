@@ -32,7 +32,7 @@ def apart_along(x: Tensor, axis: int) -> Tensor:
     return far(x, [FAR if a == axis % x.dim() else s for a, s in enumerate(x.stride())])
 
 
-# Which axis of which operand is far: of x (B?, M, K), w (B?, K, N), its scales and the bias (B?, N).
+# The operand and the axis that is far: of x (B?, M, K), w (B?, K, N), its scales and the bias (B?, N).
 APART: Final = {
     "x batch": ("x", -3), "x rows": ("x", -2), "w batch": ("w", -3), "w columns": ("w", -1),
     "scale batch": ("scale", -3), "scale columns": ("scale", -1), "bias batch": ("bias", -2), "bias": ("bias", -1),

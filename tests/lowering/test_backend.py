@@ -84,8 +84,9 @@ scaled_mm_1 = scaled_mm(quantize_dual_1[0], quantize_dual_1[1], [1, 128], quanti
 
 
 @same_graphs
-def test_backward_graph_static() -> None:
-    texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=False)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_backward_graph(dynamic: bool) -> None:
+    texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=dynamic)
     assert_expected_inline(
         texts["backward"],
         """\
@@ -127,34 +128,6 @@ transpose_1 = transpose.int(primals_5, -2, -1)
 quantize_dual_1 = quantize_dual(relu)
 quantize_1 = quantize(transpose_1, [128, 128])
 scaled_mm_1 = scaled_mm(quantize_dual_1[0], quantize_dual_1[1], [1, 128], quantize_1[0], quantize_1[1], [128, 128], primals_6, torch.float32)""",
-    )
-
-
-@same_graphs
-def test_backward_graph_dynamic() -> None:
-    texts = graphs_of(Mlp(), torch.randn(32, 128), dynamic=True)
-    assert_expected_inline(
-        texts["backward"],
-        """\
-sum_1 = sum.dim_IntList(tangents_1, [0])
-quantize_dual_2 = quantize_dual(tangents_1)
-transpose_2 = transpose.int(getitem_10, -2, -1)
-transpose_3 = transpose.int(getitem_11, -2, -1)
-scaled_mm_2 = scaled_mm(quantize_dual_2[0], quantize_dual_2[1], [1, 128], transpose_2, transpose_3, [128, 128], None, torch.float32)
-transpose_4 = transpose.int(quantize_dual_2[2], -2, -1)
-transpose_5 = transpose.int(quantize_dual_2[3], -2, -1)
-scaled_mm_3 = scaled_mm(transpose_4, transpose_5, [1, 128], getitem_8, getitem_9, [128, 1], None, torch.float32)
-transpose_6 = transpose.int(scaled_mm_3, -2, -1)
-transpose_7 = transpose.int(transpose_6, -2, -1)
-detach_1 = detach(detach)
-threshold_backward = threshold_backward(scaled_mm_2, detach_1, 0)
-sum_2 = sum.dim_IntList(threshold_backward, [0])
-quantize_2 = quantize(threshold_backward, [128, 1])
-transpose_8 = transpose.int(quantize_2[0], -2, -1)
-transpose_9 = transpose.int(quantize_2[1], -2, -1)
-scaled_mm_4 = scaled_mm(transpose_8, transpose_9, [1, 128], getitem_2, getitem_3, [128, 1], None, torch.float32)
-transpose_10 = transpose.int(scaled_mm_4, -2, -1)
-transpose_11 = transpose.int(transpose_10, -2, -1)""",
     )
 
 

@@ -65,7 +65,7 @@ def graphs(
     function: Callable[..., Tensor], inputs: Callable[[int], tuple[Tensor, ...]], recipe: str | None,
     *, train: bool, lengths: Sequence[int] = LENGTHS, exact: Callable[..., Tensor] | None = None,
 ) -> int:  # fmt: skip
-    """How many graphs all lengths need; results and gradients are near those of the function as it is."""
+    """The number of graphs that all lengths need; results and gradients are near those of the function as it is."""
     torch._dynamo.reset()
     backend = Counting(recipe)
     compiled = torch.compile(function, backend=backend)

@@ -70,7 +70,7 @@ def test_estimates_for_a_target() -> None:
     ]  # fmt: skip
     assert all(row.kernel is not None and " sm90 (" in row.kernel for row in explanation.rows)
     assert explanation.chip == "NVIDIA H200"
-    head, _, *lines, count, unit = str(explanation).splitlines()
+    head, _, *lines, count, unit, step = str(explanation).splitlines()
     assert "estimated, µs" in head
     assert "measured" not in head
     for row, line in zip(explanation.rows, lines, strict=True):
@@ -80,6 +80,10 @@ def test_estimates_for_a_target() -> None:
         assert line.index(cell) == head.index("estimated, µs")
     assert count == "2 of 2 products in FP8, recipe blockwise, 1 graph(s)"
     assert unit == "µs: forward and backward, bf16 → FP8 with quantization, estimated for NVIDIA H200"
+    whole = explanation.step
+    assert whole is not None
+    assert (whole.products, whole.unknown, whole.backward) == (2, 0, True)
+    assert step == f"whole step: {whole.describe()}; the rest of the step is not counted"
 
 
 def test_no_column_where_there_is_nothing_to_show() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor import lowering
 from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import fp8fn
@@ -74,12 +75,21 @@ def test_what_inductor_adds_to_a_call_is_added(patches: dict[str, bool]) -> None
     assert all(map(torch.equal, found, expected))
 
 
-def test_what_nothing_reads_is_let_go_at_once() -> None:
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_what_nothing_reads_is_let_go_at_once(plain_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lowering also serves after a graph that plain Inductor compiled, which makes an own one for the op."""
+
     def rows(x: Tensor) -> Tensor:
         return torch.ops.fp8fn.quantize_dual(x + 1)[0].float()
 
     x = torch.randn(16, 256)
-    with fp8fn.lowering.substitution():
+    if plain_first:
+        monkeypatch.delitem(lowering.lowerings, torch.ops.fp8fn.quantize_dual.default, raising=False)
+        with fresh_cache():
+            torch.compile(lambda x: rows(x * 2))(x)
+        torch._dynamo.reset()
+        extern_call.install.cache_clear()
+    with fresh_cache(), fp8fn.lowering.substitution():
         found, code = run_and_get_code(torch.compile(rows), x)
     lines = [line.strip() for line in code[0].splitlines()]
     at = next(i for i, line in enumerate(lines) if "quantize_dual.default(" in line)

@@ -51,7 +51,7 @@ def deepseek_v3(how: str) -> nn.Module:
     return DeepseekV3ForCausalLM(config)
 
 
-# How many products each has; two of them are its experts'.
+# The models with their numbers of products; two of them are its experts'.
 MODELS = {"mixtral": (mixtral, 8), "deepseek_v3": (deepseek_v3, 12)}
 
 

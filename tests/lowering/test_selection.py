@@ -1,4 +1,4 @@
-"""Which products a compilation takes: patterns of names, what is left by default, and what is said of it."""
+"""The products that a compilation takes: patterns of names, the products left by default, and the log of both."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_one_line_for_each_compilation(where: Where, level: str, line: str, capl
 
 @pytest.mark.parametrize("case", ["small", "slower", "activations", "FP8"])
 def test_when_none_is_a_warning(case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not where the estimates decided so, nor where no weight of 16 bits is there."""
+    """The log warns neither where the estimates decided so, nor where no weight of 16 bits is there."""
     caplog.set_level(logging.INFO, "fp8fn")
     model: Callable[..., Any] = Model(256 if case == "small" else WIDTH).bfloat16()
     if case == "slower":
@@ -202,7 +202,7 @@ NEXT: dict[str, Any] = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "experts_implementation": "grouped_mm", "layer_types": ["full_attention"],
 }  # fmt: skip
-# How many products the backend takes, and the names and reasons of the head and the router, which it leaves.
+# The number of products that the backend takes, and the names and reasons of the head and the router, which it leaves.
 MODELS: dict[str, tuple[str, dict[str, Any], int, dict[str, str]]] = {
     "falcon": ("Falcon", {**TINY, "num_hidden_layers": 1, "num_attention_heads": 4}, 4, {
         "transformer.word_embeddings.weight": "word_embeddings"}),

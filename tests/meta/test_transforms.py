@@ -239,7 +239,7 @@ def forward_over_reverse(how: str, linear: bool, product: Function, a: Tensor, w
 @pytest.mark.parametrize("linear", [True, False], ids=["linear loss", "quadratic loss"])
 @pytest.mark.parametrize("how", ["func.grad", "autograd.grad"])
 def test_forward_ad_over_a_backward(how: str, linear: bool, a: Tensor, w: Tensor) -> None:
-    """Not a silent zero, for the tangent of `a` in FP8 is none; nor an error of `quantize`, which nobody called."""
+    """The result is no silent zero, as `a` in FP8 has no tangent, and no error of `quantize`, which nobody called."""
     tangent = torch.randn_like(a)
     got = forward_over_reverse(how, linear, product, a, w, tangent)
     da, a64, w64 = tangent.double(), a.double(), w.double()

@@ -54,7 +54,7 @@ class Mutation:
     old: str
     new: str
     harm: str
-    """What it does to a user."""
+    """The fault's effect on a user."""
     tests: tuple[str, ...]
     """Arguments of pytest, in the order in which they run."""
     count: int = 1

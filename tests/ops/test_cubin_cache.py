@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,13 @@ from support.compilers import needs_nvrtc
 from support.stub_driver import ROWS
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Text:
+    """An instruction of some source."""
+
+    source: str
 
 
 @pytest.fixture
@@ -69,7 +76,7 @@ def test_whatever_changes_the_code_changes_the_key(
     for other in (
         replace(ROWS, macros=(*ROWS.macros, ("OUT", "Element::FP16"))),
         replace(ROWS, macros=ROWS.macros[::-1]),
-        replace(ROWS, generated="// before"),
+        replace(ROWS, instructions=(Text("// before"),)),
         replace(ROWS, entry="sum"),
     ):
         compile_kernel(other)
@@ -93,7 +100,7 @@ def test_whatever_changes_the_code_changes_the_key(
 
 
 def test_macros_and_architecture_are_options(cache: Path, compiled: list[Any]) -> None:
-    compile_kernel(replace(ROWS, generated="struct Before {};\n"))
+    compile_kernel(replace(ROWS, instructions=(Text("struct Before {};\n"),)))
     source, name, headers, options = compiled[0]
     assert source.startswith('struct Before {};\n#line 1 "row_rstd.cu"\n')
     assert name == "row_rstd.cu"
@@ -195,7 +202,7 @@ def test_what_the_cache_keeps_is_the_machine_code(cache: Path) -> None:
 
 @needs_nvrtc
 def test_an_error_of_the_source_is_nvrtcs_log_and_is_not_kept(cache: Path) -> None:
-    broken = replace(ROWS, generated="int broken() { return missing; }\n")
+    broken = replace(ROWS, instructions=(Text("int broken() { return missing; }\n"),))
     for _ in range(2):
         with pytest.raises(CompilationError) as error:
             compile_kernel(broken)
@@ -207,7 +214,7 @@ def test_an_error_of_the_source_is_nvrtcs_log_and_is_not_kept(cache: Path) -> No
 
 @needs_nvrtc
 def test_an_error_in_the_file_is_at_the_files_own_line(cache: Path) -> None:
-    generated = "// one\n// two\n"
+    before = Text("// one\n"), Text("// two\n")
     with pytest.raises(CompilationError, match=r"row_rstd\.cu\(\d+\): error") as error:
-        compile_kernel(replace(ROWS, macros=(*ROWS.macros, ("rstd", "(")), generated=generated))
+        compile_kernel(replace(ROWS, macros=(*ROWS.macros, ("rstd", "(")), instructions=before))
     assert f"does not compile row_rstd.cu with {('--std=c++17',)!r}"[:-2] in str(error.value)

@@ -15,10 +15,10 @@ pytest.importorskip("triton")
 
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.runtime import driver, launch
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap, pointers
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch, LaunchSequence, TensorMap, pointers
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import SM90
-from support.stub_driver import FORWARD, ROWS, WGRAD, Operands, StubDriver, int32s
+from support.stub_driver import FORWARD, ROWS, WGRAD, Launched, Operands, StubDriver, int32s
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
@@ -251,3 +251,104 @@ def test_a_launch_runs_on_the_device_of_its_tensors(stub: StubDriver, monkeypatc
     operands.plan().run()
     assert launched_on == [operands.a.device]
     assert inside == []
+
+
+def sequence() -> tuple[LaunchSequence, list[CudaLaunch]]:
+    """Two products: of the addresses 0 to 3 into 4, and of 4, 1, 2, 3 into 5, each with a bias of None."""
+    plans = [Operands(blocks=FORWARD, bias=BF16).plan() for _ in range(2)]
+    order = ("a", "b", "a_scale", "b_scale", "out")
+    steps = []
+    for plan, places in zip(plans, ((0, 1, 2, 3, 4), (4, 1, 2, 3, 5)), strict=True):
+        at = dict(zip(order, places, strict=True))
+        names = [name for name, arg in plan.args.items() if not isinstance(arg, (int, float, tuple))]
+        steps.append((plan.prepare(), [at.get(name) for name in names]))
+    return LaunchSequence(steps, 6), plans
+
+
+def words(plan: CudaLaunch, launched: Launched) -> list[int]:
+    at = dict(zip(plan.args, launched.words, strict=True))
+    return [at[name] for name in ("a", "b", "a_scale", "b_scale", "out", "bias")]
+
+
+def test_launches_of_a_sequence_read_one_list_of_addresses(stub: StubDriver) -> None:
+    launches, plans = sequence()
+    for first in (4096, 8192):
+        addresses = [first + 256 * i for i in range(6)]
+        launches.start(addresses)
+        one, other = (words(plan, launched) for plan, launched in zip(plans, stub.launched[-2:], strict=True))
+        assert one == [*addresses[:5], 0]
+        assert other == [addresses[4], *addresses[1:4], addresses[5], 0]
+    for plan, launched in zip(plans, stub.launched[-2:], strict=True):
+        assert (launched.grid, launched.block[0], launched.shared) == (plan.grid, plan.threads, plan.shared)
+        assert launched.stream == 77
+
+
+def test_a_sequence_with_the_same_addresses_writes_none(stub: StubDriver) -> None:
+    launches, _ = sequence()
+    addresses = [4096 + 256 * i for i in range(6)]
+    launches.start(addresses)
+    replaced = len(stub.replaced)
+    assert replaced > 0
+    launches.start(list(addresses))
+    assert len(stub.replaced) == replaced
+    launches.start([*addresses[:5], 16])
+    assert [address for _, address in stub.replaced[replaced:]] == [16]
+
+
+def test_a_sequence_leaves_the_parameters_of_its_launches_alone(stub: StubDriver) -> None:
+    plan = Operands(blocks=FORWARD).plan()
+    prepared = plan.prepare()
+    own = pointers(plan.args)
+    names = [name for name, arg in plan.args.items() if not isinstance(arg, (int, float, tuple))]
+    prepared.launch(own)
+    expected = stub.launched[-1].words
+    LaunchSequence([(prepared, list(range(len(names))))], len(names)).start([16 * (i + 1) for i in range(len(names))])
+    assert stub.launched[-1].words != expected
+    prepared.launch(own)
+    assert stub.launched[-1].words == expected
+
+
+def test_a_sequence_follows_the_current_stream(stub: StubDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches, _ = sequence()
+    for stream in (5, 5, 0, 77):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index, stream=stream: stream, raising=False)
+        launches.start([4096] * 6)
+        assert [launched.stream for launched in stub.launched[-2:]] == [stream] * 2
+
+
+def test_a_sequence_gives_a_thread_the_devices_context(stub: StubDriver) -> None:
+    launches, _ = sequence()
+    stub.fail["cuLaunchKernel"] = driver.INVALID_CONTEXT  # until cuCtxSetCurrent
+    launches.start([4096] * 6)
+    assert len(stub.launched) == 2
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuTensorMapReplaceAddress"])
+def test_a_sequence_that_fails_raises_and_works_again(call: str, stub: StubDriver) -> None:
+    launches, plans = sequence()
+    stub.fail[call] = 1
+    with pytest.raises(driver.DriverError, match="a reason"):
+        launches.start([4096] * 6)
+    stub.fail.clear()
+    stub.launched.clear()
+    launches.start([4096] * 6)
+    assert [words(plan, one) for plan, one in zip(plans, stub.launched, strict=True)] == [[4096] * 5 + [0]] * 2
+
+
+def test_threads_that_share_a_sequence_each_see_their_own_addresses(stub: StubDriver) -> None:
+    launches, plans = sequence()
+    stub.pause = 1e-4
+
+    def work(thread: int) -> None:
+        for i in range(10):
+            launches.start([4096 * (1 + thread * 10 + i)] * 6)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    seen = [{word for word in words(plans[0], launched) if word} for launched in stub.launched]
+    assert all(len(each) == 1 for each in seen)
+    assert len(seen) == 80
+    assert {address for (address,) in seen} == {4096 * (i + 1) for i in range(40)}

@@ -16,12 +16,13 @@ from fp8fn.bench.tables import rows_of
 from fp8fn.ops.recipe import BLOCKWISE, HYBRID, MXFP8, ROWWISE, TENSORWISE, Recipe
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
-from fp8fn.ops.tuning.estimate import Step, Times, linear_times, product_us
+from fp8fn.ops.tuning.estimate import Step, Times, grouped_parts, linear_times, product_us
 from fp8fn.ops.tuning.problem import linear_problems
 from fp8fn.ops.tuning.rates import NAMED, rates_of
 from fp8fn.ops.tuning.table import PEER, Entry, Table
 
 H200 = NAMED["sm90"]
+KEPT = Recipe(keep_weights=True)  # what the suite measured: a weight that is quantized once
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,7 @@ def test_the_verdict_is_the_measured_one() -> None:
 
 
 def test_layers_are_within_15_percent_of_what_was_measured() -> None:
-    found = {shape: (estimate(shape), pair) for shape, pair in told().items()}
+    found = {shape: (estimate(shape, KEPT), pair) for shape, pair in told().items()}
     for ratios in (
         [times.fp8.forward / pair.fp8fn.forward for times, pair in found.values()],
         [times.fp8.backward / pair.fp8fn.backward for times, pair in found.values()],
@@ -154,6 +155,42 @@ def test_rates_of_chips() -> None:
 def test_times_add_up() -> None:
     times = Times(Step(10.0, 20.0), Step(15.0, 30.0), "the clock")
     assert (times.fp8.combined, times.bf16.combined, times.speedup) == (30.0, 45.0, 1.5)
+
+
+def test_groups_are_within_a_fifth_of_what_was_measured() -> None:
+    """Forward and backward of groups that are equal, or nearly, with a weight that is quantized once."""
+    measured = {(row.shape, row.label): row.us for row in rows_of(run("moe_layer"))}
+    shapes = list(dict.fromkeys(shape for shape, _ in measured))
+    assert len(shapes) >= 8
+    for shape in shapes:
+        groups, m, n, k = shape
+        parts = grouped_parts(m, n, k, KEPT, H200, groups=groups)
+        assert parts is not None
+        fp8, bf16 = measured[shape, "fp8fn forward and backward"], measured[shape, "torch bf16 forward and backward"]
+        assert fp8 is not None
+        assert bf16 is not None
+        assert abs(log(parts.times.fp8.combined / fp8)) < log(1.2), shape
+        assert abs(log(3 * parts.bf16 / bf16)) < log(1.2), shape
+    assert grouped_parts(0, 512, 512, KEPT, H200, groups=8) is None
+    assert grouped_parts(512, 512, 512, KEPT, H200, groups=0) is None
+
+
+def test_a_weight_that_is_not_kept_is_quantized_twice() -> None:
+    """4 bytes an element in the forward and both forms in the backward, and one form in the forward alone."""
+    kept, again = (estimate((4096, 8192, 4096), recipe) for recipe in (KEPT, BLOCKWISE))
+    rate = rates_of(H200).quantize * 1e6
+    elements = 8192 * 4096
+    assert kept.fp8.backward - again.fp8.backward == pytest.approx(-(3.0 + 4 * elements / rate))
+    assert kept.fp8.forward - again.fp8.forward == pytest.approx(elements / rate)
+
+
+def test_parts_add_up_to_the_times() -> None:
+    times = estimate((4096, 8192, 4096))
+    parts = times.parts
+    assert parts is not None
+    assert times.fp8.forward == pytest.approx(parts.forward + parts.x + parts.weight)
+    assert times.fp8.backward == pytest.approx(parts.dgrad + parts.wgrad + parts.gradient + parts.weight_again)
+    assert times.bf16 == (parts.bf16, 2 * parts.bf16)
 
 
 def test_a_whole_row_or_column_is_read_twice() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ import fp8fn
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime import fused_calls as module
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
-from fp8fn.ops.cuda.runtime.fused_calls import chained
+from fp8fn.ops.cuda.runtime.fused_calls import Program, chained
+
+BF16 = torch.bfloat16
 
 
 class Adds:
@@ -26,7 +30,7 @@ class Adds:
     def launch(self, addresses: list[int]) -> None:
         self.started.append(addresses)
         *terms, out = (_at[address] for address in addresses)
-        out.copy_(sum(terms[1:], terms[0]))
+        out.as_strided((4,), (1,)).copy_(sum(terms[1:], terms[0]))
 
 
 _at: dict[int, Tensor] = {}
@@ -113,6 +117,52 @@ def test_a_run_that_raises_leaves_nothing_behind() -> None:
         chained("key", (ones(1.0),), fails)
     assert call_cache.recall("key") is None
     assert call_cache._recording.tape is None
+
+
+def test_a_view_of_a_whole_result_is_allocated_as_the_view_is() -> None:
+    def turned(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        return [add()(x, y)[0].view(2, 2).mT]
+
+    def a_part(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        return [add()(x, y)[0][:3]]
+
+    def twice(x: Tensor, y: Tensor) -> list[Tensor | None]:
+        out = add()(x, y)[0]
+        return [out, out.view(2, 2)]
+
+    for run, whole in ((turned, True), (a_part, False), (twice, False)):
+        for value in (1.0, 2.0):
+            x, y = ones(value), ones(value)
+            found = chained(run.__name__, (x, y), lambda run=run, x=x, y=y: run(x, y))  # type: ignore[misc]
+            expected = run(x, y)
+            for one, other in zip(found, expected, strict=True):
+                assert one is not None
+                assert other is not None
+                assert torch.equal(one, other)
+                assert (one.shape, one.stride()) == (other.shape, other.stride())
+        assert isinstance(call_cache.recall(run.__name__), Program) == whole
+
+
+def test_a_program_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[Any] = []
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        events.append(device)
+        yield
+        events.append("left")
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
+    monkeypatch.setattr(call_cache, "empty", lambda shape, strides, dtype, device: torch.empty(shape, dtype=dtype))
+    for index in (1, 2):
+        device = torch.device("cuda", index)
+        program = Program(lambda addresses: events.append(len(addresses)), device, (((4,), (1,), BF16),), (), (0, None))
+        out, nothing = program(torch.empty(2))
+        assert out is not None
+        assert nothing is None
+        assert events == ([2] if index == 1 else [device, 2, "left"])
+        events.clear()
 
 
 @pytest.mark.gpu

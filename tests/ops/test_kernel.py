@@ -176,7 +176,7 @@ def filling(name: str, offset: float = 0.0, broken: str | None = None, kept: boo
         value = given.elements + 1000.0 * sum(map(float, given.values)) + offset  # type: ignore[arg-type]
         return (Filling(target=CPU, out=given.out, value=value, broken=broken, kept=kept),)
 
-    return kernel(name, plan=plan, configure=lambda _: None, **changes)
+    return kernel(name, plan=plan, configure=lambda _: None, fault=Filling.fault, **changes)
 
 
 @pytest.mark.parametrize("kept", [False, True])

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 def test_a_table_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     entries = {
         PROBLEM: ENTRY,
-        Problem(64, 2304, 6144, "VECTOR", "VECTOR", 3, "e5m2", "e4m3fn", "float32"): Entry(
+        Problem(64, 2304, 6144, "VECTOR", "VECTOR", 3, torch.float8_e5m2, torch.float8_e4m3fn, torch.float32): Entry(
             "64x64d2s2", {"64x64d2s2": 9.5}, 0.25
         ),
     }
@@ -64,12 +64,12 @@ def test_a_second_sweep_agrees_with_the_shipped_table() -> None:
 
 def test_lookup_is_exact_then_by_plain_types() -> None:
     known = Table(CHIP, {PROBLEM: ENTRY})
-    gradient = replace(PROBLEM, a_type="e5m2", out_type="float16")
+    gradient = replace(PROBLEM, a_type=torch.float8_e5m2, out_type=torch.float16)
     exact, plain = table.lookup(PROBLEM, (known,)), table.lookup(gradient, (known,))
     assert exact is not None
     assert plain is not None
     assert (exact.entry, exact.exact, plain.entry, plain.exact) == (ENTRY, True, ENTRY, False)
-    assert table.lookup(replace(PROBLEM, out_type="float32"), (known,)) is None
+    assert table.lookup(replace(PROBLEM, out_type=torch.float32), (known,)) is None
     assert table.lookup(replace(PROBLEM, batch=2), (known,)) is None
     assert table.lookup(PROBLEM, ()) is None
 
@@ -81,7 +81,7 @@ def test_a_peer_wins_by_more_than_the_spread() -> None:
     assert not replace(ENTRY, peer_us=None).peer_wins
     fast = Table(CHIP, {PROBLEM: replace(ENTRY, peer_us=200.0)}, name="t.json")
     assert choose_config(PROBLEM, 132, (fast,)).peer_wins
-    assert not choose_config(replace(PROBLEM, a_type="e5m2"), 132, (fast,)).peer_wins
+    assert not choose_config(replace(PROBLEM, a_type=torch.float8_e5m2), 132, (fast,)).peer_wins
 
 
 def test_the_users_table_precedes_the_shipped_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_a_plan_is_the_librarys_where_that_was_faster(monkeypatch: pytest.Monkey
     # With a bias cuBLASLt does not take these, and with e5m2 nothing was measured.
     biased = operands(PROBLEM)._replace(bias=torch.empty(6144, dtype=torch.bfloat16, device="meta"))
     assert isinstance(dispatched(biased.product(SM90, CHIP)), CudaLaunch)
-    assert isinstance(dispatched(operands(replace(PROBLEM, a_type="e5m2")).product(SM90, CHIP)), CudaLaunch)
+    assert isinstance(dispatched(operands(replace(PROBLEM, a_type=torch.float8_e5m2)).product(SM90, CHIP)), CudaLaunch)
 
 
 def test_what_cuda_does_not_take_goes_to_triton_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

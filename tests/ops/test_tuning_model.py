@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import exp, log, sqrt
 
 import pytest
+import torch
 
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
@@ -157,7 +158,7 @@ def test_the_model_knows_waves_shares_of_k_and_bytes() -> None:
     # A batch of 64 is 64 times the tiles, and float32 outputs are twice the bytes.
     assert tile_count(Problem(128, 128, 128, batch=64), ScaledMmConfig()) == 64
     wide = Problem(4096, 4096, 128)
-    assert microseconds(replace(wide, out_type="float32"), X, 132) > 1.3 * microseconds(wide, X, 132)
+    assert microseconds(replace(wide, out_type=torch.float32), X, 132) > 1.3 * microseconds(wide, X, 132)
 
 
 @pytest.mark.parametrize("kinds", [("LINE", "WHOLE"), ("WHOLE", "LINE")])

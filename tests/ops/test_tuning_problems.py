@@ -57,10 +57,10 @@ def test_the_problems_of_a_linear_layer_are_the_products_that_it_runs(recipe: st
 def test_problems_of_recipes() -> None:
     found = linear_problems(8192, 6144, 4096, HYBRID)
     assert found["forward"] == Problem(8192, 6144, 4096)
-    assert found["dgrad"] == Problem(8192, 4096, 6144, a_type="e5m2")
-    assert found["wgrad"] == Problem(6144, 4096, 8192, "VECTOR", "VECTOR", a_type="e5m2")
+    assert found["dgrad"] == Problem(8192, 4096, 6144, a_type=torch.float8_e5m2)
+    assert found["wgrad"] == Problem(6144, 4096, 8192, "VECTOR", "VECTOR", a_type=torch.float8_e5m2)
     assert found["dgrad"].plain() == Problem(8192, 4096, 6144)
-    assert replace(found["forward"], out_type="float32").plain().out_type == "float32"
+    assert replace(found["forward"], out_type=torch.float32).plain().out_type == torch.float32
     assert str(found["wgrad"]) == "6144,4096,8192 1x128·128x1"
     assert linear_problems(1, 2, 3, parse_recipe("tensorwise"))["wgrad"].kinds == ("WHOLE", "WHOLE")
     with pytest.raises(ValueError, match="use blockwise, rowwise or tensorwise"):

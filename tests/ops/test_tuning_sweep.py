@@ -119,7 +119,7 @@ def test_a_problem_that_no_configuration_runs_is_an_error() -> None:
 
 def test_the_operands_of_a_bench_are_as_of_quantized_normal_numbers() -> None:
     bench = DeviceBench(torch.device("cpu"), SM90, CHIP, FakeBench())
-    made = bench.filled(Problem(300, 40, 200, a_type="e5m2"))
+    made = bench.filled(Problem(300, 40, 200, a_type=torch.float8_e5m2))
     a, b = made.a.data, made.b.data
     for data in (a, b):
         assert data.float().isfinite().all()

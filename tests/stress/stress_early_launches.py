@@ -72,7 +72,7 @@ class Case:
     product: Product
     moving: int | None = None
     kernels: dict[bool, set[str]] = field(default_factory=lambda: {False: set(), True: set()})
-    """What it launches; True: where it may read weights early."""
+    """The kernels that it launches; under True those where it may read weights early."""
     fault: str = ""
 
     def kernel(self, early: bool) -> str:
@@ -231,7 +231,7 @@ def _chains(sizes: Sizes, make: Maker) -> Iterator[Case]:
         return Case(f"chain quantize, mx_mm M={m}", values, product)
 
     def behind_another(m: int) -> Case:
-        """Not the launch before, but the one before that, writes the operands."""
+        """The launch before the last one writes the operands."""
 
         def values() -> Values:
             return make.x(m, n), *make.weight(n, n), make.x(1, n), *make.weight(n, n)

@@ -38,7 +38,7 @@ def assert_close(actual: Iterable[Tensor], expected: Iterable[Tensor], bound: fl
 
 
 def differing(found: Tensor, expected: Tensor) -> int:
-    """How many elements differ in their bits; one NaN equals any other."""
+    """The number of elements that differ in their bits; one NaN equals any other."""
     found = found.to(expected.device)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.element_size()]
     nan = found.float().isnan() & expected.float().isnan()

@@ -1,4 +1,4 @@
-"""Which ops of fp8fn a call reaches."""
+"""The ops of fp8fn that a call reaches."""
 
 from __future__ import annotations
 

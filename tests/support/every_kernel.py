@@ -353,7 +353,7 @@ def _quantize_form(name: str, operands: Operands, q: Quantization) -> Form:
 def _quantize_matrices(place: Place, target: Target) -> Forms:
     def form(
         name: str, shape: tuple[int, int], block: Block, *, source: Source = PLAIN, dual: bool = True,
-        dual_block: Block | None = None, scale: str = "fp32",
+        dual_block: Block | None = None, scale: str = "fp32", column_major: bool | None = None,
     ) -> Form:  # fmt: skip
         operands, other, rstd = Operands(place), None, None
         x = operands.input("x", shape, BF16)
@@ -362,6 +362,7 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
         elif source is RMS_NORM:
             other, rstd = operands.input("other", shape[1:], BF16), operands.input("rstd", shape[:1], FP32)
         rest: dict[str, Any] = {"source": source, "other": other, "rstd": rstd, "dual_block": dual_block}
+        rest["column_major"] = column_major
         q = quantization(x, block, dual=dual, scale=scale, target=target, **rest)
         return _quantize_form(name, operands, q)
 
@@ -377,6 +378,10 @@ def _quantize_matrices(place: Place, target: Target) -> Forms:
         yield form(f"{block} and (128, 128)", ragged, block, dual_block=SQUARE)
     for source in (SILU_MUL, RMS_NORM):
         yield form(f"{source.macro} {ROW} and (128, 128)", ragged, ROW, source=source, dual_block=SQUARE)
+    for source in (PLAIN, SILU_MUL, RMS_NORM):
+        yield form(
+            f"{source.macro} column-major (128, 128)", ragged, SQUARE, source=source, dual=False, column_major=True
+        )
     yield form("silu_mul", ragged, ROW, source=SILU_MUL)
     yield form("rms_norm", ragged, ROW, source=RMS_NORM)
 

@@ -12,10 +12,13 @@ from torch import Tensor
 
 from fp8fn.ops import reference
 from fp8fn.ops.layout import BLOCKS, Block
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
+from fp8fn.ops.reference.statistics import statistics
 from fp8fn.ops.sort_tokens import sort_tokens
+from fp8fn.ops.statistics import WIDTH, Column, Watched
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton import mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.gemm_config import GemmConfig
@@ -25,6 +28,7 @@ from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import DUAL_BLOCKS, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
+from fp8fn.ops.triton.statistics import PROGRAMS, SUMS, Row, plan_statistics
 from fp8fn.ops.tuning import mx
 from support import kernel_info
 from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized
@@ -32,13 +36,16 @@ from support.operands.experts import FORMATS
 from support.operands.groups import ends
 from support.quantizers import quantization
 
-BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+BF16, FP32, F64, E4M3 = torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn
 M, N, K = 70, 130, 300
 PAIRS: Final[dict[str, tuple[Block, Block, str]]] = {
     "forward": ((1, 128), (128, 128), "fp32"), "wgrad": ((1, 128), (128, 1), "fp32"),
     "rowwise": ((1, -1), (-1, 1), "fp32"), "tensorwise": ((-1, -1), (-1, -1), "fp32"),
     "MX": ((1, 32), (32, 1), "e8m0"),
 }  # fmt: skip
+
+SOURCES: Final = ("x", "codes", "silu_mul", "rms_norm")
+STATISTICS: Final = tuple((block, "e8m0" if 32 in block else "fp32") for block in BLOCKS)
 
 
 def _product(place: Place, kind: str, target: Target, k: int = K) -> tuple[Operands, ScaledProduct]:
@@ -190,6 +197,40 @@ def _tokens(place: Place, target: Target, block: Block, *, dual: bool = False) -
     )
 
 
+def _statistics(place: Place, target: Target) -> Forms:
+    """Statistics of operands whose data is of larger values, so that some of `x` saturates, and some is flushed."""
+    for source, (block, scale) in product(SOURCES, STATISTICS):
+        operands, shape = Operands(place), (137, 261)
+        wide = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 6, 261, base=2)
+        made = reference.quantize(wide.flip(1) if source == "x" else wide, block, E4M3, scale)
+        data, scales = (
+            operands.input(name, part.shape, part.dtype, strides=part.stride(), values=part)
+            for name, part in zip(("data", "scale"), made, strict=True)
+        )
+        inputs = {"x": ("x",), "silu_mul": ("x", "up"), "rms_norm": ("x", "weight", "rstd")}.get(source, ())
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]]
+        shapes = {"x": (shape, BF16), "up": (shape, BF16), "weight": (shape[1:], BF16), "rstd": (shape[:1], FP32)}
+        given = tuple(operands.input(name, *shapes[name]) for name in inputs)
+        watched = Watched(Quantized(data, scales, block), source, given)
+        ended = operands.input("ended", (1,), torch.int32, values=torch.zeros(1, dtype=torch.int32))
+        into = Row(operands.output("row", (WIDTH,), F64), operands.output("sums", (PROGRAMS, SUMS), F64), ended)
+        operands.expected = partial(_row, watched, into)
+        yield Form(f"{source} {block} {scale}", (plan_statistics(watched, into, target),), operands)
+
+
+def _row(watched: Watched, into: Row) -> dict[str, Expected]:
+    """All columns but `BEGUN`, which holds the pattern of an unwritten output; so does `STEP` then."""
+    value, written = torch.zeros(WIDTH, dtype=F64), torch.zeros(WIDTH, dtype=torch.bool)
+    value[: Column.STEP] = statistics(watched)
+    value[Column.STEP] = into.row[Column.BEGUN]
+    written[: Column.BEGUN] = written[Column.DUE] = True
+    sums = torch.zeros(WIDTH, dtype=F64)
+    # The largest magnitude that is no element of memory is rounded to float32.
+    for column in (Column.SIGNAL, Column.NOISE, *([] if watched.source == "x" else [Column.AMAX])):
+        sums[column] = value[column]
+    return {"row": Expected(value, sums, written)}
+
+
 def _parts(q: Quantization, made: Callable[[], tuple[Tensor, ...]]) -> dict[str, Expected]:
     return {name: Expected(part) for name, part in zip(q.outputs.tensors, made(), strict=True)}
 
@@ -223,5 +264,9 @@ TRITON: Final = (
     KernelInfo("quantize_dual.py", _quantize_dual, emulated=tuple(map(str, DUAL_BLOCKS)), nan=("x",), far=(("x", -2),)),
     KernelInfo(
         "quantize_grouped.py", _quantize_grouped, emulated=("(128", "(-1", "dual"), nan=("x",), far=(("x", -2),),
+    ),
+    KernelInfo(
+        "statistics.py", _statistics, 1e-6, 1e-5, far=(("x", -2), ("data", -2)),
+        emulated=(*(f"x {block}" for block in BLOCKS), "codes (1, 128)", "codes (1, 32)", "silu_mul", "rms_norm"),
     ),
 )  # fmt: skip

@@ -76,7 +76,7 @@ def readable(gm: GraphModule, *, kwargs: bool = False) -> str:
     return "\n".join(lines)
 
 
-# Which views AOTAutograd writes differs between releases; the substitution itself is tested in values on each.
+# AOTAutograd writes other views in each release; the substitution itself is tested in values on each.
 same_graphs = pytest.mark.skipif(
     not torch.__version__.startswith("2.13."), reason=f"the graphs here are torch 2.13's, this is {torch.__version__}"
 )

@@ -80,6 +80,11 @@ def quantize(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("plain_amax", (y := x(128, 256), (-1, -1), None, "fp32", _largest(y)), {}),
         Sample("ragged_amax", (y := x(40, 99), (1, -1), torch.float8_e5m2, "pow2", _largest(y, 1).float()), {}),
         Sample("batched_amax", (y := x(2, 3, 40, 96), (-1, -1), None, "e8m0", _largest(y)), {}),
+        Sample("ragged_turned", (x(130, 131), (128, 128)), {"column_major": True}),
+        Sample("batched_turned", (x(2, 3, 40, 70, dtype=FP32), (-1, -1)), {"column_major": True, "scale": "pow2"}),
+        Sample("strided_turned", (x(64, 200).mT, (128, 128), None, "e8m0", None, False), {}),
+        Sample("turned_amax", (y := x(96, 48).mT, (-1, -1), None, "fp32", _largest(y)), {"column_major": False}),
+        Sample("empty_turned", (x(0, 40), (-1, -1)), {"column_major": True}),
         Sample("empty", (x(0, 40), (1, 128)), {}),
     ]
 
@@ -147,6 +152,7 @@ def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("batched", (x(2, 3, 33, 70, dtype=FP16), x(2, 3, 33, 70, dtype=FP16), (1, -1)), {}),
         Sample("strided", (x(96, 64).mT, x(64, 192)[:, ::2], (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
         Sample("mx", (x(2, 33, 70), x(2, 33, 70), (1, 32)), {"scale": "rceil"}),
+        Sample("turned", (x(70, 131), x(70, 131), (128, 128)), {"column_major": True}),
         Sample("empty", (x(0, 40), x(0, 40)), {}),
     ]
 
@@ -154,7 +160,7 @@ def quantize_silu_mul(seed: int = 0, device: torch.device | str = "cpu") -> list
 def quantize_silu_mul_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x = _Normal(seed, device)
     beside = Sample("ragged_beside_square", (x(70, 131), x(70, 131)), {"dual_block": (128, 128)})
-    return [*quantize_silu_mul(seed, device), beside]
+    return [*(sample for sample in quantize_silu_mul(seed, device) if sample.label != "turned"), beside]
 
 
 def quantize_silu_mul_saved(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
@@ -217,6 +223,7 @@ def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("strided", (x(96, 64).mT, x(192)[::2], 1e-6, (1, 32)), {"scale": "e8m0", "dtype": torch.float8_e5m2}),
         Sample("plain_rstd", (x(2, 64, 256), x(256), 0.0, (1, 128), None, "fp32", x(2, 64, dtype=FP32).abs()), {}),
         Sample("mx", (x(2, 33, 70), x(70), 1e-5, (1, 32)), {"scale": "rceil"}),
+        Sample("turned", (x(70, 131), x(131), 1e-5, (128, 128)), {"column_major": True}),
         Sample("empty", (x(7, 0), x(0)), {}),
     ]
 
@@ -224,7 +231,7 @@ def quantize_rms_norm(seed: int = 0, device: torch.device | str = "cpu") -> list
 def quantize_rms_norm_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x = _Normal(seed, device)
     beside = Sample("ragged_beside_square", (x(70, 131), x(131)), {"dual_block": (128, 128)})
-    return [*quantize_rms_norm(seed, device), beside]
+    return [*(sample for sample in quantize_rms_norm(seed, device) if sample.label != "turned"), beside]
 
 
 def _operand(x: Tensor, block: Block, **kwargs: Any) -> tuple[Tensor, Tensor, Block]:

@@ -40,7 +40,7 @@ class Launched:
     shared: int
     stream: int
     parameters: list[int]
-    """Where each parameter lies."""
+    """The address of each parameter."""
     words: list[int]
     """The first 8 bytes of each: of a descriptor, the address that it was given."""
 

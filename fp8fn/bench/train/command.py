@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import random
 import time
@@ -22,7 +21,7 @@ from typing import Any, Final
 
 import torch
 
-from fp8fn.bench.train import attention, kinds, table
+from fp8fn.bench.train import attention, kept, kinds, table
 from fp8fn.bench.train.models import SIZES, Size, as_json
 from fp8fn.bench.train.runs import Runs, key_of, milliseconds, revision, round_rows, speedup
 from fp8fn.bench.train.variants import BF16, DEFAULTS, UnavailableError, Variant, listed, parse
@@ -67,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{variant.name}: in {args.json} already", flush=True)
     if wanted and BF16 not in [variant.name for variant in wanted]:
         wanted.insert(0, parse(BF16))
-    session = Session(setting, runs, args.rounds, args.repeats, args.profile)
+    session = Session(setting, runs, args.rounds, args.repeats, args.profile, args.kept)
     deadline = began + args.minutes * 60 if args.minutes else None
     session.measure(wanted, deadline)
     print(f"\n{table.of_run(runs.run)}", flush=True)
@@ -77,9 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Session:
     """The processes that are alive together, and their turns."""
 
-    def __init__(self, setting: Setting, runs: Runs, rounds: int, repeats: int, profile: bool) -> None:
+    def __init__(
+        self, setting: Setting, runs: Runs, rounds: int, repeats: int, profile: bool, show_kept: bool = False
+    ) -> None:
         self.setting, self.runs = setting, runs
-        self.rounds, self.repeats, self.profile = rounds, repeats, profile
+        self.rounds, self.repeats, self.profile, self.show_kept = rounds, repeats, profile, show_kept
         self.alive: dict[str, Worker] = {}
         self.rows: dict[str, dict[str, Any]] = {}
         self.shuffle = random.Random(0).shuffle
@@ -120,6 +121,9 @@ class Session:
             row: dict[str, Any] = {"variant": name, **worker.call("prepare")}
             self.alive[name] = worker
             self.say(f"{name}: {_prepared(row, self.rows.get(BF16))}")
+            if self.show_kept:
+                tokens = self.setting.batch * self.setting.sequence
+                print("\n".join(kept.lines(row["kept"], tokens, self.setting.size.layers)), flush=True)
             if self.profile:
                 row["profile"] = worker.call("profile")
                 print("\n".join(kinds.lines(row["profile"])), flush=True)
@@ -174,15 +178,15 @@ class Session:
 
 
 def _prepared(row: Mapping[str, Any], bf16: Mapping[str, Any] | None) -> str:
-    peak, kept = row["peak_bytes"], row["kept_bytes_per_token_and_layer"]
+    peak, saved = row["peak_bytes"], row["kept_bytes_per_token_and_layer"]
     memory = f"peak {peak / 1e9:.2f} GB (step {row['step_peak_bytes'] / 1e9:.2f}), " if peak else ""
     compared = ""
     if bf16 is not None and "losses" in bf16:
-        compared = f" ({kept / bf16['kept_bytes_per_token_and_layer']:.3f}x)"
+        compared = f" ({saved / bf16['kept_bytes_per_token_and_layer']:.3f}x)"
         compared += f", peak {peak / bf16['peak_bytes']:.3f}x bf16's" if peak else ""
     return (
         f"first step {row['first_step_s']:.1f} s{' (cached)' if row['cached_graphs'] else ''}, {memory}"
-        f"kept {kept / 1024:.2f} KB a token and layer{compared}, loss {row['losses'][0]:.4f} → {row['losses'][-1]:.4f}"
+        f"kept {saved / 1024:.2f} KB a token and layer{compared}, loss {row['losses'][0]:.4f} → {row['losses'][-1]:.4f}"
         f" in {len(row['losses'])} steps, {row['graphs']} graphs"
     )
 
@@ -270,18 +274,13 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         "--commit", metavar="NAME", help="the code's name in the file (default: git's, or a digest of the sources)"
     )
     parser.add_argument("--profile", action="store_true", help="show kernels by kind")
+    parser.add_argument("--kept", action="store_true", help="show the tensors kept between forward and backward")
     parser.add_argument("--again", action="store_true", help="measure variants again that the file already has")
-    parser.add_argument("--device", type=options.device, default=torch.device("cuda"), help="default: cuda")
-    parser.add_argument(
-        "--json", type=options.output_file, metavar="FILE", help="add the figures to FILE, and go on from those in it"
-    )
+    options.add_device(parser)
+    options.add_json(parser, "add the figures to FILE, and go on from those in it")
     args = parser.parse_args(argv)
+    options.check_machine(parser, args.device, _NEEDED)
     cuda = args.device.type == "cuda"
-    if cuda and not torch.cuda.is_available():
-        parser.error("no GPU here; --device cpu shows what is measured")
-    absent = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    if absent:
-        parser.error(f"needs {', '.join(absent)}: pip install {' '.join(absent)}")
     args.model = args.model or ("8b" if cuda else "tiny")
     args.tokens = args.tokens or ((4, 2048 if args.model == "moe" else 4096) if cuda else (2, 128))
     return args

@@ -22,8 +22,9 @@ class Size(llama.Size):
 
 
 SIZES: Final = {
-    "tiny": Size(layers=2, hidden=256, intermediate=512, heads=2, kv_heads=1, vocabulary=512),
-    "tiny-moe": Size(layers=2, hidden=256, intermediate=256, heads=2, kv_heads=1, vocabulary=512, experts=4),
+    # No width is the vocabulary's, by which the loss's tensors are told from those of layers.
+    "tiny": Size(layers=2, hidden=256, intermediate=512, heads=2, kv_heads=1, vocabulary=768),
+    "tiny-moe": Size(layers=2, hidden=256, intermediate=256, heads=2, kv_heads=1, vocabulary=768, experts=4),
     # Llama-3.2-1B's widths with half of its 16 layers.
     "1b": Size(layers=8, hidden=2048, intermediate=8192, heads=32, kv_heads=8, vocabulary=32000),
     # Llama-3.1-8B's widths with an eighth of its 32 layers.

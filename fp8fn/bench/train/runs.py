@@ -15,8 +15,6 @@ from fp8fn.bench import record
 from fp8fn.bench.train.variants import BF16
 from fp8fn.cli.environment import describe
 
-BENCHMARK = "train"
-
 
 def revision() -> str:
     """The commit of a clean checkout; a digest of the package's sources where git does not know them."""
@@ -48,8 +46,8 @@ def key_of(device: str, commit: str, setting: Mapping[str, Any]) -> dict[str, An
 class Runs:
     """The runs of a file, and the one that this command adds rows to."""
 
-    def __init__(self, path: Path | None, key: Mapping[str, Any]) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, key: Mapping[str, Any], benchmark: str = "train") -> None:
+        self.path, self.benchmark = path, benchmark
         self.runs: list[dict[str, Any]] = []
         if path is not None and path.exists() and path.stat().st_size:
             self.runs = record.read(path)["results"]["runs"]
@@ -84,7 +82,7 @@ class Runs:
 
     def write(self) -> None:
         if self.path is not None:
-            record.write(self.path, BENCHMARK, {"runs": self.runs})
+            record.write(self.path, self.benchmark, {"runs": self.runs})
 
 
 def milliseconds(row: Mapping[str, Any], figure: str) -> float | None:

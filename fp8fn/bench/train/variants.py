@@ -167,9 +167,12 @@ def _with_transformer_engine(model: nn.Module) -> Compiled:
             if _convertible(child, name):
                 linear = cast(nn.Linear, child)
                 made = engine.Linear(
-                    linear.in_features, linear.out_features, bias=linear.bias is not None,
-                    params_dtype=linear.weight.dtype, device=linear.weight.device,
-                )  # fmt: skip
+                    linear.in_features,
+                    linear.out_features,
+                    bias=linear.bias is not None,
+                    params_dtype=linear.weight.dtype,
+                    device=linear.weight.device,
+                )
                 made.weight = linear.weight
                 if linear.bias is not None:
                     made.bias = linear.bias

@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fp8fn.bench.train import attention, kinds
+from fp8fn.bench.train import attention, kept, kinds
 from fp8fn.bench.train.models import Size, batches, build
 from fp8fn.bench.train.variants import UnavailableError, Variant, parse
 from fp8fn.demo.saved import tensors_saved
@@ -105,10 +105,7 @@ class Trainer:
         return loss.detach()
 
     def kept(self) -> dict[str, Any]:
-        """Bytes that stand between forward and backward, all of them, and those of the layers a token and layer.
-
-        What has a column for each entry of the vocabulary belongs to the loss, not to the layers.
-        """
+        """Bytes that stand between forward and backward, all of them, and those of the layers, with their tensors."""
         tokens, size = self.batches[0], self.setting.size
         before = self.allocated()
         loss = self.loss(tokens)
@@ -117,13 +114,12 @@ class Trainer:
         del loss
         self.model.zero_grad(set_to_none=True)
         saved = tensors_saved(self.model, lambda: self.loss(tokens))
-        layers = sum(
-            tensor.untyped_storage().nbytes() for tensor in saved
-            if size.vocabulary not in tensor.shape and tensor.numel() < tokens.numel() * size.vocabulary
-        )  # fmt: skip
+        listing = kept.listing(kept.of_layers(saved, tokens.numel(), size.vocabulary))
+        layers = sum(row["bytes"] for row in listing)
         return {
             "kept_bytes": after - before if self.on_gpu else sum(each.untyped_storage().nbytes() for each in saved),
             "kept_bytes_per_token_and_layer": layers / tokens.numel() / size.layers,
+            "kept": listing,
         }
 
     def forward_backward_peak(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import product as every
 from typing import Final
 
@@ -21,19 +21,19 @@ from fp8fn.ops.cuda.gemm.operands import (
     is_k_contiguous,
     scale_step,
 )
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
-from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster, round_up
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, largest_cluster
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, round_up
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.tuning.divisions import Division, Divisions, read
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
-STAGE_K: Final = 128  # of K in a stage
-_PIECE: Final = 8  # of x, that a thread loads
+STAGE_K: Final = 128  # elements of K in a stage
+_PIECE: Final = 8  # elements of x that a thread loads at a time
 MOST_ROWS: Final = 16
-LEAST_STAGES: Final = 2  # of a ring
+LEAST_STAGES: Final = 2  # in a ring
 PARTS: Final = {torch.bfloat16: 2, torch.float16: 3}  # FP8 values that make one of x
 _MOST_AHEAD: Final = 6
 _LONG: Final = 8  # stages of K, of a block's part that may not be read early
@@ -84,12 +84,12 @@ class A16W8TilesConfig:
 
 
 def arriving_bytes(rows: int, warps_n: int, cluster: int) -> int:
-    """Of the sums that a cluster's blocks send to one (`exchange.cuh`)."""
+    """Shared memory for the sums that a cluster's blocks send to one (`exchange.cuh`)."""
     return cluster * -(-warps_n // cluster) * 16 * rows * 4 if cluster > 1 else 0
 
 
 def scale_bytes(steps: int, columns: int, w_block: Block) -> int:
-    """Of the scales of a block's part of K, `steps` stages, in shared memory (`a16w8.cuh`)."""
+    """Shared memory for the scales of a block's part of K, `steps` stages (`a16w8.cuh`)."""
     kind = SCALES[w_block]
     return 4 * (steps * columns if kind == "VECTOR" else steps * columns // 64 if kind == "BLOCK" else columns)
 
@@ -173,7 +173,7 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
         if wide * most < (cores if rows == 8 else cores * 7 // 10):
             return fitted(4, most, 3 if rows == 8 else 2)
         cluster = min(4, most) if wide >= cores else min(most, -(-steps // 4))
-        # Of clusters of 8 with two blocks on a multiprocessor 30 are resident, with three 45.
+        # With two blocks on a multiprocessor 30 clusters of 8 are resident, with three 45.
         crowded = cluster == 8 and 30 < wide <= 45
         if crowded and steps > 48:
             cluster, crowded = 6, False
@@ -186,7 +186,7 @@ def choose_config(problem: WeightProblem) -> A16W8TilesConfig:
     # The most blocks along K that have equally much each and are not more than multiprocessors.
     cluster = max(c for c in range(1, most + 1) if c == 1 or (steps % c == 0 and wide * c <= cores))
     if steps > _LONG * cluster:
-        # Where clusters of 6 would not all find room at once, wider blocks do, with some multiprocessors left.
+        # Wider blocks leave some multiprocessors idle, and all find room at once where clusters of 6 would not.
         alone = min(most, cores * 13 // (15 * -(-n // 192)))
         if alone >= 3 and steps <= 12 * alone and 11 * wide > 3 * cores:
             config = fitted(12, alone, 1)
@@ -286,13 +286,13 @@ def plan(product: WeightProduct, config: A16W8TilesConfig) -> tuple[CudaLaunch]:
         "HELD": config.HELD, "READY": config.READY, "X_OVER": int(config.X_OVER),
     }  # fmt: skip
     grid = -(-n // config.BN) * config.CLUSTER, -(-m // config.ROWS), 1
-    wgmma = partial(wgmma_source, PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
+    wgmma = Wgmma(PARTS[x.dtype] * config.ROWS, TYPES[w.dtype], "e4m3")
     resident = min(grid[0] * grid[1], target.cores * config.RESIDENT)
     return (
         CudaLaunch(
             kernel=CudaKernel(
                 "a16w8_tiles.cu", "a16w8_tiles", (*macros.items(), *options.items()),
-                wgmma() + (wgmma(a_in_registers=True) if config.HELD else ""),
+                (wgmma, replace(wgmma, a_in_registers=True)) if config.HELD else (wgmma,),
             ),
             grid=grid,
             threads=config.threads,

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, scale_kind
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.targets import hopper_fault
 
 RECIPES: Final = {
     ("WHOLE", "WHOLE"): "tensorwise",
@@ -85,7 +86,7 @@ def accepts(product: ScaledProduct) -> str | None:
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, target = product.bias, product.target
     recipe = RECIPES.get((scale_kind(*a_block), scale_kind(b_block[1], b_block[0])))
-    if target.name != "sm90" or recipe is None:
+    if hopper_fault(target) or recipe is None:
         return f"blocks {a_block} and {b_block} on {target.name} are no recipe of cuBLASLt's"
     if a.dim() != 2 or b.dim() != 2:
         return f"a has {a.dim()} dimensions and b {b.dim()}, not 2"

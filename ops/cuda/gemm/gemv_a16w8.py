@@ -24,12 +24,12 @@ from fp8fn.ops.cuda.limits import (
     SHARED_LIMIT,
     ceil_power_of_two,
     floor_power_of_two,
-    round_up,
 )
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import round_up
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 # Rows of x: past them a tile of a larger kernel reads the weight fewer times.
@@ -72,8 +72,8 @@ def accepts(product: WeightProduct) -> str | None:
     product = product.as_matrix()
     x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
     target = product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if x.dtype not in INPUTS:
         return f"x has dtype {x.dtype}, not 16 bits"
     if w.dtype not in OCP:
@@ -143,7 +143,7 @@ def choose_few(m: int, n: int, units: int, batches: int, rows: int, cores: int) 
         return GemvConfig(rows, 1, warps_n, warps_k, unroll, cluster, 3 if blocks > 6 * cores else 2)
     wide = 1 if m == 1 else 4 if m <= 8 else 8
     warps_n, warps_k, blocks = divide(wide)
-    # Of a batch each block reads another x.
+    # In a batch each block reads another x.
     while wide > 1 and (blocks < cores if batches > 1 else blocks * most_clusters(warps_k) < wanted):
         wide //= 2
         warps_n, warps_k, blocks = divide(wide)
@@ -198,9 +198,11 @@ def plan(product: WeightProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     k_contiguous = is_k_contiguous(w)
     chunk, received, shared = _chunk_that_fits(m, k, k_contiguous, config)
     macros = {
-        **types_of(product), "K_CONTIGUOUS": int(k_contiguous), "EVEN_K": int(k % 16 == 0),
+        **types_of(product),
+        "K_CONTIGUOUS": int(k_contiguous),
+        "EVEN_K": int(k % 16 == 0),
         "X_PIECES": int(has_pieces(x)),
-    }  # fmt: skip
+    }
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT, "K_CHUNK": chunk,

@@ -7,20 +7,20 @@ from typing import Final
 
 from fp8fn.ops.cuda.gemm.gemv_a16w8 import GemvConfig, divide_memory
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, batch_step
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, MOST_BLOCKS, PREFETCHED, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import RoutedProduct, ScaledProduct
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, hopper_fault
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 # Rows of a: past them a tile of a larger kernel reads the weight fewer times.
 MOST_ROWS: Final = 64
 _MOST_TILE: Final = 64  # rows of a that a block multiplies
-_MOST_ROUTED: Final = 32  # of routed tokens, whose ids a warp has
+_MOST_ROUTED: Final = 32  # routed tokens, whose ids a warp has
 _WARPS: Final = 8
-_UNIT: Final = 64  # of K
+_UNIT: Final = 64  # elements of K
 _MOST_CLUSTER: Final = 8
 _MANY: Final = 3  # blocks for each multiprocessor
 # Tiles of a warp, warps side by side and warps along K, by the rows of a; the first of which there are enough blocks.
@@ -36,8 +36,8 @@ _MOST_BYTES: Final = 2**31 - 1  # strides are signed 32-bit ones
 def accepts(problem: Problem) -> str | None:
     """None for a product that `plan` takes, else the reason why not."""
     target = problem.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     for dtype in (problem.a_dtype, problem.b_dtype):
         if dtype not in TYPES:
             return f"{dtype} is not an FP8 type of {target.name}"
@@ -113,7 +113,7 @@ def _enough(cores: int) -> int:
 
 
 def _in_flight(rows: int, warps_n: int, warps_k: int, cluster: int, units: int) -> GemvConfig:
-    """Of blocks that are many waves, so that none is waited for: as many units in flight as registers allow."""
+    """The configuration for many waves of blocks, which hide each other's waits: units in flight fill the registers."""
     each = -(-units // (warps_k * cluster))
     return GemvConfig(rows, 1, warps_n, warps_k, min({8: 6, 16: 4, 32: 2, 64: 1}[rows], each), cluster, 2)
 
@@ -141,9 +141,7 @@ def accepts_moe(problem: MoeProblem) -> str | None:
     config = configure_moe(problem)
     if problem.tiles * -(-problem.block_m // config.ROWS) > MOST_BLOCKS:
         return f"{problem.tiles} tiles of {problem.block_m} ids are more than a grid has"
-    each = Problem(
-        1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines
-    )  # fmt: skip
+    each = Problem(1, problem.n, problem.k, problem.target, 1, problem.a_dtype, problem.w_dtype, 0, problem.k_lines)
     return accepts(each)
 
 
@@ -167,12 +165,8 @@ def plan_moe(product: RoutedProduct, config: GemvConfig) -> tuple[CudaLaunch]:
     There is a tile and an expert at least.
     """
     routing = product.routing
-    sizes: dict[str, Argument] = {
-        **routing._asdict(), "token_weights": product.token_weights, "M": product.ids,
-    }  # fmt: skip
-    owners: dict[str, Argument] = {
-        "experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div,
-    }  # fmt: skip
+    sizes: dict[str, Argument] = {**routing._asdict(), "token_weights": product.token_weights, "M": product.ids}
+    owners: dict[str, Argument] = {"experts": product.experts, "block_m": routing.block_m, "a_div": product.a_div}
     tiles = routing.tiles * -(-routing.block_m // config.ROWS)
     dense = ScaledProduct(a=product.a, b=product.w, out=product.out, target=product.target)
     # A tile is seldom full: two rows of it are what is asked for at once.
@@ -188,7 +182,7 @@ def _launch(
     (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
     n, k, target = product.n, product.k, product.target
     batch = 1 if sizes["sorted_token_ids"] is not None else product.batch
-    # Of four blocks of a: bytes, a gap after each, and scales.
+    # Four blocks of a: bytes, a gap after each, and scales.
     part = 4 * (config.ROWS * 32 + 16 + config.ROWS * 4)
     chunk, received, shared = divide_memory(config.ROWS, part, 0, k, _UNIT, config)
     pieces = -(-min(rows, config.ROWS) * chunk // (16 * config.threads))
@@ -196,10 +190,13 @@ def _launch(
     most = 16 if config.RESIDENT == 1 else 8 if config.RESIDENT == 2 and config.ROWS * config.TILES <= 32 else 4
     ahead = min(ceil_power_of_two(pieces), most)
     macros: dict[str, int | str] = {
-        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
-        "EVEN_K": int(k % 16 == 0), "ROUTED": int(sizes["sorted_token_ids"] is not None),
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
+        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}",
+        "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "EVEN_K": int(k % 16 == 0),
+        "ROUTED": int(sizes["sorted_token_ids"] is not None),
+        "OUT": OUT[out.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }
     options = {
         "ROWS": config.ROWS, "TILES": config.TILES, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "UNROLL": config.UNROLL, "AHEAD": ahead, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,
@@ -208,7 +205,7 @@ def _launch(
     return CudaLaunch(
         kernel=CudaKernel(
             "gemv_mx.cu", "gemv_mx", (*macros.items(), *options.items()),
-            wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype], a_in_registers=True),
+            (Wgmma(config.ROWS, TYPES[b.dtype], TYPES[a.dtype], a_in_registers=True),),
         ),
         grid=(-(-n // config.BN) * config.CLUSTER, tiles, batch),
         threads=config.threads,

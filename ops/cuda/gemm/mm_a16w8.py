@@ -9,12 +9,12 @@ import torch
 
 from fp8fn.ops.cuda.gemm.operands import INPUTS, SCALES, as_batch, column_steps, map_fault, types_of
 from fp8fn.ops.cuda.gemm.scaled_mm import BK
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _OUT_ROWS: Final = 32
@@ -172,8 +172,8 @@ def accepts(product: WeightProduct) -> str | None:
     product = product.as_matrix()
     x, (w, w_scale, w_block), bias, out = product.x, product.w, product.bias, product.out
     target = product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if x.dtype not in INPUTS or out.dtype == torch.float32:
         return f"x has dtype {x.dtype} and out {out.dtype}, not both 16 bits"
     if w.dtype not in OCP:
@@ -216,7 +216,7 @@ def plan(product: WeightProduct, config: ManyRowsConfig) -> tuple[CudaLaunch]:
         CudaLaunch(
             kernel=CudaKernel(
                 "mm_a16w8.cu", "mm_a16w8", (*macros.items(), *options.items()),
-                wgmma_source(config.WIDTH, kind, kind, a_in_registers=True),
+                (Wgmma(config.WIDTH, kind, kind, a_in_registers=True),),
             ),
             grid=(config.blocks(tiles(m, n, batches, config), target.cores), 1, 1),
             threads=config.threads,

@@ -10,17 +10,18 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.gemm import gemv_mx
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, batch_step
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
-from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two, round_up
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
+from fp8fn.ops.cuda.limits import PREFETCHED, RESERVED, SHARED_LIMIT, ceil_power_of_two, floor_power_of_two
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.layout import round_up
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.tuning.mx import Problem
 
-STAGE_K: Final = 128  # of K in a stage
+STAGE_K: Final = 128  # elements of K in a stage
 _MOST_CLUSTER: Final = 8
-_FEW_BLOCKS: Final = 3  # of a cluster
-_MOST_STEPS: Final = 64  # of a block, for whose scales there is room
+_FEW_BLOCKS: Final = 3  # in a cluster
+_MOST_STEPS: Final = 64  # stages of a block, for whose scales there is room
 
 
 @dataclass(frozen=True)
@@ -183,10 +184,13 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
     (a, a_scale, _), (b, b_scale, _), out, bias = product.a, product.b, product.out, product.bias
     m, n, k, batch, target, constant = product.m, product.n, product.k, product.batch, product.target, product.constant
     macros: dict[str, int | str] = {
-        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}", "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
-        "A_SCALES_ALONG_K": int(along_k(a_scale)), "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),
-        "OUT": OUT[out.dtype], "BIAS": 0 if bias is None else OUT[bias.dtype],
-    }  # fmt: skip
+        "A_FP8": f"Fp8::{TYPES[a.dtype].upper()}",
+        "B_FP8": f"Fp8::{TYPES[b.dtype].upper()}",
+        "A_SCALES_ALONG_K": int(along_k(a_scale)),
+        "B_SCALES_ALONG_K": int(along_k(b_scale.mT)),
+        "OUT": OUT[out.dtype],
+        "BIAS": 0 if bias is None else OUT[bias.dtype],
+    }
     options = {
         "ROWS": config.ROWS, "TILES": 1, "WARPS_N": config.WARPS_N, "WARPS_K": config.WARPS_K,
         "STAGES": config.STAGES, "DEPTH": config.DEPTH, "CLUSTER": config.CLUSTER, "RESIDENT": config.RESIDENT,
@@ -198,7 +202,7 @@ def plan(product: ScaledProduct, config: MxTilesConfig) -> tuple[CudaLaunch]:
         CudaLaunch(
             kernel=CudaKernel(
                 "mx_tiles.cu", "mx_tiles", (*macros.items(), *options.items()),
-                wgmma_source(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),
+                (Wgmma(config.ROWS, TYPES[b.dtype], TYPES[a.dtype]),),
             ),
             grid=grid,
             threads=config.threads,

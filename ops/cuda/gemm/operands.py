@@ -7,8 +7,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.limits import TMA_ALIGNMENT, round_up
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.ops.cuda.limits import TMA_ALIGNMENT
+from fp8fn.ops.layout import WHOLE, Block, round_up
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
 

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
-from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT, round_up
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
+from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.groups import unit_of
-from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.layout import WHOLE, round_up
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import OCP, Target
+from fp8fn.ops.targets import OCP, Target, hopper_fault
 
 BK: Final = 128
 # The scales of 128 x 128 blocks: runs of them in shared memory, and the bytes of one run of one chunk of lines.
@@ -75,8 +75,8 @@ def accepts(product: ScaledProduct) -> str | None:
     if product.offsets is not None and (reason := _refuses_groups(product, product.offsets)) is not None:
         return reason
     (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
-    if target.backend != "cuda" or target.arch != 90:
-        return f"{target.name} is not sm90"
+    if (reason := hopper_fault(target)) is not None:
+        return reason
     if a.dtype not in OCP or b.dtype not in OCP:
         return f"{a.dtype} and {b.dtype} are not both types of the tensor core"
     if a_scale.dtype != torch.float32:
@@ -178,7 +178,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         options["GROUPED"] = grouped
     launch = CudaLaunch(
         kernel=CudaKernel(
-            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), wgmma_source(width, TYPES[a.dtype], TYPES[b.dtype])
+            "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, TYPES[a.dtype], TYPES[b.dtype]),)
         ),
         grid=(_programs(m, n, batches, grouped, config, target), 1, 1),
         threads=128 * (config.MATH + 1),
@@ -204,7 +204,7 @@ def _programs(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig
 
 
 def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
-    """How many stages fit (or `config.STAGES`), and the bytes of shared memory they take."""
+    """The number of stages that fit (or `config.STAGES`), and the bytes of shared memory they take."""
     a_scale = 4 * scales_of_a if kinds[0] == "VECTOR" else 0
     b_scale = 4 * config.BN if kinds[1] == "VECTOR" else 0
     stage = (config.BM + config.BN) * BK + round_up(a_scale, 128) + round_up(b_scale, 128) + 16

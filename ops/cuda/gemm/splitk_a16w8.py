@@ -13,7 +13,7 @@ import torch
 from fp8fn.ops.cuda.gemm import gemv_a16w8
 from fp8fn.ops.cuda.gemm.a16w8_tiles import LEAST_STAGES, STAGE_K, arriving_bytes, scale_bytes, stages_of
 from fp8fn.ops.cuda.gemm.operands import as_batch, column_steps, map_fault, types_of
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import (
     PREFETCHED,
     RESERVED,
@@ -229,7 +229,7 @@ def plan(product: WeightProduct, config: SplitKConfig) -> tuple[CudaLaunch]:
         CudaLaunch(
             kernel=CudaKernel(
                 "splitk_a16w8.cu", "splitk_a16w8", (*macros.items(), *options.items()),
-                wgmma_source(config.ROWS, kind, kind, a_in_registers=True),
+                (Wgmma(config.ROWS, kind, kind, a_in_registers=True),),
             ),
             grid=grid,
             threads=config.threads,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp8fn.ops.cuda.limits import MOST_BLOCKS
 from fp8fn.ops.quantization import Quantization
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 
 # Columns that a thread loads and stores at once.
 OCTET: Final = 8
@@ -25,8 +25,8 @@ _FP8: Final = {torch.float8_e4m3fn: "E4M3", torch.float8_e5m2: "E5M2"}
 
 def hardware_fault(q: Quantization) -> str | None:
     """Why no kernel of this folder quantizes on the target, or to the element type, or None."""
-    if q.target.name != "sm90":
-        return f"{q.target.name} is not sm90"
+    if (reason := hopper_fault(q.target)) is not None:
+        return reason
     if q.dtype not in OCP:
         return f"{q.dtype} is no type of the hardware"
     return None

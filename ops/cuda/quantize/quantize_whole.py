@@ -19,19 +19,23 @@ from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import WHOLE, Block, is_column_major
 from fp8fn.ops.quantization import PLAIN, Quantization
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import Target, hopper_fault
 
 _TILE_COLUMNS: Final = 128
 
 
 @dataclass(frozen=True)
 class AmaxConfig:
-    """The macros of `amax.cu`; a tile has `2 * WARPS * ROWS` rows."""
+    """The macros of `amax.cu`."""
 
     WARPS: int = 8
     ROWS: int = 8
     BLOCKS: int = 4
     LOAD: str = "CACHED"
+
+    @property
+    def tile_rows(self) -> int:
+        return 2 * self.WARPS * self.ROWS
 
 
 @dataclass(frozen=True)
@@ -53,9 +57,7 @@ def amax_fault(x: Tensor, block: Block, target: Target) -> str | None:
     """Why `amax.cu` cannot find the largest magnitudes of a non-empty `x` in blocks, or None."""
     if block != (WHOLE, WHOLE):
         return f"block {block} is no whole matrix"
-    if target.name != "sm90":
-        return f"{target.name} is not sm90"
-    return rows_fault(_rows_of(x))
+    return hopper_fault(target) or rows_fault(_rows_of(x))
 
 
 def configure(q: Quantization) -> WholeConfig:
@@ -77,11 +79,11 @@ def plan(q: Quantization, config: WholeConfig) -> tuple[CudaLaunch, ...]:
 
 def plan_amax(x: Tensor, amax: Tensor, target: Target, config: AmaxConfig) -> tuple[CudaLaunch, ...]:
     """The launches that fill `amax (..., 1, 1)`: the second one reduces the maxima of the first one's blocks."""
+    if _blocks(x, target, config) == 1:
+        return (plan_maxima(x, target, config, amax),)
     maxima = plan_maxima(x, target, config)
     of_blocks = maxima.args["amax"]
     assert isinstance(of_blocks, Tensor)
-    if of_blocks.numel() == amax.numel():
-        return (plan_maxima(x, target, config, amax),)
     rows = of_blocks.unsqueeze(-2)
     last = plan_maxima(rows, target, configure_amax(rows), amax)
     return maxima, replace(last, binds={"x": "maxima"}, scratch=("x",))
@@ -89,14 +91,12 @@ def plan_amax(x: Tensor, amax: Tensor, target: Target, config: AmaxConfig) -> tu
 
 def plan_maxima(x: Tensor, target: Target, config: AmaxConfig, amax: Tensor | None = None) -> CudaLaunch:
     """The launch that fills `amax`, one maximum for each matrix, or as many maxima as keep the GPU busy."""
-    matrices, x = x.shape[:-2].numel(), _rows_of(x)
-    m, n = x.shape[-2:]
-    rows = 2 * config.WARPS * config.ROWS
-    tiles = -(-m // rows) * -(-n // _TILE_COLUMNS)
+    matrices = x.shape[:-2].numel()
     scratch = amax is None
     if amax is None:
-        count = min(tiles, max(1, target.cores * config.BLOCKS // matrices))
-        amax = torch.empty((matrices, count), dtype=torch.float32, device=x.device)
+        amax = torch.empty((matrices, _blocks(x, target, config)), dtype=torch.float32, device=x.device)
+    x = _rows_of(x)
+    (m, n), rows = x.shape[-2:], config.tile_rows
     macros: dict[str, int | str] = {
         "INPUT": input_type(x), "EVEN": int(m % rows == 0 and n % _TILE_COLUMNS == 0), "PARTIAL": int(n % OCTET != 0),
         "ALIGNED": int(is_aligned(x)), "WARPS": config.WARPS, "ROWS": config.ROWS, "BLOCKS": config.BLOCKS,
@@ -113,6 +113,13 @@ def plan_maxima(x: Tensor, target: Target, config: AmaxConfig, amax: Tensor | No
         binds={"amax": "maxima"} if scratch else {},
         scratch=("amax",) if scratch else (),
     )
+
+
+def _blocks(x: Tensor, target: Target, config: AmaxConfig) -> int:
+    """Blocks of threads for each matrix, each of which leaves a maximum: as many as keep the GPU busy."""
+    m, n = _rows_of(x).shape[-2:]
+    tiles = -(-m // config.tile_rows) * -(-n // _TILE_COLUMNS)
+    return min(tiles, max(1, target.cores * config.BLOCKS // x.shape[:-2].numel()))
 
 
 def _rows_of(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.layout import Block, is_square
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.silu_mul import SavedSiluMul, SiluMulBackward
-from fp8fn.ops.targets import OCP
+from fp8fn.ops.targets import OCP, hopper_fault
 
 _ROW: Final[Block] = (1, 128)
 _PRODUCT_BLOCKS: Final[tuple[Block, ...]] = ((128, 1), (128, 128))
@@ -40,8 +40,8 @@ def accepts_saved(saved: SavedSiluMul) -> str | None:
 
 def accepts_backward(given: SiluMulBackward) -> str | None:
     """Why `silu_mul_backward.cu` cannot compute a gradient that is not empty, or None."""
-    if given.target.name != "sm90":
-        return f"{given.target.name} is not sm90"
+    if (reason := hopper_fault(given.target)) is not None:
+        return reason
     for dtype in (given.dtype, given.product_dtype, given.gate.data.dtype):
         if dtype not in OCP:
             return f"{dtype} is no type of the hardware"

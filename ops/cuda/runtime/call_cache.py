@@ -156,6 +156,11 @@ def record() -> Iterator[Tape]:
         _recording.tape = outside
 
 
+def is_recording() -> bool:
+    """Whether this thread writes its calls down."""
+    return _recording.tape is not None
+
+
 def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.empty_strided`, on the current GPU past the dispatcher, as Inductor's code allocates: in half the time."""
     if device.type == "cuda" and device.index == torch._C._cuda_getDevice():

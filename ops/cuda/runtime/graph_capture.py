@@ -51,7 +51,7 @@ def readable(*tensors: Tensor) -> bool:
 
 
 def ahead(device: torch.device) -> Window | None:
-    """That of the current stream; None where it is not known, or not captured."""
+    """The window of the current stream; None where it is not known, or the stream is not captured."""
     place = _place(device)
     if place is None:
         return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class CudaLaunch(Launch):
     overlaps: bool = False
     """Whether it may begin while the launch before it on the stream ends: the kernel waits for that one by itself."""
     late: bool = False
-    """Of one that overlaps, whether the next may begin only when all before it has ended."""
+    """Whether, after a launch that overlaps, the next may begin only when all before it has ended."""
     binds: Mapping[str, str] = field(default_factory=dict)
     """The op's tensor behind a pointer argument, by name, where the op has another name for it than the kernel."""
     scratch: tuple[str, ...] = ()
@@ -131,11 +132,13 @@ class Prepared:
             function = function_of(launch.kernel, launch.target.cubin, launch.shared, index)
             self._function = ctypes.c_void_p(function)
             driver.make_context_current(index)  # for descriptors; this thread may not have called CUDA before
-        self._index = index
+        self.index = index
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan
         self._pack(launch.args)
         self._shape = (*launch.grid, launch.threads, 1, 1, launch.shared)
-        self._config = driver.overlapping(launch.grid, launch.threads, launch.shared) if launch.overlaps else None
+        self._extent = launch.grid, launch.threads, launch.shared
+        self.overlaps = launch.overlaps
+        self._config = driver.overlapping(*self._extent) if launch.overlaps else None
         self.settles = launch.settles
 
     def _pack(self, args: Mapping[str, Argument]) -> None:
@@ -144,9 +147,12 @@ class Prepared:
         address = -(-ctypes.addressof(storage) // driver.MAP_ALIGNMENT) * driver.MAP_ALIGNMENT
         self._maps: list[tuple[int, ctypes.c_void_p]] = []
         self._slots: list[tuple[int, ctypes.c_uint64]] = []
+        self._pointers: list[int] = []  # for each pointer the number of its parameter
         addresses, count = [], 0
-        for arg, size in zip(args.values(), sizes, strict=True):
+        for number, (arg, size) in enumerate(zip(args.values(), sizes, strict=True)):
             addresses.append(address)
+            if not isinstance(arg, (int, float, tuple)):
+                self._pointers.append(number)
             if isinstance(arg, TensorMap):
                 driver.encode_map(address, arg.tensor, arg.box, arg.swizzle, arg.promotion)
                 self._maps.append((count, ctypes.c_void_p(address)))
@@ -166,13 +172,13 @@ class Prepared:
 
     def launch(self, addresses: list[int]) -> None:
         """Start the kernel on the current stream of the current device, which is the one it was prepared on."""
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        stream = torch._C._cuda_getCurrentRawStream(self.index)
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
             status = self._start(stream)
             if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
-                driver.make_context_current(self._index)
+                driver.make_context_current(self.index)
                 status = self._start(stream)
         if status:
             driver.check(status, "launch")
@@ -187,17 +193,114 @@ class Prepared:
 
     def _place(self, addresses: list[int]) -> None:
         """Puts the addresses into the parameters."""
-        replace_address = driver.library().cuTensorMapReplaceAddress
         last, self._last = self._last, [-1] * len(addresses)  # where one fails, all are put in anew
         for place, map_ in self._maps:
             if addresses[place] != last[place]:
-                address = ctypes.c_void_p(addresses[place])
-                status = replace_address(map_, address)
-                if status == driver.INVALID_CONTEXT:
-                    driver.make_context_current(self._index)
-                    status = replace_address(map_, address)
-                if status:
-                    driver.check(status, "TMA descriptor")
+                replace_address(self.index, map_, addresses[place])
         for place, slot in self._slots:
             slot.value = addresses[place]
         self._last = addresses
+
+    def copied(self, slots: Sequence[int]) -> Parameters:
+        """A copy of the parameters, whose pointers lie at `slots` and whose descriptors are its own."""
+        pointers = (ctypes.c_void_p * len(self._parameters))(*self._parameters)
+        for number, slot in zip(self._pointers, slots, strict=True):
+            pointers[number] = slot
+        storage = ctypes.create_string_buffer(driver.MAP_BYTES * len(self._maps) + driver.MAP_ALIGNMENT)
+        address = -(-ctypes.addressof(storage) // driver.MAP_ALIGNMENT) * driver.MAP_ALIGNMENT
+        maps = []
+        with self._lock:  # no thread replaces an address in a descriptor meanwhile
+            for place, map_ in self._maps:
+                assert map_.value is not None
+                ctypes.memmove(address, map_.value, driver.MAP_BYTES)
+                pointers[self._pointers[place]] = address
+                maps.append((place, ctypes.c_void_p(address)))
+                address += driver.MAP_BYTES
+        return Parameters(pointers, maps, (storage, self))
+
+    def start_of(self, parameters: Parameters, stream: int) -> tuple[Any, ...]:
+        """The driver's function that starts the kernel on a stream, and its arguments."""
+        cuda = driver.library()
+        if not self.overlaps:
+            launch = (self._function, *self._shape, ctypes.c_void_p(stream), parameters.pointers, None)
+            return cuda.cuLaunchKernel, *launch
+        config = driver.overlapping(*self._extent)
+        config.stream = stream
+        return cuda.cuLaunchKernelEx, ctypes.byref(config), self._function, parameters.pointers, None
+
+
+class Parameters(NamedTuple):
+    """A kernel's parameters: where each lies, its descriptors by the number of their pointer, and what holds them."""
+
+    pointers: ctypes.Array[ctypes.c_void_p]
+    maps: list[tuple[int, ctypes.c_void_p]]
+    holders: tuple[object, ...]
+
+
+class LaunchSequence:
+    """Loaded kernels that start one after another on one device.
+
+    The kernels share one list of addresses, in which each address is written once. If a call has the addresses and the
+    stream of the call before, nothing is written.
+
+    Args:
+        steps: each kernel, and for each of its pointers the place of its address in the list, or None for null.
+        count: the length of the list.
+    """
+
+    def __init__(self, steps: Sequence[tuple[Prepared, Sequence[int | None]]], count: int) -> None:
+        self.device = steps[0][0].device
+        self._index = steps[0][0].index
+        self._lock = threading.Lock()
+        self._addresses = (ctypes.c_uint64 * (count + 1))()  # the last one is null
+        self._format = struct.Struct(f"={count}Q")
+        first, size = ctypes.addressof(self._addresses), ctypes.sizeof(ctypes.c_uint64)
+        self._kernels: list[tuple[Prepared, Parameters]] = []
+        self._maps: list[tuple[int, ctypes.c_void_p]] = []
+        for kernel, places in steps:
+            parameters = kernel.copied([first + size * (count if place is None else place) for place in places])
+            self._kernels.append((kernel, parameters))
+            for pointer, map_ in parameters.maps:
+                place = places[pointer]
+                assert place is not None
+                self._maps.append((place, map_))
+        self._last = [-1] * count
+        self._stream: int | None = None
+        self._starts: list[tuple[Any, ...]] = []
+
+    def start(self, addresses: list[int]) -> None:
+        """Start the kernels on the current stream of the current device, which is the one they were prepared on."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        with self._lock:
+            if addresses != self._last:
+                self._place(addresses)
+            if stream != self._stream:
+                self._starts = [kernel.start_of(parameters, stream) for kernel, parameters in self._kernels]
+                self._stream = stream
+            for function, *arguments in self._starts:
+                status = function(*arguments)
+                if status:
+                    if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
+                        driver.make_context_current(self._index)
+                        status = function(*arguments)
+                    driver.check(status, "launch")
+
+    def _place(self, addresses: list[int]) -> None:
+        """Writes the addresses into the list and the descriptors."""
+        last, self._last = self._last, [-1] * len(addresses)  # where one fails, all are written anew
+        self._format.pack_into(self._addresses, 0, *addresses)
+        for place, map_ in self._maps:
+            if addresses[place] != last[place]:
+                replace_address(self._index, map_, addresses[place])
+        self._last = addresses
+
+
+def replace_address(index: int, map_: ctypes.c_void_p, address: int) -> None:
+    """Writes an address into a TMA descriptor for a device."""
+    replace, pointer = driver.library().cuTensorMapReplaceAddress, ctypes.c_void_p(address)
+    status = replace(map_, pointer)
+    if status == driver.INVALID_CONTEXT:
+        driver.make_context_current(index)
+        status = replace(map_, pointer)
+    if status:
+        driver.check(status, "TMA descriptor")

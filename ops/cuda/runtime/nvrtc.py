@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
@@ -23,17 +23,29 @@ _FOLDER: Final = Path(__file__).parent.parent
 _OPTIONS: Final = ("--std=c++17", "--device-int128", "-default-device")
 
 
+class Instruction(Protocol):
+    """An instruction as a function of CUDA C++ whose text is made when a kernel is compiled; equal by value."""
+
+    @property
+    def source(self) -> str: ...
+
+
 @dataclass(frozen=True)
 class CudaKernel:
     """A kernel of a `.cu` file of `ops/cuda`, specialised by macros: the constexprs of CUDA C++.
 
-    `generated` is source that goes before the file: instructions whose text depends on the macros.
+    The source of the `instructions` goes before the file: their text depends on their width and types.
     """
 
     file: str
     entry: str
     macros: tuple[tuple[str, int | str], ...]
-    generated: str = field(default="", repr=False)
+    instructions: tuple[Instruction, ...] = field(default=(), repr=False)
+
+    @property
+    def generated(self) -> str:
+        """The source that goes before the file."""
+        return "".join(instruction.source for instruction in self.instructions)
 
 
 class CompilationError(RuntimeError):

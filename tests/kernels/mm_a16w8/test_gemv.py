@@ -242,7 +242,7 @@ def test_every_division_of_many_rows(config: many.ManyRowsConfig) -> None:
 @pytest.mark.parametrize("fp8", [E4M3, E5M2])
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_scales_of_any_size_among_many_rows(config: many.ManyRowsConfig, fp8: torch.dtype, dtype: torch.dtype) -> None:
-    """That of one k-block alone, the others 0; falling, rising and of either sign along K: each column for itself."""
+    """Columns with the scale of one k-block alone and the others 0, and with scales that fall, rise or change sign."""
     blocks, alone = 5, (1e-5, 3e-3, 1.0, 300.0, *((3e-39, 1e-34, 1e-12, 1e12, 1e28) if dtype == BF16 else ()))
     columns = []
     for size in alone:
@@ -421,7 +421,7 @@ def test_a_short_k_is_in_flight_as_a_whole() -> None:
 
 @needs_nvrtc
 def test_which_kernel_serves_few_rows() -> None:
-    """That of many where a batch has tiles for most multiprocessors, or K is short; as was timed on an H200."""
+    """The kernel of many rows where a batch has tiles for most multiprocessors, or K is short: timed on an H200."""
 
     def entry(m: int, n: int, k: int, *batch: int, constant: bool = False) -> str:
         (launch,) = op.MM_A16W8.plan(operands(m, n, k, batch=batch, constant=constant))

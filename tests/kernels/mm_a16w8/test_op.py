@@ -344,7 +344,7 @@ def test_on_the_device(block: Block, dtype: torch.dtype, contiguous: str) -> Non
             w = weight(k, n, block, dtype=fp8, contiguous=contiguous, batch=batch, device="cuda")
             found = op(x, w.data, w.scale, block, bias, FP32)
             assert_near(found, x, w, bias)
-            # Not the same kernel for every type of output, so that sums have another order.
+            # Types of output have different kernels, so that sums have another order.
             torch.testing.assert_close(
                 op(x, w.data, w.scale, block, bias).float(), found, rtol=2 * torch.finfo(dtype).eps, atol=2e-3
             )

@@ -1,4 +1,4 @@
-"""Which MX problems go to the kernels in HIP: every shape of the models that decode, every refusal, tables, faults."""
+"""The MX problems that go to the kernels in HIP: all shapes of models that decode, refusals, tables, faults."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_column(case: Dense) -> None:
 @needs_compiler
 @pytest.mark.parametrize("case", [Dense("gemv", 1, 6, 64, ROWS[0]), Dense("mfma", 1, 6, 64, HipConfig())], ids=str)
 def test_the_least_and_the_largest_scale(case: Dense) -> None:
-    """Whose product is 1, though one alone is subnormal in float32 and the other times a datum infinite."""
+    """Their product is 1, though one alone is subnormal in float32 and the other times a datum infinite."""
     a, b = operands(case)
     a.scale.view(torch.uint8).copy_(torch.tensor([[0, 254]]))
     b.scale.view(torch.uint8).copy_(torch.tensor([254, 0])[:, None].expand(2, 6))

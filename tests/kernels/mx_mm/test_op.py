@@ -353,7 +353,7 @@ def test_fused_producers_in_blocks_of_32(scale: Any, device: torch.device) -> No
 
 
 def test_compiled_on_quantized_inputs(fresh_dynamo: None) -> None:
-    """Whose blocks Dynamo may make symbolic."""
+    """Dynamo may make the blocks of quantized inputs symbolic."""
     compiled = torch.compile(lambda a, b: fp8fn.gemm(a, b), fullgraph=True, dynamic=True, backend="aot_eager")
     for m in (5, 18):
         a, b = operands(m, 48, 160)

@@ -455,7 +455,7 @@ def test_on_the_device_past_int32() -> None:
 # The functions of `fp8fn`.
 
 SIZES = (0, 130, 1, 0, 69)
-# How many tokens follow, too few for large units and enough.
+# The number of tokens that follow: too few for large units, and enough.
 EACH_TAIL = pytest.mark.parametrize("tail", [9, 2360], ids=["small", "large"])
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
@@ -76,14 +77,17 @@ def test_the_largest_of_hard_values(hard: str, where: str) -> None:
 def test_a_given_magnitude_takes_one_launch_and_gives_the_same_bits(view: str, where: str) -> None:
     x = VIEWS[view]().to(where)
     of_pair, of_one = (f(x, WHOLE, E4M3, "fp32") for f in (reference.quantize_dual, reference.quantize))
+    rows, columns = of_pair[:2], of_pair[2:]
     for amax in (largest(x), largest(x).float(), -largest(x)):
 
         def check(amax: Tensor = amax) -> None:
             assert same_bits(quantize_dual_kernel(x, WHOLE, amax=amax), of_pair)
             assert same_bits(quantize_kernel(x, WHOLE, amax=amax), of_one)
+            assert same_bits(quantize_kernel(x, WHOLE, amax=amax, column_major=False), rows)
+            assert same_bits(quantize_kernel(x, WHOLE, amax=amax, column_major=True), columns)
 
         names = launched(check, where)
-        assert not names or names == ["quantize"] * 2
+        assert not names or names == ["quantize"] * 4
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(dtype, scale) for dtype in OCP for scale in SCALE_FORMATS], ids=str)
@@ -159,6 +163,31 @@ def test_quantize_is_quantize_of_its_own_amax(block: tuple[int, int]) -> None:
         amax = torch.ops.fp8fn.amax(x, block)
         found = torch.ops.fp8fn.quantize(x, block, E5M2, "pow2", amax)
         assert same_bits(found, torch.ops.fp8fn.quantize(x, block, E5M2, "pow2"))
+
+
+@pytest.mark.parametrize("block", [(128, 128), WHOLE], ids=str)
+def test_triton_writes_either_layout(block: tuple[int, int]) -> None:
+    for x in (random(2, 130, 200), random(200, 140, dtype=FP32).mT):
+        pair = reference.quantize_dual(x, block, E4M3, "fp32")
+        for column_major, expected in ((False, pair[:2]), (True, pair[2:])):
+            q = quantization(x, block, column_major=column_major)
+            for launch in plan_quantize(q):
+                launch.interpret()
+            assert same_bits(tensors(q), expected)
+
+
+@pytest.mark.parametrize(("block", "always"), [((1, 128), "row-major"), ((128, 1), "column-major")], ids=str)
+def test_only_square_blocks_have_a_choice_of_layouts(block: tuple[int, int], always: str) -> None:
+    x, weight = torch.ones(8, 16, dtype=BF16), torch.ones(16, dtype=BF16)
+    ops = torch.ops.fp8fn
+    for name, call in (
+        ("quantize", lambda: ops.quantize(x, block, column_major=True)),
+        ("quantize_silu_mul", lambda: ops.quantize_silu_mul(x, x, block, column_major=True)),
+        ("quantize_rms_norm", lambda: ops.quantize_rms_norm(x, weight, 1e-6, block, column_major=True)),
+    ):
+        message = f"{name}: column_major=True is given for block {block}, which is always {always}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_triton_takes_a_given_magnitude() -> None:

@@ -1,4 +1,4 @@
-"""Which kernel serves each pair of blocks of the two operands on Hopper."""
+"""The kernel that serves each pair of blocks of the two operands on Hopper."""
 
 from __future__ import annotations
 

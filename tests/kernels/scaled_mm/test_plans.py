@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import fp8fn
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig, accepts, plan
-from fp8fn.ops.cuda.gemm.wgmma import wgmma_source
+from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
@@ -213,7 +213,7 @@ def test_resources_are_those_of_the_machine_code() -> None:
 @pytest.mark.parametrize("width", [8, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("a_in_registers", [False, True])
 def test_wgmma_source_names_every_accumulator(width: int, a_in_registers: bool) -> None:
-    source = wgmma_source(width, "e4m3", "e5m2", a_in_registers=a_in_registers)
+    source = Wgmma(width, "e4m3", "e5m2", a_in_registers=a_in_registers).source
     assert f"wgmma.mma_async.sync.aligned.m64n{width}k32.f32.e4m3.e5m2" in source
     for i in range(width // 2):
         assert f"(d[{i}])" in source

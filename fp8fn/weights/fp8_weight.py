@@ -1,0 +1,310 @@
+"""`FP8Weight`: a `ScaledTensor` that any module holds as a parameter.
+
+The subclass works by `__torch_dispatch__` alone. Autograd, autocast, functorch and AOTAutograd run above it and call
+`mm`, `bmm`, `addmm` and views, so the derivatives in the activations are those of `mm`, to any order. `OPERATIONS` maps
+an ATen op to its form for FP8 weights; the modules beside this one fill it. Any other op dequantizes the weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fp8fn.ops.formats import INPUT_DTYPES, short_name
+from fp8fn.ops.layout import WHOLE
+from fp8fn.scaled_tensor import ScaledTensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
+_PARTS: Final = ["_data", "_scale"]
+_warned: Final[set[str]] = set()
+
+
+class Form(NamedTuple):
+    """Everything about an `FP8Weight` but its two tensors; torch.compile guards on it.
+
+    `block` has one entry for each dimension of the data (1 for experts, -1 for a whole axis), so that a permutation and
+    most reshapes of a weight are views of its data and scales. `flat` says that the weight is seen as a vector, as FSDP
+    and DDP see parameters. `shares` says that a scale also belongs to elements outside of this view, or is a copy: then
+    nothing may be written into the view.
+    """
+
+    block: tuple[int, ...]
+    dtype: torch.dtype
+    flat: bool = False
+    shares: bool = False
+
+
+class NoForm(Exception):
+    """An op has no form for a weight, or for its view, and has to dequantize it."""
+
+
+def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Runs an op that has an `FP8Weight` among its arguments."""
+    kwargs = kwargs or {}
+    if torch.is_inference_mode_enabled() and func.is_view and not args[0].is_inference():
+        # PyTorch gives a view of a normal tensor the version counter of its base, and an inference tensor has none.
+        with torch.inference_mode(False):
+            return _run(func, args, kwargs)
+    return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    operation = OPERATIONS.get(func)
+    if operation is None:
+        return _without_form(func, args, kwargs)
+    try:
+        return operation(*args, **kwargs)
+    except NoForm:
+        pass  # outside of the handler, so that an error of the op does not name this one
+    return dequantized(func, args, kwargs)
+
+
+def _text(weight: FP8Weight, *, tensor_contents: Any = None) -> str:
+    """The `repr`: no values, which may be large or on another device."""
+    block = f"({', '.join(map(str, weight._form.block))})"
+    where = f", device={str(weight.device)!r}" if weight.device.type != "cpu" else ""
+    text = (
+        f"FP8Weight({short_name(weight._data.dtype)}{list(weight.shape)}, block={block}, dtype={weight.dtype}{where})"
+    )
+    return f"Parameter containing:\n{text}" if is_parameter(weight) else text
+
+
+class FP8Weight(Tensor):
+    """A frozen FP8 weight with its scales, which `nn.Parameter` takes and which any module computes with.
+
+    Matrix products (`F.linear`, `@`, `einsum`, `addmm`, `bmm`, …) multiply unquantized activations by the FP8 data, and
+    are differentiable in the activations. Other ops dequantize the weight at each call, with one warning for each op.
+    An op that would write into the weight raises an error, except `copy_` and state-dict loads: they copy the data of
+    an `FP8Weight` and quantize a plain tensor. `half()`, `bfloat16()` and `to(dtype)` change `dtype` and share the
+    data. `fp8fn.quantize` returns the weight's own data.
+
+    Args:
+        scaled: `ScaledTensor` that the weight holds, with no copy.
+        dtype: Type that the weight stands for: `weight.dtype`, and the type of the activations that it multiplies.
+
+    Shape:
+        `scaled (N, K)`, or `(E, N, K)` for experts.
+
+    Raises:
+        TypeError: `scaled` is not a `ScaledTensor`, or `dtype` is not bfloat16, float16 or float32.
+
+    Example:
+        >>> layer = torch.nn.Linear(256, 512, bias=False)
+        >>> scaled = fp8fn.quantize(layer.weight.detach(), (128, 128))
+        >>> layer.weight = torch.nn.Parameter(fp8fn.FP8Weight(scaled, torch.float32), requires_grad=False)
+        >>> layer(torch.randn(4, 256)).shape
+        torch.Size([4, 512])
+    """
+
+    # Pickles and checkpoints name the class by its public name.
+    __module__ = "fp8fn"
+    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
+    __torch_dispatch__: Any = classmethod(_dispatch)
+    __repr__: Any = _text
+
+    _data: Tensor
+    _scale: Tensor
+    _form: Form
+
+    def __new__(cls, scaled: ScaledTensor, dtype: torch.dtype = torch.bfloat16) -> FP8Weight:
+        if not isinstance(scaled, ScaledTensor):
+            remedy = "use fp8fn.quantize(weight, (128, 128)), or ScaledTensor(data, scale, block)"
+            raise TypeError(f"FP8Weight: scaled is a {type(scaled).__name__}; {remedy}")
+        check_dtype("FP8Weight", dtype)
+        return weight_of(scaled.data, scaled.scale, Form((1,) * (scaled.ndim - 2) + scaled.block, dtype))
+
+    @property
+    def scaled(self) -> ScaledTensor:
+        """The `ScaledTensor` that shares the weight's memory."""
+        block = self._form.block
+        if (
+            self._form.flat
+            or len(block) < 2
+            or any(b != 1 and n != 1 for b, n in zip(block[:-2], self.shape, strict=False))
+        ):
+            raise ValueError(
+                f"FP8Weight.scaled: a view of shape {tuple(self.shape)} in blocks of {block} has no matrices"
+            )
+        return ScaledTensor(self._data, self._scale, (block[-2], block[-1]))
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """`data * scale` in float32, rounded once to `dtype`: by default the type that the weight stands for."""
+        dtype = self.dtype if dtype is None else dtype
+        check_dtype("FP8Weight.dequantize", dtype)
+        scale = self._scale.float()
+        for axis, (block, size) in enumerate(zip(self._form.block, self._data.shape, strict=True)):
+            if block not in (1, WHOLE) and size != 1:
+                scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+        out = (self._data.float() * scale).to(dtype)
+        return out.reshape(-1) if self._form.flat else out
+
+    def __tensor_flatten__(self) -> tuple[list[str], Form]:
+        return _PARTS, self._form
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], form: Form, size: Any, stride: Any) -> FP8Weight:
+        return weight_of(parts["_data"], parts["_scale"], form)
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key of AOTAutograd's cache: metadata alone."""
+        parts = [(part.shape, part.stride(), part.dtype, part.device) for part in (self._data, self._scale)]
+        return f"FP8Weight {self._form} {parts}"
+
+    # PyTorch declares both as attributes.
+    @property
+    def requires_grad(self) -> bool:
+        """Always False: an FP8 weight is frozen."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> FP8Weight:
+        """Has no effect but one warning: `nn.Parameter` and `load_state_dict(assign=True)` pass True by default."""
+        if requires_grad and _is_first("requires_grad"):
+            warnings.warn("an FP8Weight stays frozen: requires_grad=True has no effect on it", stacklevel=2)
+        return self
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        # PyTorch's setter changes the sizes of the wrapper and leaves its two tensors as they are.
+        if not isinstance(value, Tensor) or value.shape != self.shape or value.device != self.device:
+            what = f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+            raise RuntimeError(
+                f"weight.data = a {what}: the weight has shape {tuple(self.shape)} on {self.device}; "
+                "assign a new torch.nn.Parameter to the module"
+            )
+        if not isinstance(value, FP8Weight):
+            self.copy_(value)
+        elif value.dtype != self.dtype:
+            raise RuntimeError(f"weight.data = an FP8Weight for {value.dtype}; this one stands for {self.dtype}")
+        else:
+            self._data, self._scale, self._form = value._data, value._scale, value._form
+
+    def share_memory_(self) -> FP8Weight:
+        for part in (self._data, self._scale):
+            part.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        return bool(self._data.is_shared())
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """The bytes that FSDP2 gathers."""
+        from fp8fn.weights.fsdp import before_gather
+
+        return before_gather(self, mesh, outer_size)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype | None, *, out: Any = None
+    ) -> Any:
+        """The gathered weight."""
+        from fp8fn.weights.fsdp import after_gather
+
+        return after_gather(outputs, metadata, param_dtype, out)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if is_parameter(self):
+            return torch.nn.Parameter, (self.detach(), False)
+        return FP8Weight, (self.scaled, self.dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FP8Weight:
+        if id(self) not in memo:
+            parts = [part.detach().clone() for part in (bytes_of(self._data), bytes_of(self._scale))]
+            parts = [part.view(old.dtype) for part, old in zip(parts, (self._data, self._scale), strict=True)]
+            copy = weight_of(parts[0], parts[1], self._form)
+            memo[id(self)] = torch.nn.Parameter(copy, requires_grad=False) if is_parameter(self) else copy
+        made: FP8Weight = memo[id(self)]
+        return made
+
+
+def weight_of(data: Tensor, scale: Tensor, form: Form) -> FP8Weight:
+    """The weight of these parts, which are not checked."""
+    size, stride = ((data.numel(),), (1,)) if form.flat else (data.shape, data.stride())
+    made = Tensor._make_wrapper_subclass(FP8Weight, size, strides=stride, dtype=form.dtype, device=data.device)
+    made._data, made._scale, made._form = data, scale, form
+    return made
+
+
+def implements(*ops: Any) -> Callable[[F], F]:
+    """Decorates the form of ATen ops for FP8 weights. It raises `NoForm` where the op has to dequantize."""
+
+    def register(operation: F) -> F:
+        OPERATIONS.update(dict.fromkeys(ops, operation))
+        return operation
+
+    return register
+
+
+def check_dtype(name: str, dtype: object) -> None:
+    if dtype not in INPUT_DTYPES:
+        raise TypeError(f"{name}: dtype={dtype} is no type of activations; use bfloat16, float16 or float32")
+
+
+def bytes_of(part: Tensor) -> Tensor:
+    """Data or scales of one byte as uint8, which every op of PyTorch takes; float32 scales as they are."""
+    return part.view(torch.uint8) if part.element_size() == 1 else part
+
+
+def is_parameter(weight: FP8Weight) -> bool:
+    return getattr(weight, "_is_param", False)
+
+
+def _is_first(key: str) -> bool:
+    if key in _warned:
+        return False
+    _warned.add(key)
+    return True
+
+
+def _without_form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op that `OPERATIONS` does not have: its decomposition, or the op on dequantized weights."""
+    written = [
+        arg
+        for spec, arg in zip(func._schema.arguments, args, strict=False)
+        if spec.alias_info and spec.alias_info.is_write
+    ]
+    if any(isinstance(leaf, FP8Weight) for leaf in pytree.tree_leaves((written, kwargs.get("out")))):
+        raise NotImplementedError(
+            f"{func} would write into an FP8Weight, whose 8-bit data cannot hold the result; use weight.copy_(values), "
+            "which quantizes, or first replace the parameter by torch.nn.Parameter(weight.dequantize())"
+        )
+    if func.namespace == "fp8fn":
+        out = func.decompose(*args, **kwargs)
+        if out is NotImplemented:
+            raise TypeError(f"{func} takes no FP8Weight; pass weight.scaled, or weight.dequantize()")
+        return out
+    if "c10d" in func.namespace:
+        raise NotImplementedError(
+            f"{func} has no form for an FP8Weight; run the collective on weight.scaled.data.view(torch.uint8) and on "
+            "weight.scaled.scale"
+        )
+    out = func.decompose(*args, **kwargs)
+    return dequantized(func, args, kwargs) if out is NotImplemented else out
+
+
+def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an op on dequantized weights, with one warning for each op."""
+    if _is_first(str(func)):
+        shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FP8Weight)]
+        view = ", and writing into its result does not change the weight" if func.is_view else ""
+        warnings.warn(f"{func} has no FP8 form: the weight {shapes[0]} is dequantized at each call{view}", stacklevel=3)
+    args, kwargs = pytree.tree_map_only(FP8Weight, FP8Weight.dequantize, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+torch.serialization.add_safe_globals([FP8Weight])

@@ -1,0 +1,242 @@
+"""`load_weights`: a checkpoint with FP8 weights into a module, which may be on the meta device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fp8fn import arguments
+from fp8fn.arguments import checked
+from fp8fn.checkpoint import load_blockwise, moved_to
+from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.scaled_tensor import ScaledTensor, check_device
+from fp8fn.weights.fp8_weight import FP8Weight
+from fp8fn.weights.quantize import Place, check_module, named_places
+
+_MOST_NAMES: Final = 20  # that an error lists for each kind
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One tensor of a model and all of its names; tied parameters have several."""
+
+    tensor: Tensor
+    names: tuple[str, ...]
+    places: tuple[Place, ...]
+    is_parameter: bool
+
+
+def _device(op: str, name: str, value: object) -> None:
+    if value is not None:
+        check_device(op, value)
+
+
+@checked(model=check_module, device=_device, dtype=arguments.out_dtype, strict=arguments.flag)
+def load_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> _IncompatibleKeys:
+    """Loads a safetensors checkpoint into a module; weights with block scales become `FP8Weight` parameters.
+
+    The layout is the one that `load_blockwise` reads (DeepSeek-V3, Qwen3-FP8). The module may be built on the meta
+    device. Tied parameters stay tied, and one of their names in the file is enough. Everything is read and checked
+    before the module changes: after an error it is as it was.
+
+    Args:
+        model: Module whose parameters and persistent buffers the checkpoint names.
+        path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
+        device: Where the tensors go; by default where each tensor of the module is, and the CPU for the meta device. On
+            the CPU tensors map the file.
+        dtype: Type of the floating-point tensors, and the type that FP8 weights stand for; by default that of each
+            tensor of the module.
+        strict: Whether a name that is missing, or one that the module does not have, is an error.
+
+    Returns:
+        The missing and the unexpected names, as `Module.load_state_dict`.
+
+    Raises:
+        RuntimeError: Names are missing or unexpected, or shapes differ.
+        ValueError: A file is damaged, or holds two different tensors for two tied parameters.
+        NotImplementedError: A parameter is sharded, or a buffer on the meta device is not in the checkpoint.
+
+    Example:
+        >>> import tempfile
+        >>> model, folder = torch.nn.Sequential(torch.nn.Linear(256, 256)), tempfile.mkdtemp()
+        >>> report = fp8fn.quantize_weights(model)
+        >>> fp8fn.save_weights(model, folder)
+        >>> with torch.device("meta"):
+        ...     empty = torch.nn.Sequential(torch.nn.Linear(256, 256))
+        >>> fp8fn.load_weights(empty, folder)
+        <All keys matched successfully>
+        >>> torch.equal(empty[0].weight, model[0].weight)
+        True
+    """
+    tensors = load_blockwise(path)
+    slots = list(_slots(model))
+    _refuse_sharded(slots)
+    given = {id(slot.tensor): [name for name in slot.names if name in tensors] for slot in slots}
+    missing = [slot.names[0] for slot in slots if not given[id(slot.tensor)]]
+    known = {name for slot in slots for name in slot.names}
+    unexpected = [name for name in tensors if name not in known]
+    errors = _wrong_shapes(slots, tensors)
+    if strict:
+        errors = [*_named("Missing", missing), *_named("Unexpected", unexpected), *errors]
+    if errors:
+        raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
+    _check_ties(slots, tensors)
+    rebuilt = _rebuilt_buffers(model, device)
+    loaded = []
+    for slot in _with_progress(slots):
+        if given[id(slot.tensor)]:
+            loaded.append((slot, _converted(slot, tensors[given[id(slot.tensor)][0]], device, dtype)))
+    for slot, value in loaded:
+        for place in slot.places:
+            held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
+            held[place.name] = value
+    for place, buffer in rebuilt:
+        if place.name in place.module._buffers:
+            place.module._buffers[place.name] = buffer
+        else:
+            setattr(place.module, place.name, buffer)
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _slots(model: nn.Module) -> Iterator[_Slot]:
+    """The parameters and the persistent buffers, tied ones once."""
+    places: dict[str, Place] = dict(named_places(model))
+    parameters = set(places)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                places[f"{prefix}.{name}" if prefix else name] = Place(module, name)
+    groups: dict[int, list[str]] = {}
+    for name, place in places.items():
+        groups.setdefault(id(getattr(place.module, place.name)), []).append(name)
+    for names in groups.values():
+        first = places[names[0]]
+        yield _Slot(
+            getattr(first.module, first.name),
+            tuple(names),
+            tuple(places[name] for name in names),
+            names[0] in parameters,
+        )
+
+
+def _refuse_sharded(slots: Iterable[_Slot]) -> None:
+    for slot in slots:
+        kind = type(slot.tensor)
+        if kind.__module__.startswith("torch.distributed"):
+            raise NotImplementedError(
+                f"load_weights: {slot.names[0]} is sharded, a {kind.__name__}; load the weights before fully_shard"
+            )
+
+
+def _named(kind: str, names: list[str]) -> list[str]:
+    if not names:
+        return []
+    shown = ", ".join(f'"{name}"' for name in names[:_MOST_NAMES])
+    return [f"{kind} key(s) in state_dict: {shown}{', ...' if len(names) > _MOST_NAMES else ''}. "]
+
+
+def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, ScaledTensor | Tensor]) -> list[str]:
+    errors = []
+    for slot in slots:
+        for name in slot.names:
+            value = tensors.get(name)
+            if value is None:
+                continue
+            if value.shape != slot.tensor.shape:
+                errors.append(
+                    f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in "
+                    f"current model is {slot.tensor.shape}."
+                )
+            elif isinstance(value, ScaledTensor) and not slot.is_parameter:
+                errors.append(f"{name} is an FP8 weight in the checkpoint, and a buffer of the model.")
+    return errors
+
+
+def _check_ties(slots: Iterable[_Slot], tensors: Mapping[str, ScaledTensor | Tensor]) -> None:
+    """Raises ValueError where a file holds two tensors for one parameter and they differ."""
+    for slot in slots:
+        names = [name for name in slot.names if name in tensors]
+        for name in names[1:]:
+            if not _equal(tensors[names[0]], tensors[name]):
+                raise ValueError(
+                    f"load_weights: {names[0]} and {name} are one parameter of the model, and differ in the "
+                    "checkpoint; build the model without the tie (tie_word_embeddings=False)"
+                )
+
+
+def _equal(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        return (a.block, a.dtype) == (b.block, b.dtype) and all(map(_equal, (a.data, a.scale), (b.data, b.scale)))
+    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor) or a.dtype != b.dtype:
+        return False
+    return torch.equal(*(x.view(torch.uint8) if x.element_size() == 1 else x for x in (a, b)))
+
+
+def _converted(
+    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """The parameter or the buffer that holds a tensor of the checkpoint."""
+    old = slot.tensor
+    target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
+    moved = value if target.type == "cpu" else moved_to(value, target)
+    if isinstance(moved, ScaledTensor):
+        stands_for = dtype or (old.dtype if old.dtype in INPUT_DTYPES else torch.bfloat16)
+        return nn.Parameter(FP8Weight(moved, stands_for), requires_grad=False)
+    if moved.is_floating_point() and (dtype is not None or old.is_floating_point()):
+        moved = moved.to(dtype or old.dtype)
+    if not slot.is_parameter:
+        return moved
+    return nn.Parameter(moved, requires_grad=old.requires_grad and moved.is_floating_point())
+
+
+def _rebuilt_buffers(model: nn.Module, device: torch.device | str | None) -> list[tuple[Place, Tensor]]:
+    """Values for the buffers on the meta device that no checkpoint holds, as the frequencies of a rotary embedding.
+
+    The module is built again from its `config`, as transformers' modules are.
+    """
+    found: list[tuple[Place, Tensor]] = []
+    for prefix, module in model.named_modules():
+        names = [
+            name
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.is_meta and name in module._non_persistent_buffers_set
+        ]
+        if not names:
+            continue
+        others = [name for name, value in vars(module).items() if isinstance(value, Tensor) and value.is_meta]
+        try:
+            with torch.device("cpu"):
+                make: Callable[..., nn.Module] = type(module)
+                fresh = make(module.config)
+            values = [(name, getattr(fresh, name)) for name in (*names, *others)]
+        except Exception as error:
+            raise NotImplementedError(
+                f"load_weights: buffer {f'{prefix}.{names[0]}' if prefix else names[0]} is on the meta device, and is "
+                f"not saved in checkpoints; build the {type(module).__name__} on a real device, or assign the buffer "
+                "first"
+            ) from error
+        found += [(Place(module, name), value.to(device or "cpu")) for name, value in values]
+    return found
+
+
+def _with_progress(slots: list[_Slot]) -> Iterable[_Slot]:
+    """The slots, with a progress bar on a terminal where tqdm is installed."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return slots
+    bar: Iterable[_Slot] = tqdm(slots, desc="loading", unit="tensor", disable=None)
+    return bar

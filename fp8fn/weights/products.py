@@ -1,0 +1,160 @@
+"""Matrix products with an FP8 weight, by `fp8fn::mm_a16w8`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.meta.bypass import shortest
+from fp8fn.ops.formats import SCALE_DTYPES
+from fp8fn.ops.layout import Block, is_square, known_block, moved, swap, turned
+from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
+from fp8fn.ops.values import can_be_read
+from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements
+from fp8fn.weights.views import select, t, transpose
+
+aten = torch.ops.aten
+
+# Up to this many rows each expert's product reads all rows, which takes no longer than reading the expert's weight.
+_FEW_ROWS: Final = 128
+
+
+@implements(aten.mm.default, aten.bmm.default)
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    return product(a, b)
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+    """`a @ b + bias` of a tensor and a weight, in either order; `bias` only where `b` is the weight."""
+    if isinstance(b, FP8Weight):
+        if isinstance(a, FP8Weight):
+            raise NoForm
+        weight, data, scale, block = b, b._data, b._scale, b._form.block
+    elif isinstance(a, FP8Weight):
+        out = product(b.transpose(-1, -2), transpose(a, -1, -2), None, out_dtype)
+        return out.transpose(-1, -2)
+    else:
+        raise NoForm
+    if a.dtype != weight._form.dtype:
+        raise RuntimeError(
+            f"expected the activations and the weight to have the same dtype, but got {a.dtype} and an FP8Weight for "
+            f"{weight._form.dtype}; use model.to({a.dtype}), which changes no data of the weight"
+        )
+    pair = known_block(block[-2:])
+    if pair is None or (len(block) == 3 and block[0] != 1 and weight.shape[0] != 1):
+        raise NoForm
+    op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
+    return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(
+        a, data, scale, pair, bias, out_dtype
+    )
+
+
+@implements(aten.linear.default)
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The whole layer, which arrives in inference mode only."""
+    if not isinstance(weight, FP8Weight) or isinstance(bias, FP8Weight) or weight.ndim != 2 or weight._form.flat:
+        raise NoForm
+    if x.ndim == 2:
+        return product(x, t(weight), bias)
+    out = product(x.reshape(-1, x.shape[-1]), t(weight), bias)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+@implements(aten.mv.default)
+def mv(matrix: Tensor, vector: Tensor) -> Tensor:
+    return product(matrix, vector[:, None]).squeeze(-1)
+
+
+@implements(aten.addmm.default, aten.baddbmm.default)
+def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """`beta * bias + alpha * (a @ b)`, rounded once."""
+    if isinstance(bias, FP8Weight):
+        raise NoForm
+    if alpha == beta == 1 and bias.ndim == 1 and isinstance(b, FP8Weight) and bias.shape[0] == b.shape[-1]:
+        return product(a, b, bias)
+    sums = product(a, b, None, torch.float32)
+    sums = sums if alpha == 1 else sums * alpha
+    # `beta=0` ignores what the bias holds, NaN included.
+    return (sums if beta == 0 else sums + bias.float() * beta).to(bias.dtype)
+
+
+@implements(aten._grouped_mm.default)
+def grouped_mm(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Each group's rows by its own expert; rows past the last group are zeros.
+
+    Offsets that the host can read name slices of rows. Otherwise the host must not wait: each expert multiplies all
+    rows if they are few, and the experts are dequantized if there are many.
+    """
+    if isinstance(x, FP8Weight) or not isinstance(weight, FP8Weight) or weight.ndim != 3:
+        raise NoForm
+    if bias is not None or offs is None or x.ndim != 2:
+        raise NoForm
+    shape, dtype = (x.shape[0], weight.shape[-1]), out_dtype or x.dtype
+    experts = [select(weight, 0, expert) for expert in range(weight.shape[0])]
+    if offs.device.type == "cpu" and can_be_read(offs):
+        ends = [0, *offs.tolist()]
+        out = x.new_zeros(shape, dtype=dtype)
+        for expert, start, end in zip(experts, ends[:-1], ends[1:], strict=True):
+            if end > start:
+                out[start:end] = product(x[start:end], expert, None, out_dtype)
+        return out
+    if x.shape[0] > _FEW_ROWS:
+        dense: Tensor = aten._grouped_mm.default(x, weight.dequantize(), offs, bias, out_dtype)
+        return dense
+    row = torch.arange(x.shape[0], device=x.device)
+    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
+    out = x.new_zeros(shape, dtype=dtype)
+    for number, expert in enumerate(experts):
+        part = product(x, expert, None, out_dtype)
+        out = torch.where(((row >= starts[number]) & (row < offs[number]))[:, None], part, out)
+    return out
+
+
+@implements(torch.ops.fp8fn.quantize.default)
+def quantize(
+    x: FP8Weight, block: Block, dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The weight's own data and scales."""
+    _check_request("quantize", x, (block[0], block[1]), dtype, scale, amax)
+    return moved(x._data, x.device), moved(x._scale, x.device)
+
+
+@implements(torch.ops.fp8fn.quantize_dual.default)
+def quantize_dual(
+    x: FP8Weight, block: Block = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    amax: Tensor | None = None, dual_block: Block | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The weight's own data and scales by rows and by columns, of a square block; another has one form only."""
+    _check_request("quantize_dual", x, (block[0], block[1]), dtype, scale, amax)
+    other = swap(block) if dual_block is None else tuple(dual_block)
+    if not is_square(block) or other != tuple(block):
+        raise ValueError(
+            f"quantize_dual: x is an FP8Weight in blocks of {tuple(block)} and has no data in blocks of {other}; "
+            "pass x.dequantize(), or use a recipe whose weight block is square"
+        )
+    rows, columns = (turned(x._data, column_major) for column_major in (False, True))
+    return rows, turned(x._scale, False), columns, turned(x._scale, True)
+
+
+def _check_request(
+    name: str, weight: FP8Weight, block: Block, dtype: torch.dtype | None, scale: str, amax: Tensor | None
+) -> None:
+    """Raises ValueError unless a quantizer asks for what the weight holds."""
+    form = weight._form
+    own = form.block[-2:]
+    if form.flat or own != block or any(b != 1 for b in form.block[:-2]):
+        raise ValueError(
+            f"{name}: block={block}, and x is an FP8Weight in blocks of {own}, which another rounding would change; "
+            "use its own block, or pass x.dequantize()"
+        )
+    if dtype not in (None, weight._data.dtype):
+        raise ValueError(f"{name}: dtype={dtype}, and x is an FP8Weight of {weight._data.dtype}; pass x.dequantize()")
+    if (scale in ("e8m0", "rceil")) != (weight._scale.dtype == SCALE_DTYPES[1]):
+        raise ValueError(f"{name}: scale={scale!r}, and x is an FP8Weight with scales of {weight._scale.dtype}")
+    if amax is not None:
+        raise ValueError(f"{name}: amax is given, and x is an FP8Weight, which has its scales; leave amax out")

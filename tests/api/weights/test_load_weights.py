@@ -1,0 +1,322 @@
+"""`load_weights` and `save_weights`: values, meta modules, ties, PyTorch's reports, and errors that load nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn import FP8Weight
+from support.accuracy import snr
+from support.fp8_weights import make, same, values
+
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file
+
+E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16
+
+
+class Model(nn.Module):
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(300, 256)
+        self.up = nn.Linear(256, 320)
+        self.down = nn.Linear(320, 256, bias=False)
+        self.experts = nn.Parameter(torch.randn(2, 256, 256) / 16)
+        self.head = nn.Linear(256, 300, bias=False)
+        self.register_buffer("count", torch.arange(3))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(torch.relu(self.up(x)))
+        return self.head(x @ self.experts[1])
+
+
+def tensors(tied: bool = False) -> dict[str, Tensor]:
+    """What a checkpoint holds, written by hand."""
+    written: dict[str, Tensor] = {
+        "embed.weight": torch.randn(300, 256).bfloat16(), "up.bias": torch.randn(320).bfloat16(),
+        "count": torch.tensor([5, 6, 7]),
+    }  # fmt: skip
+    for name, shape in (("up.weight", (320, 256)), ("down.weight", (256, 320)), ("experts", (2, 256, 256))):
+        q = fp8fn.quantize(torch.randn(shape), (128, 128), dtype=E4M3)
+        written[name], written[f"{name}_scale_inv"] = q.data.contiguous(), q.scale.contiguous()
+    if not tied:
+        written["head.weight"] = torch.randn(300, 256).bfloat16()
+    return written
+
+
+def expected(written: dict[str, Tensor], ids: Tensor) -> Tensor:
+    """The model in float32, by the convention in its own words."""
+
+    def dense(name: str) -> Tensor:
+        scale = written[f"{name}_scale_inv"].repeat_interleave(128, -2).repeat_interleave(128, -1)
+        data = written[name].float()
+        return data * scale[..., : data.shape[-2], : data.shape[-1]]
+
+    table = written["embed.weight"].float()
+    x = table[ids]
+    x = x + torch.relu(x @ dense("up.weight").T + written["up.bias"].float()) @ dense("down.weight").T
+    return x @ dense("experts")[1] @ written.get("head.weight", table).float().T
+
+
+def shards(folder: Path, written: dict[str, Tensor]) -> Path:
+    """Two shards and an index; a weight and its scales in different shards."""
+    names = sorted(written)
+    weight_map = {name: f"model-{1 + index % 2}.safetensors" for index, name in enumerate(names)}
+    for file in set(weight_map.values()):
+        save_file({name: written[name] for name in names if weight_map[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def state(model: nn.Module) -> list[tuple[str, int, int]]:
+    return [(name, id(t), t._version) for name, t in (*model.named_parameters(), *model.named_buffers())]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("start", ["meta", "cpu"])
+def test_a_sharded_checkpoint(start: str, tied: bool, tmp_path: Path) -> None:
+    written = tensors(tied)
+    with torch.device(start):
+        model = Model(tied=tied)
+    if start == "meta":
+        model.cache = torch.zeros(2)
+    report = fp8fn.load_weights(model, shards(tmp_path, written))
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    for name in ("up.weight", "down.weight", "experts"):
+        w = model.get_parameter(name)
+        assert isinstance(w, FP8Weight)
+        assert (w.dtype, w.scaled.block, w.requires_grad) == (torch.float32, (128, 128), False)
+        assert torch.equal(w.scaled.data.view(torch.uint8), written[name].view(torch.uint8))
+        assert torch.equal(w.scaled.scale, written[f"{name}_scale_inv"])
+    assert model.embed.weight.requires_grad
+    assert (model.head.weight is model.embed.weight) == tied
+    assert model.count.tolist() == [5, 6, 7]  # type: ignore[operator, union-attr]
+    ids = torch.tensor([[1, 299, 7]])
+    assert snr(model(ids), expected(written, ids)) > 100
+
+
+def test_dtype_and_the_users_bf16_model(tmp_path: Path) -> None:
+    written = tensors()
+    save_file(written, tmp_path / "model.safetensors")
+    model = Model().bfloat16()
+    fp8fn.load_weights(model, tmp_path)
+    other = Model()
+    fp8fn.load_weights(other, tmp_path / "model.safetensors", dtype=BF16, device="cpu")
+    for each in (model, other):
+        assert {p.dtype for p in each.parameters()} == {BF16}
+        assert torch.equal(each.embed.weight, written["embed.weight"])
+        assert each.count.dtype == torch.int64  # type: ignore[union-attr]
+    ids = torch.tensor([[1, 299, 7]])
+    assert torch.equal(model(ids), other(ids))
+    assert snr(model(ids).float(), expected(written, ids)) > 35
+
+
+def test_a_user_of_strict_false(tmp_path: Path) -> None:
+    written = tensors()
+    del written["head.weight"]
+    save_file({**written, "other": torch.ones(1)}, tmp_path / "model.safetensors")
+    model = Model()
+    head = model.head.weight
+    report = fp8fn.load_weights(model, tmp_path, strict=False)
+    assert (report.missing_keys, report.unexpected_keys) == (["head.weight"], ["other"])
+    assert model.head.weight is head
+
+
+def _without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(written: dict[str, Tensor]) -> None:
+        del written[name]
+
+    return change
+
+
+def _with(**added: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    def change(written: dict[str, Tensor]) -> None:
+        written.update({name.replace("__", "."): value for name, value in added.items()})
+
+    return change
+
+
+ERRORS: dict[str, tuple[Callable[[dict[str, Tensor]], None], type[Exception], str]] = {
+    "missing": (_without("head.weight"), RuntimeError, 'Missing key(s) in state_dict: "head.weight"'),
+    "unexpected": (_with(other=torch.ones(1)), RuntimeError, 'Unexpected key(s) in state_dict: "other"'),
+    "shape": (_with(up__bias=torch.ones(3)), RuntimeError, "size mismatch for up.bias"),
+    "no scales": (_without("up.weight_scale_inv"), ValueError, "has no scales"),
+    "NaN scales": (
+        _with(up__weight_scale_inv=torch.full((3, 2), torch.nan)), ValueError, "are NaN, infinite, zero or negative"
+    ),
+    "wrong scales": (_with(up__weight_scale_inv=torch.ones(5, 7)), ValueError, "has shape (5, 7)"),
+    "scales alone": (_without("up.weight"), ValueError, "has the scales of 'up.weight', which is not there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_leaves_the_module_as_it_was(name: str, tmp_path: Path) -> None:
+    change, error, message = ERRORS[name]
+    written = tensors()
+    change(written)
+    save_file(written, tmp_path / "model.safetensors")
+    model = Model()
+    before = state(model)
+    with pytest.raises(error, match=re.escape(message)):
+        fp8fn.load_weights(model, tmp_path)
+    assert state(model) == before
+
+
+def test_the_report_reads_as_pytorchs(tmp_path: Path) -> None:
+    written = tensors()
+    del written["head.weight"]
+    written["other"] = torch.ones(1)
+    written["up.bias"] = torch.ones(3)
+    save_file(written, tmp_path / "model.safetensors")
+    plain = {name: torch.zeros(value.shape) for name, value in written.items() if "scale" not in name}
+    found = []
+    for load in (lambda m: fp8fn.load_weights(m, tmp_path), lambda m: m.load_state_dict(plain)):
+        with pytest.raises(RuntimeError) as raised:
+            load(Model())
+        found.append(str(raised.value))
+    assert found[0] == found[1]
+
+
+def test_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(tensors(), path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    model = Model()
+    before = state(model)
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        fp8fn.load_weights(model, path)
+    assert state(model) == before
+
+
+def test_ties_that_differ_in_the_file(tmp_path: Path) -> None:
+    written = tensors()
+    save_file(written, tmp_path / "model.safetensors")
+    model = Model(tied=True)
+    before = state(model)
+    with pytest.raises(ValueError, match=r"embed\.weight and head\.weight are one parameter of the model, and differ"):
+        fp8fn.load_weights(model, tmp_path)
+    assert state(model) == before
+    written["head.weight"] = written["embed.weight"].clone()
+    save_file(written, tmp_path / "model.safetensors")
+    fp8fn.load_weights(model, tmp_path)
+    assert model.head.weight is model.embed.weight
+
+
+def test_a_meta_buffer_that_no_checkpoint_holds(tmp_path: Path) -> None:
+    save_file(tensors(), tmp_path / "model.safetensors")
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(NotImplementedError, match="buffer cache is on the meta device, and is not saved in"):
+        fp8fn.load_weights(model, tmp_path)
+    assert model.up.weight.is_meta
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    for error, message, arguments, keywords in (
+        (TypeError, "load_weights: model is a str", ("a", tmp_path), {}),
+        (TypeError, "dtype=torch.float64 is not an output type", (Model(), tmp_path), {"dtype": torch.float64}),
+        (FileNotFoundError, "has no *.safetensors", (Model(), tmp_path), {}),
+    ):
+        with pytest.raises(error, match=re.escape(message)):
+            fp8fn.load_weights(*arguments, **keywords)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_is_saved_and_loaded(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp8fn.weights import save
+
+    model = Model(tied=tied).bfloat16()
+    fp8fn.quantize_weights(model)
+    ids = torch.tensor([[1, 299, 7]])
+    for number, limit in enumerate((10**9, 150_000)):
+        monkeypatch.setattr(save, "_SHARD_BYTES", limit)
+        folder = tmp_path / str(number)
+        fp8fn.save_weights(model, folder)
+        assert (folder / "model.safetensors").exists() == (limit == 10**9)
+        assert not list(folder.glob("*.partial"))
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]
+        assert config["weight_block_size"] == [128, 128]
+        assert config["modules_to_not_convert"] == (["embed"] if tied else ["embed", "head"])
+        again = Model(tied=tied).bfloat16()
+        fp8fn.load_weights(again, folder)
+        for name, p in model.named_parameters():
+            q = again.get_parameter(name)
+            assert same(p, q) if isinstance(p, FP8Weight) else torch.equal(p, q)
+        assert torch.equal(model(ids), again(ids))
+        with pytest.raises(FileExistsError, match=r"has model.*\.safetensors.* already; use another folder"):
+            fp8fn.save_weights(model, folder)
+
+
+def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path) -> None:
+    written = tensors()
+    (tmp_path / "first").mkdir()
+    save_file(written, tmp_path / "first" / "model.safetensors")
+    model = Model().bfloat16()
+    fp8fn.load_weights(model, tmp_path / "first")
+    fp8fn.save_weights(model, tmp_path / "second")
+    found = load_file(tmp_path / "second" / "model.safetensors")
+    assert set(found) == set(written)
+    for name, value in written.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
+
+
+def test_scales_of_powers_of_two_are_saved_exactly(tmp_path: Path) -> None:
+    model = nn.Linear(256, 128, bias=False)
+    model.weight = nn.Parameter(make(128, 256, block=(1, 32), scale="e8m0"), requires_grad=False)
+    dense = values(model.weight)
+    fp8fn.save_weights(model, tmp_path)
+    again = nn.Linear(256, 128, bias=False)
+    fp8fn.load_weights(again, tmp_path)
+    assert torch.equal(values(again.weight), dense)
+
+
+def test_weights_that_a_format_cannot_declare(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    fp8fn.quantize_weights(model, where="0.*")
+    fp8fn.quantize_weights(model, where="1.*", block=(1, 128))
+    with pytest.raises(ValueError, match=r"0\.weight has blocks of \(128, 128\) and 1\.weight of \(1, 128\)"):
+        fp8fn.save_weights(model, tmp_path)
+    rows = nn.Sequential(nn.Linear(256, 256))
+    fp8fn.quantize_weights(rows, block=(1, -1))
+    with pytest.raises(ValueError, match=r"'deepseek' has no whole axis"):
+        fp8fn.save_weights(rows, tmp_path)
+    with pytest.raises(ValueError, match=r"format='gguf' is not a format; use 'deepseek'"):
+        fp8fn.save_weights(rows, tmp_path, format="gguf")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_transformers_model_on_meta(tied: bool, tmp_path: Path) -> None:
+    """Its rotary embeddings have buffers that no checkpoint holds: they are made again from the config."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=384, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        vocab_size=300, tie_word_embeddings=tied,
+    )  # fmt: skip
+    model: Any = transformers.LlamaForCausalLM(config).eval()
+    report = fp8fn.quantize_weights(model)
+    assert len(report.quantized) == 14
+    fp8fn.save_weights(model, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "llama"
+    with torch.device("meta"):
+        empty: Any = transformers.LlamaForCausalLM(config).eval()
+    assert fp8fn.load_weights(empty, tmp_path).missing_keys == []
+    assert not [name for name, t in (*empty.named_parameters(), *empty.named_buffers()) if t.is_meta]
+    assert (empty.lm_head.weight is empty.model.embed_tokens.weight) == tied
+    ids = torch.randint(0, 300, (2, 9))
+    assert torch.equal(model(ids).logits, empty(ids).logits)
+    tokens = [m.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0) for m in (model, empty)]
+    assert torch.equal(*tokens)
