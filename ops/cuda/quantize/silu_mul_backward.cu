@@ -147,7 +147,8 @@ INLINE void make_column_scales(const In& in, const Out& out, Shared& shared) {
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) largest = __vmaxu2(largest, shared.amax[which][w][pair]);
     Stored* scales = which == PRODUCT ? out.col_scale[PRODUCT]
-                                      : which == OF_UP ? out.col_scale[OF_UP] : out.col_scale[OF_GATE];
+                     : which == OF_UP ? out.col_scale[OF_UP]
+                                      : out.col_scale[OF_GATE];
     scales += (matrix() * blocks(in.M) + block_m) * (which == PRODUCT ? out.product_lead : out.col_lead) + column;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -261,7 +262,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         {grad_gate_scale, grad_up_scale},
         {grad_gate_columns, grad_up_columns, product},
         {grad_gate_columns_scale, grad_up_columns_scale, product_scale},
-        row_m, row_lead, col_n, col_lead, product_lead,
+        row_m,
+        row_lead,
+        col_n,
+        col_lead,
+        product_lead,
     };
     const bool whole = (int(blockIdx.y) + 1) * TILE_M <= M && int(blockIdx.x) < N / TILE_N;
     if (EVEN || whole) {
