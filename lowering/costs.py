@@ -138,12 +138,13 @@ def _measured(site: Site, recipe: Recipe, clock: Clock) -> Times:
     dtype = grad.dtype if grad.dtype.itemsize == 2 else torch.bfloat16
 
     def forward() -> Any:
-        return gemm.forward(left, right.mT, None, recipe, dtype, dgrad=True, wgrad=True)
+        return gemm.forward(left, right.mT, None, recipe, dtype, dgrad=recipe.keep_weights, wgrad=True)
 
     _, a_col, b_row = forward()
+    b = b_row if recipe.keep_weights else right.mT  # the backward quantizes a weight again that is not kept
     calls: dict[str, Callable[[], Any]] = {
         "forward": forward,
-        "backward": lambda: gemm.backward(grad, a_col, b_row, recipe, dtype, dtype, True),
+        "backward": lambda: gemm.backward(grad, a_col, b, recipe, dtype, dtype, True),
         "bf16 forward": lambda: x @ w.mT,
         "bf16 backward": lambda: (g @ w, g.mT @ x),
     }

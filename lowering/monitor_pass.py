@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, place_of, product_of, tensor_of
+from fp8fn.lowering.graph.views import same_sizes
 from fp8fn.lowering.inductor import monitor_call
 from fp8fn.lowering.saved.cut import QUANTIZERS, WHOLE_VIEWS, is_result_of
 from fp8fn.ops.layout import Block, known_block, scale_shape
@@ -31,7 +32,9 @@ _SCALED: Final = (_ops.scaled_mm.default, _ops.scaled_grouped_mm.default)
 _MX: Final = _ops.mx_mm.default
 _MX_BLOCKS: Final[tuple[Block, Block]] = ((1, 32), (32, 1))
 _NORMS: Final = (_ops.quantize_rms_norm.default, _ops.quantize_rms_norm_dual.default)
-_GATED: Final = (_ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default)
+_GATED: Final = (
+    _ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default, _ops.quantize_silu_mul_saved.default,
+)  # fmt: skip
 # Its scales are those of groups, not of blocks.
 _BY_GROUPS: Final = _ops.quantize_grouped.default
 
@@ -98,11 +101,13 @@ def watch(graph: Graph, first: int, always: bool = False) -> int:
     """Adds the calls; returns how many. An operand of several products is measured once, for the rows of all."""
     rows: dict[Node, list[int]] = {}
     operands: dict[Node, _Operand] = {}
+    known: set[int] = set()
     for product, kind, operand in _operands(graph):
         row = first + product * len(OPERANDS) + OPERANDS.index(kind)
-        operands.setdefault(operand.data, operand)
-        if row not in rows.setdefault(operand.data, []):
-            rows[operand.data].append(row)
+        if row not in known:  # two products read a gradient, in two orientations
+            known.add(row)
+            operands.setdefault(operand.data, operand)
+            rows.setdefault(operand.data, []).append(row)
     order = {node: place for place, node in enumerate(graph.nodes)}
     for data, operand in operands.items():
         with graph.inserting_after(max((data, operand.scale), key=order.__getitem__)):
@@ -157,11 +162,11 @@ def _found(graph: Graph, data: Node, scale: Node, block: Block) -> _Operand | No
     made = data
     while made.target in WHOLE_VIEWS:
         made = input_of(made)
-    if is_result_of(made, QUANTIZERS):
+    if is_result_of(made, (*QUANTIZERS, *_GATED)):
         quantizer = input_of(made)
         if quantizer.target is not _BY_GROUPS:
             return _quantized(graph, quantizer)
-    if tuple(tensor_of(scale).shape) != scale_shape(tensor_of(data).shape, block):
+    if not same_sizes(tensor_of(scale).shape, scale_shape(tensor_of(data).shape, block)):
         return None
     return _Operand(data, scale, block, "codes")
 

@@ -14,7 +14,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.weights.fp8_weight import FP8Weight, bytes_of, implements, weight_of
+from fp8fn.weights.form import bytes_of
+from fp8fn.weights.fp8_weight import FP8Weight, implements, weight_of
 from fp8fn.weights.views import alias, with_row_scales
 
 aten = torch.ops.aten

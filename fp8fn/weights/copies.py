@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE, known_block, moved
-from fp8fn.weights.fp8_weight import Form, FP8Weight, NoForm, bytes_of, check_dtype, implements, weight_of
+from fp8fn.weights.form import Form, bytes_of
+from fp8fn.weights.fp8_weight import FP8Weight, NoForm, check_dtype, implements, weight_of
 from fp8fn.weights.views import with_row_scales
 
 aten = torch.ops.aten

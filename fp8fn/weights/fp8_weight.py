@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,27 +18,14 @@ from torch import Tensor
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE
 from fp8fn.scaled_tensor import ScaledTensor
+from fp8fn.weights import fsdp
+from fp8fn.weights.form import Form, bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
 _PARTS: Final = ["_data", "_scale"]
 _warned: Final[set[str]] = set()
-
-
-class Form(NamedTuple):
-    """Everything about an `FP8Weight` but its two tensors; torch.compile guards on it.
-
-    `block` has one entry for each dimension of the data (1 for experts, -1 for a whole axis), so that a permutation and
-    most reshapes of a weight are views of its data and scales. `flat` says that the weight is seen as a vector, as FSDP
-    and DDP see parameters. `shares` says that a scale also belongs to elements outside of this view, or is a copy: then
-    nothing may be written into the view.
-    """
-
-    block: tuple[int, ...]
-    dtype: torch.dtype
-    flat: bool = False
-    shares: bool = False
 
 
 class NoForm(Exception):
@@ -205,17 +192,18 @@ class FP8Weight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
         """The bytes that FSDP2 gathers."""
-        from fp8fn.weights.fsdp import before_gather
-
-        return before_gather(self, mesh, outer_size)
+        return fsdp.before_gather(self, mesh, outer_size)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype | None, *, out: Any = None
     ) -> Any:
-        """The gathered weight."""
-        from fp8fn.weights.fsdp import after_gather
-
-        return after_gather(outputs, metadata, param_dtype, out)
+        """The whole weight over the gathered bytes; `out` is that of an earlier gather."""
+        data, scale = fsdp.after_gather(outputs, metadata)
+        if out is not None:
+            out._data, out._scale = data, scale
+            return None
+        form = metadata.form._replace(dtype=param_dtype or metadata.form.dtype, shares=False)
+        return weight_of(data, scale, form), outputs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_parameter(self):
@@ -253,11 +241,6 @@ def implements(*ops: Any) -> Callable[[F], F]:
 def check_dtype(name: str, dtype: object) -> None:
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"{name}: dtype={dtype} is no type of activations; use bfloat16, float16 or float32")
-
-
-def bytes_of(part: Tensor) -> Tensor:
-    """Data or scales of one byte as uint8, which every op of PyTorch takes; float32 scales as they are."""
-    return part.view(torch.uint8) if part.element_size() == 1 else part
 
 
 def is_parameter(weight: FP8Weight) -> bool:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.weights.fp8_weight import Form, FP8Weight, bytes_of, weight_of
+from fp8fn.weights.form import Form, bytes_of
+
+if TYPE_CHECKING:
+    from fp8fn.weights.fp8_weight import FP8Weight
 
 
 class Gathered(NamedTuple):
@@ -53,17 +56,11 @@ def _padded(part: Tensor, rows: int) -> Tensor:
     return torch.cat([part, part.new_zeros(rows - part.shape[0], *part.shape[1:])])
 
 
-def after_gather(
-    outputs: tuple[Tensor, ...], gathered: Gathered, param_dtype: torch.dtype | None, out: FP8Weight | None
-) -> Any:
-    """The whole weight over the gathered bytes; `out` is that of an earlier gather."""
+def after_gather(outputs: tuple[Tensor, ...], gathered: Gathered) -> tuple[Tensor, Tensor]:
+    """The data and the scales of the whole weight, over the gathered bytes."""
     form, (data_dtype, scale_dtype) = gathered.form, gathered.dtypes
     data = outputs[0].reshape(-1)[: math.prod(gathered.size)].view(gathered.size).view(data_dtype)
     scale = outputs[1].view(scale_dtype) if gathered.scale is None else gathered.scale
     if form.block[0] != WHOLE:
         scale = scale[: -(-gathered.size[0] // form.block[0])]
-    if out is not None:
-        out._data, out._scale = data, scale
-        return None
-    whole = weight_of(data, scale, form._replace(dtype=param_dtype or form.dtype, shares=False))
-    return whole, outputs
+    return data, scale

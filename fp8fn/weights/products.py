@@ -10,8 +10,9 @@ from torch import Tensor
 
 from fp8fn.meta.bypass import shortest
 from fp8fn.ops.formats import SCALE_DTYPES
-from fp8fn.ops.layout import Block, is_square, known_block, moved, swap, turned
+from fp8fn.ops.layout import Block, is_column_major, is_square, known_block, moved, swap, turned
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
+from fp8fn.ops.quantize import check_layout
 from fp8fn.ops.values import can_be_read
 from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements
 from fp8fn.weights.views import select, t, transpose
@@ -117,10 +118,14 @@ def grouped_mm(
 
 @implements(torch.ops.fp8fn.quantize.default)
 def quantize(
-    x: FP8Weight, block: Block, dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The weight's own data and scales."""
+    x: FP8Weight, block: Block, dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None,
+    column_major: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The weight's own data and scales, in square blocks turned where `column_major` is not the weight's layout."""
     _check_request("quantize", x, (block[0], block[1]), dtype, scale, amax)
+    check_layout("quantize", (block[0], block[1]), column_major)
+    if column_major is not None and column_major != is_column_major(x._data):
+        return turned(x._data, column_major), turned(x._scale, column_major)
     return moved(x._data, x.device), moved(x._scale, x.device)
 
 

@@ -101,6 +101,7 @@ def quantize_weights(
         >>> model(torch.randn(4, 256)).shape
         torch.Size([4, 256])
     """
+    arguments.block("quantize_weights", "block", block)  # also where no weight is quantized
     places = dict(named_places(model))
     missed = why_none_match(where, places)
     if missed is not None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.layout import WHOLE
-from fp8fn.weights.fp8_weight import Form, FP8Weight, NoForm, bytes_of, implements, weight_of
+from fp8fn.weights.form import Form, bytes_of
+from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements, weight_of
 
 aten = torch.ops.aten
 

@@ -171,6 +171,11 @@ def fuse(graph: Graph, quantizer: Quantizer, found: Producer) -> Node | None:
     return _fused(graph, quantizer, found, known=isinstance(found, RmsNorm))
 
 
+def find_silu_mul(product: Node) -> SiluMul | None:
+    """The factors of `product = silu(gate) * up`, or None."""
+    return _silu_mul(product)
+
+
 def _producer(quantizer: Quantizer) -> Producer | None:
     product = reshaped_of(quantizer.x)
     found = _silu_mul(product) or _rms_norm(product)

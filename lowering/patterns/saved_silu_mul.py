@@ -23,7 +23,7 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.dequantized import FLOATS, Operand, find_operand
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import arguments_of, place_of, source_of, tensor_of, value
+from fp8fn.lowering.graph.nodes import arguments_of, input_of, place_of, source_of, tensor_of, value
 from fp8fn.lowering.graph.quantizers import (
     RESHAPES,
     Quantizer,
@@ -35,12 +35,14 @@ from fp8fn.lowering.graph.quantizers import (
 )
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, same_sizes
+from fp8fn.lowering.patterns.producers import find_silu_mul
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import silu_mul
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.layout import Block, known_block, swap
+from fp8fn.ops.layout import Block, contracts_rows, is_square, known_block, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import SILU_MUL, Quantization
+from fp8fn.ops.quantize import SQUARE
 from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward
 
 NAME: Final = "saved_silu_mul"
@@ -88,6 +90,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         if node.op == "call_function" and node.target in (SINGLE, DUAL)
         if (found := product_of(node)) is not None
     ]
+    products += [found for quantizer in find_quantizers(graph) if (found := _apart(graph, quantizer)) is not None]
     for product in products:
         name, at = str(product.node), source_of(product.node)
         gate, up = find_operand(product.gate), find_operand(product.up)
@@ -121,6 +124,23 @@ def product_of(node: Node) -> Product | None:
         block = beside
     dtype = given["dtype"] or targets.native_e4m3(targets.target_of(tensor_of(given["gate"]).device))
     return Product(node, given["gate"], given["up"], place, block, dtype, given["scale"])
+
+
+def _apart(graph: Graph, quantizer: Quantizer) -> Product | None:
+    """The quantizer of a product that the graph computes, of `gate` and `up` in FP8; None for another quantizer."""
+    if quantizer.dual or len(quantizer.shape) != 2:
+        return None
+    x = reshaped_of(quantizer.x)
+    while x.target is aten.alias.default:
+        x = reshaped_of(input_of(x))
+    found = find_silu_mul(x)
+    if found is None:
+        return None
+    with graph.inserting_before(quantizer.node):
+        gate, up = (_like(graph, node, quantizer.x) for node in found.inputs)
+    if find_operand(gate) is None or find_operand(up) is None:
+        return None
+    return Product(quantizer.node, gate, up, 0, quantizer.block, quantizer.dtype, quantizer.scale)
 
 
 # ---- forward --------------------------------------------------------------------------------------------------------
@@ -287,6 +307,10 @@ def _merge_backward(
 
 def _backward_fault(product: Product, operands: tuple[Operand, Operand], parts: Gradients) -> str | None:
     of_gate, of_up = parts.of_gate, parts.of_up
+    if is_square(of_gate.block) or contracts_rows(of_gate.block):
+        return f"gradients are quantized in {of_gate.block} first"
+    if product.block != SQUARE and not contracts_rows(product.block):
+        return f"the product is quantized in {product.block}"
     if any(operand.block != SAVED_BLOCK or operand.found.inverse for operand in operands):
         return f"gate is kept in {operands[0].block} and up in {operands[1].block}, not both in {SAVED_BLOCK}"
     if (of_gate.block, of_gate.form) != (of_up.block, of_up.form) or of_gate.scale != product.scale:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Final
 
@@ -46,7 +46,6 @@ class Cut:
         forward: Nodes that the forward's results need.
         backward: Nodes that the gradients are computed by and that depend on the incoming gradients.
         roots: Nodes that the backward must compute or return.
-        products: The product in 16 bits for each quantizer of the backward that computes the product itself.
     """
 
     graph: Graph
@@ -55,7 +54,6 @@ class Cut:
     forward: set[Node]
     backward: frozenset[Node]
     roots: frozenset[Node]
-    products: dict[Node, Node] = field(default_factory=dict)
 
     def made_again(self) -> dict[Node, None]:
         """The nodes that the backward computes from saved values, inputs that are not saved among them."""

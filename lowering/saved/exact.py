@@ -198,8 +198,6 @@ def _split_activation(cut: Cut, quantizer: Node, fused: Producer | None) -> bool
         for place, node in made.items():
             assert node is not None
             _use(cut, quantizer, place, node, forward=place == 0)
-    if fused is not None and made[2] is not None:
-        cut.products[made[2]] = x
     return True
 
 

@@ -16,10 +16,10 @@ import torch
 from torch.fx import Node
 
 from fp8fn.lowering.graph.emit import call
-from fp8fn.lowering.graph.nodes import arguments_of, tensor_of, value
-from fp8fn.lowering.graph.quantizers import elementwise, reshaped_of, same_layout
+from fp8fn.lowering.graph.nodes import tensor_of, value
+from fp8fn.lowering.graph.quantizers import elementwise
 from fp8fn.lowering.graph.views import aten, divides
-from fp8fn.lowering.saved.cut import QUANTIZERS, Cut, is_cheap, is_large, is_result_of, is_tagged, nbytes, root_of
+from fp8fn.lowering.saved.cut import QUANTIZERS, Cut, is_cheap, is_large, is_result_of, is_tagged, nbytes
 from fp8fn.ops.layout import Block
 
 BLOCK: Final[Block] = (1, 128)
@@ -34,8 +34,6 @@ def keep_in_fp8(cut: Cut) -> int:
     chosen = [
         node for node in cut.saved if node not in returned and _fits(node) and _only_elementwise(cut, node, again)
     ]
-    _compute_products_apart(cut, set(chosen))
-    again = cut.made_again()
     stand_ins: dict[Node, Node] = {}
     dropped = 0
     for node in chosen:
@@ -44,26 +42,6 @@ def keep_in_fp8(cut: Cut) -> int:
         dropped += nbytes(node) - sum(map(nbytes, parts))
     _read(cut, stand_ins, again)
     return dropped
-
-
-def _compute_products_apart(cut: Cut, chosen: set[Node]) -> None:
-    """Lets the backward compute a product of `chosen` values and then quantize it, in place of one op for both.
-
-    The op would read the values in 16 bits, so that another kernel would have to write them: 8 bytes an element moved
-    and 4 in memory for `gate` and `up`. The kernel that computes their gradients from FP8 writes the product too, with
-    4 bytes moved and 2 in memory.
-    """
-    for fused, product in cut.products.items():
-        if not all(root_of(reshaped_of(node)) in chosen for node in fused.all_input_nodes):
-            continue
-        given = arguments_of(fused)
-        form = tuple(given["block"]), given["dtype"], given["scale"], None, given["column_major"]
-        with cut.graph.inserting_before(fused):
-            rows = call(cut.graph, aten.alias.default, product)  # no pass fuses the two again
-            apart = call(cut.graph, torch.ops.fp8fn.quantize.default, rows, *form)
-        assert all(map(same_layout, apart.meta["val"], fused.meta["val"])), fused
-        fused.replace_all_uses_with(apart)
-        cut.graph.erase_node(fused)
 
 
 def _fits(node: Node) -> bool:

@@ -417,9 +417,9 @@ def test_right_arguments_keep_the_error() -> None:
 
 
 CHECKED = [
-    "dequantize", "expert_mlp", "gemm", "grouped_gemm", "linear", "moe_gemm", "quantize", "quantize_dual",
-    "quantize_grouped", "quantize_grouped_dual", "quantize_rms_norm", "quantize_rms_norm_dual", "quantize_silu_mul",
-    "quantize_silu_mul_dual", "sort_tokens",
+    "dequantize", "expert_mlp", "gemm", "grouped_gemm", "linear", "load_weights", "moe_gemm", "quantize",
+    "quantize_dual", "quantize_grouped", "quantize_grouped_dual", "quantize_rms_norm", "quantize_rms_norm_dual",
+    "quantize_silu_mul", "quantize_silu_mul_dual", "quantize_weights", "save_weights", "sort_tokens",
 ]  # fmt: skip
 
 

@@ -122,7 +122,7 @@ def test_products_and_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert (explanation.graphs, len(explanation.rows), explanation.substituted) == (1, case.products, case.substituted)
     assert {row.reason for row in explanation.rows if row.reason} == case.reasons
     made: list[Decision] = []
-    monkeypatch.setattr(backend, "rewrite", lambda *args: made.extend(rewrite(*args)))
+    monkeypatch.setattr(backend, "rewrite", lambda *args, **named: made.extend(rewrite(*args, **named)))
     # The graph runs as it is: Inductor would take minutes for the C++ of six models, and `test_training` has it.
     monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
     compiled = torch.compile(model, backend="fp8fn", fullgraph=True, options={"where": all_but_logits})

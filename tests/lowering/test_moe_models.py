@@ -63,7 +63,7 @@ def tokens(length: int = TOKENS) -> Tensor:
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> list[Decision]:
     """The backend's graphs run as they are, for Inductor would take minutes; what was decided about each product."""
     made: list[Decision] = []
-    monkeypatch.setattr(backend, "rewrite", lambda *args: made.extend(rewrite(*args)))
+    monkeypatch.setattr(backend, "rewrite", lambda *args, **named: made.extend(rewrite(*args, **named)))
     monkeypatch.setattr(compile_fx, "compile_fx", lambda gm, *_, **__: gm.forward)
     return made
 

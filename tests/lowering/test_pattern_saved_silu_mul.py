@@ -100,7 +100,9 @@ def test_every_layer() -> None:
     check(made(Chain), 2)
 
 
-@pytest.mark.parametrize("recipe", [fp8fn.BLOCKWISE_POW2, fp8fn.HYBRID], ids=["pow2", "hybrid"])
+@pytest.mark.parametrize(
+    "recipe", [fp8fn.BLOCKWISE_POW2, fp8fn.HYBRID, fp8fn.BLOCKWISE_SQUARE], ids=["pow2", "hybrid", "square"]
+)
 def test_other_recipes(recipe: fp8fn.Recipe) -> None:
     check(made(), 1, recipe=recipe)
 

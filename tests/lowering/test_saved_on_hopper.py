@@ -13,7 +13,7 @@ from fp8fn.bench.train.models import SIZES
 from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.saved import SavePlan
 from fp8fn.ops.recipe import PRESETS
-from support.fake_hopper import Saved, calls, compiled_llama, per_token_and_layer, saved_by
+from support.fake_hopper import Saved, calls, compiled_llama, fused, per_token_and_layer, saved_by
 from support.kept import OpByOp
 
 BATCH, LAYERS = (4, 4096), 2
@@ -96,8 +96,9 @@ def test_a_matrix_that_is_quantized_on_both_sides_is_searched_once() -> None:
 
 
 def test_a_backward_from_fp8_writes_gate_and_up_nowhere() -> None:
-    """The product is computed where its factors' gradients are, not by an op that reads the factors in 16 bits."""
-    (exact,), (half,) = llama("blockwise").backward, llama("blockwise", HALF).backward
-    assert calls(exact, "fp8fn.quantize_silu_mul.default") == LAYERS
-    assert calls(half, "fp8fn.quantize_silu_mul.default") == 0
-    assert calls(half, "fp8fn.quantize.default") == calls(exact, "fp8fn.quantize.default") + LAYERS
+    """One op computes the product and its factors' gradients from FP8, in every block that the recipes give it."""
+    for recipe in ("blockwise", "blockwise_square"):
+        backward = fused(llama(recipe, HALF).backward[0])
+        assert calls(backward, "fp8fn.quantize_silu_mul_backward.default") == LAYERS
+        assert calls(backward, "fp8fn.quantize_silu_mul.default") == 0
+        assert calls(fused(llama(recipe).backward[0]), "fp8fn.quantize_silu_mul.default") == LAYERS

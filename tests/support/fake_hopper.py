@@ -17,9 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 
 from fp8fn.bench.train import attention, models
+from fp8fn.lowering import post_grad_pass
 from fp8fn.lowering.saved import SavePlan
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -77,6 +78,16 @@ def saved_by(backend: OpByOp, vocabulary: int) -> list[Saved]:
             continue
         found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes(), tuple(x.shape), x.dtype
     return list(found.values())
+
+
+def fused(module: GraphModule) -> GraphModule:
+    """A copy of a graph after the fusions that run on what Inductor compiles."""
+    graph = Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    copy = GraphModule(module, graph)
+    with _as_on_hopper():
+        post_grad_pass.fuse(copy.graph)
+    return copy
 
 
 def calls(module: GraphModule, op: str) -> int:

@@ -104,8 +104,8 @@ INLINE void turn(const Values& values, const float (&inverse)[8], Turned& turned
 
 // Stores the transposed tile column-major. With SPREAD, only the first `tokens` rows hold values, and zeros follow.
 template <bool WHOLE, bool SPREAD>
-INLINE void store_turned(const Turned& turned, uint8_t* out, int col_n, int tile_m, int tile_n,
-                         int M, int N, [[maybe_unused]] int tokens) {
+INLINE void store_turned(const Turned& turned, uint8_t* out, int col_n, int tile_m, int tile_n, int M, int N,
+                         [[maybe_unused]] int tokens) {
     constexpr int PIECES = LINE / PIECE;
 #pragma unroll
     for (int i = threadIdx.x; i < TILE_N * PIECES; i += THREADS) {

@@ -260,7 +260,8 @@ INLINE void make_column_scales(const In& in, const Out& out, Shared& shared) {
         bits = make_uint2(PackedValues::widened(largest, false), PackedValues::widened(largest, true));
     }
     Stored* scales = which == PRODUCT ? out.col_scale[PRODUCT]
-                                      : which == OF_UP ? out.col_scale[OF_UP] : out.col_scale[OF_GATE];
+                     : which == OF_UP ? out.col_scale[OF_UP]
+                                      : out.col_scale[OF_GATE];
     scales += (matrix() * blocks(in.M) + block_m) * (which == PRODUCT ? out.product_lead : out.col_lead) + column;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -389,7 +390,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
         {grad_gate_scale, grad_up_scale},
         {grad_gate_columns, grad_up_columns, product},
         {grad_gate_columns_scale, grad_up_columns_scale, product_scale},
-        row_m, row_lead, col_n, col_lead, product_lead,
+        row_m,
+        row_lead,
+        col_n,
+        col_lead,
+        product_lead,
     };
     const bool whole = (int(blockIdx.y) + 1) * TILE_M <= M && int(blockIdx.x) < N / TILE_N;
     if (EVEN || whole) {

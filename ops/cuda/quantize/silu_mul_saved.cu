@@ -74,8 +74,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     const int64_t of_data = batch * M * row_m, of_saved = batch * blocks_n * saved_lead;
     const In in{gate, up, batch * M, gate_m, up_m};
     const Out out{
-        data + of_data, scale + batch * blocks_n * scale_lead, {gate_data + of_data, up_data + of_data},
-        {gate_scale + of_saved, up_scale + of_saved}, row_m, scale_lead, saved_lead,
+        data + of_data,
+        scale + batch * blocks_n * scale_lead,
+        {gate_data + of_data, up_data + of_data},
+        {gate_scale + of_saved, up_scale + of_saved},
+        row_m,
+        scale_lead,
+        saved_lead,
     };
     const bool whole = (int(blockIdx.y) + 1) * TILE_M <= M && int(blockIdx.x) < N / TILE_N;
     if (EVEN || whole) {

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops.layout import BLOCKS, Block
-from support.accuracy import snr
+from support.accuracy import same_bits, snr
 from support.fp8_weights import layer, make, values
 
 Product = Callable[[Tensor, Tensor], Tensor]
@@ -259,6 +259,12 @@ def test_a_quantizer_answers_with_the_weights_own_data(square: bool) -> None:
     assert torch.equal(found.data.view(torch.uint8), w.scaled.data.view(torch.uint8))
     assert torch.equal(found.scale, w.scaled.scale)
     if square:
+        pair = torch.ops.fp8fn.quantize_dual(w, block)
+        for column_major in (False, True):  # as Hopper's products read it
+            one = torch.ops.fp8fn.quantize(w, block, column_major=column_major)
+            expected = pair[2 * column_major : 2 * column_major + 2]
+            assert [x.stride() for x in one] == [x.stride() for x in expected]
+            assert same_bits(one, expected)
         for each in fp8fn.quantize_dual(w, block):
             assert torch.equal(each.data.view(torch.uint8), w.scaled.data.view(torch.uint8))
             assert torch.equal(each.scale, w.scaled.scale)

@@ -130,6 +130,7 @@ def test_wrong_arguments() -> None:
         (ValueError, "where='layer.*' matches no weight; nearest names: 'layers.*.weight'", (model, "layer.*")),
         (TypeError, "where=3 is neither a function of a Site nor glob patterns", (model, 3)),
         (ValueError, "(64, 64) is not a block of fp8fn", (model, None, (64, 64))),
+        (ValueError, "(64, 64) is not a block of fp8fn", (nn.ReLU(), None, (64, 64))),
     ):
         with pytest.raises(error, match=re.escape(message)):
             fp8fn.quantize_weights(*arguments)  # type: ignore[arg-type]

@@ -1,0 +1,28 @@
+"""Everything about an FP8 weight but its two tensors, and their bytes."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Form(NamedTuple):
+    """Everything about an `FP8Weight` but its two tensors; torch.compile guards on it.
+
+    `block` has one entry for each dimension of the data (1 for experts, -1 for a whole axis), so that a permutation and
+    most reshapes of a weight are views of its data and scales. `flat` says that the weight is seen as a vector, as FSDP
+    and DDP see parameters. `shares` says that a scale also belongs to elements outside of this view, or is a copy: then
+    nothing may be written into the view.
+    """
+
+    block: tuple[int, ...]
+    dtype: torch.dtype
+    flat: bool = False
+    shares: bool = False
+
+
+def bytes_of(part: Tensor) -> Tensor:
+    """Data or scales of one byte as uint8, which every op of PyTorch takes; float32 scales as they are."""
+    return part.view(torch.uint8) if part.element_size() == 1 else part
