@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
 import torch.utils._pytree as pytree
@@ -90,15 +90,16 @@ class FP8Weight(Tensor):
         torch.Size([4, 512])
     """
 
-    # Pickles and checkpoints name the class by its public name.
+    # Pickles and checkpoints name the class by its public name. pdoc evaluates annotations in the module of that name.
     __module__ = "fp8fn"
-    __torch_function__: ClassVar[Any] = torch._C._disabled_torch_function_impl
-    __torch_dispatch__: Any = classmethod(_dispatch)
-    __repr__: Any = _text
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_dispatch__ = cast(Any, classmethod(_dispatch))
+    __repr__ = cast(Any, _text)
 
-    _data: Tensor
-    _scale: Tensor
-    _form: Form
+    if TYPE_CHECKING:
+        _data: Tensor
+        _scale: Tensor
+        _form: Form
 
     def __new__(cls, scaled: ScaledTensor, dtype: torch.dtype = torch.bfloat16) -> FP8Weight:
         if not isinstance(scaled, ScaledTensor):

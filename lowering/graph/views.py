@@ -15,7 +15,6 @@ from typing import TypeAlias
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
 Size: TypeAlias = int  # or a SymInt, which computes as one
 aten = torch.ops.aten
@@ -44,6 +43,12 @@ View: TypeAlias = tuple[Dim, ...]
 
 def equal(a: Size, b: Size) -> bool:
     """Whether two sizes are known to be equal; adds no guard."""
+    return _known(a, b)
+
+
+def _known(a: Size, b: Size) -> bool:
+    from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq  # imports SymPy
+
     return bool(statically_known_true(sym_eq(a, b)))
 
 
@@ -64,7 +69,7 @@ def divides(divisor: Size, size: Size) -> bool:
     """Whether `size` is known to be a multiple of `divisor`; zero divides nothing, since no axis can be split by it."""
     if equal(divisor, 0):
         return False
-    return bool(statically_known_true(sym_eq(size % divisor, 0)))
+    return _known(size % divisor, 0)
 
 
 def identity(shape: Sequence[Size]) -> View:

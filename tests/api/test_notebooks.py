@@ -109,7 +109,9 @@ def test_api_reference_builds(tmp_path: Path) -> None:
     command = re.search(r"^python -m pdoc (.*) -o \S+$", readme, re.MULTILINE)
     assert command is not None
     arguments = [word.strip("'") for word in command[1].split()]
-    call = [sys.executable, "-W", "error", "-m", "pdoc", *arguments, "-o", str(tmp_path)]
+    # PyTorch declares attributes of tensors that pdoc cannot find in a subclass's file, and does not show either.
+    own = ("-W", "error", "-W", "ignore:Cannot determine where fp8fn.FP8Weight._")
+    call = [sys.executable, *own, "-m", "pdoc", *arguments, "-o", str(tmp_path)]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warn" not in done.stderr.lower(), done.stderr

@@ -11,7 +11,7 @@ REST: Final = "rest"
 _KINDS: Final = {
     "attention": r"flash|fmha|sdpa|attention|cudnn_generated|cudnn::fusion",
     "optimizer": r"multi_tensor|adam",
-    "quantizers": r"quantize|(stream|walk)_columns|row_rstd|amax|group_scales",
+    "quantizers": r"quantize|^silu_mul_(backward|saved)|(stream|walk)_columns|row_rstd|amax|group_scales",
     "products": r"gemm|nvjet|cutlass|xmma|gemv|splitk|_mm\b|_mm_|\bmm_|scaled_mm|a16w8|mx_tiles|aten::(add|b)?mm",
     "copies": r"copy|memcpy|memset|transpose|contiguous|clone|catarray|fill",
 }

@@ -428,14 +428,19 @@ def test_no_dequantized_copy_is_made() -> None:
                     made.append(str(func))
             return out
 
-    m = layer(512, 512)
+    def large() -> dict[int, Tensor]:
+        gc.collect()
+        return {
+            id(o): o for o in gc.get_objects()
+            if type(o) is Tensor and o.numel() == 512 * 512 and o.element_size() > 1
+        }  # fmt: skip
+
+    m, others = layer(512, 512), large()
     with Watch():
         y = m(torch.randn(2, 512, requires_grad=True))
         y.sum().backward()
     assert made == []
-    gc.collect()
-    kept = [o for o in gc.get_objects() if type(o) is Tensor and o.numel() == 512 * 512 and o.element_size() > 1]
-    assert kept == []
+    assert large().keys() <= others.keys()
 
 
 def test_numbers_are_not_read_past_the_scales() -> None:
