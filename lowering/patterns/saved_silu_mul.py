@@ -137,7 +137,7 @@ def _apart(graph: Graph, quantizer: Quantizer) -> Product | None:
     if found is None:
         return None
     with graph.inserting_before(quantizer.node):
-        gate, up = (_like(graph, node, quantizer.x) for node in found.inputs)
+        gate, up = (like(graph, node, quantizer.x) for node in found.inputs)
     if find_operand(gate) is None or find_operand(up) is None:
         return None
     return Product(quantizer.node, gate, up, 0, quantizer.block, quantizer.dtype, quantizer.scale)
