@@ -104,7 +104,7 @@ def _dequantized(data: Tensor, scale: Tensor | None) -> Tensor:
     return wide.flatten(-2)
 
 
-def backward_apart(grad: Tensor, kept: Sequence[Tensor | None]) -> Callable[[], tuple[Any, ...]]:
+def backward_apart(grad: Tensor, kept: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
     """A call with the results of `quantize_silu_mul_backward` by a kernel of Inductor's and the op of each."""
     compute = torch.compile(dequantized_gradients, fullgraph=True) if grad.is_cuda else dequantized_gradients
 
