@@ -1,4 +1,6 @@
-"""Quantizers around `silu(gate) * up` in training that keeps gate and up in FP8: `bench quant --suite silu_mul`.
+"""Quantizers around `silu(gate) * up` in training: `bench quant --suite silu_mul`.
+
+`forward` and `backward` keep gate and up in FP8. `backward bf16` reads gate and up in bf16, as the default mode does.
 
 Each direction is measured as one launch and as the launches that it merges. In the backward these are a kernel that
 Inductor generates (PyTorch's own operations on a CPU), two quantizers of a gradient and one of the product. TB/s count
@@ -8,6 +10,7 @@ the bytes of the one launch: gate, up and their gradients `(M, N)` are bf16 outs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -35,20 +38,32 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     forward = 7.0 * m * n + 3 * scales  # reads 2 in bf16, writes 3 in FP8
     backward = 9.0 * m * n + 7 * scales  # reads 2 in FP8 and 1 in bf16, writes 5 in FP8
 
+    values = 11.0 * m * n + 5 * scales  # reads 3 in bf16, writes 5 in FP8
+    given = (gate, None, up, None)
+
     def saved() -> dict[str, Tensor]:
         return {"product": F.silu(gate.float()) * up.float(), "gate": gate, "up": up}
 
-    def gradients() -> dict[str, Tensor]:
+    def gradients(inputs: Sequence[Any]) -> dict[str, Tensor]:
         names = ("grad_gate", "grad_gate_columns", "grad_up", "grad_up_columns", "product")
-        of_gate, of_up, wide_gate, wide_up = dequantized_gradients(grad, *kept)
+        of_gate, of_up, wide_gate, wide_up = dequantized_gradients(grad, *inputs)
         product = F.silu(wide_gate.float()) * wide_up.float()
         return dict(zip(names, (of_gate, of_gate, of_up, of_up, product), strict=True))
 
     return [
         _case("forward", lambda: lambda: _ops.quantize_silu_mul_saved(gate, up), saved, forward),
         _case("forward, 3 launches", lambda: lambda: forward_apart(gate, up), saved, forward),
-        _case("backward", lambda: lambda: _ops.quantize_silu_mul_backward(grad, *kept), gradients, backward),
-        _case("backward, 4 launches", lambda: backward_apart(grad, kept), gradients, backward),
+        _case(
+            "backward", lambda: lambda: _ops.quantize_silu_mul_backward(grad, *kept), partial(gradients, kept), backward
+        ),
+        _case("backward, 4 launches", lambda: backward_apart(grad, kept), partial(gradients, kept), backward),
+        _case(
+            "backward bf16",
+            lambda: lambda: _ops.quantize_silu_mul_backward(grad, *given),
+            partial(gradients, given),
+            values,
+        ),
+        _case("backward bf16, 4 launches", lambda: backward_apart(grad, given), partial(gradients, given), values),
         Case("torch", "copy", lambda: lambda: copy.copy_(gate), None, bytes=4.0 * m * n, ceiling=True),
     ]
 
@@ -74,7 +89,7 @@ def forward_apart(gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantized_gradients(
-    grad: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor
+    grad: Tensor, gate: Tensor, gate_scale: Tensor | None, up: Tensor, up_scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of gate and of up, and gate and up, in the type of `grad`."""
     wide = [_dequantized(data, scale).to(grad.dtype) for data, scale in ((gate, gate_scale), (up, up_scale))]
@@ -82,12 +97,14 @@ def dequantized_gradients(
     return of_gate, grad * F.silu(wide[0]), wide[0], wide[1]
 
 
-def _dequantized(data: Tensor, scale: Tensor) -> Tensor:
+def _dequantized(data: Tensor, scale: Tensor | None) -> Tensor:
+    if scale is None:
+        return data
     wide: Tensor = data.float().unflatten(-1, (-1, ROW[1])) * scale[..., None]
     return wide.flatten(-2)
 
 
-def backward_apart(grad: Tensor, kept: Sequence[Tensor]) -> Callable[[], tuple[Any, ...]]:
+def backward_apart(grad: Tensor, kept: Sequence[Any]) -> Callable[[], tuple[Any, ...]]:
     """A call with the results of `quantize_silu_mul_backward` by a kernel of Inductor's and the op of each."""
     compute = torch.compile(dequantized_gradients, fullgraph=True) if grad.is_cuda else dequantized_gradients
 

@@ -102,11 +102,11 @@ def _fits(quantizer: Quantizer) -> bool:
 def _pair(quantizers: Sequence[Quantizer], gate: Node) -> Gradients | None:
     """The one gradient of `gate` and the one of the factor beside `silu(gate)`, or None."""
     formula = Formula(gate, None)
-    of_up = [(quantizer, *rest) for quantizer in quantizers if len(rest := formula.rest(quantizer.x, "up")) == 1]
-    of_gate = [(quantizer, *rest) for quantizer in quantizers if len(rest := formula.rest(quantizer.x, "gate")) == 2]
+    of_up = [(quantizer, rest) for quantizer in quantizers if len(rest := formula.rest(quantizer.x, "up")) == 1]
+    of_gate = [(quantizer, rest) for quantizer in quantizers if len(rest := formula.rest(quantizer.x, "gate")) == 2]
     if len(of_up) != 1 or len(of_gate) != 1:
         return None
-    (up_quantizer, grad), (gate_quantizer, *factors) = of_up[0], of_gate[0]
+    (up_quantizer, (grad,)), (gate_quantizer, factors) = of_up[0], of_gate[0]
     if grad not in factors:
         return None
     factors.remove(grad)
@@ -193,8 +193,9 @@ def _sized(node: Node, quantizer: Quantizer) -> Tensor | None:
 
 def _last(graph: Graph, nodes: Sequence[Node]) -> Node:
     """The last of some nodes in the graph's order."""
-    return [node for node in graph.nodes if node in nodes][-1]
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    return max(nodes, key=order.__getitem__)
 
 
 def _precedes(graph: Graph, node: Node, other: Node) -> bool:
-    return next(each for each in graph.nodes if each in (node, other)) is node
+    return _last(graph, (node, other)) is other
