@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Gathered(NamedTuple):
-    """What the gathered bytes stand for. `scale` is None where the scales were gathered with the data."""
+    """The weight that gathered bytes stand for. `scale` is None where the scales were gathered with the data."""
 
     size: torch.Size
     form: Form

@@ -164,7 +164,7 @@ def _drop_columns_of(cut: Cut, quantizer: Node, fused: Mapping[Node, Producer]) 
 def _pays(x: Node, producer: Producer | None, leaves: Mapping[Node, None]) -> bool:
     """Whether the backward moves few bytes more for each byte that is not kept, to quantize `x` again from `leaves`.
 
-    Of a norm, one op reads the norm's input and writes FP8: the backward moves 3 bytes an element, and the forward 1
+    One op reads a norm's input and writes FP8: the backward moves 3 bytes an element, and the forward 1
     byte fewer. Without this op a kernel writes the norm in 16 bits first: 7 bytes, where no kernel of the backward
     computes the norm anyway, as one computes `silu(gate) * up`. The op needs the statistics that the norm's backward
     reads, for its own would differ from these in bits.

@@ -117,7 +117,7 @@ def expected(x: Tensor, block: tuple[int, int], recipe: Recipe, dtype: torch.dty
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_statistics_of_a_layer(name: str) -> None:
-    """Of tensors with outliers, so that some elements are flushed in every format, and some saturate in MXFP8."""
+    """The tensors have outliers: some elements are flushed in every format, and some saturate in MXFP8."""
     recipe, layer = PRESETS[name], nn.Linear(WIDTH, HIDDEN, bias=False)
     generator = torch.Generator().manual_seed(0)
     x, out_grad = (

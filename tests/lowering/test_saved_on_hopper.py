@@ -1,4 +1,4 @@
-"""What a Llama of 8B's widths keeps between forward and backward on Hopper, from its graphs alone."""
+"""Bytes that a Llama of 8B's widths keeps between forward and backward on Hopper, from its graphs alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_no_fp8_form_of_an_mlps_product_or_of_a_weight(recipe: str) -> None:
 
 
 def test_no_launch_writes_an_orientation_that_nothing_reads() -> None:
-    """Of activations the forward writes rows and the backward columns; both write only a weight's one side."""
+    """The forward writes rows of activations and the backward columns; both write one side of a weight."""
     for recipe in ("blockwise", "blockwise_square", "tensorwise"):
         (forward,), (backward,) = llama(recipe).forward, llama(recipe).backward
         norms = 0 if recipe != "tensorwise" else 2 * LAYERS

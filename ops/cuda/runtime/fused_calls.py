@@ -132,7 +132,7 @@ def _program(
 ) -> Program:  # fmt: skip
     """`steps` on `inputs` and `made`, of which `results` are returned with these geometries, in the order of `sources`.
 
-    Of what is not returned, as much as fits `SHARED_BYTES` shares one allocation.
+    Tensors that are not returned share one allocation, as many as fit `SHARED_BYTES`.
     """
     alone, parts, size = list(results), [], 0
     for place, made_geometry in enumerate(made):

@@ -43,7 +43,7 @@ class Model(nn.Module):
 
 
 def tensors(tied: bool = False) -> dict[str, Tensor]:
-    """What a checkpoint holds, written by hand."""
+    """A checkpoint's contents, written by hand."""
     written: dict[str, Tensor] = {
         "embed.weight": torch.randn(300, 256).bfloat16(), "up.bias": torch.randn(320).bfloat16(),
         "count": torch.tensor([5, 6, 7]),

@@ -139,7 +139,7 @@ def test_e8m0_scales() -> None:
 
 
 def test_the_gradient_reads_the_same_bytes() -> None:
-    """What a frozen layer keeps for the gradient of its input is a view of the weight's data."""
+    """A frozen layer keeps a view of the weight's data for the gradient of its input."""
     m = layer()
     y = m(torch.randn(3, 384, requires_grad=True))
     assert y.grad_fn is not None
