@@ -333,12 +333,13 @@ def test_numbers_of_kernels_in_an_inference(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_of_kernels_in_a_training_step() -> None:
-    """A norm's statistics are computed for its backward, where gradients are quantized as before."""
+    """A norm's statistics are computed for its backward, where one op quantizes both gradients of a gated activation."""
     backward = (["quantize_dual"] * 6, 5, 4)
     x = random(2, M, WIDTH).requires_grad_()
     assert counts(Block().bfloat16(), x, False) == [(["quantize_dual"] * 3, 3, 4), backward]
     fused = ["quantize_rms_norm_dual", "quantize_rms_norm_dual", "quantize_silu_mul_dual"]
-    assert counts(Block().bfloat16(), x, None) == [(fused, 0, 3), backward]
+    merged = ["quantize_dual", "quantize_silu_mul_backward", *["quantize_dual"] * 3]
+    assert counts(Block().bfloat16(), x, None) == [(fused, 0, 3), (merged, 3, 3)]
 
 
 ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -442,9 +443,10 @@ def test_the_gradient_of_up_stays() -> None:
     linear, gate, up = (nn.Linear(N, N, bias=False).bfloat16() for _ in range(3))
     with uncompiled(), post_grad_pass.recorded() as record:
         fp8(lambda x: linear(F.silu(gate(x)) * up(x)))(random(M, N).requires_grad_()).sum().backward()
-    forward, backward = record
+    forward, backward, both = record
     assert forward.made == "fp8fn.quantize_silu_mul_dual.default"
     assert (backward.reason or "").endswith("no memory traffic is saved")
+    assert both.made == "fp8fn.quantize_silu_mul_backward.default"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bfloat16", "float32"])
@@ -500,7 +502,7 @@ def test_of_inductors_code() -> None:
         for function in (model, fp8(model)):
             out = function(x)
             results.append([out, *torch.autograd.grad(out.float().square().sum(), [x, *model.parameters()])])
-    assert sum(found.reason is None for found in record) == 3
+    assert sum(found.reason is None for found in record) == 4
     for want, found in zip(*results, strict=True):
         assert (found.shape, found.stride()) == (want.shape, want.stride())
         assert snr(found, want) > 20
