@@ -333,7 +333,7 @@ def test_numbers_of_kernels_in_an_inference(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_numbers_of_kernels_in_a_training_step() -> None:
-    """A norm's statistics are computed for its backward, where one op quantizes both gradients of a gated activation."""
+    """A norm's statistics are computed for its backward; one op quantizes both gradients of a gated activation."""
     backward = (["quantize_dual"] * 6, 5, 4)
     x = random(2, M, WIDTH).requires_grad_()
     assert counts(Block().bfloat16(), x, False) == [(["quantize_dual"] * 3, 3, 4), backward]
