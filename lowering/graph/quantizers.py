@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import arguments_of, input_of, tensor_of
-from fp8fn.lowering.graph.views import Size, aten, equal
+from fp8fn.lowering.graph.views import Size, as_matrix, aten, equal, same_sizes
 from fp8fn.ops import targets
 from fp8fn.ops.layout import Block, swap
 
@@ -104,6 +104,15 @@ def reshaped_of(node: Node) -> Node:
     while node.target in RESHAPES:
         node = input_of(node)
     return node
+
+
+def like(graph: Graph, node: Node, x: Node) -> Node:
+    """`node` reshaped to the matrix `x`, which has its elements in the same order."""
+    source = reshaped_of(node)
+    for known in (node, source):
+        if same_sizes(tensor_of(known).shape, tensor_of(x).shape):
+            return known
+    return call(graph, aten.reshape.default, node, as_matrix(tensor_of(x).shape))
 
 
 def readers(node: Node) -> Iterator[Node]:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 Size: TypeAlias = int  # or a SymInt, which computes as one
@@ -186,3 +187,14 @@ def _sliced(view: View, node: Node) -> View | None:
 def _dim(dim: object, count: int) -> int:
     assert isinstance(dim, int)
     return dim % count if count else 0
+
+
+def sized(x: Tensor, shape: Sequence[Size] | None = None) -> Tensor | None:
+    """An empty meta tensor with the sizes that a dynamic graph was traced with; reading them adds no guard."""
+    sizes, strides = list(x.shape), list(x.stride())
+    if shape is not None:
+        sizes, strides = list(shape), [x.stride(-2) if x.dim() > 1 else shape[-1], x.stride(-1)]
+    known: list[Any] = [size if isinstance(size, int) else size.node.hint for size in (*sizes, *strides)]
+    if None in known:
+        return None
+    return torch.empty_strided(known[: len(sizes)], known[len(sizes) :], dtype=x.dtype, device="meta")

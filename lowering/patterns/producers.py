@@ -31,13 +31,14 @@ from fp8fn.lowering.graph.quantizers import (
     Quantizer,
     computed,
     find_quantizers,
+    like,
     readers,
     replace_quantizer,
     reshaped_of,
     same_layout,
 )
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import as_matrix, aten, equal, same_sizes
+from fp8fn.lowering.graph.views import aten, equal, same_sizes, sized
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import quantize as fused
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -70,13 +71,13 @@ class SiluMul:
         return None
 
     def rejected(self, quantizer: Quantizer, target: targets.Target) -> str | None:
-        gate, up = (_sized(node.meta["val"], quantizer.shape) for node in self.inputs)
+        gate, up = (sized(node.meta["val"], quantizer.shape) for node in self.inputs)
         if gate is None or up is None:
             return "a size is not known"
         return fused.accepts(_quantization(quantizer, target, x=gate, other=up, source=SILU_MUL))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
-        operands = [_like(graph, node, quantizer.x) for node in self.inputs]
+        operands = [like(graph, node, quantizer.x) for node in self.inputs]
         return (*operands, *quantizer.form)
 
 
@@ -102,13 +103,13 @@ class RmsNorm:
         return None
 
     def rejected(self, quantizer: Quantizer, target: targets.Target) -> str | None:
-        x, weight = _sized(self.x.meta["val"], quantizer.shape), _sized(self.weight.meta["val"], None)
+        x, weight = sized(self.x.meta["val"], quantizer.shape), sized(self.weight.meta["val"], None)
         if x is None or weight is None:
             return "a size is not known"
         return fused.accepts(_quantization(quantizer, target, x=x, other=weight, source=RMS_NORM))
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
-        x, rstd = _like(graph, self.x, quantizer.x), None
+        x, rstd = like(graph, self.x, quantizer.x), None
         if known:
             rstd = call(graph, aten.reshape.default, self.rstd, [-1])
         block, dtype, scale, *last = quantizer.form
@@ -349,23 +350,3 @@ def _same_shape(a: Node, b: Node) -> bool:
 def _is_column(column: Tensor, rows: Tensor) -> bool:
     """Whether `column` is `(..., M, 1)` for rows `(..., M, N)`."""
     return same_sizes(column.shape, (*rows.shape[:-1], 1))
-
-
-def _like(graph: Graph, node: Node, x: Node) -> Node:
-    """`node` reshaped to the matrix `x`, which has its elements in the same order."""
-    source = reshaped_of(node)
-    for known in (node, source):
-        if _same_shape(known, x):
-            return known
-    return call(graph, aten.reshape.default, node, as_matrix(x.meta["val"].shape))
-
-
-def _sized(x: Tensor, shape: tuple[Any, ...] | None) -> Tensor | None:
-    """An empty meta tensor with the sizes that a dynamic graph was traced with; reading them adds no guard."""
-    sizes, strides = list(x.shape), list(x.stride())
-    if shape is not None:
-        sizes, strides = list(shape), [x.stride(-2) if x.dim() > 1 else shape[-1], x.stride(-1)]
-    known = [size if isinstance(size, int) else size.node.hint for size in (*sizes, *strides)]
-    if None in known:
-        return None
-    return torch.empty_strided(known[: len(sizes)], known[len(sizes) :], dtype=x.dtype, device="meta")

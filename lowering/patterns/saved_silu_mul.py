@@ -28,13 +28,14 @@ from fp8fn.lowering.graph.quantizers import (
     RESHAPES,
     Quantizer,
     find_quantizers,
+    like,
     readers,
     replace_quantizer,
     reshaped_of,
     same_layout,
 )
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import as_matrix, aten, same_sizes
+from fp8fn.lowering.graph.views import aten, same_sizes, sized
 from fp8fn.lowering.patterns.producers import find_silu_mul
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.quantize import silu_mul
@@ -404,21 +405,3 @@ def _argument(node: Any, target: Any, *rest: Any) -> Node | None:
     if node.target is not target or node.kwargs or node.args[1:] != rest or not isinstance(node.args[0], Node):
         return None
     return source(node.args[0])
-
-
-def like(graph: Graph, node: Node, x: Node) -> Node:
-    """`node` reshaped to the matrix `x`, which has its elements in the same order."""
-    if same_sizes(tensor_of(node).shape, tensor_of(x).shape):
-        return node
-    return call(graph, aten.reshape.default, node, as_matrix(tensor_of(x).shape))
-
-
-def sized(x: Tensor, shape: Any = None) -> Tensor | None:
-    """An empty meta tensor with the sizes that a dynamic graph was traced with; reading them adds no guard."""
-    sizes, strides = [*(x.shape if shape is None else shape)], [*x.stride()]
-    if shape is not None:
-        strides = [x.stride(-2), x.stride(-1)]
-    known = [size if isinstance(size, int) else size.node.hint for size in (*sizes, *strides)]
-    if None in known:
-        return None
-    return torch.empty_strided(known[: len(sizes)], known[len(sizes) :], dtype=x.dtype, device="meta")

@@ -21,9 +21,17 @@ from torch.fx import Graph, Node
 
 from fp8fn.lowering.graph.emit import call
 from fp8fn.lowering.graph.nodes import source_of, tensor_of, value
-from fp8fn.lowering.graph.quantizers import Quantizer, computed, find_quantizers, readers, reshaped_of, same_layout
+from fp8fn.lowering.graph.quantizers import (
+    Quantizer,
+    computed,
+    find_quantizers,
+    like,
+    readers,
+    reshaped_of,
+    same_layout,
+)
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.graph.views import Size, aten, equal
+from fp8fn.lowering.graph.views import Size, aten, equal, sized
 from fp8fn.lowering.patterns.saved_silu_mul import (
     BACKWARD,
     DUAL,
@@ -31,10 +39,8 @@ from fp8fn.lowering.patterns.saved_silu_mul import (
     Formula,
     Product,
     depends,
-    like,
     product_of,
     replaced,
-    sized,
     source,
     unserved,
 )

@@ -1,6 +1,7 @@
 """The files and functions that a call of a product passes through, from the op's kernel to its launch on a GPU.
 
-What a reader of a product has to open, and what the host runs. Compiling, loading and starting are left out.
+A reader of a product has to open these files, and the host runs these functions. Compiling, loading and starting are
+left out.
 """
 
 from __future__ import annotations
