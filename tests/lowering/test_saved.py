@@ -313,15 +313,18 @@ def test_a_llama_keeps_less_than_in_bf16() -> None:
     )  # fmt: skip
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).bfloat16()
-    ids = torch.randint(0, 512, (1, 640), generator=torch.Generator().manual_seed(1))
+    tokens = 256
+    ids = torch.randint(0, 512, (1, tokens), generator=torch.Generator().manual_seed(1))
     results = []
     for plan, recipe in ((None, None), (None, fp8fn.BLOCKWISE), (EXACT, fp8fn.BLOCKWISE), (HALF, fp8fn.BLOCKWISE)):
         torch._dynamo.reset()
         call = torch.compile(model, backend=OpByOp(plan, recipe, "model.layers.*"))
-        results.append(kept(model, lambda call=call: call(input_ids=ids, labels=ids).loss))
+        # A CPU without instructions for bf16 takes a minute for the products of the backward, which nothing here reads.
+        backward = recipe is not None
+        results.append(kept(model, lambda call=call: call(input_ids=ids, labels=ids).loss, backward=backward))
     bf16, everything, exact, half = results
     shares = [result.nbytes / bf16.nbytes for result in (exact, half)]
-    print("KB a token and layer:", [round(result.nbytes / 640 / 2 / 1024, 2) for result in results])
+    print("KB a token and layer:", [round(result.nbytes / tokens / 2 / 1024, 2) for result in results])
     assert exact.equals(everything)
     assert half.worst_snr(everything) > 20
     assert weight_bytes(model, exact) == weight_bytes(model, half) == 0

@@ -83,8 +83,8 @@ class Kept:
         return min(_snr(other.gradients[name], grad) for name, grad in self.gradients.items())
 
 
-def kept(model: nn.Module, step: Callable[[], Tensor]) -> Kept:
-    """Runs a step of a compiled model, whose result is the loss."""
+def kept(model: nn.Module, step: Callable[[], Tensor], *, backward: bool = True) -> Kept:
+    """Runs a step of a compiled model, whose result is the loss; without `backward`, no gradients."""
     own = {x.untyped_storage().data_ptr() for x in (*model.parameters(), *model.buffers())}
     seen: dict[int, tuple[int, tuple[int, ...], torch.dtype]] = {}
 
@@ -96,7 +96,8 @@ def kept(model: nn.Module, step: Callable[[], Tensor]) -> Kept:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = step()
-    loss.backward()
+    if backward:
+        loss.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return Kept(loss.item(), gradients, list(seen.values()))
