@@ -72,6 +72,8 @@ def _set_caches(config: pytest.Config) -> None:
         # and not its sources. The tag, new in every run, keeps this run from graphs that other sources made.
         "TORCHINDUCTOR_CACHE_DIR": str(inductor),
         "TORCH_COMPILE_CACHE_KEY_TAG": secrets.token_hex(8),
+        # More threads are processes, which each process that compiles starts: 4 s of a core, for kernels of GPUs only.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
     for name, value in caches.items():
         os.environ.setdefault(name, value)
