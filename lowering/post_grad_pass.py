@@ -14,7 +14,14 @@ from torch.fx import Graph
 from fp8fn.lowering import joint_pass
 from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.substitute import Substitution
-from fp8fn.lowering.patterns import given_amax, inlined, producers, saved_silu_mul, silu_mul_backward
+from fp8fn.lowering.patterns import (
+    given_amax,
+    grouped_silu_mul_backward,
+    inlined,
+    producers,
+    saved_silu_mul,
+    silu_mul_backward,
+)
 from fp8fn.ops.layout import Block
 
 # Blocks that are inlined by default, to save memory traffic: 3 bytes an element instead of 7. Inductor's kernel keeps
@@ -30,7 +37,8 @@ def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution
     found = []
     patterns = (
         *producers.substitute(graph), *saved_silu_mul.substitute(graph), *silu_mul_backward.substitute(graph),
-        *inlined.substitute(graph, blocks), *given_amax.substitute(graph),
+        *grouped_silu_mul_backward.substitute(graph), *inlined.substitute(graph, blocks),
+        *given_amax.substitute(graph),
     )  # fmt: skip
     for substitution in patterns:
         origin, backward = origins.get(substitution.node, ("", False))

@@ -194,6 +194,11 @@ def quantize_silu_mul_backward(seed: int = 0, device: torch.device | str = "cpu"
     ]
 
 
+def quantize_silu_mul_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    samples = quantize_silu_mul_grouped_dual(seed, device)
+    return [sample._replace(args=(*sample.args[:3], (-1, 1)) if sample.args[3:] else sample.args) for sample in samples]
+
+
 def quantize_silu_mul_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     x, few, many = _Normal(seed, device), _ends(40, 40, 64, device=device), _ends(0, 1, 128, 131, device=device)
     return [
@@ -408,6 +413,7 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_dual": quantize_dual,
     "quantize_grouped": quantize_grouped,
     "quantize_grouped_dual": quantize_grouped_dual,
+    "quantize_silu_mul_grouped": quantize_silu_mul_grouped,
     "quantize_silu_mul_grouped_dual": quantize_silu_mul_grouped_dual,
     "quantize_silu_mul_grad_grouped_dual": quantize_silu_mul_grad_grouped_dual,
     "quantize_silu_mul": quantize_silu_mul,
