@@ -182,3 +182,17 @@ def test_inductor(fresh_dynamo: None) -> None:
             results[merge] = one_step(torch.compile(model, backend="fp8fn", options=options), model)
         assert len(of_siblings(reports)) == 2 * merge
     assert results[True].worst_snr(results[False]) > 40
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"merge_products": 1}, "is 1; use True or False"),
+        ({"merge_products": True, "fuse_quantize": False}, "'fuse_quantize'.* False; set one of them"),
+        ({"merge_products": True, "monitor": 10}, "'monitor'.* 10; set one of them"),
+    ],
+)
+def test_options(options: dict[str, Any], words: str, fresh_dynamo: None) -> None:
+    call = torch.compile(made(Gated), backend="fp8fn", options=options)
+    with pytest.raises(Exception, match=rf"options\['merge_products'\].*{words}"):
+        call(torch.zeros(2, WIDTH, dtype=torch.bfloat16))

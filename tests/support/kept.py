@@ -53,7 +53,7 @@ class OpByOp:
 
         def run(module: GraphModule, _: Any) -> Callable[..., Any]:
             if self.fuse:
-                post_grad_pass.fuse(module.graph, merge_products=self.merge_products)
+                post_grad_pass.fuse(module.graph, post_grad_pass.INLINED, self.merge_products)
             return make_boxed_func(torch.fx.Interpreter(module).run)
 
         compiler: Any = aot_autograd(
