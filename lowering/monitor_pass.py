@@ -34,9 +34,10 @@ _MX_BLOCKS: Final[tuple[Block, Block]] = ((1, 32), (32, 1))
 _NORMS: Final = (_ops.quantize_rms_norm.default, _ops.quantize_rms_norm_dual.default)
 _GATED: Final = (
     _ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default, _ops.quantize_silu_mul_saved.default,
+    _ops.quantize_silu_mul_grouped_dual.default,
 )  # fmt: skip
-# Its scales are those of groups, not of blocks.
-_BY_GROUPS: Final = _ops.quantize_grouped.default
+# Their scales are those of groups, not of blocks.
+_BY_GROUPS: Final = (_ops.quantize_grouped.default, _ops.quantize_silu_mul_grouped.default)
 
 _TRAINING: Final = threading.local()
 
@@ -164,7 +165,7 @@ def _found(graph: Graph, data: Node, scale: Node, block: Block) -> _Operand | No
         made = input_of(made)
     if is_result_of(made, (*QUANTIZERS, *_GATED)):
         quantizer = input_of(made)
-        if quantizer.target is not _BY_GROUPS:
+        if quantizer.target not in _BY_GROUPS:
             return _quantized(graph, quantizer)
     if not same_sizes(tensor_of(scale).shape, scale_shape(tensor_of(data).shape, block)):
         return None

@@ -1,5 +1,7 @@
 """The ops that compute an expert's gated activation, or its gradient, and quantize it by rows and by groups of tokens.
 
+`quantize_silu_mul_grouped` quantizes by groups of tokens alone, for a backward that makes the activation again.
+
 As in `fp8fn.ops.quantize_fused`, they compute in float32 and round once, to FP8. On a GPU, `silu` and its derivative
 have an error under 1e-5 of their terms.
 """
@@ -14,25 +16,33 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
-from fp8fn.ops.groups import check_ends
+from fp8fn.ops.groups import check_ends, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
 from fp8fn.ops.quantize import unserved
 from fp8fn.ops.quantize_grouped import (
     DUAL_BLOCKS,
+    GROUPED_BLOCKS,
     check_quantize_grouped,
     checked_block,
     quantize_grouped_dual_kernel,
+    quantize_grouped_kernel,
 )
 
-_FORMAT: Final = 'Tensor offsets, int[2] block=[1, 128], ScalarType? dtype=None, str scale="fp32"'
+_TYPES: Final = 'ScalarType? dtype=None, str scale="fp32"'
+_FORMAT: Final = f"Tensor offsets, int[2] block=[1, 128], {_TYPES}"
 _RESULTS: Final = "(Tensor, Tensor, Tensor, Tensor)"
+SILU_MUL_COLUMNS_SCHEMA: Final = (
+    "quantize_silu_mul_grouped(Tensor gate, Tensor up, Tensor offsets, int[2] block=[128, 1], "
+    f"{_TYPES}) -> (Tensor, Tensor)"
+)
 SILU_MUL_SCHEMA: Final = f"quantize_silu_mul_grouped_dual(Tensor gate, Tensor up, {_FORMAT}) -> {_RESULTS}"
 SILU_MUL_GRAD_SCHEMA: Final = (
     f"quantize_silu_mul_grad_grouped_dual(Tensor grad, Tensor hidden, {_FORMAT}) -> {_RESULTS}"
 )
 
+_SILU_MUL_COLUMNS: Final = "quantize_silu_mul_grouped"
 _SILU_MUL: Final = "quantize_silu_mul_grouped_dual"
 _SILU_MUL_GRAD: Final = "quantize_silu_mul_grad_grouped_dual"
 
@@ -40,11 +50,13 @@ Results = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def check_silu_mul_grouped(
-    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str
-) -> tuple[Block, torch.dtype]:
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int], dtype: torch.dtype | None, scale: str,
+    op: str = _SILU_MUL,
+) -> tuple[Block, torch.dtype]:  # fmt: skip
     """The block and the element type, or the error that says which argument is wrong and what would work."""
-    found = check_quantize_grouped(gate, offsets, block, dtype, scale, _SILU_MUL, DUAL_BLOCKS)
-    _check_alike(_SILU_MUL, ("gate", gate), ("up", up), gate.shape)
+    blocks = GROUPED_BLOCKS if op == _SILU_MUL_COLUMNS else DUAL_BLOCKS
+    found = check_quantize_grouped(gate, offsets, block, dtype, scale, op, blocks)
+    _check_alike(op, ("gate", gate), ("up", up), gate.shape)
     return found
 
 
@@ -66,6 +78,23 @@ def _check_alike(op: str, one: tuple[str, Tensor], two: tuple[str, Tensor], shap
         raise TypeError(f"{op}: {first} has dtype {x.dtype} and {second} {y.dtype}; {second}.to({x.dtype}) for one")
     if y.device != x.device:
         raise ValueError(f"{op}: {first} is on {x.device} and {second} on {y.device}; move them to one device")
+
+
+def quantize_silu_mul_grouped_reference(
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale, _SILU_MUL_COLUMNS)
+    check_ends(_SILU_MUL_COLUMNS, offsets)
+    return reference.quantize_grouped(reference.silu_mul(gate, up), offsets, pair, fp8, scale)
+
+
+def quantize_silu_mul_grouped_fake(
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale, _SILU_MUL_COLUMNS)
+    return empty_grouped(gate, offsets.shape[0], pair, fp8, scale)
 
 
 def quantize_silu_mul_grouped_dual_reference(
@@ -102,12 +131,21 @@ def quantize_silu_mul_grad_grouped_dual_fake(
     return empty_grouped_dual(hidden, offsets.shape[0], pair, fp8, scale)
 
 
+def quantize_silu_mul_grouped_kernel(
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None,
+    scale: str = "fp32",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    pair = checked_block(_SILU_MUL_COLUMNS, block, GROUPED_BLOCKS)
+    data, scales = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (False, pair, dtype, scale))
+    return data, scales
+
+
 def quantize_silu_mul_grouped_dual_kernel(
     gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
     scale: str = "fp32",
 ) -> Results:  # fmt: skip
     pair = checked_block(_SILU_MUL, block, DUAL_BLOCKS)
-    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (pair, dtype, scale))
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (True, pair, dtype, scale))
     return row, row_scale, col, col_scale
 
 
@@ -121,10 +159,11 @@ def quantize_silu_mul_grad_grouped_dual_kernel(
 
 
 def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (gate, up, offsets), (block, dtype, scale) = tensors, values
-    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
+    (gate, up, offsets), (dual, block, dtype, scale) = tensors, values
+    op = _SILU_MUL if dual else _SILU_MUL_COLUMNS
+    pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale, op)
     return Quantization(
-        x=gate, other=up, source=SILU_MUL, offsets=offsets, block=pair, dtype=fp8, scale=scale, dual=True,
+        x=gate, other=up, source=SILU_MUL, offsets=offsets, block=pair, dtype=fp8, scale=scale, dual=dual,
         target=targets.target_of(gate.device),
     )  # fmt: skip
 
@@ -147,7 +186,10 @@ def _reference(q: Quantization) -> Sequence[Tensor]:
     assert q.other is not None
     assert q.offsets is not None
     y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.silu_mul_grad(q.other, q.x)
-    quantize = reference.quantize_grouped_dual if unserved(q) is not None else quantize_grouped_dual_kernel
+    if unserved(q) is not None:
+        quantize = reference.quantize_grouped_dual if q.dual else reference.quantize_grouped
+    else:
+        quantize = quantize_grouped_dual_kernel if q.dual else quantize_grouped_kernel
     return quantize(y, q.offsets, q.block, q.dtype, q.scale)
 
 

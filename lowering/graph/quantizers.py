@@ -19,11 +19,13 @@ from fp8fn.ops.layout import Block, swap
 RESHAPES: Final = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _SINGLE: Final = torch.ops.fp8fn.quantize.default
 _DUAL: Final = torch.ops.fp8fn.quantize_dual.default
+_GROUPED: Final = torch.ops.fp8fn.quantize_grouped.default
+_GROUPED_DUAL: Final = torch.ops.fp8fn.quantize_grouped_dual.default
 
 
 @dataclass(frozen=True)
 class Quantizer:
-    """`fp8fn::quantize` or `fp8fn::quantize_dual` of `x (..., M, N)`, and its results."""
+    """`fp8fn::quantize` or `fp8fn::quantize_dual` of `x (..., M, N)`, or a form of groups of rows, and its results."""
 
     node: Node
     x: Node
@@ -34,10 +36,12 @@ class Quantizer:
     """The second block of `quantize_dual`; None is the transpose of `block`."""
     column_major: bool | None = None
     """The layout of `quantize`'s data in square blocks; None is the layout of `x`."""
+    offsets: Node | None = None
+    """The ends of groups of rows, for `quantize_grouped` and `quantize_grouped_dual`."""
 
     @property
     def dual(self) -> bool:
-        return self.node.target is _DUAL
+        return self.node.target in (_DUAL, _GROUPED_DUAL)
 
     @property
     def blocks(self) -> tuple[Block, ...]:
@@ -89,14 +93,21 @@ def find_quantizers(graph: Graph) -> list[Quantizer]:
     return [as_quantizer(node) for node in nodes if arguments_of(node)["amax"] is None]
 
 
+def find_grouped_quantizers(graph: Graph) -> list[Quantizer]:
+    """All quantizers of groups of rows, in the graph's order."""
+    return [as_quantizer(node) for node in graph.nodes if node.target in (_GROUPED, _GROUPED_DUAL)]
+
+
 def as_quantizer(node: Node) -> Quantizer:
-    """The input and the format of a call of `fp8fn::quantize` or `fp8fn::quantize_dual`."""
+    """The input and the format of a call of a quantizer."""
     given = arguments_of(node)
     x, (rows, columns) = given["x"], given["block"]
     dtype = given["dtype"] or targets.native_e4m3(targets.target_of(x.meta["val"].device))
     dual_block = given.get("dual_block")  # `quantize` has none
     beside = None if dual_block is None else (dual_block[0], dual_block[1])
-    return Quantizer(node, x, (rows, columns), dtype, given["scale"], beside, given.get("column_major"))
+    return Quantizer(
+        node, x, (rows, columns), dtype, given["scale"], beside, given.get("column_major"), given.get("offsets")
+    )
 
 
 def reshaped_of(node: Node) -> Node:

@@ -1,6 +1,6 @@
 """Fuses `silu(gate) * up` and `rms_norm(x) * weight` with the quantizer of their result into one op.
 
-    mlp.down_proj(F.silu(gate) * up)                                  # fp8fn::quantize_silu_mul, …_dual
+    mlp.down_proj(F.silu(gate) * up)                                  # fp8fn::quantize_silu_mul, …_dual, …_grouped_dual
     x = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, True) + eps)
     linear(weight * x.to(bf16))                                       # fp8fn::quantize_rms_norm, …_dual
 
@@ -30,6 +30,7 @@ from fp8fn.lowering.graph.nodes import input_of, source_of, tensor_of, value
 from fp8fn.lowering.graph.quantizers import (
     Quantizer,
     computed,
+    find_grouped_quantizers,
     find_quantizers,
     like,
     readers,
@@ -78,7 +79,7 @@ class SiluMul:
 
     def emit(self, graph: Graph, quantizer: Quantizer, known: bool) -> tuple[Any, ...]:
         operands = [like(graph, node, quantizer.x) for node in self.inputs]
-        return (*operands, *quantizer.form)
+        return (*operands, *([] if quantizer.offsets is None else [quantizer.offsets]), *quantizer.form)
 
 
 @dataclass(frozen=True)
@@ -121,22 +122,24 @@ Producer = SiluMul | RmsNorm
 
 
 def _quantization(quantizer: Quantizer, target: targets.Target, **operands: Any) -> Quantization:
+    offsets = None if quantizer.offsets is None else sized(tensor_of(quantizer.offsets))
     return Quantization(
         block=quantizer.block, dtype=quantizer.dtype, scale=quantizer.scale, dual=quantizer.dual,
-        dual_block=quantizer.dual_block, column_major=quantizer.column_major, target=target, **operands,
+        dual_block=quantizer.dual_block, column_major=quantizer.column_major, offsets=offsets, target=target,
+        **operands,
     )  # fmt: skip
 
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
     """Fuses where this saves memory traffic and the device has a kernel, and reports each known producer."""
-    for quantizer in find_quantizers(graph):
+    for quantizer in (*find_quantizers(graph), *find_grouped_quantizers(graph)):
         product = reshaped_of(quantizer.x)
         found = _producer(quantizer)
         if found is None:
             continue
         known, reason = _known(quantizer, found), found.fault()
         reason = reason or _why_not(quantizer, product, found, known)
-        made = "" if reason else f"{found.name}{'_dual' if quantizer.dual else ''}"
+        made = ""
         name, (m, k) = str(quantizer.node), quantizer.shape
         at = source_of(product) or source_of(quantizer.node)
         if not reason:
@@ -145,14 +148,14 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
                 replace_quantizer(graph, quantizer.node, new)
                 made = str(new.target)
             else:
-                made, reason = "", "its result lies otherwise than the op's"
+                reason = "its result lies otherwise than the op's"
         yield Substitution(NAME, name, at, str(product), (m, 0, k), made, reason)
 
 
 def fusible(graph: Graph) -> dict[Node, Producer]:
     """The producer of each quantizer that `substitute` would try to fuse; changes nothing."""
     producers = {}
-    for quantizer in find_quantizers(graph):
+    for quantizer in (*find_quantizers(graph), *find_grouped_quantizers(graph)):
         found = _producer(quantizer)
         if found is not None and found.fault() is None:
             known = _known(quantizer, found)
@@ -179,13 +182,14 @@ def find_silu_mul(product: Node) -> SiluMul | None:
 
 def _producer(quantizer: Quantizer) -> Producer | None:
     product = reshaped_of(quantizer.x)
-    found = _silu_mul(product) or _rms_norm(product)
+    found = _silu_mul(product) or (None if quantizer.offsets is not None else _rms_norm(product))
     return found if found is not None and _is_matrix(quantizer, product) else None
 
 
 def _fused(graph: Graph, quantizer: Quantizer, found: Producer, known: bool) -> Node | None:
     """The op before the quantizer, or None if its results have other strides than the quantizer's."""
-    op = getattr(_OPS, f"{found.name}{'_dual' if quantizer.dual else ''}").default
+    form = f"{'' if quantizer.offsets is None else '_grouped'}{'_dual' if quantizer.dual else ''}"
+    op = getattr(_OPS, f"{found.name}{form}").default
     with graph.inserting_before(quantizer.node):
         new = call(graph, op, *found.emit(graph, quantizer, known))
     if all(map(same_layout, new.meta["val"], quantizer.outs)):

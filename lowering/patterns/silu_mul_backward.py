@@ -91,12 +91,17 @@ def _pairs(graph: Graph) -> Iterator[Gradients]:
     ]
     if len(quantizers) < 2:
         return
-    activations = (aten.sigmoid.default, aten.silu.default, aten.neg.default)
-    found = (node.args[0] for node in graph.nodes if node.op == "call_function" and node.target in activations)
-    for gate in dict.fromkeys(source(node) for node in found):
+    for gate in gates(graph):
         parts = _pair(quantizers, gate)
         if parts is not None and not any(computed(reshaped_of(node)) for node in (parts.gate, parts.up)):
             yield parts
+
+
+def gates(graph: Graph) -> list[Node]:
+    """The tensors that a graph may compute SiLU of, in any spelling."""
+    activations = (aten.sigmoid.default, aten.silu.default, aten.neg.default)
+    found = (node.args[0] for node in graph.nodes if node.op == "call_function" and node.target in activations)
+    return list(dict.fromkeys(map(source, found)))
 
 
 def _fits(quantizer: Quantizer) -> bool:
@@ -117,10 +122,10 @@ def _pair(quantizers: Sequence[Quantizer], gate: Node) -> Gradients | None:
         return None
     factors.remove(grad)
     parts = Gradients(gate_quantizer, up_quantizer, grad, gate, factors[0])
-    return parts if all(_is_matrix(node, gate_quantizer.shape) for node in parts.inputs) else None
+    return parts if all(is_matrix(node, gate_quantizer.shape) for node in parts.inputs) else None
 
 
-def _is_matrix(node: Node, shape: Sequence[Size]) -> bool:
+def is_matrix(node: Node, shape: Sequence[Size]) -> bool:
     """Whether a tensor `(..., N)` has the elements of the matrix `shape`: none is broadcast."""
     x = value(node)
     if x is None or x.dim() < 2 or not equal(x.shape[-1], shape[1]):

@@ -30,6 +30,7 @@ QUANTIZERS: Final = (
     _ops.quantize.default, _ops.quantize_dual.default, _ops.quantize_grouped.default,
     _ops.quantize_grouped_dual.default, _ops.quantize_silu_mul.default, _ops.quantize_silu_mul_dual.default,
     _ops.quantize_rms_norm.default, _ops.quantize_rms_norm_dual.default,
+    _ops.quantize_silu_mul_grouped.default, _ops.quantize_silu_mul_grouped_dual.default,
 )  # fmt: skip
 # Smaller values cost more launches than they save memory.
 LEAST_ELEMENTS: Final = 1 << 16

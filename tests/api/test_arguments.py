@@ -332,6 +332,7 @@ GROUPED_OPS: dict[str, Callable[[Tensor], Any]] = {
     "scaled_grouped_mm": lambda ends: torch.ops.fp8fn.scaled_grouped_mm(
         Q.data, Q.scale, Q.block, QE.data, QE.scale, QE.block, ends
     ),
+    "quantize_silu_mul_grouped": lambda ends: torch.ops.fp8fn.quantize_silu_mul_grouped(A, A, ends),
     "quantize_silu_mul_grouped_dual": lambda ends: torch.ops.fp8fn.quantize_silu_mul_grouped_dual(A, A, ends),
     "quantize_silu_mul_grad_grouped_dual": lambda ends: torch.ops.fp8fn.quantize_silu_mul_grad_grouped_dual(
         A, torch.ones(32, 256, dtype=BF16), ends

@@ -414,7 +414,8 @@ def _largest(x: Tensor, rows: int) -> dict[str, Expected]:
 
 def _quantize_groups(place: Place, target: Target) -> Forms:
     for name, (sizes, rest) in {"small": GROUPS["units"], "large": GROUPS["large gaps"]}.items():
-        for source, block in ((PLAIN, ROW), (SILU_MUL, ROW), (SILU_MUL_GRAD, ROW), (PLAIN, COLUMN)):
+        sources = (PLAIN, SILU_MUL, SILU_MUL_GRAD)
+        for source, block in (*((source, ROW) for source in sources), (PLAIN, COLUMN), (SILU_MUL, COLUMN)):
             operands, inner, tokens = Operands(place), 136, sum(sizes) + rest
             offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
             x = hidden = operands.input("x", (tokens, 2 * inner), BF16)
@@ -425,7 +426,8 @@ def _quantize_groups(place: Place, target: Target) -> Forms:
                 other = operands.input("other", (tokens, inner), BF16)
             rest_: dict[str, Any] = {"source": source, "other": other, "offsets": offsets}
             q = quantization(x, block, dual=block == ROW, target=target, **rest_)
-            yield _quantize_form(f"grouped {source.macro if block == ROW else block} {name}", operands, q)
+            form = source.macro if block == ROW else f"{block}" if source is PLAIN else f"{block} {source.macro}"
+            yield _quantize_form(f"grouped {form} {name}", operands, q)
 
 
 def _value(q: Quantization) -> Tensor:

@@ -31,9 +31,11 @@ class OpByOp:
     """
 
     def __init__(
-        self, plan: SavePlan | None, recipe: Recipe | None = BLOCKWISE, where: Where = "*", *, fuse: bool = True
-    ) -> None:
-        self.plan, self.recipe, self.where, self.fuse = plan, recipe, where, fuse
+        self, plan: SavePlan | None, recipe: Recipe | None = BLOCKWISE, where: Where = "*", *, fuse: bool = True,
+        merge_products: bool = False,
+    ) -> None:  # fmt: skip
+        self.plan, self.recipe, self.where = plan, recipe, where
+        self.fuse, self.merge_products = fuse, merge_products
         self.forward: list[GraphModule] = []
         self.backward: list[GraphModule] = []
 
@@ -51,7 +53,7 @@ class OpByOp:
 
         def run(module: GraphModule, _: Any) -> Callable[..., Any]:
             if self.fuse:
-                post_grad_pass.fuse(module.graph)
+                post_grad_pass.fuse(module.graph, post_grad_pass.INLINED, self.merge_products)
             return make_boxed_func(torch.fx.Interpreter(module).run)
 
         compiler: Any = aot_autograd(

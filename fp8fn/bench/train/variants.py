@@ -17,7 +17,7 @@ from fp8fn.ops.recipe import PRESETS, Recipe, parse_recipe
 
 BF16: Final = "bf16"
 # The options of `backend="fp8fn"` beside the recipe, which `lowering.backend` names too.
-BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save", "monitor")
+BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save", "monitor", "merge_products")
 TORCHAO: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 

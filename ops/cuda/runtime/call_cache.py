@@ -78,13 +78,14 @@ class Step(NamedTuple):
 class Call:
     """Launches on new tensors: allocates `made`, starts the steps, returns the first `returned` of what it made.
 
-    `zeroed` outputs are set to zero first.
+    `zeroed` outputs are set to zero first. `filled` are the places of inputs that the launches write.
     """
 
     steps: tuple[Step, ...]
     made: tuple[Geometry, ...]
     returned: int
     zeroed: bool = False
+    filled: tuple[int, ...] = ()
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         device = self.steps[0][0].device
@@ -98,7 +99,8 @@ class Call:
             start(launch, [0 if place is None else addresses[place] for place in places])
         if tracked:
             settled = any(launch.settles for launch, _ in self.steps)
-            graph_capture.launched(device, frozenset() if settled else window, made)
+            written = [*made, *(x for place in self.filled if (x := inputs[place]) is not None)]
+            graph_capture.launched(device, frozenset() if settled else window, written)
         if (tape := _recording.tape) is not None:
             tape.append((self, inputs, made))
         return made[: self.returned]
@@ -120,16 +122,21 @@ def call_of(launches: Sequence[CudaLaunch], inputs: Sequence[str], outputs: Outp
         names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
         at = [None if launch.args[name] is None else places[launch.binds.get(name, name)] for name in names]
         steps.append(Step(launch.prepare(), tuple(at)))
-    return Call(tuple(steps), tuple(map(geometry, made.values())), outputs.returned, outputs.zeroed)
+    filled = tuple(map(inputs.index, outputs.filled))
+    return Call(tuple(steps), tuple(map(geometry, made.values())), outputs.returned, outputs.zeroed, filled)
 
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """The tensors that launches write, by name; the first `returned` are results, the others live between launches."""
+    """The tensors that launches write, by name; the first `returned` are results, the others live between launches.
+
+    `filled` are the names of inputs that launches write.
+    """
 
     tensors: Mapping[str, Tensor]
     returned: int
     zeroed: bool = False
+    filled: tuple[str, ...] = ()
 
     @property
     def results(self) -> list[Tensor]:

@@ -27,6 +27,7 @@ from fp8fn.ops.quantize_grouped import quantize_grouped_dual_kernel, quantize_gr
 from fp8fn.ops.quantize_grouped_fused import (
     quantize_silu_mul_grad_grouped_dual_kernel,
     quantize_silu_mul_grouped_dual_kernel,
+    quantize_silu_mul_grouped_kernel,
 )
 from fp8fn.ops.targets import GFX942, SM90, Target
 from fp8fn.ops.tuning.model import SMALLEST, X, grouped_config, tiles
@@ -127,7 +128,9 @@ def test_the_gated_activation_and_its_gradient(sizes: list[int], rest: int) -> N
             assert quantize.accepts(silu_mul_grad_of_groups(grad, hidden, offsets)) is None
             forward = quantize_silu_mul_grouped_dual_kernel(gate, up, offsets, (1, 128), E4M3)
             backward = quantize_silu_mul_grad_grouped_dual_kernel(grad, hidden, offsets, (1, 128), E4M3)
-        assert len(launches) == 2
+            columns = quantize_silu_mul_grouped_kernel(gate, up, offsets, (128, 1), E4M3)
+        assert len(launches) == 3
+        assert same_bits(columns, forward[2:])
         for found, produced in (
             (forward, reference.silu_mul(gate, up)),
             (backward, reference.silu_mul_grad(grad, hidden)),
