@@ -13,7 +13,6 @@ agree.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
 import glob
 import hashlib
@@ -34,7 +33,8 @@ from typing import Any, BinaryIO, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8fn.checkpoint import SCALE_SUFFIX, Checkpoint, Shard, find, open_all, read_json
+from fp8fn.checkpoint.files import Checkpoint, Shard, find, open_all, read_json
+from fp8fn.checkpoint.write import Written, header, in_order, offsets, write_bytes
 from fp8fn.cli.options import device
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, short_name
 from fp8fn.ops.layout import Block, scale_shape
@@ -43,6 +43,7 @@ from fp8fn.site import LEAST_K, LEAST_N, matches, why_sensitive
 
 LEAST_SNR_DB: Final = 25.0
 # The blocks of a weight (N, K) for which products exist.
+SCALE_SUFFIX: Final = "_scale_inv"
 _BLOCKS: Final[Mapping[str, Block]] = {"128,128": (128, 128), "1,128": (1, 128), "1,32": (1, 32)}
 # Files beside a checkpoint's tensors: configs, tokenizers, the model's code.
 _BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
@@ -176,22 +177,11 @@ def convert(
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A tensor of an output file, as the file's header describes it."""
-
-    name: str
-    dtype: str
-    shape: list[int]
-    nbytes: int
-    itemsize: int
-
-
-@dataclass(frozen=True)
 class _Plan:
     """An output file: its source, its tensors in the order of their bytes, and the names of the converted tensors."""
 
     shard: Shard
-    entries: tuple[_Entry, ...]
+    entries: tuple[Written, ...]
     converted: frozenset[str]
     origin: Mapping[str, Any]
 
@@ -201,27 +191,9 @@ class _Plan:
 
     def header(self, sums: str) -> bytes:
         """The file's bytes before its tensors. Their number does not depend on the digits in `sums`."""
-        offsets = self.offsets
-        described: dict[str, object] = {
-            # Sorted, because safetensors gives the source's metadata in another order each time.
-            "__metadata__": {
-                "format": "pt",
-                **dict(sorted(self.shard.metadata.items())),
-                _ORIGIN: json.dumps(self.origin),
-                _SUMS: sums,
-            },
-            **{
-                entry.name: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "data_offsets": [offsets[entry.name], offsets[entry.name] + entry.nbytes],
-                }
-                for entry in self.entries
-            },
-        }
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        # Sorted, because safetensors gives the source's metadata in another order each time.
+        metadata = {"format": "pt", **dict(sorted(self.shard.metadata.items()))}
+        return header(self.entries, {**metadata, _ORIGIN: json.dumps(self.origin), _SUMS: sums})
 
     def difference(self, path: Path, progress: Callable[[int], object]) -> _Difference | None:
         """How a file differs from the one that this plan writes, or None if all bytes agree."""
@@ -253,14 +225,6 @@ class _Plan:
             if f"{_read_crc(file, entry.nbytes, progress):08x}" != sums[8 * position : 8 * position + 8]:
                 return _Difference(f"it is damaged: tensor {entry.name!r} is not as it was written", damaged=True)
         return None
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        ends, end = {}, 0
-        for entry in self.entries:
-            ends[entry.name] = end
-            end += entry.nbytes
-        return ends
 
     @property
     def nbytes(self) -> int:
@@ -346,7 +310,7 @@ def _pieces(size: int) -> list[tuple[int, int]]:
 
 
 def _plan_of(shard: Shard, options: Options) -> _Plan:
-    entries: list[_Entry] = []
+    entries: list[Written] = []
     converted = set()
     for name in shard.names:
         tensor = shard.tensor(name)
@@ -357,18 +321,15 @@ def _plan_of(shard: Shard, options: Options) -> _Plan:
             )
         if options.take(name, tensor):
             scales = list(scale_shape(tensor.shape, options.block))
-            entries.append(_Entry(name, "F8_E4M3", list(tensor.shape), tensor.numel(), 1))
-            entries.append(_Entry(name + SCALE_SUFFIX, "F32", scales, 4 * math.prod(scales), 4))
+            entries.append(Written(name, "F8_E4M3", list(tensor.shape), tensor.numel(), 1))
+            entries.append(Written(name + SCALE_SUFFIX, "F32", scales, 4 * math.prod(scales), 4))
             converted.add(name)
         else:
             dtype, shape = shard.header(name)
-            entries.append(_Entry(name, dtype, shape, tensor.nbytes, tensor.element_size()))
-    # Wide types first, as in safetensors' own writer, so that each tensor begins at a multiple of its element size.
-    # Then by name, because safetensors lists tensors without elements in another order in each process.
-    entries.sort(key=lambda entry: (-entry.itemsize, entry.name))
+            entries.append(Written(name, dtype, shape, tensor.nbytes, tensor.element_size()))
     origin = {"version": _VERSION, "options": asdict(options), "source": _identity(shard.path)}
     # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
-    return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))
+    return _Plan(shard, tuple(in_order(entries)), frozenset(converted), json.loads(json.dumps(origin)))
 
 
 def _files_beside_tensors(
@@ -503,16 +464,16 @@ def _write(
     file: BinaryIO, plan: _Plan, options: Options, device: torch.device, progress: Callable[[int], object]
 ) -> list[Verified]:
     """Write the file, with one slice of a tensor in memory at a time."""
-    offsets, sums = plan.offsets, {}
+    starts, sums = offsets(plan.entries), {}
     start = len(plan.header("0" * 8 * len(plan.entries)))
     verified = []
     for name in plan.shard.names:
         tensor = plan.shard.tensor(name)
-        file.seek(start + offsets[name])
+        file.seek(start + starts[name])
         if name not in plan.converted:
             crc = 0
             for part in tensor.contiguous().view(-1).view(torch.uint8).split(_COPY) if tensor.numel() else ():
-                crc = _write_bytes(file, part, crc)
+                crc = write_bytes(file, part, crc)
                 progress(part.numel())
             sums[name] = crc
             continue
@@ -524,8 +485,8 @@ def _write(
                 else f"has {written.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
             )
             raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}; leave it as it is with --exclude {name!r}")
-        file.seek(start + offsets[name + SCALE_SUFFIX])
-        sums[name], sums[name + SCALE_SUFFIX] = written.crc, _write_bytes(file, written.scales, 0)
+        file.seek(start + starts[name + SCALE_SUFFIX])
+        sums[name], sums[name + SCALE_SUFFIX] = written.crc, write_bytes(file, written.scales, 0)
         verified.append(Verified(name, tuple(tensor.shape), written.snr_db))
     # The header comes last, because it holds the checksums.
     file.seek(0)
@@ -554,7 +515,7 @@ def _write_quantized(
         for part in matrix.split(rows):
             exact = part.to(device)
             q = quantize(exact, options.block, dtype=torch.float8_e4m3fn, scale=options.scale)
-            crc = _write_bytes(file, q.data, crc)
+            crc = write_bytes(file, q.data, crc)
             scales.append(q.scale.cpu().flatten())
             reference = exact.double()
             signal += reference.square().sum().item()
@@ -564,17 +525,6 @@ def _write_quantized(
         return _Written(crc, torch.cat(scales), math.inf)
     ratio = signal / noise if math.isfinite(signal) else math.nan
     return _Written(crc, torch.cat(scales), 10 * math.log10(ratio) if ratio else -math.inf)
-
-
-def _write_bytes(file: BinaryIO, tensor: Tensor, crc: int) -> int:
-    """Write a tensor's bytes without copying them, and return `crc` continued over them.
-
-    NumPy could do the same, but is not a dependency.
-    """
-    flat = tensor.view(torch.uint8).cpu().contiguous()
-    data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    file.write(data)
-    return zlib.crc32(data, crc)
 
 
 def report(

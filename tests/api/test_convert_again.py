@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 import fp8fn
-from fp8fn.checkpoint import Shard
+from fp8fn.checkpoint.files import Shard
 from fp8fn.cli import convert
 from fp8fn.cli.convert import Options
 from support.checkpoints import checkpoint, content, run, scaled
