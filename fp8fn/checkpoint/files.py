@@ -125,9 +125,19 @@ class Shard:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = _opened(path)
+        self._open: Any = _opened(path)
         self.names: tuple[str, ...] = tuple(self._file.offset_keys())
         self.metadata: dict[str, str] = dict(self._file.metadata() or {})
+
+    @property
+    def _file(self) -> Any:
+        if self._open is None:
+            self._open = _opened(self.path)
+        return self._open
+
+    def unmap(self) -> None:
+        """End the mapping until the next use; tensors that were read keep theirs."""
+        self._open = None
 
     def tensor(self, name: str) -> Tensor:
         """A CPU tensor that maps the file; writing to the tensor does not change the file."""

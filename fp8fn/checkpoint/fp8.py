@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -46,7 +46,11 @@ def _read(declared: Declared) -> Schemes:
     kind = config.get("fmt", "e4m3")
     words = "" if declared.method is None else f"{declared.method} {kind} ({path})"
     if kind not in ("e4m3", "float8_e4m3fn"):
-        raise UnknownScheme(words)
+
+        def unknown(weight: str, shape: Sequence[int]) -> Scheme:
+            raise UnknownScheme(words)
+
+        return unknown
     sizes = config.get("weight_block_size")
     block = None if sizes is None else declared_block(sizes, f"{path}: weight_block_size")
     return _same_for_all(Scheme(block, _activations(path, config.get("activation_scheme"), block), words))

@@ -80,8 +80,7 @@ def load_weights(
         strict: Whether a name that is missing, or one that the module does not have, is an error.
 
     Returns:
-        A `LoadedWeights`: the missing and the unexpected names, as `Module.load_state_dict`, and `layout`, which has
-        the activations that the files ask for (`layout.recipes`, `layout.input_scales`).
+        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
@@ -117,10 +116,14 @@ def load_weights(
     rebuilt = _rebuilt_buffers(model, device)
     first = {given[id(slot.tensor)][0]: slot for slot in slots if given[id(slot.tensor)]}
     loaded = []
-    # In the order of the files, of which the mapping of one ends before that of the next begins.
+    # In the order of the files. Once a file's tensors are on a GPU, its pages leave the host's memory.
+    shard = None
     for name in _with_progress([name for name in tensors if name in first]):
-        slot = first[name]
-        loaded.append((slot, _converted(slot, tensors[name].load(), device, dtype)))
+        slot, entry = first[name], tensors[name]
+        if shard is not None and shard is not entry.shard:
+            shard.unmap()
+        shard = entry.shard
+        loaded.append((slot, _converted(slot, entry.load(), device, dtype)))
     for slot, value in loaded:
         for place in slot.places:
             held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
