@@ -98,7 +98,7 @@ DEEPSEEK: Final = Format(
     forms={
         SQUARE: ScaleForm(activations=GROUP),
         GROUP: ScaleForm(activations=GROUP),
-        MX: ScaleForm(dtype=torch.uint8, activations=MX),
+        MX: ScaleForm(activations=MX),
         TENSOR: ScaleForm("batch", activations=(1, WHOLE)),
     },
     read=_read,

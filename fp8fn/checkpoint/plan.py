@@ -8,13 +8,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8fn.checkpoint.format import TENSOR, Activations, Contents, Format, Json, WeightLayout, shapes
+from fp8fn.checkpoint.format import MX, TENSOR, Activations, Contents, Format, Json, WeightLayout, shapes
 from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.ops.layout import Block
 
 
-def new_layout(format: Format, name: str, shape: Sequence[int], block: Block, *, static: bool) -> WeightLayout:
-    """How a format stores a weight. Raises ValueError where it has no such blocks, or needs a scale of activations."""
+def new_layout(
+    format: Format, name: str, shape: Sequence[int], block: Block, *, static: bool, powers: bool
+) -> WeightLayout:
+    """How a format stores a weight; `powers`: its scales are e8m0, which only MX blocks keep as exponents.
+
+    Raises ValueError where it has no such blocks, or needs a scale of activations.
+    """
     form = format.forms.get(block)
     if form is None:
         able = [repr(other.name) for other in FORMATS.values() if block in other.forms]
@@ -28,7 +33,8 @@ def new_layout(format: Format, name: str, shape: Sequence[int], block: Block, *,
     activations = None if form.activations is None else Activations(form.activations)
     if static:
         activations = Activations(TENSOR, static=True)
-    return WeightLayout(block, shapes(shape, block)[form.shape], form.dtype, activations)
+    dtype = torch.uint8 if powers and block == MX and form.dtype == torch.float32 else form.dtype
+    return WeightLayout(block, shapes(shape, block)[form.shape], dtype, activations)
 
 
 def declaration(format: Format, contents: Contents) -> dict[str, Json]:

@@ -18,6 +18,7 @@ from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, Json, We
 from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import write_file
+from fp8fn.ops.formats import SCALE_DTYPES
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights.fp8_weight import FP8Weight
 from fp8fn.weights.quantize import check_module
@@ -166,8 +167,16 @@ def _planned(
             continue
         if value.dtype not in chosen.dtypes:
             raise ValueError(f"save_weights: {name} is {value.dtype}, and '{chosen.name}' declares {chosen.dtypes[0]}")
+        powers = value.scale.dtype == SCALE_DTYPES[1]
         try:
-            weights[name] = new_layout(chosen, name, value.shape, value.block, static=name in inputs)
+            weights[name] = new_layout(
+                chosen,
+                name,
+                value.shape,
+                value.block,
+                static=name in inputs,
+                powers=powers,
+            )
         except ValueError as error:
             raise ValueError(f"save_weights: {error}") from None
     others = [name for name in state if name not in scaled]
