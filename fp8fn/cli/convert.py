@@ -434,11 +434,13 @@ def _files_beside_tensors(
     for name, section in plans[0].declared.items():
         if name not in (config.name, "metadata"):
             texts[name] = _json(section)
-    section = plans[0].declared.get(config.name)
-    if config.exists() or (section is not None and None not in FORMATS[options.format].methods):
+    quantization = plans[0].declared.get(config.name)
+    if config.exists() or (quantization is not None and None not in FORMATS[options.format].methods):
         content = read_json(config) if config.exists() else {}
         content.pop("quantization_config", None)
-        texts[config.name] = _json(content if section is None else {**content, "quantization_config": section})
+        if quantization is not None:
+            content["quantization_config"] = quantization
+        texts[config.name] = _json(content)
     if checkpoint.index is not None:
         metadata = read_json(checkpoint.index).get("metadata")
         kept = metadata if isinstance(metadata, dict) else {}
