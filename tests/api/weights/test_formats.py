@@ -99,3 +99,35 @@ def test_a_model_comes_back_byte_for_byte(
     fp8fn.save_weights(again, tmp_path / "b", format=report.layout)
     files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert {path.name: path.read_bytes() for path in (tmp_path / "b").iterdir()} == files
+
+
+def test_16_bit_scales_and_static_activations_of_vllms_checkpoints(tmp_path: Path) -> None:
+    """compressed-tensors' rows in bfloat16, a cache's scales, and modules that stay: written again as they were."""
+    import json
+
+    from safetensors.torch import load_file, save_file
+
+    q = fp8fn.quantize(torch.randn(200, 300), (1, -1), dtype=torch.float8_e4m3fn)
+    scale = q.scale.bfloat16().contiguous()
+    written = {"0.weight": q.data.contiguous(), "0.weight_scale": scale, "0.input_scale": torch.tensor([0.5])}
+    written |= {"0.k_scale": torch.tensor(2.0), "1.weight": torch.randn(7, 200)}
+    save_file(written, tmp_path / "model.safetensors")
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
+    inputs = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+    groups = {"group_0": {"targets": ["re:0$"], "weights": weights, "input_activations": inputs}}
+    section = {"quant_method": "compressed-tensors", "format": "float-quantized", "config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": section}))
+    model = nn.Sequential(nn.Linear(300, 200, bias=False), nn.Linear(200, 7, bias=False))
+    report = fp8fn.load_weights(model, tmp_path)
+    assert (report.missing_keys, report.unexpected_keys) == ([], [])
+    recipe = report.layout.recipes["0.weight"]
+    assert recipe is not None
+    assert (recipe.activation_block, recipe.weight_block) == ((-1, -1), (-1, 1))
+    assert torch.equal(values(model[0].weight), q.data.float() * scale.float())
+    fp8fn.save_weights(model, tmp_path / "again", format=report.layout)
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert found.keys() == written.keys()
+    for name, tensor in written.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].float(), tensor.float()), name
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"] == section
