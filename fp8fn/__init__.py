@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import fp8fn.meta.declarations  # noqa: F401  registers the ops
 from fp8fn.checkpoint import load_blockwise
+from fp8fn.checkpoint.format import CheckpointLayout
 from fp8fn.grouped import expert_mlp, grouped_gemm
 from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
@@ -59,6 +60,7 @@ __all__ = [
     "MXFP8",
     "ROWWISE",
     "TENSORWISE",
+    "CheckpointLayout",
     "FP8Weight",
     "GroupedScaledTensor",
     "Recipe",

@@ -1,8 +1,8 @@
-"""`python -m fp8fn convert`: writes a bf16 checkpoint's linear layers in FP8 with block scales, as DeepSeek-V3 does.
+"""`python -m fp8fn convert`: writes a checkpoint's linear layers in FP8, in any format of the table.
 
 INPUT is a safetensors file, an index or a folder. OUTPUT gets files of the same names, the index, and a config.json
-with a `quantization_config` for transformers. `X.weight` becomes FP8 data and `X.weight_scale_inv`; other tensors are
-copied.
+with a `quantization_config`. Weights in 16 bits are quantized. FP8 weights of a source in another format keep their
+bytes where the block stays, and are quantized again where it changes. Other tensors are copied.
 
 Each weight is compared with its source as it is written. The command fails and names the weight if its SNR is under
 25 dB, or if the source has NaN or Inf. A file gets its name only when it is complete and on the disk. An interrupted
@@ -13,7 +13,6 @@ agree.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
 import glob
 import hashlib
@@ -34,16 +33,25 @@ from typing import Any, BinaryIO, Final, Literal
 import torch
 from torch import Tensor
 
-from fp8fn.checkpoint import SCALE_SUFFIX, Checkpoint, Shard, find, open_all, read_json
+from fp8fn.checkpoint.files import Checkpoint, Shard, find, read_json
+from fp8fn.checkpoint.format import SQUARE, CheckpointLayout, Format, Json, WeightLayout
+from fp8fn.checkpoint.format import Contents as Declarable
+from fp8fn.checkpoint.formats import FORMATS
+from fp8fn.checkpoint.load import Contents, Entry, read_contents
+from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
+from fp8fn.checkpoint.write import Written, header, in_order, offsets, write_bytes, written
 from fp8fn.cli.options import device
-from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, short_name
-from fp8fn.ops.layout import Block, scale_shape
+from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, ScaleFormat
+from fp8fn.ops.layout import WHOLE, Block, scale_shape
 from fp8fn.quantization import dequantize, quantize
+from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.site import LEAST_K, LEAST_N, matches, why_sensitive
 
 LEAST_SNR_DB: Final = 25.0
 # The blocks of a weight (N, K) for which products exist.
-_BLOCKS: Final[Mapping[str, Block]] = {"128,128": (128, 128), "1,128": (1, 128), "1,32": (1, 32)}
+_BLOCKS: Final[Mapping[str, Block]] = {
+    "128,128": (128, 128), "1,128": (1, 128), "1,32": (1, 32), "1,-1": (1, -1), "-1,-1": (-1, -1),
+}  # fmt: skip
 # Files beside a checkpoint's tensors: configs, tokenizers, the model's code.
 _BESIDE: Final = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 # Elements that are quantized at once. The float64 comparison takes eight bytes for each.
@@ -63,7 +71,7 @@ _LOCK: Final = ".fp8fn-convert.lock"
 # The system's errors for a full disk and an exceeded quota.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 # Changes when the bytes that are written for the same source and options change.
-_VERSION: Final = 2
+_VERSION: Final = 3
 
 
 def main(argv: Sequence[str]) -> int:
@@ -73,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
     for module in ("safetensors", "tabulate", "tqdm"):
         if importlib.util.find_spec(module) is None:
             parser.error(f"needs {module}: pip install {module}")
-    options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude))
+    options = Options(args.block, args.scale, tuple(args.include), tuple(args.exclude), args.format)
     try:
         print(convert(args.input, args.output, options, overwrite=args.overwrite, device=args.device))
     except OSError as error:
@@ -89,23 +97,32 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True)
 class Options:
-    """The options that decide the bytes that are written."""
+    """The options that decide the bytes that are written.
 
-    block: Block = (128, 128)
-    scale: Literal["fp32", "pow2"] = "fp32"
+    Without a `block`, FP8 weights keep theirs, and others get the format's. Without a `scale` it is the format's.
+    """
+
+    block: Block | None = None
+    scale: Literal["fp32", "pow2", "e8m0"] | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    format: str = "deepseek"
 
     def __post_init__(self) -> None:
         # (128.0, 128.0) equals (128, 128), but would be written to config.json as floats.
+        if self.block is None:
+            return
         if self.block not in _BLOCKS.values() or not all(type(size) is int for size in self.block):
             raise ValueError(
                 f"block={self.block!r} is no block of a weight (N, K); it must be one of {list(_BLOCKS.values())}"
             )
+        forms = FORMATS[self.format].forms
+        if self.block not in forms:
+            raise ValueError(f"block={self.block!r} is no block of {self.format!r}; it must be one of {list(forms)}")
 
-    def take(self, name: str, tensor: Tensor) -> bool:
+    def take(self, name: str, tensor: Entry) -> bool:
         """Whether a tensor goes to FP8: the tensors that `include` names, by default weights of linear layers."""
-        if tensor.dtype not in INPUT_DTYPES or tensor.ndim not in (2, 3) or not tensor.numel():
+        if tensor.dtype not in INPUT_DTYPES or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
             return False
         if matches(name, self.exclude):
             return False
@@ -138,7 +155,7 @@ def convert(
         raise NotADirectoryError(f"{output} is a file; name a folder for the output")
     if output.exists() and output.samefile(checkpoint.folder):
         raise ValueError(f"{output} is the folder of the input; name another for the output")
-    plans = [_plan_of(shard, options) for shard in dict.fromkeys(open_all(checkpoint).values())]
+    plans = _plans(read_contents(source), options)
     if not any(plan.converted for plan in plans):
         raise ValueError(f"{source}: no tensor is a linear layer's weight by these options; see --include")
     texts = _files_beside_tensors(checkpoint, source.is_file() and checkpoint.index is None, plans, options)
@@ -152,7 +169,7 @@ def convert(
         whole = {path for path, difference in found.items() if difference is None}
         todo = [plan for plan in plans if whole.isdisjoint((output / plan.name, unfinished / plan.name))]
         verified: list[Verified] = []
-        size = sum(shard.tensor(name).nbytes for shard in (plan.shard for plan in todo) for name in shard.names)
+        size = sum(math.prod(e.shape) * e.dtype.itemsize for plan in todo for e in plan.sources)
         with tqdm(total=size, unit="B", unit_scale=True, unit_divisor=1024, disable=not todo) as bar:
             for plan in todo:
                 bar.set_description(plan.name)
@@ -176,14 +193,30 @@ def convert(
 
 
 @dataclass(frozen=True)
-class _Entry:
-    """A tensor of an output file, as the file's header describes it."""
+class _Weight:
+    """A weight to write: its source, how it is quantized, and how the output stores it."""
 
+    entry: Entry
+    layout: WeightLayout
+    format: Format
     name: str
-    dtype: str
-    shape: list[int]
-    nbytes: int
-    itemsize: int
+    scale: ScaleFormat
+    input_scale: Tensor | None
+
+    @property
+    def kept(self) -> bool:
+        """Whether the source's bytes are those of the output."""
+        old = self.entry.layout
+        return old is not None and old.block == self.layout.block and self.entry.dtype == torch.float8_e4m3fn
+
+    def written(self) -> list[Written]:
+        shape, stored = list(self.entry.shape), self.layout
+        scales = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device="meta")
+        found = [Written(self.format.data.of(self.name), "F8_E4M3", shape, math.prod(shape), 1)]
+        found.append(written(self.format.scale.of(self.name), scales))
+        if self.input_scale is not None:
+            found.append(written(self.format.input_scale.of(self.name), self.input_scale))
+        return found
 
 
 @dataclass(frozen=True)
@@ -191,9 +224,19 @@ class _Plan:
     """An output file: its source, its tensors in the order of their bytes, and the names of the converted tensors."""
 
     shard: Shard
-    entries: tuple[_Entry, ...]
-    converted: frozenset[str]
+    entries: tuple[Written, ...]
+    weights: Mapping[str, _Weight]
+    others: Mapping[str, Entry]
+    declared: Mapping[str, Json]
     origin: Mapping[str, Any]
+
+    @property
+    def sources(self) -> list[Entry]:
+        return [*self.others.values(), *(weight.entry for weight in self.weights.values())]
+
+    @property
+    def converted(self) -> frozenset[str]:
+        return frozenset(self.weights)
 
     @property
     def name(self) -> str:
@@ -201,27 +244,9 @@ class _Plan:
 
     def header(self, sums: str) -> bytes:
         """The file's bytes before its tensors. Their number does not depend on the digits in `sums`."""
-        offsets = self.offsets
-        described: dict[str, object] = {
-            # Sorted, because safetensors gives the source's metadata in another order each time.
-            "__metadata__": {
-                "format": "pt",
-                **dict(sorted(self.shard.metadata.items())),
-                _ORIGIN: json.dumps(self.origin),
-                _SUMS: sums,
-            },
-            **{
-                entry.name: {
-                    "dtype": entry.dtype,
-                    "shape": entry.shape,
-                    "data_offsets": [offsets[entry.name], offsets[entry.name] + entry.nbytes],
-                }
-                for entry in self.entries
-            },
-        }
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
+        # Sorted, because safetensors gives the source's metadata in another order each time.
+        metadata = {"format": "pt", **dict(sorted(self.metadata.items()))}
+        return header(self.entries, {**metadata, _ORIGIN: json.dumps(self.origin), _SUMS: sums})
 
     def difference(self, path: Path, progress: Callable[[int], object]) -> _Difference | None:
         """How a file differs from the one that this plan writes, or None if all bytes agree."""
@@ -255,12 +280,11 @@ class _Plan:
         return None
 
     @property
-    def offsets(self) -> dict[str, int]:
-        ends, end = {}, 0
-        for entry in self.entries:
-            ends[entry.name] = end
-            end += entry.nbytes
-        return ends
+    def metadata(self) -> Mapping[str, str]:
+        """The source's metadata without what its format declares there, and the output's."""
+        own: Mapping[str, str] = self.declared.get("metadata", {})
+        kept = self.shard.metadata if all(weight.entry.layout is None for weight in self.weights.values()) else {}
+        return {**kept, **own}
 
     @property
     def nbytes(self) -> int:
@@ -345,30 +369,55 @@ def _pieces(size: int) -> list[tuple[int, int]]:
     return [(start, start + _PIECE) for start in starts]
 
 
-def _plan_of(shard: Shard, options: Options) -> _Plan:
-    entries: list[_Entry] = []
-    converted = set()
-    for name in shard.names:
-        tensor = shard.tensor(name)
-        if tensor.dtype in FP8_DTYPES or name.endswith(SCALE_SUFFIX):
-            raise ValueError(
-                f"{shard.path}: tensor {name!r} is of a checkpoint in FP8 already ({short_name(tensor.dtype)}); "
-                "convert takes bfloat16, float16 and float32"
-            )
-        if options.take(name, tensor):
-            scales = list(scale_shape(tensor.shape, options.block))
-            entries.append(_Entry(name, "F8_E4M3", list(tensor.shape), tensor.numel(), 1))
-            entries.append(_Entry(name + SCALE_SUFFIX, "F32", scales, 4 * math.prod(scales), 4))
-            converted.add(name)
-        else:
-            dtype, shape = shard.header(name)
-            entries.append(_Entry(name, dtype, shape, tensor.nbytes, tensor.element_size()))
-    # Wide types first, as in safetensors' own writer, so that each tensor begins at a multiple of its element size.
-    # Then by name, because safetensors lists tensors without elements in another order in each process.
-    entries.sort(key=lambda entry: (-entry.itemsize, entry.name))
-    origin = {"version": _VERSION, "options": asdict(options), "source": _identity(shard.path)}
-    # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
-    return _Plan(shard, tuple(entries), frozenset(converted), json.loads(json.dumps(origin)))
+def _plans(contents: Contents, options: Options) -> list[_Plan]:
+    """The output files, with what all of them declare."""
+    format = FORMATS[options.format]
+    weights: dict[str, _Weight] = {}
+    others: dict[str, Entry] = {}
+    for name, entry in contents.entries.items():
+        if entry.layout is not None or options.take(name, entry):
+            weights[name] = _weight(name, entry, contents.layout, options)
+        elif name not in contents.own or format.beside.fullmatch(name):
+            others[name] = entry
+    left = [name for name, entry in others.items() if name.endswith(".weight") and len(entry.shape) in (2, 3)]
+    if "lm_head.weight" not in weights and "lm_head.weight" not in left:
+        left.insert(0, "lm_head.weight")  # not in the file if it is tied to the embedding
+    dtypes = {
+        name: torch.bfloat16 if weight.entry.dtype in FP8_DTYPES else weight.entry.dtype
+        for name, weight in weights.items()
+    }
+    layouts = {name: weight.layout for name, weight in weights.items()}
+    shapes = {name: weight.entry.shape for name, weight in weights.items()}
+    declared = declaration(format, Declarable(layouts, shapes, dtypes, list(others), left))
+    plans = []
+    for shard in dict.fromkeys(entry.shard for entry in contents.entries.values()):
+        mine = {name: weight for name, weight in weights.items() if weight.entry.shard is shard}
+        copied = {name: entry for name, entry in others.items() if entry.shard is shard}
+        entries = [part for weight in mine.values() for part in weight.written()]
+        for name, entry in copied.items():
+            dtype, shape = shard.header(entry.tensor)
+            size = entry.dtype.itemsize
+            entries.append(Written(name, dtype, shape, math.prod(shape) * size, size))
+        origin = {"version": _VERSION, "options": asdict(options), "source": _identity(shard.path)}
+        # Through JSON, so that it equals the origin that is read back, whose tuples are lists.
+        made = json.loads(json.dumps(origin))
+        plans.append(_Plan(shard, tuple(in_order(entries)), mine, copied, declared, made))
+    return plans
+
+
+def _weight(name: str, entry: Entry, source: CheckpointLayout, options: Options) -> _Weight:
+    format = FORMATS[options.format]
+    own = None if entry.layout is None else entry.layout.block
+    block = options.block or own or (SQUARE if SQUARE in format.forms else next(iter(format.forms)))
+    scale = source.input_scales.get(name)
+    kept = entry.layout is not None and own == block
+    powers = options.scale == "e8m0" or (kept and entry.layout is not None and entry.layout.scale_dtype.itemsize == 1)
+    try:
+        layout = new_layout(format, name, entry.shape, block, static=scale is not None, powers=powers)
+    except ValueError as error:
+        raise ValueError(f"{entry.shard.path}: {error}") from None
+    usual: ScaleFormat = "fp32" if layout.scale_dtype == torch.float32 else "e8m0"
+    return _Weight(entry, layout, format, name, options.scale or usual, scale)
 
 
 def _files_beside_tensors(
@@ -379,12 +428,19 @@ def _files_beside_tensors(
     copied = [config] if config.exists() else []
     if not alone:
         copied = sorted(path for path in checkpoint.folder.iterdir() if path.suffix in _BESIDE and path.is_file())
+    ours = (*plans[0].declared, "hf_quant_config.json")
     texts = {path.name: path.read_bytes() for path in copied if not path.name.endswith(".index.json")}
-    if config.exists():
-        content = read_json(config)
-        if content.get("quantization_config"):
-            raise ValueError(f"{config}: has a quantization_config; convert takes a checkpoint that is not quantized")
-        texts[config.name] = _json({**content, "quantization_config": _quantization_config(plans, options)})
+    texts = {name: text for name, text in texts.items() if name == config.name or name not in ours}
+    for name, section in plans[0].declared.items():
+        if name not in (config.name, "metadata"):
+            texts[name] = _json(section)
+    quantization = plans[0].declared.get(config.name)
+    if config.exists() or (quantization is not None and None not in FORMATS[options.format].methods):
+        content = read_json(config) if config.exists() else {}
+        content.pop("quantization_config", None)
+        if quantization is not None:
+            content["quantization_config"] = quantization
+        texts[config.name] = _json(content)
     if checkpoint.index is not None:
         metadata = read_json(checkpoint.index).get("metadata")
         kept = metadata if isinstance(metadata, dict) else {}
@@ -399,24 +455,6 @@ def _files_beside_tensors(
 
 def _json(content: object) -> bytes:
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-
-
-def _quantization_config(plans: Sequence[_Plan], options: Options) -> dict[str, object]:
-    """As DeepSeek-V3's, with the modules that stay as they are: transformers makes all others FP8 layers."""
-    left = {"lm_head": None}  # not in the file if it is tied to the embedding
-    for plan in plans:
-        for entry in plan.entries:
-            if entry.name.endswith(".weight") and len(entry.shape) in (2, 3) and entry.name not in plan.converted:
-                left[entry.name.removesuffix(".weight")] = None
-    if any("lm_head.weight" in plan.converted for plan in plans):
-        del left["lm_head"]
-    return {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "modules_to_not_convert": list(left),
-        "quant_method": "fp8",
-        "weight_block_size": list(options.block),
-    }
 
 
 def _check_room(output: Path, found: Mapping[Path, _Difference | None], texts: Mapping[str, bytes]) -> None:
@@ -503,30 +541,36 @@ def _write(
     file: BinaryIO, plan: _Plan, options: Options, device: torch.device, progress: Callable[[int], object]
 ) -> list[Verified]:
     """Write the file, with one slice of a tensor in memory at a time."""
-    offsets, sums = plan.offsets, {}
+    starts, sums = offsets(plan.entries), {}
     start = len(plan.header("0" * 8 * len(plan.entries)))
     verified = []
-    for name in plan.shard.names:
-        tensor = plan.shard.tensor(name)
-        file.seek(start + offsets[name])
-        if name not in plan.converted:
-            crc = 0
-            for part in tensor.contiguous().view(-1).view(torch.uint8).split(_COPY) if tensor.numel() else ():
-                crc = _write_bytes(file, part, crc)
-                progress(part.numel())
-            sums[name] = crc
-            continue
-        written = _write_quantized(file, tensor, options, device, progress)
-        if not written.snr_db >= LEAST_SNR_DB:
+    for name, entry in plan.others.items():
+        tensor = entry.shard.tensor(entry.tensor)
+        file.seek(start + starts[name])
+        crc = 0
+        for part in tensor.contiguous().view(-1).view(torch.uint8).split(_COPY) if tensor.numel() else ():
+            crc = write_bytes(file, part, crc)
+            progress(part.numel())
+        sums[name] = crc
+    for name, weight in plan.weights.items():
+        data, scales = weight.format.data.of(name), weight.format.scale.of(name)
+        file.seek(start + starts[data])
+        done = _write_quantized(file, weight, device, progress)
+        if not done.snr_db >= LEAST_SNR_DB:
             reason = (
                 "has NaN or Inf, for whose blocks there is no scale"
-                if math.isnan(written.snr_db)
-                else f"has {written.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
+                if math.isnan(done.snr_db)
+                else f"has {done.snr_db:.1f} dB of signal to noise in FP8, under {LEAST_SNR_DB:.0f}"
             )
             raise ValueError(f"{plan.shard.path}: tensor {name!r} {reason}; leave it as it is with --exclude {name!r}")
-        file.seek(start + offsets[name + SCALE_SUFFIX])
-        sums[name], sums[name + SCALE_SUFFIX] = written.crc, _write_bytes(file, written.scales, 0)
-        verified.append(Verified(name, tuple(tensor.shape), written.snr_db))
+        sums[data] = done.crc
+        file.seek(start + starts[scales])
+        sums[scales] = write_bytes(file, done.scales, 0)
+        if weight.input_scale is not None:
+            inputs = weight.format.input_scale.of(name)
+            file.seek(start + starts[inputs])
+            sums[inputs] = write_bytes(file, weight.input_scale, 0)
+        verified.append(Verified(name, weight.entry.shape, done.snr_db))
     # The header comes last, because it holds the checksums.
     file.seek(0)
     file.write(plan.header("".join(f"{sums[entry.name]:08x}" for entry in plan.entries)))
@@ -543,38 +587,39 @@ class _Written:
 
 
 def _write_quantized(
-    file: BinaryIO, weight: Tensor, options: Options, device: torch.device, progress: Callable[[int], object]
+    file: BinaryIO, weight: _Weight, device: torch.device, progress: Callable[[int], object]
 ) -> _Written:
     """Write the FP8 data of a weight, and compare it with the source."""
+    source, layout = weight.entry.load(), weight.layout
+    if weight.kept:
+        assert isinstance(source, ScaledTensor)
+        crc = 0
+        for piece in source.data.contiguous().view(-1).view(torch.uint8).split(_COPY):
+            crc = write_bytes(file, piece, crc)
+            progress(piece.numel())
+        return _Written(crc, stored_scale(source.scale, layout, weight.name), math.inf)
+    tensor = dequantize(source, torch.float32) if isinstance(source, ScaledTensor) else source
     signal, noise, crc = 0.0, 0.0, 0
     scales = []
     # Slices of whole blocks of rows.
-    rows = max(_SLICE // weight.shape[-1] // options.block[0], 1) * options.block[0]
-    for matrix in weight.reshape(-1, *weight.shape[-2:]):
+    block = layout.block
+    step = tensor.shape[-2] if block[0] == WHOLE else block[0]
+    rows = max(_SLICE // tensor.shape[-1] // step, 1) * step
+    for matrix in tensor.reshape(-1, *tensor.shape[-2:]):
         for part in matrix.split(rows):
             exact = part.to(device)
-            q = quantize(exact, options.block, dtype=torch.float8_e4m3fn, scale=options.scale)
-            crc = _write_bytes(file, q.data, crc)
-            scales.append(q.scale.cpu().flatten())
+            q = quantize(exact, block, dtype=torch.float8_e4m3fn, scale=weight.scale)
+            crc = write_bytes(file, q.data, crc)
+            scales.append(q.scale.float().cpu().flatten())
             reference = exact.double()
             signal += reference.square().sum().item()
             noise += (dequantize(q, torch.float32).double() - reference).square().sum().item()
-            progress(part.nbytes)
+            progress(part.numel() * weight.entry.dtype.itemsize)
+    stored = stored_scale(torch.cat(scales).reshape(scale_shape(tensor.shape, block)), layout, weight.name)
     if noise == 0:
-        return _Written(crc, torch.cat(scales), math.inf)
+        return _Written(crc, stored, math.inf)
     ratio = signal / noise if math.isfinite(signal) else math.nan
-    return _Written(crc, torch.cat(scales), 10 * math.log10(ratio) if ratio else -math.inf)
-
-
-def _write_bytes(file: BinaryIO, tensor: Tensor, crc: int) -> int:
-    """Write a tensor's bytes without copying them, and return `crc` continued over them.
-
-    NumPy could do the same, but is not a dependency.
-    """
-    flat = tensor.view(torch.uint8).cpu().contiguous()
-    data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
-    file.write(data)
-    return zlib.crc32(data, crc)
+    return _Written(crc, stored, 10 * math.log10(ratio) if ratio else -math.inf)
 
 
 def report(
@@ -589,7 +634,7 @@ def report(
         rows = [(weight.name, "x".join(map(str, weight.shape)), f"{weight.snr_db:.1f}") for weight in worst]
         lines += [tabulate(rows, ("worst weights", "shape", "SNR, dB"), disable_numparse=True), ""]
     count = sum(len(plan.converted) for plan in plans)
-    left = sum(len(plan.shard.names) for plan in plans) - count
+    left = sum(len(plan.others) for plan in plans)
     before = sum(plan.shard.path.stat().st_size for plan in plans)
     after = sum(plan.nbytes for plan in plans)
     lines.append(
@@ -616,10 +661,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("input", type=Path, metavar="INPUT", help="a safetensors file, an index, or their folder")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, made if it does not exist")
     parser.add_argument(
-        "--block", type=_block, default=(128, 128), metavar="N,K", help="block of a scale (default: 128,128)"
+        "--format", choices=list(FORMATS), default="deepseek", help="format of the output (default: %(default)s)"
     )
     parser.add_argument(
-        "--scale", choices=("fp32", "pow2"), default="fp32", help="pow2: scales are rounded up to powers of two"
+        "--block",
+        type=_block,
+        metavar="N,K",
+        help="block of a scale; -1 is a whole axis: --block=1,-1 (default: an FP8 source's own, else 128,128 where the "
+        "format has it)",
+    )
+    parser.add_argument(
+        "--scale",
+        choices=("fp32", "pow2", "e8m0"),
+        help="pow2: scales are rounded up to powers of two; e8m0: the scales of MX (default: the format's)",
     )
     parser.add_argument(
         "--include",

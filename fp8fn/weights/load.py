@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,13 +13,31 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
-from fp8fn.checkpoint import load_blockwise, moved_to
+from fp8fn.checkpoint.format import CheckpointLayout
+from fp8fn.checkpoint.load import Entry, moved_to, read_contents
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.scaled_tensor import ScaledTensor, check_device
 from fp8fn.weights.fp8_weight import FP8Weight
 from fp8fn.weights.quantize import Place, check_module, named_places
 
 _MOST_NAMES: Final = 20  # that an error lists for each kind
+
+
+class LoadedWeights(_IncompatibleKeys):
+    """The result of `load_weights`: `missing_keys` and `unexpected_keys`, as `Module.load_state_dict`, and `layout`.
+
+    Args:
+        missing_keys: Names that the module has and the checkpoint does not.
+        unexpected_keys: Names that the checkpoint has and the module does not.
+        layout: `CheckpointLayout` of the files: the format, and the recipe of each weight's activations.
+    """
+
+    layout: CheckpointLayout
+
+    def __new__(cls, missing_keys: list[str], unexpected_keys: list[str], layout: CheckpointLayout) -> LoadedWeights:
+        made = super().__new__(cls, missing_keys, unexpected_keys)
+        made.layout = layout
+        return made
 
 
 @dataclass(frozen=True)
@@ -45,12 +63,12 @@ def load_weights(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
-) -> _IncompatibleKeys:
-    """Loads a safetensors checkpoint into a module; weights with block scales become `FP8Weight` parameters.
+) -> LoadedWeights:
+    """Loads a safetensors checkpoint into a module; FP8 weights become `FP8Weight` parameters.
 
-    The layout is the one that `load_blockwise` reads (DeepSeek-V3, Qwen3-FP8). The module may be built on the meta
-    device. Tied parameters stay tied, and one of their names in the file is enough. Everything is read and checked
-    before the module changes: after an error it is as it was.
+    The formats are those that `load_blockwise` reads. The module may be built on the meta device. Tied parameters stay
+    tied, and one of their names in the file is enough. Everything is read and checked before the module changes: after
+    an error it is as it was. The data of one file at a time is mapped.
 
     Args:
         model: Module whose parameters and persistent buffers the checkpoint names.
@@ -62,7 +80,7 @@ def load_weights(
         strict: Whether a name that is missing, or one that the module does not have, is an error.
 
     Returns:
-        The missing and the unexpected names, as `Module.load_state_dict`.
+        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
@@ -81,13 +99,14 @@ def load_weights(
         >>> torch.equal(empty[0].weight, model[0].weight)
         True
     """
-    tensors = load_blockwise(path)
+    contents = read_contents(path)
+    tensors = contents.entries
     slots = list(_slots(model))
     _refuse_sharded(slots)
     given = {id(slot.tensor): [name for name in slot.names if name in tensors] for slot in slots}
     missing = [slot.names[0] for slot in slots if not given[id(slot.tensor)]]
     known = {name for slot in slots for name in slot.names}
-    unexpected = [name for name in tensors if name not in known]
+    unexpected = [name for name in tensors if name not in known and name not in contents.own]
     errors = _wrong_shapes(slots, tensors)
     if strict:
         errors = [*_named("Missing", missing), *_named("Unexpected", unexpected), *errors]
@@ -95,10 +114,16 @@ def load_weights(
         raise RuntimeError("\n\t".join([f"Error(s) in loading state_dict for {type(model).__name__}:", *errors]))
     _check_ties(slots, tensors)
     rebuilt = _rebuilt_buffers(model, device)
+    first = {given[id(slot.tensor)][0]: slot for slot in slots if given[id(slot.tensor)]}
     loaded = []
-    for slot in _with_progress(slots):
-        if given[id(slot.tensor)]:
-            loaded.append((slot, _converted(slot, tensors[given[id(slot.tensor)][0]], device, dtype)))
+    # In the order of the files. Once a file's tensors are on a GPU, its pages leave the host's memory.
+    shard = None
+    for name in _with_progress([name for name in tensors if name in first]):
+        slot, entry = first[name], tensors[name]
+        if shard is not None and shard is not entry.shard:
+            shard.unmap()
+        shard = entry.shard
+        loaded.append((slot, _converted(slot, entry.load(), device, dtype)))
     for slot, value in loaded:
         for place in slot.places:
             held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
@@ -108,7 +133,7 @@ def load_weights(
             place.module._buffers[place.name] = buffer
         else:
             setattr(place.module, place.name, buffer)
-    return _IncompatibleKeys(missing, unexpected)
+    return LoadedWeights(missing, unexpected, contents.layout)
 
 
 def _slots(model: nn.Module) -> Iterator[_Slot]:
@@ -148,7 +173,7 @@ def _named(kind: str, names: list[str]) -> list[str]:
     return [f"{kind} key(s) in state_dict: {shown}{', ...' if len(names) > _MOST_NAMES else ''}. "]
 
 
-def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, ScaledTensor | Tensor]) -> list[str]:
+def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> list[str]:
     errors = []
     for slot in slots:
         for name in slot.names:
@@ -156,21 +181,22 @@ def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, ScaledTensor | T
             if value is None:
                 continue
             if value.shape != slot.tensor.shape:
+                shape = torch.Size(value.shape)
                 errors.append(
-                    f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, the shape in "
+                    f"size mismatch for {name}: copying a param with shape {shape} from checkpoint, the shape in "
                     f"current model is {slot.tensor.shape}."
                 )
-            elif isinstance(value, ScaledTensor) and not slot.is_parameter:
+            elif value.scale is not None and not slot.is_parameter:
                 errors.append(f"{name} is an FP8 weight in the checkpoint, and a buffer of the model.")
     return errors
 
 
-def _check_ties(slots: Iterable[_Slot], tensors: Mapping[str, ScaledTensor | Tensor]) -> None:
+def _check_ties(slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> None:
     """Raises ValueError where a file holds two tensors for one parameter and they differ."""
     for slot in slots:
         names = [name for name in slot.names if name in tensors]
         for name in names[1:]:
-            if not _equal(tensors[names[0]], tensors[name]):
+            if not _equal(tensors[names[0]].load(), tensors[name].load()):
                 raise ValueError(
                     f"load_weights: {names[0]} and {name} are one parameter of the model, and differ in the "
                     "checkpoint; build the model without the tie (tie_word_embeddings=False)"
@@ -232,11 +258,11 @@ def _rebuilt_buffers(model: nn.Module, device: torch.device | str | None) -> lis
     return found
 
 
-def _with_progress(slots: list[_Slot]) -> Iterable[_Slot]:
-    """The slots, with a progress bar on a terminal where tqdm is installed."""
+def _with_progress(names: Sequence[str]) -> Iterable[str]:
+    """The names, with a progress bar on a terminal where tqdm is installed."""
     try:
         from tqdm import tqdm
     except ImportError:
-        return slots
-    bar: Iterable[_Slot] = tqdm(slots, desc="loading", unit="tensor", disable=None)
+        return names
+    bar: Iterable[str] = tqdm(names, desc="loading", unit="tensor", disable=None)
     return bar

@@ -4,47 +4,63 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from fp8fn.arguments import checked
-from fp8fn.checkpoint import SCALE_SUFFIX, read_json
-from fp8fn.ops.layout import WHOLE, Block
+from fp8fn.checkpoint.files import read_json
+from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, Json, WeightLayout
+from fp8fn.checkpoint.formats import FORMATS
+from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
+from fp8fn.checkpoint.write import write_file
+from fp8fn.ops.formats import SCALE_DTYPES
+from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights.fp8_weight import FP8Weight
 from fp8fn.weights.quantize import check_module
-
-Format: TypeAlias = Literal["deepseek"]
 
 _SHARD_BYTES: Final = 5 * 10**9  # the size of transformers' shards
 
 
 def _format(op: str, name: str, value: object) -> None:
-    if value != "deepseek":
-        raise ValueError(f"{op}: {name}={value!r} is not a format; use 'deepseek'")
+    if not isinstance(value, CheckpointLayout) and value not in FORMATS:
+        raise ValueError(
+            f"{op}: {name}={value!r} is not a format; use {', '.join(map(repr, FORMATS))}, or the layout that "
+            "load_weights returned"
+        )
 
 
 @checked(model=check_module, format=_format)
-def save_weights(model: nn.Module, path: str | os.PathLike[str], *, format: Format = "deepseek") -> None:
+def save_weights(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    format: str | CheckpointLayout = "deepseek",
+    input_scales: Mapping[str, Tensor | float] | None = None,
+) -> None:
     """Writes a model's parameters and persistent buffers as a safetensors checkpoint, FP8 weights as they are.
 
-    "deepseek" is the layout of DeepSeek-V3 and Qwen3-FP8: `X.weight` in FP8, `X.weight_scale_inv` in float32, and
-    `quantization_config` in config.json. `load_weights`, `load_blockwise`, transformers, vLLM and SGLang read it.
-    Checkpoints over 5 GB are sharded, with an index. A tied tensor is written once, under its first name.
+    The format decides the names of scales, their types and what config.json declares; docs/usage.md has a table of
+    formats. Checkpoints over 5 GB are sharded, with an index. A tied tensor is written once, under its first name.
 
     Args:
         model: Module whose tensors are written.
         path: Folder, which is made if it does not exist. Its config.json is extended; without one, `model.config` is
             written.
-        format: Layout of the checkpoint.
+        format: "deepseek" (DeepSeek-V3, Qwen3-FP8), "compressed-tensors", "modelopt", "torchao", "mxfp8", "autofp8",
+            "comfy" or "scaled_fp8"; or the `layout` that `load_weights` returned, which writes the same bytes again.
+        input_scales: Static scales of activations, by the weight's name; those of the layout by default.
+
+    Shape:
+        `input_scales[name] ()`.
 
     Raises:
         ValueError: The format does not exist, or the weights have blocks that it cannot declare.
         FileExistsError: The folder holds a checkpoint already.
-        ImportError: safetensors is not installed.
 
     Example:
         >>> import tempfile
@@ -55,26 +71,27 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, format: Form
         ['0.bias', '0.weight']
     """
     _format("save_weights", "format", format)
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError("checkpoints need safetensors: pip install safetensors") from error
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(entry.name for entry in folder.iterdir() if ".safetensors" in entry.suffixes)
     if present:
         raise FileExistsError(f"save_weights: {folder} has {present[0]} already; use another folder, or remove it")
-    state = _state(model)
-    config = _config(folder, model, state)
-    shards = list(_sharded(state))
+    plan = _planned(_state(model), format, input_scales or {})
+    shards = list(_sharded(plan))
     names = ["model.safetensors"] if len(shards) == 1 else [
         f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
     ]  # fmt: skip
+    # Sorted, because safetensors gives a file's metadata in another order each time.
+    metadata = {"format": "pt", **dict(sorted(plan.declared.get("metadata", {}).items()))}
     files = [folder / f".{name}.partial" for name in names]
+    sizes: dict[str, int] = {}
+    owners: dict[str, str] = {}
     try:
-        for file, shard in zip(files, shards, strict=True):
-            tensors = {name: part for key, value in shard.items() for name, part in _parts(key, value)}
-            save_file(tensors, file, {"format": "pt"})
+        for file, name, shard in zip(files, names, shards, strict=True):
+            tensors = {part: tensor for key in shard for part, tensor in plan.parts(key)}
+            sizes.update((part, tensor.nbytes) for part, tensor in tensors.items())
+            owners.update(dict.fromkeys(tensors, name))
+            write_file(file, tensors, metadata)
         for file, name in zip(files, names, strict=True):
             file.replace(folder / name)
     except BaseException:
@@ -82,20 +99,49 @@ def save_weights(model: nn.Module, path: str | os.PathLike[str], *, format: Form
             file.unlink(missing_ok=True)
         raise
     if len(shards) > 1:
-        owners = {
-            part: name
-            for shard, name in zip(shards, names, strict=True)
-            for key in shard
-            for part in _names(key, state[key])
-        }
-        index = {"metadata": {"total_size": sum(map(_size, state.values()))}, "weight_map": owners}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": owners}
+        _write_json(folder / "model.safetensors.index.json", index)
+    for name, content in plan.declared.items():
+        if name not in ("config.json", "metadata"):
+            _write_json(folder / name, content)
+    config = _config(folder, model)
+    if "config.json" in plan.declared:
+        config["quantization_config"] = plan.declared["config.json"]
     if config:
-        (folder / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        _write_json(folder / "config.json", config)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The tensors to write by the model's names, and how the FP8 weights among them are stored."""
+
+    format: Format
+    state: Mapping[str, Tensor]
+    weights: Mapping[str, WeightLayout]
+    input_scales: Mapping[str, Tensor]
+    declared: Mapping[str, Json]
+
+    def parts(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """A tensor as a file holds it, on the CPU: an FP8 weight's data, its scales, and the scale of activations."""
+        value = self.state[name]
+        if not isinstance(value, FP8Weight):
+            yield name, value.cpu().contiguous()
+            return
+        scaled = value.scaled
+        yield self.format.data.of(name), scaled.data.view(torch.uint8).cpu().contiguous().view(scaled.dtype)
+        yield self.format.scale.of(name), stored_scale(scaled.scale, self.weights[name], name)
+        if name in self.input_scales:
+            yield self.format.input_scale.of(name), self.input_scales[name].cpu().contiguous()
+
+    def size(self, name: str) -> int:
+        value = self.state[name]
+        if isinstance(value, FP8Weight):
+            return value.scaled.data.numel() + 4 * value.scaled.scale.numel()
+        return value.numel() * value.element_size()
 
 
 def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors by name, each once; those that share memory and are not the same tensor are copied by `_parts`."""
+    """The tensors by name, each once."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
@@ -105,71 +151,82 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _parts(name: str, value: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The tensor as a file holds it: contiguous, on the CPU, with memory of its own."""
-    if not isinstance(value, FP8Weight):
-        yield name, value.cpu().clone(memory_format=torch.contiguous_format)
-        return
-    scaled = value.scaled
-    data = scaled.data.view(torch.uint8).cpu().clone(memory_format=torch.contiguous_format)
-    yield name, data.view(scaled.dtype)
-    # In float32, which holds every e8m0 scale: safetensors cannot read e8m0 back.
-    yield name + SCALE_SUFFIX, scaled.scale.float().cpu().clone(memory_format=torch.contiguous_format)
+def _planned(
+    state: dict[str, Tensor], format: str | CheckpointLayout, input_scales: Mapping[str, Tensor | float]
+) -> _Plan:
+    kept = format if isinstance(format, CheckpointLayout) else None
+    chosen = FORMATS[kept.format if kept else str(format)]
+    scaled = {name: value.scaled for name, value in state.items() if isinstance(value, FP8Weight)}
+    given = {name: _as_scale(name, value, scaled) for name, value in input_scales.items()}
+    inputs = {**{name: scale for name, scale in (kept.input_scales if kept else {}).items() if name in scaled}, **given}
+    weights = {}
+    for name, value in scaled.items():
+        old = kept.weights.get(name) if kept else None
+        if old is not None and old.block == value.block and name not in given:
+            weights[name] = old
+            continue
+        if value.dtype not in chosen.dtypes:
+            raise ValueError(f"save_weights: {name} is {value.dtype}, and '{chosen.name}' declares {chosen.dtypes[0]}")
+        powers = value.scale.dtype == SCALE_DTYPES[1]
+        try:
+            weights[name] = new_layout(
+                chosen,
+                name,
+                value.shape,
+                value.block,
+                static=name in inputs,
+                powers=powers,
+            )
+        except ValueError as error:
+            raise ValueError(f"save_weights: {error}") from None
+    others = [name for name in state if name not in scaled]
+    if kept is not None:
+        extra = {name: tensor for name, tensor in kept.beside.items() if name not in state}
+    else:
+        extra = dict.fromkeys(chosen.markers if scaled else (), torch.empty(0, dtype=chosen.dtypes[0]))
+    left = [name for name in others if name.endswith(".weight") and state[name].ndim in (2, 3)]
+    if kept is not None and weights == kept.weights:
+        declared: Mapping[str, Json] = kept.declared
+    else:
+        types = {name: state[name].dtype for name in weights}
+        sizes = {name: tuple(value.shape) for name, value in scaled.items()}
+        try:
+            declared = declaration(chosen, Contents(weights, sizes, types, others, left))
+        except ValueError as error:
+            raise ValueError(f"save_weights: {error}") from None
+    return _Plan(chosen, {**state, **extra}, weights, inputs, declared)
 
 
-def _names(name: str, value: Tensor) -> list[str]:
-    return [name, name + SCALE_SUFFIX] if isinstance(value, FP8Weight) else [name]
+def _as_scale(name: str, value: Tensor | float, scaled: Mapping[str, ScaledTensor]) -> Tensor:
+    if name not in scaled:
+        raise ValueError(f"save_weights: input_scales has {name!r}, which is no FP8 weight of the model")
+    scale = torch.as_tensor(value, dtype=torch.float32)
+    if scale.numel() != 1 or not 0 < scale.item() < float("inf"):
+        raise ValueError(f"save_weights: input_scales[{name!r}]={value!r} must be one finite and positive number")
+    return scale
 
 
-def _size(value: Tensor) -> int:
-    if isinstance(value, FP8Weight):
-        return value.scaled.data.numel() + 4 * value.scaled.scale.numel()
-    return value.numel() * value.element_size()
-
-
-def _sharded(state: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
+def _sharded(plan: _Plan) -> Iterator[list[str]]:
+    shard: list[str] = []
     total = 0
-    for name, value in state.items():
-        if shard and total + _size(value) > _SHARD_BYTES:
+    for name in plan.state:
+        if shard and total + plan.size(name) > _SHARD_BYTES:
             yield shard
-            shard, total = {}, 0
-        shard[name] = value
-        total += _size(value)
+            shard, total = [], 0
+        shard.append(name)
+        total += plan.size(name)
     yield shard
 
 
-def _config(folder: Path, model: nn.Module, state: dict[str, Tensor]) -> dict[str, Any]:
-    """The content of config.json: what is there or what the model has, and the quantization."""
+def _config(folder: Path, model: nn.Module) -> dict[str, Any]:
+    """The content of config.json: what is there, or what the model has."""
     path = folder / "config.json"
     own: Any = getattr(model, "config", None)
-    content = (
-        read_json(path) if path.exists() else json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
-    )
-    weights = {name: value.scaled for name, value in state.items() if isinstance(value, FP8Weight)}
-    blocks: dict[Block, str] = {}
-    for name, scaled in weights.items():
-        blocks.setdefault(scaled.block, name)
-        if scaled.dtype != torch.float8_e4m3fn:
-            raise ValueError(f"save_weights: {name} is {scaled.dtype}, and 'deepseek' declares torch.float8_e4m3fn")
-    for block, name in blocks.items():
-        if WHOLE in block:
-            raise ValueError(f"save_weights: {name} has blocks of {block}, and 'deepseek' has no whole axis")
-    if len(blocks) > 1:
-        (first, one), (second, other) = list(blocks.items())[:2]
-        raise ValueError(
-            f"save_weights: {one} has blocks of {first} and {other} of {second}, and 'deepseek' declares one block for "
-            "all weights"
-        )
-    if not blocks:
-        return content
-    left = [name for name, value in state.items() if name.endswith(".weight") and value.ndim in (2, 3)]
-    modules = [name.removesuffix(".weight") for name in left if name not in weights]
-    content["quantization_config"] = {
-        "activation_scheme": "dynamic",
-        "fmt": "e4m3",
-        "modules_to_not_convert": modules,
-        "quant_method": "fp8",
-        "weight_block_size": list(next(iter(blocks))),
-    }
+    if path.exists():
+        return read_json(path)
+    content: dict[str, Any] = json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
     return content
+
+
+def _write_json(path: Path, content: object) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")

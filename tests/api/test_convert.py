@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fp8fn
+from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.cli import convert
 from fp8fn.cli.convert import Options
 
@@ -24,6 +25,7 @@ pytest.importorskip("tqdm")
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from support.accuracy import snr
 from support.checkpoints import checkpoint, content, run, scaled
 
 E4M3 = torch.float8_e4m3fn
@@ -227,15 +229,40 @@ def test_the_input_is_not_written_to(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert content(tmp_path / "in") == before
 
 
-def test_what_is_fp8_already_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_from_one_format_to_another(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The bytes stay where the block does; else the weight is quantized again and compared."""
     checkpoint(tmp_path / "in")
-    assert run(tmp_path / "in", tmp_path / "out") == 0
-    (tmp_path / "out" / "config.json").unlink()
-    assert run(tmp_path / "out", tmp_path / "again") == 1
-    assert "is of a checkpoint in FP8 already" in capsys.readouterr().err
+    form = FORMATS[name].forms
+    block = next(block for block in form if not form[block].static)
+    argv = ("--format", name, f"--block={','.join(map(str, block))}", "--include", "up.weight", "down.weight")
+    assert run(tmp_path / "in", tmp_path / "a", *argv) == 0
+    first = fp8fn.load_blockwise(tmp_path / "a")
+    assert scaled(first["layers.0.up.weight"]).block == block
+    x = load_file(tmp_path / "in" / "model-00001-of-00003.safetensors")["layers.0.up.weight"]
+    direct = fp8fn.quantize(x, block, dtype=E4M3, scale="e8m0" if block == (1, 32) else "fp32")
+    assert same(scaled(first["layers.0.up.weight"]).data, direct.data)
+    able = next(other for other, format in FORMATS.items() if block in format.forms and other != name)
+    assert run(tmp_path / "a", tmp_path / "b", "--format", able) == 0
+    second = fp8fn.load_blockwise(tmp_path / "b")
+    for key, value in first.items():
+        other = second[key]
+        if isinstance(value, fp8fn.ScaledTensor):
+            value, other = value.data, scaled(other).data
+        assert isinstance(other, Tensor)
+        assert same(value, other)
+    assert run(tmp_path / "b", tmp_path / "c", "--format", "compressed-tensors", "--block=1,-1") == 0
+    again = scaled(fp8fn.load_blockwise(tmp_path / "c")["layers.0.up.weight"])
+    assert again.block == (1, -1)
+    assert snr(fp8fn.dequantize(again, torch.float32), fp8fn.dequantize(direct, torch.float32)) > 25
+    capsys.readouterr()
+
+
+def test_a_scheme_that_is_not_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint(tmp_path / "in")
     (tmp_path / "in" / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"}}))
     assert run(tmp_path / "in", tmp_path / "again") == 1
-    assert "config.json: has a quantization_config" in capsys.readouterr().err
+    assert "quant_method 'awq'" in capsys.readouterr().err
     assert not (tmp_path / "again").exists()
 
 
@@ -259,7 +286,7 @@ def test_an_index_that_disagrees_is_named(tmp_path: Path, capsys: pytest.Capture
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("block", [(128.0, 128.0), (True, 128), (64, 64), (128, 1), [128, 128], 128, None])
+@pytest.mark.parametrize("block", [(128.0, 128.0), (True, 128), (64, 64), (128, 1), [128, 128], 128])
 def test_a_block_is_one_of_a_weight_s(block: Any) -> None:
     with pytest.raises(ValueError, match=r"is no block of a weight \(N, K\); it must be one of") as error:
         Options(block)

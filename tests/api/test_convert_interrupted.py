@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_the_good_files_and_no_other(
         raise OSError(code, os.strerror(code))
 
     owner, name = {
-        "tensor": (convert, "_write_bytes"),
+        "tensor": (convert, "write_bytes"),
         "header": (convert._Plan, "header"),
         "sync": (os, "fsync"),
         "name": (Path, "replace"),

@@ -31,7 +31,10 @@ def values(weight: Tensor) -> Tensor:
 def parts(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The bytes of data and scales."""
     assert isinstance(weight, FP8Weight)
-    return weight.scaled.data.view(torch.uint8), weight.scaled.scale.flatten().view(torch.uint8)
+    scale = weight.scaled.scale
+    dense = torch.empty(scale.shape, dtype=scale.dtype, device=scale.device)
+    dense.copy_(scale)
+    return weight.scaled.data.view(torch.uint8), dense.flatten().view(torch.uint8)
 
 
 def same(a: Tensor, b: Tensor) -> bool:

@@ -1,0 +1,84 @@
+"""ComfyUI's files of diffusion models: one scale a weight, spelled `scale_weight` in older and `weight_scale` in newer.
+
+They have no config beside them. The newer ones name the layers in the file's metadata or in a tensor a layer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from fp8fn.checkpoint.files import shortened
+from fp8fn.checkpoint.format import (
+    TENSOR,
+    Contents,
+    Declared,
+    Format,
+    Json,
+    ScaleForm,
+    Scheme,
+    Schemes,
+    Spelling,
+    UnknownScheme,
+    modules,
+)
+
+LAYERS: Final = "_quantization_metadata"  # the key of the metadata that names the layers
+_FORMATS: Final = ("float8_e4m3fn", "float8_e5m2")
+
+
+def _read_old(declared: Declared) -> Schemes:
+    return lambda weight, shape: Scheme(None, None, "one scale a weight")
+
+
+def _read(declared: Declared) -> Schemes:
+    text = declared.metadata.get(LAYERS)
+    try:
+        layers = {} if text is None else json.loads(text)["layers"]
+        names = {module: layer["format"] for module, layer in layers.items()}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(f"{declared.path}: metadata {LAYERS}={shortened(str(text))!r} names no layers") from None
+
+    def scheme(weight: str, shape: Sequence[int]) -> Scheme:
+        kind = names.get(modules([weight])[0], _FORMATS[0])
+        if kind not in _FORMATS:
+            raise UnknownScheme(f"{LAYERS}'s format {shortened(str(kind))!r}")
+        return Scheme(None, None, str(kind))
+
+    return scheme
+
+
+def _declare_old(contents: Contents) -> dict[str, Json]:
+    return {}
+
+
+def _declare(contents: Contents) -> dict[str, Json]:
+    layers = {module: {"format": _FORMATS[0]} for module in modules(list(contents.weights))}
+    return {"metadata": {LAYERS: json.dumps({"format_version": "1.0", "layers": layers})}}
+
+
+SCALED_FP8: Final = Format(
+    name="scaled_fp8",
+    methods=(None,),
+    scale=Spelling("{stem}scale_weight"),
+    input_scale=Spelling("{stem}scale_input"),
+    beside=re.compile(r"(?:.*\.)?scaled_fp8"),
+    forms={TENSOR: ScaleForm("batch")},
+    read=_read_old,
+    declare=_declare_old,
+    dtypes=(torch.float8_e4m3fn, torch.float8_e5m2),
+    markers=("scaled_fp8",),
+)
+COMFY: Final = Format(
+    name="comfy",
+    methods=(None,),
+    scale=Spelling("{name}_scale"),
+    input_scale=Spelling("{stem}input_scale"),
+    forms={TENSOR: ScaleForm("batch")},
+    read=_read,
+    declare=_declare,
+)

@@ -1,0 +1,78 @@
+"""How FP8 weights are stored in a format, and what the format declares of them: for saving and converting."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fp8fn.checkpoint.format import MX, TENSOR, Activations, Contents, Format, Json, WeightLayout, shapes
+from fp8fn.checkpoint.formats import FORMATS
+from fp8fn.ops.layout import Block
+
+
+def new_layout(
+    format: Format, name: str, shape: Sequence[int], block: Block, *, static: bool, powers: bool
+) -> WeightLayout:
+    """How a format stores a weight; `powers`: its scales are e8m0, which only MX blocks keep as exponents.
+
+    Raises ValueError where it has no such blocks, or needs a scale of activations.
+    """
+    form = format.forms.get(block)
+    if form is None:
+        able = [repr(other.name) for other in FORMATS.values() if block in other.forms]
+        remedy = f"use {' or '.join(able)}" if able else "quantize it in another block"
+        raise ValueError(f"{name} has blocks of {block}, and '{format.name}' has only {list(format.forms)}; {remedy}")
+    if form.static and not static:
+        raise ValueError(
+            f"{name} has blocks of {block}, for which '{format.name}' declares a static scale of activations; pass "
+            "input_scales={name: scale}, or use another block or format"
+        )
+    activations = None if form.activations is None else Activations(form.activations)
+    if static:
+        activations = Activations(TENSOR, static=True)
+    dtype = torch.uint8 if powers and block == MX and form.dtype == torch.float32 else form.dtype
+    return WeightLayout(block, shapes(shape, block)[form.shape], dtype, activations)
+
+
+def declaration(format: Format, contents: Contents) -> dict[str, Json]:
+    """What a format declares of a checkpoint. Raises ValueError for several schemes where it can declare one."""
+    schemes: dict[object, str] = {}
+    for name, weight in contents.weights.items():
+        schemes.setdefault((weight.block, weight.activations), name)
+    if not contents.weights:
+        return {}
+    if len(schemes) > 1 and not format.mixed:
+        first, second = list(schemes.values())[:2]
+        one, other = (contents.weights[name] for name in (first, second))
+        words = (
+            f"{first} has blocks of {one.block} and {second} of {other.block}"
+            if one.block != other.block
+            else f"{first} has activations of {one.activations} and {second} of {other.activations}"
+        )
+        raise ValueError(f"{words}, and '{format.name}' declares one block for all weights; use 'compressed-tensors'")
+    return format.declare(contents)
+
+
+def stored_scale(scale: Tensor, layout: WeightLayout, name: str) -> Tensor:
+    """A weight's scales as the file holds them, on the CPU.
+
+    Scales that a 16-bit type of the file cannot hold are float32: readers take either.
+    """
+    values = scale.float().cpu()
+    if math.prod(layout.scale_shape) == 1 != values.numel() and bool((values == values.flatten()[0]).all()):
+        values = values.flatten()[:1]
+    values = values.reshape(layout.scale_shape if math.prod(layout.scale_shape) == values.numel() else values.shape)
+    powers = layout.scale_dtype in (torch.uint8, torch.float8_e8m0fnu)
+    dtype = torch.float8_e8m0fnu if powers else layout.scale_dtype
+    stored = values.to(dtype).clone(memory_format=torch.contiguous_format)
+    if torch.equal(stored.float(), values):
+        return stored.view(torch.uint8) if layout.scale_dtype == torch.uint8 else stored
+    if powers:
+        raise ValueError(
+            f"{name} has scales that are no powers of two, which its format stores by their exponents; quantize it "
+            "with scale='e8m0'"
+        )
+    return values.clone(memory_format=torch.contiguous_format)
