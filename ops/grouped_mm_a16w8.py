@@ -10,7 +10,8 @@ from torch import Tensor
 
 from fp8fn.ops import reference, targets
 from fp8fn.ops.groups import check_ends, check_offsets
-from fp8fn.ops.kernel import Dispatch, Tensors
+from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, takes_all
+from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.mm_a16w8 import check_weight_operands, unserved
 from fp8fn.ops.operand import Quantized
@@ -88,11 +89,23 @@ def _reference(product: WeightProduct) -> tuple[Tensor]:
     return (reference.grouped_mm_a16w8(product.x, product.w, product.group_ends, product.bias, product.out.dtype),)
 
 
+def _configure_triton(product: WeightProduct) -> Any:
+    from fp8fn.ops.triton.grouped_mm_a16w8 import configure
+
+    return configure(product)
+
+
+def _plan_triton(product: WeightProduct, config: Any) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.grouped_mm_a16w8 import plan_grouped_mm_a16w8
+
+    return plan_grouped_mm_a16w8(product, config)
+
+
 GROUPED_MM_A16W8: Final = Dispatch(
     op=_NAME,
     inputs=("x", "w", "w_scale", "offsets", "bias"),
     operands=_operands,
-    kernels=(),
+    kernels=(Kernel("triton", takes_all, _configure_triton, _plan_triton),),
     reference=_reference,
     unserved=unserved,
     settled=_settled,
