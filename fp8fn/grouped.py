@@ -36,15 +36,12 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiplies each group of tokens by its matrix in FP8, by the conventions of `torch._grouped_mm`.
 
-    Two tensors are quantized by `recipe`, with scales that do not cross a group's border; their product is
-    differentiable. Quantized operands give the product of what they hold, without a derivative. A tensor and a
-    `ScaledTensor` of experts give the product of unquantized tokens and FP8 weights, differentiable in the tokens and
-    in `bias`. Float32 sums are rounded once.
+    Two tensors are quantized by `recipe`, within groups; their product is differentiable. Quantized operands have no
+    derivative. A tensor beside a `ScaledTensor` `b` stays as it is, and has one. Float32 sums are rounded once.
 
     Args:
         a: Tensor, `ScaledTensor` in blocks `(1, 128)`, `(1, -1)` or `(1, 32)`, or `GroupedScaledTensor` of axis 1.
-        b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0; of the kind of `a`, or a `ScaledTensor` beside a
-            tensor.
+        b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0.
         offsets: int32, ascending: the end of each group; groups may be empty. A GPU does not check them, and leaves
             rows unwritten where they descend. None for a batch and for `GroupedScaledTensor`s.
         recipe: `Recipe` or name of a preset, with blocks `(1, 128)` or `(1, -1)` of activations and gradients; read for
