@@ -10,6 +10,8 @@ from torch import Tensor
 from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
+from fp8fn.ops.gemm import as_autocast
+from fp8fn.ops.grouped_gemm import check_batch
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.scaled_tensor import ScaledTensor
 
@@ -34,13 +36,12 @@ def grouped_gemm(
 ) -> Tensor:
     """Multiplies each group of tokens by its matrix in FP8, by the conventions of `torch._grouped_mm`.
 
-    Two tensors are quantized by `recipe`, with scales that do not cross a group's border; their product is
-    differentiable. Quantized operands give the product of what they hold, without a derivative. Float32 sums are
-    rounded once.
+    Two tensors are quantized by `recipe`, within groups; their product is differentiable. Quantized operands have no
+    derivative. A tensor beside a `ScaledTensor` `b` stays as it is, and has one. Float32 sums are rounded once.
 
     Args:
         a: Tensor, `ScaledTensor` in blocks `(1, 128)`, `(1, -1)` or `(1, 32)`, or `GroupedScaledTensor` of axis 1.
-        b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0; of the kind of `a`.
+        b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0.
         offsets: int32, ascending: the end of each group; groups may be empty. A GPU does not check them, and leaves
             rows unwritten where they descend. None for a batch and for `GroupedScaledTensor`s.
         recipe: `Recipe` or name of a preset, with blocks `(1, 128)` or `(1, -1)` of activations and gradients; read for
@@ -75,9 +76,11 @@ def grouped_gemm(
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         out: Tensor = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype)
         return out
+    if isinstance(a, Tensor) and isinstance(b, ScaledTensor):
+        return _weight_product(a, b, offsets, bias, out_dtype)
     raise TypeError(
-        f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; use two tensors, two ScaledTensors, or "
-        "two GroupedScaledTensors"
+        f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; use two tensors, two ScaledTensors, two "
+        "GroupedScaledTensors, or a tensor a and a ScaledTensor b"
     )
 
 
@@ -115,6 +118,20 @@ def expert_mlp(
         torch.Size([64, 128])
     """
     out: Tensor = torch.ops.fp8fn.expert_mlp(x, w_gate_up, w_down, offsets, recipe_key(recipe))
+    return out
+
+
+def _weight_product(
+    x: Tensor, w: ScaledTensor, offsets: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """`x (M, K) @ w (E, K, N)` of each group, or of a batch `x (E, M, K)`."""
+    x = as_autocast(x)
+    out: Tensor
+    if offsets is not None:
+        out = torch.ops.fp8fn.grouped_mm_a16w8(x, w.data, w.scale, w.block, offsets, bias, out_dtype)
+        return out
+    check_batch("grouped_gemm", x, w.data, bias)
+    out = torch.ops.fp8fn.mm_a16w8(x, w.data, w.scale, w.block, bias, out_dtype)
     return out
 
 

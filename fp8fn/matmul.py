@@ -13,8 +13,7 @@ from fp8fn.arguments import checked
 from fp8fn.meta.autograd_prequant import ACTIVATION_BLOCKS, leave_to_aotautograd, quantized_by_weight
 from fp8fn.meta.bypass import shortest
 from fp8fn.meta.direct import product
-from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.gemm import default_out_dtype
+from fp8fn.ops.gemm import as_autocast
 from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
@@ -180,7 +179,7 @@ def _weight_only_product(
     """`x (..., K) @ w (..., K, N) + bias (N)`."""
     if x.ndim == 0:
         raise ValueError("gemm: a has shape (); it needs at least one dimension")
-    x = _autocast(x)
+    x = as_autocast(x)
     if x.ndim == 1:
         return _weight_only_product(x[None], w, bias, out_dtype, prequant=prequant, constant=constant).squeeze(-2)
     op: Callable[..., Tensor] = _prequantized_product if prequant else torch.ops.fp8fn.mm_a16w8
@@ -202,7 +201,7 @@ def _weight_first_product(
     """`w (..., M, K) @ x (..., K, N) + bias (N)`, computed as `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
     if x.ndim < 2:
         raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
-    x = _autocast(x)
+    x = as_autocast(x)
     if bias is None:
         return _weight_only_product(x.mT, w.mT, None, out_dtype, constant=constant).mT
     check_product("gemm", w.data, x, bias, out_dtype)
@@ -247,11 +246,6 @@ def _prequantized_product(
     sums = quantized_by_weight(x, w, w_scale, *block, None, torch.float32)
     sums = sums if w.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(dtype)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """`x` in autocast's type if autocast is enabled, as in `torch.matmul`."""
-    return x.to(default_out_dtype(x)) if x.dtype in INPUT_DTYPES else x
 
 
 def _parts(q: ScaledTensor) -> tuple[Tensor, Tensor, tuple[int, int]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fp8fn.meta import bypass, levels
 from fp8fn.ops import gemm as gemm_op
+from fp8fn.ops.grouped_gemm import bias_rows, sum_groups
 from fp8fn.ops.layout import Block, is_column_major, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
@@ -201,69 +202,107 @@ def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None, constant: bool = False,
     ) -> Any:  # fmt: skip
-        return levels.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant)
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, None, bias, out_dtype, constant)
 
     return _leaf("mm_a16w8", track, on_cpu, on_cuda)
+
+
+def grouped_mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
+    """The Autograd kernel of `fp8fn::grouped_mm_a16w8`."""
+
+    def track(
+        x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, offsets: Tensor, bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Any:  # fmt: skip
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, offsets, bias, out_dtype, False)
+
+    return _leaf("grouped_mm_a16w8", track, on_cpu, on_cuda)
+
+
+def _weight_product(
+    x: Tensor, w: tuple[Tensor, Tensor, Block], offsets: Tensor | None, bias: Tensor | None,
+    out_dtype: torch.dtype | None, constant: bool,
+) -> Tensor:  # fmt: skip
+    """`fp8fn::mm_a16w8`, or of groups of rows `fp8fn::grouped_mm_a16w8`."""
+    out: Tensor
+    if offsets is None:
+        out = torch.ops.fp8fn.mm_a16w8(x, *w, bias, out_dtype, constant)
+    else:
+        out = torch.ops.fp8fn.grouped_mm_a16w8(x, *w, offsets, bias, out_dtype)
+    return out
 
 
 class MmA16W8(levels.SingleLevelFunction):
     """`C = x W + bias` with `W` in FP8; `dx = dC Wᵀ` by the same op, which is differentiable again, and `dbias = Σ dC`.
 
-    `W` and its scales are constants: the backward raises an error when the user asks for their gradient.
+    `W` and its scales are constants: the backward raises an error when the user asks for their gradient. With offsets,
+    each group of rows has its own `W` and its own row of `bias`.
     """
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, w, w_scale, w_block, bias, _, constant = args
+        x, w, w_scale, w_block, offsets, bias, out_dtype, constant = args
         ctx.set_materialize_grads(False)  # otherwise PyTorch fills in zeros for the weight's undefined tangent
-        ctx.save_for_backward(w, w_scale)
+        ctx.save_for_backward(w, w_scale, offsets)
         if levels.has_forward_mode():
-            ctx.save_for_forward(w, w_scale)
+            ctx.save_for_forward(w, w_scale, offsets)
         ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, *args)
+        out: Tensor = levels.below(_weight_product, x, (w, w_scale, w_block), offsets, bias, out_dtype, constant)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        w, w_scale, offsets = ctx.saved_tensors
         if any(ctx.needs_input_grad[1:3]):
-            raise NotImplementedError(CONSTANT_WEIGHT)
+            raise NotImplementedError(_constant_weight(offsets))
         if grad is None:
-            return (None,) * 7
+            return (None,) * 8
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
-            w, w_scale = ctx.saved_tensors
             summed = grad.ndim > ctx.x_ndim  # one x was multiplied by a batch of weights
             dtype = torch.float32 if summed else ctx.x_dtype
-            grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype, ctx.constant)
+            turned = w.mT, w_scale.mT, swap(ctx.w_block)
+            grad_x = _weight_product(grad, turned, offsets, None, dtype, ctx.constant)
             grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
-        if ctx.needs_input_grad[4]:
+        if ctx.needs_input_grad[5]:
             shape, bias_dtype = ctx.bias
-            rows = tuple(range(grad.ndim - 1)) if len(shape) == 1 else (1,)
-            grad_bias = grad.sum(rows, dtype=torch.float32).to(bias_dtype).reshape(shape)
-        return grad_x, None, None, None, grad_bias, None, None
+            if offsets is None:
+                sums = grad.sum(tuple(range(grad.ndim - 1)) if len(shape) == 1 else (1,), dtype=torch.float32)
+            else:
+                sums = sum_groups(grad, offsets)
+            grad_bias = sums.to(bias_dtype).reshape(shape)
+        return grad_x, None, None, None, None, grad_bias, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
-        x_tangent, w_tangent, scale_tangent, _, bias_tangent, _, _ = tangents
+        x_tangent, w_tangent, scale_tangent, _, _, bias_tangent, _, _ = tangents
+        w, w_scale, offsets = ctx.saved_tensors
         if levels.forward_mode_depth() > 1:
-            raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
+            name = _weight_op(offsets)
+            raise NotImplementedError(f"fp8fn.{name}: jvp of jvp is not supported; use jvp of grad, or grad of grad")
         if w_tangent is not None or scale_tangent is not None:
-            raise NotImplementedError(CONSTANT_WEIGHT)
-        w, w_scale = ctx.saved_tensors
+            raise NotImplementedError(_constant_weight(offsets))
         if x_tangent is not None:
-            tangent: Tensor = torch.ops.fp8fn.mm_a16w8(
-                x_tangent, w, w_scale, ctx.w_block, bias_tangent, ctx.out_dtype, ctx.constant
-            )
-            return tangent
+            weight = w, w_scale, ctx.w_block
+            return _weight_product(x_tangent, weight, offsets, bias_tangent, ctx.out_dtype, ctx.constant)
         if bias_tangent is None:
             return None
+        if offsets is not None:
+            return bias_rows(bias_tangent.to(ctx.out_dtype), offsets, ctx.out_shape[0])
         rows = bias_tangent.unsqueeze(1) if bias_tangent.ndim == 2 else bias_tangent
         return rows.to(ctx.out_dtype).expand(ctx.out_shape)
 
 
-CONSTANT_WEIGHT = (
-    "fp8fn.mm_a16w8 has no derivative in w and w_scale: detach them (a Parameter in FP8 has requires_grad=False), or "
-    "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable"
-)
+def _weight_op(offsets: Tensor | None) -> str:
+    return "mm_a16w8" if offsets is None else "grouped_mm_a16w8"
+
+
+def _constant_weight(offsets: Tensor | None) -> str:
+    """The error for a derivative in the weight."""
+    differentiable = "gemm(a, b)" if offsets is None else "grouped_gemm(a, b, offsets)"
+    return (
+        f"fp8fn.{_weight_op(offsets)} has no derivative in w and w_scale: detach them (a Parameter in FP8 has "
+        f"requires_grad=False), or use fp8fn.{differentiable} on the unquantized tensors, which is differentiable"
+    )

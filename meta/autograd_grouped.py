@@ -12,7 +12,6 @@ from torch import Tensor
 from fp8fn.meta import levels
 from fp8fn.ops import grouped_gemm as grouped
 from fp8fn.ops.gemm import default_out_dtype, quantize_again
-from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, parse_recipe
@@ -136,11 +135,10 @@ SECOND_ORDER = (
 
 
 def _bias_rows(ctx: Any, bias: Tensor, offsets: Tensor) -> Tensor:
-    """The rows that `bias (E, N)` adds to the output; zero past the end of the last group."""
+    """The rows that `bias (E, N)` adds to the output."""
     if not ctx.rows:
         return bias[:, None].expand(ctx.out_shape)
-    group, groups = group_of(offsets, ctx.out_shape[0]), offsets.shape[0]
-    return torch.where((group < groups)[:, None], bias[group.clamp_max(groups - 1)], 0)
+    return grouped.bias_rows(bias, offsets, ctx.out_shape[0])
 
 
 def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:

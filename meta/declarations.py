@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import ModuleType
+from typing import Any
 
 import fp8fn.meta.monitor  # noqa: F401  registers an op without results
 from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, vmap
@@ -11,6 +14,7 @@ from fp8fn.ops import expert_mlp as expert_mlp_op
 from fp8fn.ops import (
     gemm,
     grouped_gemm,
+    grouped_mm_a16w8,
     mm_a16w8,
     moe_gemm,
     mx_mm,
@@ -27,8 +31,8 @@ from fp8fn.ops import (
 _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is differentiable, or detach its input"
 
 
-def _constant(module: ModuleType, schema: str) -> Op:
-    """Declares an op that has no derivative, whose parts `module` holds under the op's name.
+def _leaf(module: ModuleType, schema: str, derivative: Callable[..., Any]) -> Op:
+    """Declares an op whose parts `module` holds under the op's name; `derivative` makes its Autograd kernel.
 
     `vmap` holds its rule; an op without a rule is called once for each element of the batch.
     """
@@ -40,10 +44,15 @@ def _constant(module: ModuleType, schema: str) -> Op:
             reference=reference,
             kernel=kernel,
             fake=getattr(module, f"{name}_fake"),
-            autograd=autograd.not_differentiable(name, _DIFFERENTIABLE, reference, kernel),
+            autograd=derivative(reference, kernel),
             vmap=getattr(vmap, name, vmap.each(name)),
         )
     )
+
+
+def _constant(module: ModuleType, schema: str) -> Op:
+    """Declares an op that has no derivative."""
+    return _leaf(module, schema, partial(autograd.not_differentiable, schema.partition("(")[0], _DIFFERENTIABLE))
 
 
 AMAX = _constant(quantize, quantize.AMAX_SCHEMA)
@@ -66,16 +75,8 @@ SCALED_MM = _constant(scaled_mm, scaled_mm.SCALED_MM_SCHEMA)
 MX_MM = _constant(mx_mm, mx_mm.MX_MM_SCHEMA)
 MOE_GEMM = _constant(moe_gemm, moe_gemm.MOE_GEMM_SCHEMA)
 SCALED_GROUPED_MM = _constant(scaled_grouped_mm, scaled_grouped_mm.SCALED_GROUPED_MM_SCHEMA)
-MM_A16W8 = declare(
-    Op(
-        schema=mm_a16w8.MM_A16W8_SCHEMA,
-        reference=mm_a16w8.mm_a16w8_reference,
-        kernel=mm_a16w8.mm_a16w8_kernel,
-        fake=mm_a16w8.mm_a16w8_fake,
-        autograd=autograd.mm_a16w8(mm_a16w8.mm_a16w8_reference, mm_a16w8.mm_a16w8_kernel),
-        vmap=vmap.mm_a16w8,
-    )
-)
+MM_A16W8 = _leaf(mm_a16w8, mm_a16w8.MM_A16W8_SCHEMA, autograd.mm_a16w8)
+GROUPED_MM_A16W8 = _leaf(grouped_mm_a16w8, grouped_mm_a16w8.GROUPED_MM_A16W8_SCHEMA, autograd.grouped_mm_a16w8)
 GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))
 GROUPED_GEMM = declare(
     Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=autograd_grouped.grouped_gemm, vmap=vmap.each("grouped_gemm"))

@@ -39,6 +39,11 @@ def default_out_dtype(a: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if autocast else a.dtype
 
 
+def as_autocast(x: Tensor) -> Tensor:
+    """`x` in autocast's type if autocast is enabled, as in `torch.matmul`."""
+    return x.to(default_out_dtype(x)) if x.dtype in INPUT_DTYPES else x
+
+
 def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:
     """`x` in `block`, for a product that sums over its columns' axis, or with `sums_rows` over its rows' axis."""
     if _on_hopper(x, block) and is_column_major(x) != sums_rows:  # a third launch would turn the data

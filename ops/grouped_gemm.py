@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import quantize, quantize_both
+from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import Block, swap, unguarded
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe
@@ -28,7 +29,7 @@ def check_grouped_gemm(
         if operand.dtype not in INPUT_DTYPES:
             raise TypeError(f"grouped_gemm: {name} has dtype {operand.dtype}; use bfloat16, float16 or float32")
     if offsets is None:
-        _check_batch(a, b, bias)
+        check_batch("grouped_gemm", a, b, bias)
     else:
         check_grouping("grouped_gemm", a, b, offsets)
         check_group_bias("grouped_gemm", b, offsets.shape[0], bias)
@@ -36,15 +37,16 @@ def check_grouped_gemm(
     check_product("grouped_gemm", a, b, None, out_dtype)
 
 
-def _check_batch(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+def check_batch(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
+    """Checks that `a (E, M, K)` and `b (E, K, N)` are batches, as operands without offsets are."""
     if a.ndim != 3 or b.ndim != 3:
         raise ValueError(
-            f"grouped_gemm: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, and offsets is None; without offsets "
-            "both are batches, a (E, M, K) and b (E, K, N)"
+            f"{op}: a has shape {tuple(a.shape)} and b {tuple(b.shape)}, and offsets is None; without offsets both are "
+            "batches, a (E, M, K) and b (E, K, N)"
         )
     if a.shape[0] != b.shape[0]:
-        raise ValueError(f"grouped_gemm: a has batch {a.shape[0]} and b {b.shape[0]}; they must be equal")
-    check_group_bias("grouped_gemm", b, b.shape[0], bias)
+        raise ValueError(f"{op}: a has batch {a.shape[0]} and b {b.shape[0]}; they must be equal")
+    check_group_bias(op, b, b.shape[0], bias)
 
 
 def check_recipe(op: str, recipe: Recipe) -> None:
@@ -225,3 +227,9 @@ def sum_groups(x: Tensor, offsets: Tensor) -> Tensor:
         step *= 2
     last = torch.cat([first[1:] - 1, torch.full_like(first[:1], 2 * groups - 1)])
     return sums[last]
+
+
+def bias_rows(bias: Tensor, offsets: Tensor, rows: int) -> Tensor:
+    """`bias (E, N)` → `(rows, N)`: the row of each token's group, zeros past the end of the last group."""
+    group, groups = group_of(offsets, rows), offsets.shape[0]
+    return torch.where((group < groups)[:, None], bias[group.clamp_max(groups - 1)], 0)

@@ -17,7 +17,7 @@ from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.scaled_mm import check_operand, empty_output
+from fp8fn.ops.scaled_mm import Parts, check_operand, empty_output
 from fp8fn.ops.tuning.weight import weight_problem
 
 MM_A16W8_SCHEMA: Final = (
@@ -30,27 +30,38 @@ def check_mm_a16w8(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Block:
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
-    if x.dtype not in INPUT_DTYPES:
-        raise TypeError(f"mm_a16w8: x has dtype {x.dtype}; use bfloat16, float16 or float32")
-    block = check_operand("mm_a16w8: w", w, w_scale, w_block)
     for name, operand, matrix in (("x", x, "M, K"), ("w", w, "K, N")):
         if operand.ndim not in (2, 3):
             shape = tuple(operand.shape)
             raise ValueError(f"mm_a16w8: {name} has shape {shape}; it must be ({matrix}) or (B, {matrix})")
-    if x.shape[-1] != w.shape[-2]:
-        raise ValueError(
-            f"mm_a16w8: x {tuple(x.shape)} has K={x.shape[-1]} and w {tuple(w.shape)} has K={w.shape[-2]}; "
-            "w must be (K, N), so pass weight.mT for a weight of shape (N, K)"
-        )
+    block = check_weight_operands("mm_a16w8", x, (w, w_scale, w_block), bias, out_dtype)
     if x.ndim == 3 and w.ndim == 3 and x.shape[0] != w.shape[0]:
         raise ValueError(f"mm_a16w8: x has batch {x.shape[0]} and w {w.shape[0]}; they must be equal")
-    for name, tensor in (("w", w), ("w_scale", w_scale), ("bias", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise ValueError(f"mm_a16w8: x is on {x.device} and {name} on {tensor.device}; move them to one device")
     if bias is not None:
         _check_bias(x, w, bias)
+    return block
+
+
+def check_weight_operands(
+    op: str, x: Tensor, w_parts: Parts, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Block:
+    """Checks types, K and devices of `x (..., M, K) @ w (..., K, N) + bias`, and returns the block of `w`."""
+    w, w_scale, w_block = w_parts
+    if x.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{op}: x has dtype {x.dtype}; use bfloat16, float16 or float32")
+    block = check_operand(f"{op}: w", w, w_scale, w_block)
+    if x.shape[-1] != w.shape[-2]:
+        raise ValueError(
+            f"{op}: x {tuple(x.shape)} has K={x.shape[-1]} and w {tuple(w.shape)} has K={w.shape[-2]}; "
+            "w must be (K, N), so pass weight.mT for a weight of shape (N, K)"
+        )
+    for name, tensor in (("w", w), ("w_scale", w_scale), ("bias", bias)):
+        if tensor is not None and tensor.device != x.device:
+            raise ValueError(f"{op}: x is on {x.device} and {name} on {tensor.device}; move them to one device")
+    if bias is not None and bias.dtype not in INPUT_DTYPES:
+        raise TypeError(f"{op}: bias has dtype {bias.dtype}; use bfloat16, float16 or float32")
     if out_dtype is not None and out_dtype not in INPUT_DTYPES:
-        raise TypeError(f"mm_a16w8: out_dtype={out_dtype} is not an output type; use bfloat16, float16 or float32")
+        raise TypeError(f"{op}: out_dtype={out_dtype} is not an output type; use bfloat16, float16 or float32")
     return block
 
 
@@ -63,8 +74,6 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor) -> None:
     if tuple(bias.shape) not in allowed:
         shapes = " or ".join(str(shape) for shape in allowed)
         raise ValueError(f"mm_a16w8: bias has shape {tuple(bias.shape)}; it must be {shapes}, N of w")
-    if bias.dtype not in INPUT_DTYPES:
-        raise TypeError(f"mm_a16w8: bias has dtype {bias.dtype}; use bfloat16, float16 or float32")
 
 
 def mm_a16w8_reference(
@@ -101,7 +110,7 @@ def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
     )  # fmt: skip
 
 
-def _unserved(product: WeightProduct) -> str | None:
+def unserved(product: WeightProduct) -> str | None:
     if product.k == 0:
         return "an empty sum is zero, and a kernel would multiply it by the scale, which may be NaN"
     if product.w.data.dtype not in targets.fp8_dtypes(product.target):
@@ -166,6 +175,6 @@ MM_A16W8: Final = Dispatch(
     problem=WeightProduct.as_matrix,
     kernels=KERNELS,
     reference=_reference,
-    unserved=_unserved,
+    unserved=unserved,
     named=_named,
 )

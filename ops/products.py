@@ -14,10 +14,11 @@ from fp8fn.ops.targets import Chip, Target
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Product:
-    """The output `(B?, M, N)` of a product, and the sizes that follow from its shape."""
+    """The output `(B?, M, N)` of a product, the sizes that follow from its shape, and where its groups end, if any."""
 
     out: Tensor
     target: Target
+    offsets: Tensor | None = None
 
     @property
     def m(self) -> int:
@@ -30,6 +31,12 @@ class _Product:
     @property
     def batch(self) -> int:
         return self.out.shape[0] if self.out.ndim == 3 else 1
+
+    @property
+    def group_ends(self) -> Tensor:
+        """The offsets of a product of groups."""
+        assert self.offsets is not None
+        return self.offsets
 
     @property
     def outputs(self) -> Outputs:
@@ -47,7 +54,6 @@ class ScaledProduct(_Product):
     a: Quantized
     b: Quantized
     bias: Tensor | None = None
-    offsets: Tensor | None = None
     constant: bool = False
     chip: Chip | None = None
     """The chip whose tables are read; by default that of the tensors' device."""
@@ -56,19 +62,14 @@ class ScaledProduct(_Product):
     def k(self) -> int:
         return self.a.data.shape[-1]
 
-    @property
-    def group_ends(self) -> Tensor:
-        """The offsets of a product of groups."""
-        assert self.offsets is not None
-        return self.offsets
-
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WeightProduct(_Product):
     """`out (B?, M, N) = x (B?, M, K) @ w (B?, K, N) + bias` of 16 or 32 bits by a quantized weight.
 
     `out` is contiguous. A 2-D operand serves a whole batch; `bias` is `(N)`, `(B, N)` or `(B, 1, N)`. `constant`:
-    nothing that may still run writes `w`.
+    nothing that may still run writes `w`. With `offsets (E,)` the product is one of groups of rows of `x` beside `w (E,
+    K, N)` and `bias (E, N)`.
     """
 
     x: Tensor

@@ -87,10 +87,16 @@ def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
             f"beside b (E, K, N), or parts of K of a (M, K) and b (K, N){remedy}"
         )
     check_offsets(name, offsets, "a", a)
-    if b.ndim == 3 and offsets.shape[0] != b.shape[0]:
+    if b.ndim == 3:
+        check_group_count(name, offsets, "b", b)
+
+
+def check_group_count(op: str, offsets: Tensor, name: str, experts: Tensor) -> None:
+    """Checks that there is an end for each of `experts (E, K, N)`, the argument `name`."""
+    if offsets.shape[0] != experts.shape[0]:
         raise ValueError(
-            f"{name}: offsets has {offsets.shape[0]} ends and b {tuple(b.shape)} has {b.shape[0]} experts; "
-            "give one end for each, equal to the one before it for an expert without tokens"
+            f"{op}: offsets has {offsets.shape[0]} ends and {name} {tuple(experts.shape)} has {experts.shape[0]} "
+            "experts; give one end for each, equal to the one before it for an expert without tokens"
         )
 
 
@@ -104,7 +110,7 @@ def check_group_bias(name: str, b: Tensor, groups: int, bias: Tensor | None) -> 
     if bias.dtype not in INPUT_DTYPES:
         raise TypeError(f"{name}: bias has dtype {bias.dtype}; use bfloat16, float16 or float32")
     if bias.device != b.device:
-        raise ValueError(f"{name}: b is on {b.device} and bias on {bias.device}; move them to one device")
+        raise ValueError(f"{name}: the experts are on {b.device} and bias on {bias.device}; move them to one device")
 
 
 def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], offsets: Tensor) -> Block:

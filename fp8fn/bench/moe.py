@@ -2,6 +2,7 @@
 
 Suites:
 - "forward": tokens `(M, K)` by experts `(E, K, N)`, on quantized operands.
+- "few": the same of 16-bit tokens by FP8 experts, few for each expert, as in decoding.
 - "wgrad": the gradient `(E, N, K)` of the experts, each summed over the expert's tokens.
 - "mlp": forward and backward of `expert_mlp`, quantization included; N is the intermediate size, K the hidden size.
 - "layer": one layer of experts: the product, then forward and backward with quantization, beside a loop over experts.
@@ -34,6 +35,12 @@ from fp8fn.timing import Call
 
 # (E, M, N, K).
 PRODUCTS: Final = ((8, 32768, 2048, 7168), (8, 32768, 7168, 2048), (8, 16384, 4096, 4096), (16, 16384, 8192, 5120))
+# Qwen3-30B-A3B's and DeepSeek-V3's experts, 8 for each of 1 to 128 tokens.
+FEW: Final = tuple(
+    (count, 8 * tokens, *sides)
+    for count, *sides in ((128, 1536, 2048), (128, 2048, 768), (256, 4096, 7168))
+    for tokens in (1, 16, 128)
+)
 MLP: Final = ((8, 32768, 2048, 7168),)
 # The shapes that torchao published its grouped GEMM for MI300X with.
 LAYERS: Final = (
@@ -63,6 +70,19 @@ def forward_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
             found.append(case("torch", "bf16", partial(_torch_bf16, experts)))
             found.append(case("torch", "bf16, a loop over experts", partial(_loop, experts)))
     return found
+
+
+def few_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    experts = Experts(shape, "zipf", device)
+
+    def case(peer: str, name: str, build: Callable[[], Call]) -> Case:
+        return Case(peer, name, build, lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
+
+    return [
+        case("fp8fn", "16 bits·128x128", partial(_unquantized, experts)),
+        case("fp8fn", "1x128·128x128", partial(_blockwise, experts)),
+        case("torch", "bf16", partial(_torch_bf16, experts)),
+    ]
 
 
 def wgrad_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
@@ -226,6 +246,10 @@ def _blockwise(experts: Experts) -> Call:
     return lambda: fp8fn.grouped_gemm(a, b, experts.offsets)
 
 
+def _unquantized(experts: Experts) -> Call:
+    return partial(fp8fn.grouped_gemm, experts.x, fp8fn.quantize(experts.w, (128, 128)), experts.offsets)
+
+
 def _torch_rowwise(experts: Experts) -> Call:
     a, b = fp8fn.quantize(experts.x, (1, -1)), fp8fn.quantize(experts.w, (-1, 1))
     args = (a.data, b.data, a.scale.squeeze(-1), b.scale.squeeze(-2).contiguous())
@@ -258,6 +282,7 @@ def _composed(x: Tensor, gate_up: Tensor, down: Tensor, offsets: Tensor) -> Tens
 
 SUITES = {
     "forward": Suite(PRODUCTS, forward_cases, tables.forward, axes="E,M,N,K"),
+    "few": Suite(FEW, few_cases, tables.layers, axes="E,M,N,K"),
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
     "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
     "layer": Suite(LAYERS, layer_cases, tables.layers, axes="E,M,N,K"),

@@ -43,7 +43,7 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    operation = OPERATIONS.get(func)
+    operation = OPERATIONS.get(func) or OPERATIONS.get(func.name())
     if operation is None:
         return _without_form(func, args, kwargs)
     try:
@@ -230,7 +230,10 @@ def weight_of(data: Tensor, scale: Tensor, form: Form) -> FP8Weight:
 
 
 def implements(*ops: Any) -> Callable[[F], F]:
-    """Decorates the form of ATen ops for FP8 weights. It raises `NoForm` where the op has to dequantize."""
+    """Decorates the form of ops for FP8 weights. It raises `NoForm` where the op has to dequantize.
+
+    `ops` are ATen's, or the names of ops of libraries that may be imported later.
+    """
 
     def register(operation: F) -> F:
         OPERATIONS.update(dict.fromkeys(ops, operation))

@@ -1,9 +1,9 @@
-"""Matrix products with an FP8 weight, by `fp8fn::mm_a16w8`."""
+"""Matrix products with an FP8 weight, by `fp8fn::mm_a16w8` and, of groups of rows, `fp8fn::grouped_mm_a16w8`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,15 +12,12 @@ from fp8fn.meta.bypass import shortest
 from fp8fn.ops.formats import SCALE_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, known_block, moved, swap, turned
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
+from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantize import check_layout
-from fp8fn.ops.values import can_be_read
 from fp8fn.weights.fp8_weight import FP8Weight, NoForm, implements
-from fp8fn.weights.views import select, t, transpose
+from fp8fn.weights.views import t, transpose
 
 aten = torch.ops.aten
-
-# Up to this many rows each expert's product reads all rows, which takes no longer than reading the expert's weight.
-_FEW_ROWS: Final = 128
 
 
 @implements(aten.mm.default, aten.bmm.default)
@@ -30,27 +27,32 @@ def mm(a: Tensor, b: Tensor) -> Tensor:
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
     """`a @ b + bias` of a tensor and a weight, in either order; `bias` only where `b` is the weight."""
-    if isinstance(b, FP8Weight):
-        if isinstance(a, FP8Weight):
+    if not isinstance(b, FP8Weight):
+        if not isinstance(a, FP8Weight):
             raise NoForm
-        weight, data, scale, block = b, b._data, b._scale, b._form.block
-    elif isinstance(a, FP8Weight):
         out = product(b.transpose(-1, -2), transpose(a, -1, -2), None, out_dtype)
         return out.transpose(-1, -2)
-    else:
-        raise NoForm
-    if a.dtype != weight._form.dtype:
-        raise RuntimeError(
-            f"expected the activations and the weight to have the same dtype, but got {a.dtype} and an FP8Weight for "
-            f"{weight._form.dtype}; use model.to({a.dtype}), which changes no data of the weight"
-        )
-    pair = known_block(block[-2:])
-    if pair is None or (len(block) == 3 and block[0] != 1 and weight.shape[0] != 1):
-        raise NoForm
+    data, scale, pair = _operand(a, b)
     op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
     return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(
         a, data, scale, pair, bias, out_dtype
     )
+
+
+def _operand(x: Tensor, weight: FP8Weight) -> Quantized:
+    """The weight as an operand of a product with activations `x`."""
+    if isinstance(x, FP8Weight):
+        raise NoForm
+    block = weight._form.block
+    if x.dtype != weight._form.dtype:
+        raise RuntimeError(
+            f"expected the activations and the weight to have the same dtype, but got {x.dtype} and an FP8Weight for "
+            f"{weight._form.dtype}; use model.to({x.dtype}), which changes no data of the weight"
+        )
+    pair = known_block(block[-2:])
+    if pair is None or (len(block) == 3 and block[0] != 1 and weight.shape[0] != 1):
+        raise NoForm
+    return Quantized(weight._data, weight._scale, pair)
 
 
 @implements(aten.linear.default)
@@ -86,34 +88,29 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
 def grouped_mm(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
-    """Each group's rows by its own expert; rows past the last group are zeros.
-
-    Offsets that the host can read name slices of rows. Otherwise the host must not wait: each expert multiplies all
-    rows if they are few, and the experts are dequantized if there are many.
-    """
-    if isinstance(x, FP8Weight) or not isinstance(weight, FP8Weight) or weight.ndim != 3:
+    """Each group's rows by its own expert; rows past the last group are zeros. Without offsets, a batch."""
+    if not isinstance(weight, FP8Weight) or weight.ndim != 3 or bias is not None:
         raise NoForm
-    if bias is not None or offs is None or x.ndim != 2:
+    if offs is None:
+        return product(x, weight, None, out_dtype)
+    if x.ndim != 2:
         raise NoForm
-    shape, dtype = (x.shape[0], weight.shape[-1]), out_dtype or x.dtype
-    experts = [select(weight, 0, expert) for expert in range(weight.shape[0])]
-    if offs.device.type == "cpu" and can_be_read(offs):
-        ends = [0, *offs.tolist()]
-        out = x.new_zeros(shape, dtype=dtype)
-        for expert, start, end in zip(experts, ends[:-1], ends[1:], strict=True):
-            if end > start:
-                out[start:end] = product(x[start:end], expert, None, out_dtype)
-        return out
-    if x.shape[0] > _FEW_ROWS:
-        dense: Tensor = aten._grouped_mm.default(x, weight.dequantize(), offs, bias, out_dtype)
-        return dense
-    row = torch.arange(x.shape[0], device=x.device)
-    starts = torch.cat([offs.new_zeros(1), offs[:-1]])
-    out = x.new_zeros(shape, dtype=dtype)
-    for number, expert in enumerate(experts):
-        part = product(x, expert, None, out_dtype)
-        out = torch.where(((row >= starts[number]) & (row < offs[number]))[:, None], part, out)
+    out: Tensor = torch.ops.fp8fn.grouped_mm_a16w8(x, *_operand(x, weight), offs, None, out_dtype)
     return out
+
+
+@implements("transformers::grouped_mm_fallback")
+def grouped_mm_fallback(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+    """transformers' product of groups, for types that `torch.compile` has no `_grouped_mm` for."""
+    return grouped_mm(x, weight, offs.to(torch.int32))
+
+
+@implements("transformers::grouped_mm_fallback_backward")
+def grouped_mm_fallback_backward(x: Tensor, weight: Tensor, offs: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of `x`, and nothing in the place of the weight's, which autograd drops."""
+    if not isinstance(weight, FP8Weight):
+        raise NoForm
+    return grouped_mm(grad, transpose(weight, -1, -2), offs.to(torch.int32)), grad.new_empty(0)
 
 
 @implements(torch.ops.fp8fn.quantize.default)

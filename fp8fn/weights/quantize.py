@@ -75,9 +75,9 @@ def quantize_weights(
     """Quantizes a model's weights in place: its parameters become `FP8Weight`s, its modules do not change.
 
     Weights are matrices, and batches of them (experts). Left alone by default are embeddings, heads, norms and routers,
-    as in `python -m fp8fn convert`. Left alone always are weights with N or K under 128, of convolutions and recurrent
-    modules, on the meta device, and those that are quantized or sharded. Tied weights stay tied. If a weight cannot be
-    quantized, no weight is.
+    as in `python -m fp8fn convert`. Left alone always are biases of experts, weights with N or K under 128, of
+    convolutions and recurrent modules, on the meta device, and those that are quantized or sharded. Tied weights stay
+    tied. If a weight cannot be quantized, no weight is.
 
     Args:
         model: Module, on any device.
@@ -165,6 +165,8 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
         return f"it is {short_name(weight.dtype)}"
     if weight.is_meta:
         return "it is on the meta device and has no values"
+    if name.endswith("bias"):
+        return "it is a bias of each expert, which is added"
     n, k = weight.shape[-2:]
     for axis, size, least in (("N", n, LEAST_N), ("K", k, LEAST_K)):
         if size < least:

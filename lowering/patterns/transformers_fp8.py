@@ -6,8 +6,8 @@
 transformers can download the kernel, a joint graph contains the op or its kernel, which become `fp8fn::quantize` and
 `fp8fn::scaled_mm`. If it cannot (no `kernels` package, no network, a CPU), transformers raises an error before there is
 a graph, in eager mode too. `serve` then gives transformers these products spelled in PyTorch, and `dequantized_matmul`
-replaces them. Products of experts are left alone, and so are DeepGEMM's, which transformers prefers on Hopper if its
-package and nvcc are installed.
+replaces them. Products of groups of rows are `fp8fn::scaled_grouped_mm` in both cases. Left alone are the Hub's kernel
+that reads an expert for each row, and DeepGEMM's, which transformers prefers on Hopper if its package and nvcc exist.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.graph.views import as_matrix, aten, same_sizes
 from fp8fn.ops import targets
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
-from fp8fn.ops.layout import scale_shape
+from fp8fn.ops.layout import WHOLE, Block, scale_shape
 
 NAME: Final = "transformers_fp8"
 PRODUCT: Final = "w8a8_block_dynamic_fp8_matmul"
-EXPERTS: Final = (f"{PRODUCT}_grouped", f"{PRODUCT}_batched")
+GROUPED, BATCHED = f"{PRODUCT}_grouped", f"{PRODUCT}_batched"
+_ROW_BY_ROW: Final = "an expert for each row, and fp8fn multiplies groups; use experts_implementation='grouped_mm'"
 _MODULE: Final = "transformers.integrations.finegrained_fp8"
 _LOADED: Final = "_FINEGRAINED_FP8"
 _LOG: Final = logging.getLogger("fp8fn")
@@ -49,7 +50,7 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
         if found is None:
             continue
         name, given, outs = found
-        reason = "a product per expert, and fp8fn has none" if name in EXPERTS else _why_not(given, outs)
+        reason = _ROW_BY_ROW if name == BATCHED else _why_not(given, outs)
         made = "" if reason else _emit(graph, node, given, outs)
         a, b = given["A"].meta["val"], given["B"].meta["val"]
         shape = (prod(a.shape[:-1]), b.shape[-2], b.shape[-1])
@@ -69,7 +70,7 @@ def _read(node: Node) -> tuple[str, dict[str, Any], list[Node]] | None:
         return PRODUCT, given, [item for item in items if item.args[1] == "C"]
     schema = getattr(node.target, "_schema", None)
     name = schema.name.partition("::")[2] if schema is not None else ""  # the Hub's namespaces end in a hash
-    if name not in (PRODUCT, *EXPERTS):
+    if name not in (PRODUCT, GROUPED, BATCHED):
         return None
     return name, arguments_of(node), [node]
 
@@ -84,6 +85,8 @@ def _why_not(given: dict[str, Any], outs: list[Node]) -> str | None:
     for x in (a, *(out.meta["val"] for out in outs)):
         if x.dtype not in INPUT_DTYPES:
             return f"the product is in {short_name(x.dtype)}"
+    if "offsets" in given and scale.dtype != torch.float32:
+        return "the weight's scales are e8m0, and fp8fn's groups have scales of one format"
     if b.dtype not in targets.fp8_dtypes(target):
         return f"{target.name} has no kernel for {short_name(b.dtype)}"
     return None
@@ -97,18 +100,20 @@ def _scale(given: dict[str, Any]) -> Node:
 
 def _emit(graph: Graph, node: Node, given: dict[str, Any], outs: list[Node]) -> str:
     """Replaces the kernel by a quantizer and a product, and returns the name of the product's op."""
-    a, b = given["A"], given["B"]
-    n = b.meta["val"].shape[0]
-    target = torch.ops.fp8fn.scaled_mm.default
+    a, b, offsets = given["A"], given["B"], given.get("offsets")
+    n = b.meta["val"].shape[-2]
+    target, turned, groups = torch.ops.fp8fn.scaled_mm.default, [1, 0], []
+    if offsets is not None:
+        target, turned, groups = torch.ops.fp8fn.scaled_grouped_mm.default, [0, 2, 1], [offsets]
     for out in outs:
         with graph.inserting_before(out):
             value = a.meta["val"]
             rows = a if value.dim() == 2 else call(graph, aten.reshape.default, a, as_matrix(value.shape))
             quantized = call(graph, torch.ops.fp8fn.quantize.default, rows, (1, 128), b.meta["val"].dtype)
             left = [call(graph, operator.getitem, quantized, place) for place in (0, 1)]
-            right = [call(graph, aten.permute.default, part, [1, 0]) for part in (b, _scale(given))]
+            right = [call(graph, aten.permute.default, part, turned) for part in (b, _scale(given))]
             wanted = out.meta["val"]
-            made = call(graph, target, *left, (1, 128), *right, (128, 128), None, wanted.dtype)
+            made = call(graph, target, *left, (1, 128), *right, (128, 128), *groups, None, wanted.dtype)
             if wanted.dim() != 2:
                 made = call(graph, aten.reshape.default, made, [*wanted.shape[:-1], n])
         replace(graph, out, made)
@@ -161,10 +166,15 @@ def matmul(
 def grouped_matmul(
     a: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, tokens_per_expert: Tensor, block_size: Sequence[int] | None
 ) -> Tensor:
-    """Each expert's rows of `a` by its weight, as the Hub's `matmul_grouped`."""
-    right = _dequantized(b, b_scale, block_size).bfloat16()  # the type of Inductor's product of groups
-    left = _requantized(a, b, block_size).bfloat16()
-    return F.grouped_mm(left, right.mT, offs=offsets).to(a.dtype)
+    """Each expert's rows of `a` by its weight, as the Hub's `matmul_grouped`: by fp8fn's own ops, in eager mode too."""
+    a_block, b_block = _blocks(b, block_size)
+    b, scale = b.detach(), b_scale.detach().float()  # the Hub's kernel has no gradient for the weight
+    if WHOLE in b_block:
+        scale = scale.reshape(-1, 1, 1).expand(b.shape[0], 1, 1)
+    left = torch.ops.fp8fn.quantize(a, a_block, b.dtype)
+    right = b.mT, scale.mT, b_block
+    out: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*left, a_block, *right, offsets, None, a.dtype)
+    return out
 
 
 def batched_matmul(
@@ -180,22 +190,29 @@ def batched_matmul(
 
 def _requantized(a: Tensor, b: Tensor, block_size: Sequence[int] | None) -> Tensor:
     """`a` quantized to the weight's FP8 type and dequantized: one scale for each row, or for 128 elements of it."""
-    block = (1, -1) if block_size is None or tuple(block_size) == tuple(b.shape[-2:]) else (1, 128)
-    parts: tuple[Tensor, Tensor] = torch.ops.fp8fn.quantize(a, block, b.dtype)
+    parts: tuple[Tensor, Tensor] = torch.ops.fp8fn.quantize(a, _blocks(b, block_size)[0], b.dtype)
     data, scale = parts
     return data.float() * _along(scale, -1, a.shape[-1])
 
 
 def _dequantized(b: Tensor, scale: Tensor, block_size: Sequence[int] | None) -> Tensor:
+    _, block = _blocks(b, block_size)
     # The Hub's kernel has no gradient for the weight.
     b, scale = b.detach(), scale.detach().float()
+    if WHOLE in block:
+        return b.float() * scale.reshape(*scale.shape[:-2], 1, 1)
+    return b.float() * _along(_along(scale, -2, b.shape[-2]), -1, b.shape[-1])
+
+
+def _blocks(b: Tensor, block_size: Sequence[int] | None) -> tuple[Block, Block]:
+    """The blocks of activations and of the weight `b`."""
     if b.dtype not in FP8_DTYPES:
         raise NotImplementedError(f"fp8fn: a weight in {b.dtype}; without the Hub's kernel there is FP8 alone")
     if block_size is None or tuple(block_size) == tuple(b.shape[-2:]):
-        return b.float() * scale.reshape(*scale.shape[:-2], 1, 1)
+        return (1, WHOLE), (WHOLE, WHOLE)
     if tuple(block_size) != (128, 128):
         raise NotImplementedError(f"fp8fn: weight_block_size is {list(block_size)}; there are blocks of 128x128")
-    return b.float() * _along(_along(scale, -2, b.shape[-2]), -1, b.shape[-1])
+    return (1, 128), (128, 128)
 
 
 def _along(scale: Tensor, dim: int, size: int) -> Tensor:

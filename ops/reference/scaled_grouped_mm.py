@@ -1,4 +1,4 @@
-"""The definition of the grouped scaled product, in plain PyTorch: dequantize in float32, multiply, round once.
+"""The definition of the grouped products, in plain PyTorch: dequantize in float32, multiply, round once.
 
 Nothing waits for the device, and no shape depends on a value: each group is cut into pieces of `⌈M / E⌉` tokens, of
 which there are at most `2E` whatever the offsets, so at most twice the multiplications that are needed.
@@ -30,22 +30,29 @@ def scaled_grouped_mm(
     a: Quantized, b: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
     """`a (M, K) @ b (E, K, N)` → `(M, N)`, or `a (R, P) @ b (P, N)` summed over each group → `(E, R, N)`."""
-    multiply = _by_rows if b.data.ndim == 3 else _by_k
+    if b.data.ndim == 3:
+        return grouped_mm_a16w8(_dequantized(*a), b, offsets, bias, out_dtype)
     with torch.autocast(a.data.device.type, enabled=False):  # which would multiply in 16 bits
         # A copy, for an op's result is no view: forward-mode differentiation fails inside PyTorch on one.
-        return multiply(a, b, offsets, bias).to(out_dtype, copy=True)
+        return _by_k(a, b, offsets, bias).to(out_dtype, copy=True)
 
 
-def _by_rows(tokens: Quantized, experts: Quantized, offsets: Tensor, bias: Tensor | None) -> Tensor:
+def grouped_mm_a16w8(x: Tensor, w: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`x (M, K) @ w (E, K, N)` of each group → `(M, N)`."""
+    with torch.autocast(x.device.type, enabled=False):
+        return _by_rows(x.float(), w, offsets, bias).to(out_dtype, copy=True)
+
+
+def _by_rows(values: Tensor, experts: Quantized, offsets: Tensor, bias: Tensor | None) -> Tensor:
     """Tokens past the last group's end belong to no piece: their rows are zeros."""
-    a, (b, b_scale, b_block) = tokens.data, experts
-    rows = a.shape[0]
+    b, b_scale, b_block = experts
+    rows = values.shape[0]
     # One row more than there are tokens, for the places of a piece where none lies.
-    out = a.new_zeros((rows + 1, b.shape[-1]), dtype=torch.float32)
+    out = values.new_zeros((rows + 1, b.shape[-1]), dtype=torch.float32)
     if rows == 0:
         return out[:rows]
     pieces = _pieces(offsets, rows)
-    values, scales = _dequantized(*tokens), b_scale.float()
+    scales = b_scale.float()
     target = torch.where(pieces.inside, pieces.token, rows)
     for i in range(pieces.group.shape[0]):
         group = pieces.group[i : i + 1]

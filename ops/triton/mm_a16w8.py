@@ -50,17 +50,34 @@ def mm_a16w8(
     tiles_n = tl.cdiv(N, BN)
     batch = tl.program_id(0) // (tiles_m * tiles_n)
     tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-    offset_k = tl.arange(0, BK)
     if WIDE:
         batch = batch.to(tl.int64)
         tile_m = tile_m.to(tl.int64)
         tile_n = tile_n.to(tl.int64)
-        offset_k = offset_k.to(tl.int64)
     offset_m = tile_m * BM + tl.arange(0, BM)
     offset_n = tile_n * BN + tl.arange(0, BN)
-    x_pointers = x + batch * x_b + offset_k[:, None] * x_k + offset_m[None, :] * x_m
-    w_pointers = w + batch * w_b + offset_n[:, None] * w_n + offset_k[None, :] * w_k
-    w_scale += batch * s_b
+    acc = weight_tile(
+        x + batch * x_b, w + batch * w_b, w_scale + batch * s_b, offset_m, M, tile_n * BN, N, K,
+        x_m, x_k, x_step, w_k, w_n, w_step, s_k, s_n, BM, BN, BK, S_K, S_N, EVEN_M, EVEN_N, EVEN_K, WIDE,
+    )  # fmt: skip
+    if bias is not None:
+        acc = with_bias(acc, bias + batch * bias_b, offset_n, N, bias_n)
+    store_tile(out + batch * out_b, acc, offset_m, M, offset_n, N, out_m, EVEN_M, EVEN_N, TRANS_STORE)
+
+
+@triton.jit
+def weight_tile(
+    x, w, w_scale, offset_m, end_m, start_n, N, K, x_m, x_k, x_step, w_k, w_n, w_step, s_k, s_n,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, S_K: tl.constexpr, S_N: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The sums `(BN, BM)` of rows `offset_m` before `end_m` of one matrix, and of `BN` columns from `start_n` on."""
+    offset_n = start_n + tl.arange(0, BN)
+    offset_k = tl.arange(0, BK)
+    if WIDE:
+        offset_k = offset_k.to(tl.int64)
+    x_pointers = x + offset_k[:, None] * x_k + offset_m[None, :] * x_m
+    w_pointers = w + offset_n[:, None] * w_n + offset_k[None, :] * w_k
     kind: tl.constexpr = x.dtype.element_ty
     # A float32 product is too slow to show the time of a multiplication, which keeps its sums in the caller's range.
     ON_WEIGHT: tl.constexpr = kind == tl.float32
@@ -71,9 +88,9 @@ def mm_a16w8(
         if EVEN_K and EVEN_M:
             x_tile = tl.load(x_pointers)
         elif EVEN_K:
-            x_tile = tl.load(x_pointers, mask=offset_m[None, :] < M, other=0.0)
+            x_tile = tl.load(x_pointers, mask=offset_m[None, :] < end_m, other=0.0)
         else:
-            x_tile = tl.load(x_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_m[None, :] < M), other=0.0)
+            x_tile = tl.load(x_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_m[None, :] < end_m), other=0.0)
         if EVEN_K and EVEN_N:
             w_tile = tl.load(w_pointers)
         elif EVEN_K:
@@ -81,7 +98,7 @@ def mm_a16w8(
         else:
             w_tile = tl.load(w_pointers, mask=(offset_n[:, None] < N) & (offset_k[None, :] < K - k * BK), other=0.0)
         if S_K == 1:
-            scale = _scales_along_k(w_scale, tile_n * BN, k * BK, N, K, s_n, s_k, S_N, BN, BK, WIDE)
+            scale = _scales_along_k(w_scale, start_n, k * BK, N, K, s_n, s_k, S_N, BN, BK, WIDE)
             if kind == tl.float16:
                 power, inverse = _power_above(scale)
                 scaled = (w_tile.to(tl.float32) * (scale * inverse)).to(kind)
@@ -94,7 +111,7 @@ def mm_a16w8(
                 k_scale = w_scale
             else:
                 k_scale = w_scale + tl.cast(k * BK // S_K, tl.int64) * s_k
-            scale = _column(tile_scales(k_scale, tile_n * BN, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
+            scale = _column(tile_scales(k_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
             if ON_WEIGHT:
                 acc = tl.dot(w_tile.to(kind) * scale, x_tile, acc, input_precision="ieee")
             else:
@@ -105,23 +122,36 @@ def mm_a16w8(
         w_pointers += w_step
 
     if S_K == -1 and not ON_WEIGHT:
-        acc *= _column(tile_scales(w_scale, tile_n * BN, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
-    if bias is not None:
-        bias_pointers = bias + batch * bias_b + offset_n * bias_n
-        acc += tl.load(bias_pointers, mask=offset_n < N, other=0.0).to(tl.float32)[:, None]
-    out_pointers = out + batch * out_b + offset_n[:, None] + offset_m[None, :] * out_m
+        acc *= _column(tile_scales(w_scale, start_n, offset_n, N, s_n, S_N, BN, EVEN_N), VECTOR)
+    return acc
+
+
+@triton.jit
+def with_bias(acc, bias, offset_n, N, bias_n):
+    """The sums of a tile, with a bias for each column added."""
+    return acc + tl.load(bias + offset_n * bias_n, mask=offset_n < N, other=0.0).to(tl.float32)[:, None]
+
+
+@triton.jit
+def store_tile(
+    out, acc, offset_m, end_m, offset_n, N, out_m,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, TRANS_STORE: tl.constexpr,
+):  # fmt: skip
+    """Stores a tile `(BN, BM)`, of rows before `end_m`."""
     result = acc.to(out.dtype.element_ty)
     if TRANS_STORE:
         # A lane of AMD's holds neighbours in a column, to be stored singly; turned in LDS they leave by 16 bytes.
-        out_pointers = out + batch * out_b + offset_m[:, None] * out_m + offset_n[None, :]
+        pointers = out + offset_m[:, None] * out_m + offset_n[None, :]
         if EVEN_M and EVEN_N:
-            tl.store(out_pointers, tl.trans(result))
+            tl.store(pointers, tl.trans(result))
         else:
-            tl.store(out_pointers, tl.trans(result), mask=(offset_m[:, None] < M) & (offset_n[None, :] < N))
-    elif EVEN_M and EVEN_N:
-        tl.store(out_pointers, result)
+            tl.store(pointers, tl.trans(result), mask=(offset_m[:, None] < end_m) & (offset_n[None, :] < N))
     else:
-        tl.store(out_pointers, result, mask=(offset_n[:, None] < N) & (offset_m[None, :] < M))
+        pointers = out + offset_n[:, None] + offset_m[None, :] * out_m
+        if EVEN_M and EVEN_N:
+            tl.store(pointers, result)
+        else:
+            tl.store(pointers, result, mask=(offset_n[:, None] < N) & (offset_m[None, :] < end_m))
 
 
 @triton.jit

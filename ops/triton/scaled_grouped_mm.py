@@ -35,8 +35,8 @@ def grouped_rows_mm(
 ):  # fmt: skip
     """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`."""
     place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
-    group, first = _group_at(offsets, place, M, E, BM, GROUPS)
-    start, end = _borders(offsets, group, M, E)
+    group, first = group_at(offsets, place, M, E, BM, GROUPS)
+    start, end = borders(offsets, group, M, E)
     start_m = start + (place - first) * BM
     if start_m >= end:
         return
@@ -111,7 +111,7 @@ def grouped_k_mm(
     tiles_n = tl.cdiv(N, BN)
     group = tl.program_id(0) // (tiles_m * tiles_n)
     tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-    start, end = _borders(offsets, group, T, E)
+    start, end = borders(offsets, group, T, E)
     if SPREAD:
         block = start // BK + group
         origin = (start // UNIT + group) * UNIT
@@ -172,7 +172,7 @@ def grouped_k_mm(
 
 
 @triton.jit
-def _group_at(offsets, place, M, E, BM: tl.constexpr, GROUPS: tl.constexpr):
+def group_at(offsets, place, M, E, BM: tl.constexpr, GROUPS: tl.constexpr):
     """The group that takes a place, and its first one: the last group that begins at or before it."""
     index = tl.arange(0, GROUPS)
     starts = tl.load(offsets + index - 1, mask=(index > 0) & (index <= E), other=0)
@@ -183,7 +183,7 @@ def _group_at(offsets, place, M, E, BM: tl.constexpr, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _borders(offsets, group, M, E):
+def borders(offsets, group, M, E):
     """A group's first token and the one behind its last, within the `M` there are; group `E` is what is left."""
     start = tl.load(offsets + group - 1, mask=group > 0, other=0)
     end = tl.load(offsets + group, mask=group < E, other=M)
@@ -242,7 +242,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
             "bias_e": 0 if bias is None else bias.stride(0),
         },
         constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": _power_above(groups),
+            "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": places_of(groups),
             "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
             "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
             "WIDE": is_wide(a, b[0], out, a_scale, b_scale[0]), "HALVES": config.HALVES,
@@ -300,6 +300,6 @@ def _k_config(m: int, n: int, k: int, spread: bool, target: Target) -> GemmConfi
     return config
 
 
-def _power_above(groups: int) -> int:
+def places_of(groups: int) -> int:
     """The least power of two above `groups`: a place for each, and one for what is left."""
     return 1 << groups.bit_length()

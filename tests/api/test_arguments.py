@@ -187,7 +187,12 @@ GROUPS: list[Case] = [
     ("recipe", lambda: f.grouped_gemm(A, EXPERTS, ENDS, recipe=3), TypeError, ("recipe=3", "fp8fn.Recipe")),
     ("bias", lambda: f.grouped_gemm(A, EXPERTS, ENDS, bias=1.0), TypeError, ("grouped_gemm: bias=1.0", "a tensor")),
     ("out", lambda: f.grouped_gemm(A, EXPERTS, ENDS, out_dtype="x"), TypeError, ("out_dtype='x'", "torch.bfloat16")),
-    ("mixed", lambda: f.grouped_gemm(A, QE, ENDS), TypeError, ("a is a Tensor and b a ScaledTensor", "two tensors")),
+    (
+        "mixed",
+        lambda: f.grouped_gemm(Q, EXPERTS, ENDS),
+        TypeError,
+        ("a is a ScaledTensor and b a Tensor", "two tensors"),
+    ),
 ]
 
 MOE: list[Case] = [

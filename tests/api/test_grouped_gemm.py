@@ -592,7 +592,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
         ("gradient_block=(1, -1)", "use one of ((1, 128),)"),
     ),
     "out_dtype": (lambda: fp8fn.grouped_gemm(A, B, ENDS, out_dtype=torch.int8), TypeError, ("out_dtype=torch.int8",)),
-    "a mixture": (lambda: fp8fn.grouped_gemm(A, QB, ENDS), TypeError, ("a is a Tensor", "b a ScaledTensor")),
+    "a mixture": (lambda: fp8fn.grouped_gemm(QA, B, ENDS), TypeError, ("a is a ScaledTensor", "b a Tensor")),
     "quantized batch": (lambda: fp8fn.grouped_gemm(QB.mT, QB), ValueError, ("offsets is None", "fp8fn.gemm")),
     "offsets twice": (lambda: fp8fn.grouped_gemm(LEFT_K, RIGHT_K, ENDS), ValueError, ("bring their own",)),
     "axes": (lambda: fp8fn.grouped_gemm(RIGHT_K, RIGHT_K), ValueError, ("axis 0", "axis 1 of a", ".mT")),

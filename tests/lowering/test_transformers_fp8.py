@@ -13,6 +13,7 @@ import fp8fn
 from fp8fn.lowering import joint_pass
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.patterns import transformers_fp8
+from fp8fn.ops import reference
 from support.traced import both_passes
 
 pytest.importorskip("transformers")
@@ -237,22 +238,28 @@ EXPERTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", ["grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", EXPERTS)
-def test_experts_in_fp8_are_never_quantized_again(name: str, how: str) -> None:
-    """By the backend's two passes as uncompiled; `explain` says why the recipe has no part in the experts' products."""
+def test_experts_are_grouped_products_of_their_own_bytes(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the backend's two passes as uncompiled: the recipe has no part in them."""
     model, x = quantized(EXPERTS[name](how), torch.bfloat16).eval(), tokens()
     transformers_fp8.serve()
+    multiplied: list[int] = []
+    multiply = reference.scaled_grouped_mm
+
+    def counted(a: Any, b: Any, *rest: Any) -> Tensor:
+        multiplied.append(b.data.data_ptr())
+        return multiply(a, b, *rest)
+
+    monkeypatch.setattr(reference, "scaled_grouped_mm", counted)
     backend = both_passes(lambda site: "lm_head" not in site.weight)
     with torch.no_grad():
         found = torch.compile(model, backend=backend, fullgraph=True)(x).logits
+        experts = model.get_submodule("model.layers.0.mlp.experts")
+        assert multiplied == [experts.gate_up_proj.data_ptr(), experts.down_proj.data_ptr()]
         explanation = fp8fn.explain(model, x, where="*", show=False)
         assert snr(found, model(x).logits) > 45
-    reason = "the weight is e4m3fn data with scales already, which the recipe never quantizes again"
-    experts = [f"model.layers.0.mlp.experts.{last}" for last in ("gate_up_proj", "down_proj")]
-    in_groups = [decision for decision in backend.decided if decision.gemm.groups is not None]
-    assert [(decision.gemm.site.weight, decision.reason) for decision in in_groups] == [(e, reason) for e in experts]
+    assert not [decision for decision in backend.decided if decision.gemm.groups is not None]
     assert all(decision.reason for decision in backend.decided)
-    rows = [(row.weight, row.reason, row.kernel) for row in explanation.rows if row.op == "grouped_mm"]
-    assert rows == [(expert, reason, None) for expert in experts]
+    assert not [row for row in explanation.rows if row.op == "grouped_mm"]
 
 
 HUB: Any = torch.library.Library("_finegrained_fp8_1a2b3c", "DEF")
@@ -290,7 +297,7 @@ def test_the_hubs_op(block: int) -> None:
     assert snr(out, x.double() @ fp8fn.dequantize(w).double().T) > 25
 
 
-def test_the_hubs_experts_are_left_alone() -> None:
+def test_the_hubs_experts() -> None:
     w, x = fp8fn.quantize(torch.randn(3, 384, 256), (128, 128)), torch.randn(24, 256).bfloat16()
     ends = torch.tensor([8, 16, 24], dtype=torch.int32)
 
@@ -298,8 +305,10 @@ def test_the_hubs_experts_are_left_alone() -> None:
         return OPS.w8a8_block_dynamic_fp8_matmul_grouped(x, b, scale, ends, ends, [128, 128], torch.bfloat16)
 
     with fp8fn.lowering.substitution(), joint_pass.recorded() as record:
-        torch.compile(function, fullgraph=True)(x, w.data, w.scale)
-    assert [made.reason for made in record] == ["a product per expert, and fp8fn has none"]
+        out = torch.compile(function, fullgraph=True)(x, w.data, w.scale)
+    assert [(made.made, made.shape) for made in record] == [("fp8fn.scaled_grouped_mm.default", (24, 384, 256))]
+    expected = torch.einsum("esk,enk->esn", x.double().view(3, 8, 256), fp8fn.dequantize(w).double())
+    assert snr(out, expected.flatten(0, 1)) > 25
 
 
 def test_the_hubs_kernel() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -20,7 +21,7 @@ from fp8fn.ops.reference.statistics import statistics
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.statistics import WIDTH, Column, Watched
 from fp8fn.ops.targets import Target
-from fp8fn.ops.triton import mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
+from fp8fn.ops.triton import grouped_mm_a16w8, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 from fp8fn.ops.triton.mx_mm import plan_mx_mm
@@ -151,6 +152,34 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
         yield Form(f"tokens {block}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
 
 
+def _grouped_mm_a16w8(place: Place, target: Target) -> Forms:
+    tokens, groups = sum(SIZES) + REST, len(SIZES)
+    config = mm_a16w8.A16W8Config(32, 64, 32, 4, 2, GROUP=2)
+    for block in ((128, 128), (1, 128), (-1, 1), (32, 1)):
+        operands = Operands(place)
+        offsets = operands.input("offsets", (groups,), torch.int32, values=ends(SIZES))
+        x = operands.input("x", (tokens, K), BF16)
+        w = operands.quantized("w", (groups, K, N), block, column_major=True, scale="e8m0" if 32 in block else "fp32")
+        bias, out = operands.input("bias", (groups, N), FP32), operands.output("out", (tokens, N), FP32)
+        given = WeightProduct(x=x, w=w, bias=bias, offsets=offsets, out=out, target=target)
+        operands.expected = partial(_grouped_weight_product, given)
+        yield Form(f"{block}", grouped_mm_a16w8.plan_grouped_mm_a16w8(given, config), operands)
+
+
+def _grouped_weight_product(given: WeightProduct) -> dict[str, Expected]:
+    """One product for each group, and zeros for the rows past the last."""
+    value, magnitude = torch.zeros(2, given.m, given.n, dtype=F64)
+    end = 0
+    for group, size in enumerate(SIZES):
+        rows, end = slice(end, end + size), end + size
+        assert given.bias is not None
+        part = replace(given, x=given.x[rows], w=Quantized(given.w.data[group], given.w.scale[group], given.w.block))
+        found = _weight_product(replace(part, bias=given.bias[group]))["out"]
+        assert found.magnitude is not None
+        value[rows], magnitude[rows] = found.value, found.magnitude
+    return {"out": Expected(value, magnitude)}
+
+
 def _quantize(place: Place, target: Target) -> Forms:
     for block, scale in product(BLOCKS, ("fp32", "e8m0")):
         operands = Operands(place)
@@ -247,6 +276,10 @@ TRITON: Final = (
     KernelInfo(
         "mm_a16w8.py", _mm_a16w8, 1e-5, 1e-5, emulated=tuple(str(block) for block in BLOCKS),
         nan=("x", "w", "w_scale", "bias"), far=(("x", -2), ("w", -1)),
+    ),
+    KernelInfo(
+        "grouped_mm_a16w8.py", _grouped_mm_a16w8, 1e-5, 1e-5, emulated=("(128, 128)", "(1", "(-1", "(32"),
+        nan=("x", "w", "w_scale", "bias"), far=(("x", -2),),
     ),
     KernelInfo("mx_mm.py", _mx_mm, 1e-5, 2.0**-12, emulated=("K300 splits1", "K300 splits3"), nan=_NAN, far=_FAR),
     KernelInfo(

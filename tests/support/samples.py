@@ -431,6 +431,22 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     ]
 
 
+def grouped_mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
+    x = _Normal(seed, device)
+    e5m2, mx, square = {"dtype": torch.float8_e5m2}, {"scale": "e8m0"}, (128, 128)
+    few, many = _ends(50, 50, 64, device=device), _ends(0, 3, 20 + seed % 7, 33, device=device)
+    return [
+        Sample("plain", (x(64, 256), *_operand(x(3, 96, 256).mT, square), few), {}),
+        Sample("plain_row_major", (x(70, 160), *_operand(x(3, 160, 48), (1, 128), **e5m2), few), {"out_dtype": FP32}),
+        Sample("ragged", (x(41, 190), *_operand(x(4, 190, 65), square), many, x(4, 65)), {}),
+        Sample("ragged_float32", (x(41, 70, dtype=FP32), *_operand(x(4, 70, 33), (-1, 1)), many), {}),
+        Sample("strided", (x(80, 64).mT, *_operand(x(3, 48, 80).mT, (-1, -1)), few, x(3, 96)[:, ::2]), {}),
+        Sample("mx", (x(40, 80, dtype=FP16), *_operand(x(4, 80, 48), (32, 1), **mx), many), {}),
+        Sample("empty", (x(0, 40), *_operand(x(3, 40, 16), square), few, x(3, 16)), {}),
+        Sample("empty_k", (x(16, 0), *_operand(x(3, 0, 16), square), few), {}),
+    ]
+
+
 SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "amax": amax,
     "quantize": quantize,
@@ -450,6 +466,7 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_rms_norm_dual": quantize_rms_norm_dual,
     "scaled_mm": scaled_mm,
     "mm_a16w8": mm_a16w8,
+    "grouped_mm_a16w8": grouped_mm_a16w8,
     "mx_mm": mx_mm,
     "moe_gemm": moe_gemm,
     "gemm": gemm,

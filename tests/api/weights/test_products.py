@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import fp8fn
 from fp8fn import FP8Weight
+from fp8fn.ops import reference
 from fp8fn.ops.layout import BLOCKS, Block
 from support.accuracy import same_bits, snr
 from support.fp8_weights import layer, make, values
@@ -76,6 +77,9 @@ PRODUCTS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Product]] = {
     "cat": ((256, 384), (5, 384), lambda x, w: F.linear(x, torch.cat([w, w]))),
     "stack": ((320, 384), (2, 5, 384), lambda x, w: torch.bmm(x, torch.stack([w, w]).mT)),
     "_grouped_mm": ((4, 384, 320), (19, 384), lambda x, w: torch._grouped_mm(x, w, _OFFSETS)),
+    "_grouped_mm of w.mT": ((4, 320, 384), (19, 384), lambda x, w: torch._grouped_mm(x, w.mT, _OFFSETS)),
+    "F.grouped_mm": ((4, 384, 320), (19, 384), lambda x, w: F.grouped_mm(x, w, offs=_OFFSETS)),
+    "_grouped_mm of a batch": ((4, 384, 320), (4, 5, 384), lambda x, w: torch._grouped_mm(x, w)),
     "embedding": ((512, 384), (7, 384), lambda x, w: x + F.embedding(torch.tensor([3, 1, 500, 3, 9, 0, 511]), w)),
 }  # fmt: skip
 MODES: dict[str, Callable[[], Any]] = {
@@ -85,8 +89,11 @@ MODES: dict[str, Callable[[], Any]] = {
 
 def _reference(name: str, function: Product, x: Tensor, w: Tensor) -> Tensor:
     """The float32 product of the dequantized weight."""
-    if name != "_grouped_mm":
+    if "grouped_mm" not in name:
         return function(x, w)
+    w = w.mT if "w.mT" in name else w
+    if x.ndim == 3:
+        return x @ w
     ends = [0, *_OFFSETS.tolist()]
     out = torch.cat([x[a:b] @ w[e] for e, (a, b) in enumerate(pairwise(ends))])
     return torch.cat([out, out.new_zeros(len(x) - len(out), out.shape[1])])
@@ -217,19 +224,18 @@ def test_beta_of_zero_ignores_the_bias() -> None:
     assert snr(out, x @ values(w)) > 100
 
 
-def test_many_rows_of_groups_whose_offsets_the_host_cannot_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: few rows take a product of each expert, and many rows the dequantized experts."""
-    from fp8fn.weights import products
-
-    monkeypatch.setattr(products, "can_be_read", lambda _: False)
-    w = make(3, 256, 64, dtype=torch.bfloat16)
-    for rows in (20, 200):
-        x = torch.randn(rows, 256).bfloat16()
-        ends = torch.tensor([rows // 4, rows // 4, rows], dtype=torch.int32)
-        found = torch._grouped_mm(x, w, ends)
-        first = rows // 4
-        expected = torch.cat([x[:first].float() @ values(w)[0], x[first:].float() @ values(w)[2]])
-        assert snr(found.float(), expected) > 45
+@pytest.mark.parametrize("rows", [20, 300])
+def test_groups_are_one_product_and_no_expert_is_dequantized(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, ...]] = []
+    multiply = reference.grouped_mm_a16w8
+    counted = lambda x, w, *rest: (calls.append(tuple(w.data.shape)), multiply(x, w, *rest))[1]  # noqa: E731
+    monkeypatch.setattr(reference, "grouped_mm_a16w8", counted)
+    monkeypatch.delattr(FP8Weight, "dequantize")
+    w, x = make(3, 256, 64, dtype=torch.bfloat16), torch.randn(rows, 256, dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([rows // 4, rows // 4, rows], dtype=torch.int32)
+    out = torch._grouped_mm(x, w, ends)
+    out.backward(torch.ones_like(out))
+    assert calls == [(3, 256, 64), (3, 64, 256)]
 
 
 def test_two_weights_are_dequantized() -> None:

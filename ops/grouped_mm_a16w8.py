@@ -1,0 +1,112 @@
+"""The op `fp8fn::grouped_mm_a16w8`, groups of 16- or 32-bit rows by experts in FP8: schema, checks, and dispatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops import reference, targets
+from fp8fn.ops.groups import check_ends, check_offsets
+from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, takes_all
+from fp8fn.ops.launch import Launch
+from fp8fn.ops.layout import Block
+from fp8fn.ops.mm_a16w8 import check_weight_operands, unserved
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.scaled_grouped_mm import check_group_bias, check_group_count, empty_grouped_output
+from fp8fn.ops.scaled_mm import Parts
+
+GROUPED_MM_A16W8_SCHEMA: Final = (
+    "grouped_mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor offsets, Tensor? bias=None, "
+    "ScalarType? out_dtype=None) -> Tensor"
+)
+
+_NAME: Final = "grouped_mm_a16w8"
+
+
+def check_grouped_mm_a16w8(
+    x: Tensor, w_parts: Parts, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Block:
+    """The block as a tuple, or the error that says which argument is wrong and what would work."""
+    w = w_parts[0]
+    if x.ndim != 2 or w.ndim != 3:
+        raise ValueError(
+            f"{_NAME}: x has shape {tuple(x.shape)} and w {tuple(w.shape)}; they must be (M, K) and (E, K, N), the "
+            "rows of all experts and a weight for each"
+        )
+    block = check_weight_operands(_NAME, x, w_parts, bias, out_dtype)
+    check_offsets(_NAME, offsets, "x", x)
+    check_group_count(_NAME, offsets, "w", w)
+    check_group_bias(_NAME, w, offsets.shape[0], bias)
+    return block
+
+
+def grouped_mm_a16w8_reference(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    block = check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype)
+    check_ends(_NAME, offsets)
+    return reference.grouped_mm_a16w8(x, Quantized(w, w_scale, block), offsets, bias, out_dtype or x.dtype)
+
+
+def grouped_mm_a16w8_fake(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype)
+    return empty_grouped_output(x, w, offsets, out_dtype or x.dtype)
+
+
+def grouped_mm_a16w8_kernel(
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    return GROUPED_MM_A16W8((x, w, w_scale, offsets, bias), (tuple(w_block), out_dtype))[0]
+
+
+def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
+    (x, w, w_scale, offsets, bias), (w_block, out_dtype) = tensors, values
+    block = check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype)
+    return WeightProduct(
+        x=x, w=Quantized(w, w_scale, block), bias=bias, offsets=offsets,
+        out=empty_grouped_output(x, w, offsets, out_dtype or x.dtype), target=targets.target_of(x.device),
+    )  # fmt: skip
+
+
+def _settled(product: WeightProduct) -> Tensors | None:
+    """Contiguous offsets, as the kernels take them."""
+    offsets = product.group_ends
+    if offsets.is_contiguous():
+        return None
+    return product.x, *product.w[:2], offsets.contiguous(), product.bias
+
+
+def _reference(product: WeightProduct) -> tuple[Tensor]:
+    return (reference.grouped_mm_a16w8(product.x, product.w, product.group_ends, product.bias, product.out.dtype),)
+
+
+def _configure_triton(product: WeightProduct) -> Any:
+    from fp8fn.ops.triton.grouped_mm_a16w8 import configure
+
+    return configure(product)
+
+
+def _plan_triton(product: WeightProduct, config: Any) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.grouped_mm_a16w8 import plan_grouped_mm_a16w8
+
+    return plan_grouped_mm_a16w8(product, config)
+
+
+GROUPED_MM_A16W8: Final = Dispatch(
+    op=_NAME,
+    inputs=("x", "w", "w_scale", "offsets", "bias"),
+    operands=_operands,
+    kernels=(Kernel("triton", takes_all, _configure_triton, _plan_triton),),
+    reference=_reference,
+    unserved=unserved,
+    settled=_settled,
+)
