@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
-from fp8fn.meta.autograd_prequant import ACTIVATION_BLOCKS, leave_to_aotautograd, quantized_by_weight
+from fp8fn.meta.autograd_prequant import leave_to_aotautograd, quantized_by_weight
 from fp8fn.meta.bypass import shortest
 from fp8fn.meta.direct import product
+from fp8fn.ops.activations import ACTIVATION_BLOCKS
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.gemm import default_out_dtype
 from fp8fn.ops.layout import Block, known_block

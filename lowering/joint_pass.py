@@ -22,7 +22,14 @@ from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.quantizers import merge_quantizers
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.inductor import autotune, extern_call
-from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
+from fp8fn.lowering.patterns import (
+    activations,
+    dequantized_matmul,
+    scaled_grouped_mm,
+    scaled_mm,
+    torchao,
+    transformers_fp8,
+)
 from fp8fn.ops import tuning
 from fp8fn.version import __version__
 
@@ -31,6 +38,7 @@ PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (
     torchao.substitute,
     transformers_fp8.substitute,
     dequantized_matmul.substitute,
+    activations.substitute,
 )
 # The folders, and the files in them, that decide about a graph.
 _SOURCES: Final = {

@@ -197,11 +197,11 @@ class NotDifferentiable(levels.SingleLevelFunction):
 def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
     """The Autograd kernel of `fp8fn::mm_a16w8`."""
 
-    def track(
+    def track(  # noqa: PLR0913  an op's signature
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None, constant: bool = False,
+        out_dtype: torch.dtype | None = None, constant: bool = False, activations: str = "16bit",
     ) -> Any:  # fmt: skip
-        return levels.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant)
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant, activations)
 
     return _leaf("mm_a16w8", track, on_cpu, on_cuda)
 
@@ -214,12 +214,12 @@ class MmA16W8(levels.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, w, w_scale, w_block, bias, _, constant = args
+        x, w, w_scale, w_block, bias, _, *ctx.options = args
         ctx.set_materialize_grads(False)  # otherwise PyTorch fills in zeros for the weight's undefined tangent
         ctx.save_for_backward(w, w_scale)
         if levels.has_forward_mode():
             ctx.save_for_forward(w, w_scale)
-        ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
+        ctx.w_block, ctx.x_ndim, ctx.x_dtype = w_block, x.ndim, x.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         out: Tensor = levels.below(torch.ops.fp8fn.mm_a16w8, *args)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
@@ -230,23 +230,23 @@ class MmA16W8(levels.SingleLevelFunction):
         if any(ctx.needs_input_grad[1:3]):
             raise NotImplementedError(CONSTANT_WEIGHT)
         if grad is None:
-            return (None,) * 7
+            return (None,) * 8
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             w, w_scale = ctx.saved_tensors
             summed = grad.ndim > ctx.x_ndim  # one x was multiplied by a batch of weights
             dtype = torch.float32 if summed else ctx.x_dtype
-            grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype, ctx.constant)
+            grad_x = torch.ops.fp8fn.mm_a16w8(grad, w.mT, w_scale.mT, swap(ctx.w_block), None, dtype, *ctx.options)
             grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
         if ctx.needs_input_grad[4]:
             shape, bias_dtype = ctx.bias
             rows = tuple(range(grad.ndim - 1)) if len(shape) == 1 else (1,)
             grad_bias = grad.sum(rows, dtype=torch.float32).to(bias_dtype).reshape(shape)
-        return grad_x, None, None, None, grad_bias, None, None
+        return grad_x, None, None, None, grad_bias, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
-        x_tangent, w_tangent, scale_tangent, _, bias_tangent, _, _ = tangents
+        x_tangent, w_tangent, scale_tangent, _, bias_tangent, *_ = tangents
         if levels.forward_mode_depth() > 1:
             raise NotImplementedError("fp8fn.mm_a16w8: jvp of jvp is not supported; use jvp of grad, or grad of grad")
         if w_tangent is not None or scale_tangent is not None:
@@ -254,7 +254,7 @@ class MmA16W8(levels.SingleLevelFunction):
         w, w_scale = ctx.saved_tensors
         if x_tangent is not None:
             tangent: Tensor = torch.ops.fp8fn.mm_a16w8(
-                x_tangent, w, w_scale, ctx.w_block, bias_tangent, ctx.out_dtype, ctx.constant
+                x_tangent, w, w_scale, ctx.w_block, bias_tangent, ctx.out_dtype, *ctx.options
             )
             return tangent
         if bias_tangent is None:

@@ -70,8 +70,8 @@ def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
-    x, w, w_scale, block, bias, out_dtype, constant = _padded(args, 7)
-    x_dim, w_dim, scale_dim, _, bias_dim, *_ = _padded(in_dims, 7)
+    x, w, w_scale, block, bias, out_dtype, constant, *rest = _padded(args, 8)
+    x_dim, w_dim, scale_dim, _, bias_dim, *_ = _padded(in_dims, 8)
     size = info.batch_size
     rank = 1 + max(x.ndim - (x_dim is not None), w.ndim - (w_dim is not None))
     x = _lift(x, x_dim, size, rank)
@@ -85,7 +85,7 @@ def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
         bias = bias.movedim(bias_dim, 0) if bias_dim is not None else bias.expand(size, *bias.shape)
         bias = bias.flatten(1, -2) if bias.ndim > 2 else bias.unsqueeze(1)
         bias = bias.expand(size, lead[1:].numel(), bias.shape[-1]).flatten(0, 1)
-    out = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype, bool(constant))
+    out = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype, bool(constant), *filter(None, rest))
     return out.unflatten(0, lead), 0
 
 

@@ -1,4 +1,7 @@
-"""The op `fp8fn::mm_a16w8`, the product of a 16- or 32-bit matrix and an FP8 weight: schema, checks, and dispatch."""
+"""The op `fp8fn::mm_a16w8`, the product of a 16- or 32-bit matrix and an FP8 weight: schema, checks, and dispatch.
+
+With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/activations.py` decides at each call.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.activations import Activations, check_activations, quantized_product, why_16_bits
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
@@ -22,13 +26,14 @@ from fp8fn.ops.tuning.weight import weight_problem
 
 MM_A16W8_SCHEMA: Final = (
     "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "bool constant=False) -> Tensor"
+    'bool constant=False, str activations="16bit") -> Tensor'
 )
 
 
 def check_mm_a16w8(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Block:
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype | None,
+    activations: Activations = "16bit",
+) -> Block:  # fmt: skip
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"mm_a16w8: x has dtype {x.dtype}; use bfloat16, float16 or float32")
@@ -51,6 +56,7 @@ def check_mm_a16w8(
         _check_bias(x, w, bias)
     if out_dtype is not None and out_dtype not in INPUT_DTYPES:
         raise TypeError(f"mm_a16w8: out_dtype={out_dtype} is not an output type; use bfloat16, float16 or float32")
+    check_activations("mm_a16w8", activations)
     return block
 
 
@@ -67,27 +73,36 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor) -> None:
         raise TypeError(f"mm_a16w8: bias has dtype {bias.dtype}; use bfloat16, float16 or float32")
 
 
-def mm_a16w8_reference(
+def mm_a16w8_reference(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    constant: bool = False, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
     """`constant` has no effect here."""
-    block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
-    return reference.mm_a16w8(x, Quantized(w, w_scale, block), bias, out_dtype or x.dtype)
+    weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
+    if activations == "fp8" and why_16_bits(x, weight) is None:
+        return quantized_product(x, weight, bias, out_dtype or x.dtype)
+    return reference.mm_a16w8(x, weight, bias, out_dtype or x.dtype)
 
 
-def mm_a16w8_fake(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, constant: bool = False,
+def mm_a16w8_fake(  # noqa: PLR0913  an op's signature
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    constant: bool = False, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
-    check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
+    check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations)
     return empty_output(x, w, out_dtype or x.dtype)
 
 
-def mm_a16w8_kernel(
+def mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    constant: bool = False, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
+    if activations != "16bit":
+        weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
+        if why_16_bits(x, weight) is None:
+            return quantized_product(x, weight, bias, out_dtype or x.dtype)
     constant = constant or graph_capture.readable(w, w_scale)
     return MM_A16W8((x, w, w_scale, bias), (tuple(w_block), out_dtype, constant))[0]
 

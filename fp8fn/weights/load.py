@@ -14,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.checkpoint import load_blockwise, moved_to
+from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.scaled_tensor import ScaledTensor, check_device
 from fp8fn.weights.fp8_weight import FP8Weight
@@ -37,7 +38,10 @@ def _device(op: str, name: str, value: object) -> None:
         check_device(op, value)
 
 
-@checked(model=check_module, device=_device, dtype=arguments.out_dtype, strict=arguments.flag)
+@checked(
+    model=check_module, device=_device, dtype=arguments.out_dtype, strict=arguments.flag,
+    activations=arguments.activations,
+)  # fmt: skip
 def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -45,6 +49,7 @@ def load_weights(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    activations: Activations = "16bit",
 ) -> _IncompatibleKeys:
     """Loads a safetensors checkpoint into a module; weights with block scales become `FP8Weight` parameters.
 
@@ -60,13 +65,15 @@ def load_weights(
         dtype: Type of the floating-point tensors, and the type that FP8 weights stand for; by default that of each
             tensor of the module.
         strict: Whether a name that is missing, or one that the module does not have, is an error.
+        activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
     Returns:
         The missing and the unexpected names, as `Module.load_state_dict`.
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
-        ValueError: A file is damaged, or holds two different tensors for two tied parameters.
+        ValueError: A file is damaged, or holds two different tensors for two tied parameters; or `activations` does not
+            exist.
         NotImplementedError: A parameter is sharded, or a buffer on the meta device is not in the checkpoint.
 
     Example:
@@ -81,6 +88,7 @@ def load_weights(
         >>> torch.equal(empty[0].weight, model[0].weight)
         True
     """
+    check_activations("load_weights", activations)
     tensors = load_blockwise(path)
     slots = list(_slots(model))
     _refuse_sharded(slots)
@@ -98,7 +106,8 @@ def load_weights(
     loaded = []
     for slot in _with_progress(slots):
         if given[id(slot.tensor)]:
-            loaded.append((slot, _converted(slot, tensors[given[id(slot.tensor)][0]], device, dtype)))
+            value = tensors[given[id(slot.tensor)][0]]
+            loaded.append((slot, _converted(slot, value, device, dtype, activations)))
     for slot, value in loaded:
         for place in slot.places:
             held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
@@ -186,15 +195,16 @@ def _equal(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
 
 
 def _converted(
-    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Tensor:
+    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype | None,
+    activations: Activations,
+) -> Tensor:  # fmt: skip
     """The parameter or the buffer that holds a tensor of the checkpoint."""
     old = slot.tensor
     target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
     moved = value if target.type == "cpu" else moved_to(value, target)
     if isinstance(moved, ScaledTensor):
         stands_for = dtype or (old.dtype if old.dtype in INPUT_DTYPES else torch.bfloat16)
-        return nn.Parameter(FP8Weight(moved, stands_for), requires_grad=False)
+        return nn.Parameter(FP8Weight(moved, stands_for, activations), requires_grad=False)
     if moved.is_floating_point() and (dtype is not None or old.is_floating_point()):
         moved = moved.to(dtype or old.dtype)
     if not slot.is_parameter:

@@ -49,7 +49,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.d
         raise NoForm
     op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
     return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(
-        a, data, scale, pair, bias, out_dtype
+        a, data, scale, pair, bias, out_dtype, False, weight._form.activations
     )
 
 

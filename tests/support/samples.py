@@ -398,6 +398,7 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("strided", (x(160, 48).mT, *_operand(x(64, 160).mT, (-1, -1)), x(128)[::2]), {}),
         Sample("mx", (x(24, 96), *_operand(x(96, 40), (32, 1), **mx)), {}),
         Sample("mx_dgrad", (x(24, 40), *_operand(x(40, 96), (1, 32), **mx)), {}),
+        Sample("quantized", (x(2, 130, 160), *_operand(x(96, 160).mT, square), x(96)), {"activations": "fp8"}),
         Sample("empty", (x(16, 0), *_operand(x(0, 16), square), x(16)), {}),
     ]
 
