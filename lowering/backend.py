@@ -19,7 +19,7 @@ from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor")
+OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "batch_invariant")
 
 
 def fp8fn(
@@ -51,6 +51,9 @@ def fp8fn(
     FP8 form of an activation that the backward can quantize again. Gradients have the same bits as with `"all"`, which
     leaves PyTorch's partitioner alone. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
 
+    The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
+    the same bits whatever the number of rows and its place among them are. It fixes how activations are read.
+
     The option `monitor` is a number of steps: every so many, the graph measures its operands in FP8, for
     `fp8fn.read_monitor`. Results have the same bits with and without it.
     """
@@ -58,6 +61,8 @@ def fp8fn(
 
     given = dict(options or {})
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
+    if given.pop("batch_invariant", False):
+        recipe = replace(recipe, batch_invariant=True)
     where = given.pop("where", None)
     check_where(where)
     every = check_every(given.pop("monitor", None))
@@ -66,7 +71,7 @@ def fp8fn(
     patches = _inductor_options(mode, given)
     decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
     graph = watched(every, gm, decisions)
-    patches = with_fusion(with_pass(patches, takes_everything(where)), fuse)
+    patches = with_fusion(with_pass(patches, takes_everything(where), recipe.batch_invariant), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
     if graph is not None:
         patches = with_monitor(patches, graph.state.first, graph.names)

@@ -200,8 +200,9 @@ def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
     def track(  # noqa: PLR0913  an op's signature
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None, constant: bool = False, activations: str = "16bit",
+        batch_invariant: bool = False,
     ) -> Any:  # fmt: skip
-        return levels.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant, activations)
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, bias, out_dtype, constant, activations, batch_invariant)
 
     return _leaf("mm_a16w8", track, on_cpu, on_cuda)
 
@@ -230,7 +231,7 @@ class MmA16W8(levels.SingleLevelFunction):
         if any(ctx.needs_input_grad[1:3]):
             raise NotImplementedError(CONSTANT_WEIGHT)
         if grad is None:
-            return (None,) * 8
+            return (None,) * 9
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             w, w_scale = ctx.saved_tensors
@@ -242,7 +243,7 @@ class MmA16W8(levels.SingleLevelFunction):
             shape, bias_dtype = ctx.bias
             rows = tuple(range(grad.ndim - 1)) if len(shape) == 1 else (1,)
             grad_bias = grad.sum(rows, dtype=torch.float32).to(bias_dtype).reshape(shape)
-        return grad_x, None, None, None, grad_bias, None, None, None
+        return grad_x, None, None, None, grad_bias, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:

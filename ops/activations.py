@@ -33,13 +33,18 @@ def check_activations(op: str, value: object) -> None:
         raise ValueError(f"{op}: activations={value!r} is no way to read activations; use one of {ACTIVATIONS}")
 
 
-def why_16_bits(x: Tensor, w: Quantized) -> str | None:
-    """The reason to multiply `x (B?, M, K) @ w (B?, K, N)` in 16 bits, or None where `x` should be quantized."""
+def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False) -> str | None:
+    """The reason to multiply `x (B?, M, K) @ w (B?, K, N)` in 16 bits, or None where `x` should be quantized.
+
+    `batch_invariant` fixes the choice, which then reads neither the number of rows nor a time.
+    """
     block, target = w.block, targets.target_of(x.device)
     if block not in ACTIVATION_BLOCKS:
         return "the weight has a scale for each element of K"
     if target.backend != "cpu" and w.data.dtype not in targets.fp8_dtypes(target):
         return f"{w.data.dtype} has no product on {target.name}"
+    if batch_invariant:
+        return None
     rows, batch = x.shape[-2], max(x.shape[:-2].numel(), w.data.shape[:-2].numel())
     if rows <= FEW_ROWS:  # of each matrix, so that vmap decides as a loop does
         return f"{rows} rows, of which {FEW_ROWS} are few"
@@ -71,7 +76,9 @@ def activation_block(block: Block) -> Block:
     return 1, block[0]
 
 
-def quantized_product(x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def quantized_product(
+    x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False
+) -> Tensor:
     """`x (B?, M, K) @ w (B?, K, N) + bias` with `x` quantized to fit the weight, each row by itself."""
     from fp8fn.ops.gemm import product, quantize
 
@@ -79,8 +86,8 @@ def quantized_product(x: Tensor, w: Quantized, bias: Tensor | None, out_dtype: t
     scale = "fp32" if w.scale.dtype == torch.float32 else "e8m0"
     a, shape = quantize(rows, activation_block(w.block), None, scale), (*x.shape[:-1], w.data.shape[-1])
     if bias is None or bias.ndim == 1:
-        out = product(a, w, bias, out_dtype)
+        out = product(a, w, bias, out_dtype, batch_invariant)
         return out if w.data.ndim == 3 else out.reshape(shape)
-    sums = product(a, w, None, torch.float32)
+    sums = product(a, w, None, torch.float32, batch_invariant)
     sums = sums if w.data.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(out_dtype)

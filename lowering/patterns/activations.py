@@ -46,7 +46,8 @@ def _read(graph: Graph, node: Node, given: dict[str, Any]) -> str:
     assert block is not None
     if any(not isinstance(size, int) for size in x.shape):
         return f"{node.target}, activations in 16 bits or FP8: the rows decide at each call"
-    reason = why_16_bits(x, Quantized(tensor_of(given["w"]), tensor_of(given["w_scale"]), block))
+    weight = Quantized(tensor_of(given["w"]), tensor_of(given["w_scale"]), block)
+    reason = why_16_bits(x, weight, given["batch_invariant"])
     if reason is not None:
         return f"{node.target}, activations in 16 bits: {reason}"
     if bias is not None and tensor_of(bias).ndim > 1:
@@ -64,11 +65,12 @@ def _emit(graph: Graph, node: Node, given: dict[str, Any], block: tuple[int, int
         rows = call(graph, aten.reshape.default, x, [-1, tensor_of(x).shape[-1]]) if one_matrix else x
         quantizer = call(graph, _OPS.quantize.default, rows, [*block], None, scale)
         data, x_scale = (call(graph, operator.getitem, quantizer, place) for place in range(2))
-        if is_mx(tensor_of(x_scale), block, tensor_of(w_scale), tuple(w_block)):
+        invariant = given["batch_invariant"]
+        if not invariant and is_mx(tensor_of(x_scale), block, tensor_of(w_scale), tuple(w_block)):
             out = call(graph, _OPS.mx_mm.default, data, x_scale, w, w_scale, given["bias"], out_dtype)
         else:
             sides = (data, x_scale, [*block], w, w_scale, [*w_block])
-            out = call(graph, _OPS.scaled_mm.default, *sides, given["bias"], out_dtype)
+            out = call(graph, _OPS.scaled_mm.default, *sides, given["bias"], out_dtype, *[True] * invariant)
         made = str(out.target)
         if one_matrix:
             out = call(graph, aten.reshape.default, out, [*tensor_of(node).shape])
