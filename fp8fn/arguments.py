@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
+from fp8fn.ops.activations import check_activations
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
 from fp8fn.ops.groups import ROWS, check_ends
 from fp8fn.ops.layout import WHOLE, known_block, unknown_block
@@ -108,6 +109,10 @@ def grouped_operand(op: str, name: str, value: object) -> None:
 def tensor(op: str, name: str, value: object) -> None:
     """A strided tensor of any type."""
     _strided(op, name, value, "a tensor")
+
+
+def activations(op: str, name: str, value: object) -> None:
+    check_activations(op, value)
 
 
 def optional_tensor(op: str, name: str, value: object) -> None:

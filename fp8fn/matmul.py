@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
-from fp8fn.meta.autograd_prequant import ACTIVATION_BLOCKS, leave_to_aotautograd, quantized_by_weight
+from fp8fn.meta.autograd_prequant import leave_to_aotautograd, quantized_by_weight
 from fp8fn.meta.bypass import shortest
 from fp8fn.meta.direct import product
+from fp8fn.ops.activations import ACTIVATION_BLOCKS
 from fp8fn.ops.gemm import as_autocast
 from fp8fn.ops.layout import Block, known_block
 from fp8fn.ops.mm_a16w8 import check_mm_a16w8
 from fp8fn.ops.mx_mm import is_mx, mx_mm_kernel
-from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
+from fp8fn.ops.recipe import BLOCKWISE, Recipe, is_batch_invariant, recipe_key
 from fp8fn.ops.scaled_mm import broadcast_batch, check_product, scaled_mm_kernel
 from fp8fn.scaled_tensor import ScaledTensor
 
@@ -51,7 +53,7 @@ def gemm(
     Args:
         a: Tensor (bfloat16, float16 or float32, any strides) or `ScaledTensor`.
         b: Tensor or `ScaledTensor`.
-        recipe: `Recipe` or name of a preset; read for two tensors only.
+        recipe: `Recipe` or name of a preset; of a `ScaledTensor` only `batch_invariant` is read.
         bias: Tensor that is added to the float32 sums.
         out_dtype: Type of the result; by default the type of the tensor `a` (or `b`), autocast's, or bfloat16 for two
             `ScaledTensor`s.
@@ -82,14 +84,18 @@ def gemm(
             "gemm: constant=True is for a weight in FP8, and a and b are tensors, quantized at each call; pass "
             "fp8fn.quantize(b, (128, 128)) as b, or leave constant out"
         )
-    if prequant:
-        return _weight_only_product(*_prequantized_operands(a, b), bias, out_dtype, prequant=True)
-    if isinstance(b, ScaledTensor):
-        if isinstance(a, ScaledTensor):
-            return _scaled_product(a, b, bias, out_dtype, constant)
-        return _weight_only_product(a, b, bias, out_dtype, constant=constant)
-    if isinstance(a, ScaledTensor):
-        return _weight_first_product(a, b, bias, out_dtype, constant)
+    if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor) or prequant:
+        invariant = is_batch_invariant(recipe)
+        options = (constant, "fp8" if prequant and invariant else "16bit", invariant)
+        if prequant:
+            operands = _prequantized_operands(a, b)
+            return _weight_only_product(*operands, bias, out_dtype, options, prequant=not invariant)
+        if isinstance(b, ScaledTensor):
+            if isinstance(a, ScaledTensor):
+                return _scaled_product(a, b, bias, out_dtype, options)
+            return _weight_only_product(a, b, bias, out_dtype, options)
+        assert isinstance(a, ScaledTensor)
+        return _weight_first_product(a, b, bias, out_dtype, options)
     key = recipe_key(recipe)
     direct = product(a, b, bias, key, out_dtype, transposed=False)
     if direct is not None:
@@ -97,6 +103,9 @@ def gemm(
     out: Tensor = torch.ops.fp8fn.gemm(a[None] if a.ndim == 1 else a, b, bias, key, out_dtype)
     return out.squeeze(-2) if a.ndim == 1 else out
 
+
+# `constant`, `activations` and `batch_invariant` of `fp8fn::mm_a16w8`.
+_Options: TypeAlias = tuple[bool, str, bool]
 
 _gemm: Callable[..., Tensor] = inspect.unwrap(gemm)  # without checks, whose errors name the arguments of `gemm`
 
@@ -128,7 +137,7 @@ def linear(
         x: Tensor (bfloat16, float16 or float32, any strides) or `ScaledTensor`.
         weight: Tensor or `ScaledTensor`.
         bias: Tensor that is added to the float32 sums.
-        recipe: `Recipe` or name of a preset; read for two tensors only.
+        recipe: `Recipe` or name of a preset; of a `ScaledTensor` only `batch_invariant` is read.
         out_dtype: Type of the result; by default the type of the tensor `x`, autocast's, or bfloat16.
         prequant: Quantizes the tensor `x` to fit the `ScaledTensor` `weight` and multiplies in FP8.
         constant: Promises that nothing writes the `ScaledTensor` while this product and earlier launches run.
@@ -157,13 +166,14 @@ def linear(
 
 
 def _scaled_product(
-    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
+    a: ScaledTensor, b: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, options: _Options
 ) -> Tensor:
-    mx = is_mx(a.scale, a.block, b.scale, b.block)
+    constant, _, invariant = options
+    mx = not invariant and is_mx(a.scale, a.block, b.scale, b.block)
     op: Callable[..., Tensor] = torch.ops.fp8fn.mx_mm if mx else torch.ops.fp8fn.scaled_mm
     kernel: Callable[..., Tensor] = mx_mm_kernel if mx else scaled_mm_kernel
     args = (a.data, a.scale, b.data, b.scale) if mx else (*_parts(a), *_parts(b))
-    rest = (bias, out_dtype, True) if mx and constant else (bias, out_dtype)
+    rest = (bias, out_dtype, True) if invariant or (mx and constant) else (bias, out_dtype)
     if a.ndim <= 3 and b.ndim <= 3:
         return shortest(op, kernel, a.data, a.scale, b.data, b.scale, bias)(*args, *rest)
     lead = broadcast_batch("gemm", a.data, b.data)
@@ -173,18 +183,18 @@ def _scaled_product(
 
 
 def _weight_only_product(
-    x: Tensor, w: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, *, prequant: bool = False,
-    constant: bool = False,
+    x: Tensor, w: ScaledTensor, bias: Tensor | None, out_dtype: torch.dtype | None, options: _Options, *,
+    prequant: bool = False,
 ) -> Tensor:  # fmt: skip
     """`x (..., K) @ w (..., K, N) + bias (N)`."""
     if x.ndim == 0:
         raise ValueError("gemm: a has shape (); it needs at least one dimension")
     x = as_autocast(x)
     if x.ndim == 1:
-        return _weight_only_product(x[None], w, bias, out_dtype, prequant=prequant, constant=constant).squeeze(-2)
+        return _weight_only_product(x[None], w, bias, out_dtype, options, prequant=prequant).squeeze(-2)
     op: Callable[..., Tensor] = _prequantized_product if prequant else torch.ops.fp8fn.mm_a16w8
     data, scale, block = _parts(w)
-    rest = (bias, out_dtype) if prequant else (bias, out_dtype, constant)
+    rest = (bias, out_dtype) if prequant else (bias, out_dtype, *options)
     if w.ndim == 2 and x.ndim > 3:
         return torch.unflatten(op(x.flatten(0, -3), data, scale, block, *rest), 0, x.shape[:-2])
     if x.ndim <= 3 and w.ndim <= 3:
@@ -196,16 +206,16 @@ def _weight_only_product(
 
 
 def _weight_first_product(
-    w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, constant: bool
+    w: ScaledTensor, x: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None, options: _Options
 ) -> Tensor:
     """`w (..., M, K) @ x (..., K, N) + bias (N)`, computed as `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
     if x.ndim < 2:
         raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
     x = as_autocast(x)
     if bias is None:
-        return _weight_only_product(x.mT, w.mT, None, out_dtype, constant=constant).mT
+        return _weight_only_product(x.mT, w.mT, None, out_dtype, options).mT
     check_product("gemm", w.data, x, bias, out_dtype)
-    sums = _weight_only_product(x.mT, w.mT, None, torch.float32, constant=constant).mT
+    sums = _weight_only_product(x.mT, w.mT, None, torch.float32, options).mT
     return (sums + bias.float()).to(out_dtype or x.dtype)
 
 

@@ -19,7 +19,7 @@ from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "merge_products")
+OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "merge_products", "batch_invariant")
 
 
 def fp8fn(
@@ -55,6 +55,9 @@ def fp8fn(
     as those of q, k and v, and their gradients once by these weights, where the estimate of a Hopper GPU says that this
     is faster. The gradient of the activation is then summed in float32; all other results keep their bits.
 
+    The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
+    the same bits whatever the number of rows and its place among them are. It fixes how activations are read.
+
     The option `monitor` is a number of steps: every so many, the graph measures its operands in FP8, for
     `fp8fn.read_monitor`. Results have the same bits with and without it.
     """
@@ -62,6 +65,8 @@ def fp8fn(
 
     given = dict(options or {})
     recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
+    if given.pop("batch_invariant", False):
+        recipe = replace(recipe, batch_invariant=True)
     where = given.pop("where", None)
     check_where(where)
     every = check_every(given.pop("monitor", None))
@@ -71,7 +76,7 @@ def fp8fn(
     patches = _inductor_options(mode, given)
     decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
     graph = watched(every, gm, decisions)
-    patches = with_fusion(with_pass(patches, takes_everything(where)), fuse, merge)
+    patches = with_fusion(with_pass(patches, takes_everything(where), recipe.batch_invariant), fuse, merge)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
     if graph is not None:
         patches = with_monitor(patches, graph.state.first, graph.names)

@@ -22,7 +22,15 @@ from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.quantizers import merge_quantizers
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.inductor import autotune, extern_call
-from fp8fn.lowering.patterns import dequantized_matmul, scaled_grouped_mm, scaled_mm, torchao, transformers_fp8
+from fp8fn.lowering.patterns import (
+    activations,
+    batch_invariant,
+    dequantized_matmul,
+    scaled_grouped_mm,
+    scaled_mm,
+    torchao,
+    transformers_fp8,
+)
 from fp8fn.ops import tuning
 from fp8fn.version import __version__
 
@@ -31,6 +39,7 @@ PATTERNS: Final[tuple[Callable[[Graph], Iterator[Substitution]], ...]] = (
     torchao.substitute,
     transformers_fp8.substitute,
     dequantized_matmul.substitute,
+    activations.substitute,
 )
 # The folders, and the files in them, that decide about a graph.
 _SOURCES: Final = {
@@ -43,18 +52,23 @@ _LOG: Final = logging.getLogger("fp8fn")
 _listeners: Final[list[list[Substitution]]] = []
 
 
-def apply(graph: Graph, everything: bool = False) -> list[Substitution]:
+def apply(graph: Graph, everything: bool = False, invariant: bool = False) -> list[Substitution]:
     """Substitutes in place, merges equal quantizers, and reports each product that a pattern knows.
 
-    With `everything`, patterns also substitute products that no measurement shows to be faster.
+    With `everything`, patterns also substitute products that no measurement shows to be faster. With `invariant`, each
+    product is batch-invariant.
     """
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
     grouped: Callable[[Graph], Iterator[Substitution]] = partial(scaled_grouped_mm.substitute, everything=everything)
     for pattern in (*PATTERNS, grouped):
+        if invariant:
+            batch_invariant.mark(graph)
         for substitution in pattern(graph):
             origin, backward = origins.get(substitution.node, ("", False))
             found.append(replace(substitution, origin=origin, backward=backward))
+    if invariant:
+        batch_invariant.mark(graph)
     merged = merge_quantizers(graph)
     if any(substitution.reason is None for substitution in found):
         graph.eliminate_dead_code()
@@ -88,20 +102,20 @@ def recorded(listeners: list[list[Substitution]] = _listeners) -> Iterator[list[
 class SubstitutionPass(CustomGraphPass):
     """Inductor's hook; its uuid keeps graphs that were compiled with other patterns or fakes out of the caches."""
 
-    def __init__(self, before: Any = None, everything: bool = False) -> None:
-        self.before, self.everything = before, everything
+    def __init__(self, before: Any = None, everything: bool = False, invariant: bool = False) -> None:
+        self.before, self.everything, self.invariant = before, everything, invariant
 
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        apply(graph, self.everything)
+        apply(graph, self.everything, self.invariant)
         extern_call.install()
         if autotune.wanted():
             autotune.install()
 
     def uuid(self) -> Any:
         before = self.before.uuid() if self.before is not None else None
-        return ("fp8fn", __version__, _fingerprint(), self.everything, before)
+        return ("fp8fn", __version__, _fingerprint(), self.everything, self.invariant, before)
 
 
 @cache
@@ -113,17 +127,17 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def with_pass(patches: dict[str, Any], everything: bool = False) -> dict[str, Any]:
-    """Inductor's options with this pass after the user's own; `everything` as in `apply`."""
+def with_pass(patches: dict[str, Any], everything: bool = False, invariant: bool = False) -> dict[str, Any]:
+    """Inductor's options with this pass after the user's own; `everything` and `invariant` as in `apply`."""
     import torch._inductor.config as config
 
     transformers_fp8.serve()
     before = patches.get("joint_custom_pre_pass", config.joint_custom_pre_pass)
     if isinstance(before, SubstitutionPass):
-        if before.everything == everything:
+        if (before.everything, before.invariant) == (everything, invariant):
             return patches
         before = before.before
-    return {**patches, "joint_custom_pre_pass": SubstitutionPass(before, everything)}
+    return {**patches, "joint_custom_pre_pass": SubstitutionPass(before, everything, invariant)}
 
 
 @contextmanager

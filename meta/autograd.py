@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -198,11 +198,13 @@ class NotDifferentiable(levels.SingleLevelFunction):
 def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
     """The Autograd kernel of `fp8fn::mm_a16w8`."""
 
-    def track(
+    def track(  # noqa: PLR0913  an op's signature
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None, constant: bool = False,
+        out_dtype: torch.dtype | None = None, constant: bool = False, activations: str = "16bit",
+        batch_invariant: bool = False,
     ) -> Any:  # fmt: skip
-        return levels.apply(MmA16W8, x, w, w_scale, w_block, None, bias, out_dtype, constant)
+        options = constant, activations, batch_invariant
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, None, bias, out_dtype, *options)
 
     return _leaf("mm_a16w8", track, on_cpu, on_cuda)
 
@@ -214,19 +216,19 @@ def grouped_mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, offsets: Tensor, bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Any:  # fmt: skip
-        return levels.apply(MmA16W8, x, w, w_scale, w_block, offsets, bias, out_dtype, False)
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, offsets, bias, out_dtype)
 
     return _leaf("grouped_mm_a16w8", track, on_cpu, on_cuda)
 
 
 def _weight_product(
     x: Tensor, w: tuple[Tensor, Tensor, Block], offsets: Tensor | None, bias: Tensor | None,
-    out_dtype: torch.dtype | None, constant: bool,
+    out_dtype: torch.dtype | None, options: Sequence[Any],
 ) -> Tensor:  # fmt: skip
-    """`fp8fn::mm_a16w8`, or of groups of rows `fp8fn::grouped_mm_a16w8`."""
+    """`fp8fn::mm_a16w8`, or of groups of rows `fp8fn::grouped_mm_a16w8`, which has no options."""
     out: Tensor
     if offsets is None:
-        out = torch.ops.fp8fn.mm_a16w8(x, *w, bias, out_dtype, constant)
+        out = torch.ops.fp8fn.mm_a16w8(x, *w, bias, out_dtype, *options)
     else:
         out = torch.ops.fp8fn.grouped_mm_a16w8(x, *w, offsets, bias, out_dtype)
     return out
@@ -241,14 +243,14 @@ class MmA16W8(levels.SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, w, w_scale, w_block, offsets, bias, out_dtype, constant = args
+        x, w, w_scale, w_block, offsets, bias, out_dtype, *ctx.options = args
         ctx.set_materialize_grads(False)  # otherwise PyTorch fills in zeros for the weight's undefined tangent
         ctx.save_for_backward(w, w_scale, offsets)
         if levels.has_forward_mode():
             ctx.save_for_forward(w, w_scale, offsets)
-        ctx.w_block, ctx.x_ndim, ctx.x_dtype, ctx.constant = w_block, x.ndim, x.dtype, constant
+        ctx.w_block, ctx.x_ndim, ctx.x_dtype = w_block, x.ndim, x.dtype
         ctx.bias = None if bias is None else (bias.shape, bias.dtype)
-        out: Tensor = levels.below(_weight_product, x, (w, w_scale, w_block), offsets, bias, out_dtype, constant)
+        out: Tensor = levels.below(_weight_product, x, (w, w_scale, w_block), offsets, bias, out_dtype, ctx.options)
         ctx.out_shape, ctx.out_dtype = out.shape, out.dtype
         return out
 
@@ -258,13 +260,13 @@ class MmA16W8(levels.SingleLevelFunction):
         if any(ctx.needs_input_grad[1:3]):
             raise NotImplementedError(_constant_weight(offsets))
         if grad is None:
-            return (None,) * 8
+            return (None,) * (7 + len(ctx.options))
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:
             summed = grad.ndim > ctx.x_ndim  # one x was multiplied by a batch of weights
             dtype = torch.float32 if summed else ctx.x_dtype
             turned = w.mT, w_scale.mT, swap(ctx.w_block)
-            grad_x = _weight_product(grad, turned, offsets, None, dtype, ctx.constant)
+            grad_x = _weight_product(grad, turned, offsets, None, dtype, ctx.options)
             grad_x = grad_x.sum(0).to(ctx.x_dtype) if summed else grad_x
         if ctx.needs_input_grad[5]:
             shape, bias_dtype = ctx.bias
@@ -273,11 +275,11 @@ class MmA16W8(levels.SingleLevelFunction):
             else:
                 sums = sum_groups(grad, offsets)
             grad_bias = sums.to(bias_dtype).reshape(shape)
-        return grad_x, None, None, None, None, grad_bias, None, None
+        return grad_x, None, None, None, None, grad_bias, None, *(None for _ in ctx.options)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor | None:
-        x_tangent, w_tangent, scale_tangent, _, _, bias_tangent, _, _ = tangents
+        x_tangent, w_tangent, scale_tangent, _, _, bias_tangent, *_ = tangents
         w, w_scale, offsets = ctx.saved_tensors
         if levels.forward_mode_depth() > 1:
             name = _weight_op(offsets)
@@ -286,7 +288,7 @@ class MmA16W8(levels.SingleLevelFunction):
             raise NotImplementedError(_constant_weight(offsets))
         if x_tangent is not None:
             weight = w, w_scale, ctx.w_block
-            return _weight_product(x_tangent, weight, offsets, bias_tangent, ctx.out_dtype, ctx.constant)
+            return _weight_product(x_tangent, weight, offsets, bias_tangent, ctx.out_dtype, ctx.options)
         if bias_tangent is None:
             return None
         if offsets is not None:

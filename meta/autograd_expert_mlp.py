@@ -13,12 +13,13 @@ from fp8fn.ops import expert_mlp as mlp
 from fp8fn.ops.gemm import default_out_dtype, quantize_again
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.recipe import Recipe, check_grouped, parse_recipe
 
 
 def expert_mlp(x: Tensor, w_gate_up: Tensor, w_down: Tensor, offsets: Tensor, recipe: str = "blockwise") -> Tensor:
     """`fp8fn::expert_mlp` at one level; two `grouped_gemm`s if a tangent or a second derivative may follow."""
     parsed = parse_recipe(recipe)
+    check_grouped("expert_mlp", parsed)
     mlp.check_expert_mlp(x, w_gate_up, w_down, offsets, parsed)
     tensors = (x, w_gate_up, w_down)
     out_dtype = default_out_dtype(x)

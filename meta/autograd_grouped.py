@@ -14,7 +14,7 @@ from fp8fn.ops import grouped_gemm as grouped
 from fp8fn.ops.gemm import default_out_dtype, quantize_again
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.recipe import Recipe, check_grouped, parse_recipe
 
 
 def grouped_gemm(
@@ -27,6 +27,8 @@ def grouped_gemm(
 ) -> Tensor:
     """`fp8fn::grouped_gemm` at one level; without offsets, a batched `fp8fn::gemm`."""
     parsed = parse_recipe(recipe)
+    if offsets is not None:
+        check_grouped("grouped_gemm", parsed)
     grouped.check_grouped_gemm(a, b, offsets, bias, parsed, out_dtype)
     if out_dtype is None:
         out_dtype = default_out_dtype(a)

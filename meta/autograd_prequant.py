@@ -7,14 +7,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fp8fn.ops.activations import ACTIVATION_BLOCKS
 from fp8fn.ops.gemm import product, quantize
-from fp8fn.ops.layout import BLOCKS, WHOLE, Block
 from fp8fn.ops.operand import Quantized
-
-# The activation's block for each block of a weight (K, N) that an FP8 product takes.
-ACTIVATION_BLOCKS: Final[dict[Block, Block]] = {
-    block: block if block == (WHOLE, WHOLE) else (1, block[0]) for block in BLOCKS if block[0] != 1
-}
 
 
 def quantized_by_weight(

@@ -43,13 +43,13 @@ def quantize_rms_norm_dual(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
-    a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype = _padded(args, 8)
-    a_dim, a_scale_dim, _, b_dim, b_scale_dim, _, bias_dim, _ = _padded(in_dims, 8)
+    a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, *rest = args[:9] if len(args) > 8 else _padded(args, 8)
+    a_dim, a_scale_dim, _, b_dim, b_scale_dim, _, bias_dim, *_ = _padded(in_dims, 8)
 
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
         dims = (a_dim, a_scale_dim, b_dim, b_scale_dim)
         parts, lead = _matrices((a, a_scale, b, b_scale), dims, info.batch_size)
-        out = torch.ops.fp8fn.scaled_mm(*parts[:2], a_block, *parts[2:], b_block, bias, out_dtype)
+        out = torch.ops.fp8fn.scaled_mm(*parts[:2], a_block, *parts[2:], b_block, bias, out_dtype, *rest)
         result: Tensor = out.unflatten(0, lead)
         return result
 
@@ -70,8 +70,8 @@ def mx_mm(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
-    x, w, w_scale, block, bias, out_dtype, constant = _padded(args, 7)
-    x_dim, w_dim, scale_dim, _, bias_dim, *_ = _padded(in_dims, 7)
+    x, w, w_scale, block, bias, out_dtype, constant, activations, invariant = _padded(args, 9)
+    x_dim, w_dim, scale_dim, _, bias_dim, *_ = _padded(in_dims, 9)
     size = info.batch_size
     rank = 1 + max(x.ndim - (x_dim is not None), w.ndim - (w_dim is not None))
     x = _lift(x, x_dim, size, rank)
@@ -85,7 +85,8 @@ def mm_a16w8(info: Any, in_dims: Any, *args: Any) -> Any:
         bias = bias.movedim(bias_dim, 0) if bias_dim is not None else bias.expand(size, *bias.shape)
         bias = bias.flatten(1, -2) if bias.ndim > 2 else bias.unsqueeze(1)
         bias = bias.expand(size, lead[1:].numel(), bias.shape[-1]).flatten(0, 1)
-    out = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype, bool(constant))
+    options = (bool(constant), activations or "16bit", bool(invariant))
+    out = torch.ops.fp8fn.mm_a16w8(x, w, w_scale, block, bias, out_dtype, *options)
     return out.unflatten(0, lead), 0
 
 

@@ -81,9 +81,13 @@ def _on_hopper(x: Tensor, block: Block) -> bool:
     return is_square(block) and targets.target_of(x.device).name == "sm90"
 
 
-def product(a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    if is_mx(a.scale, a.block, b.scale, b.block):
-        out: Tensor = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
+def product(
+    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False
+) -> Tensor:
+    if batch_invariant:
+        out: Tensor = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype, True)
+    elif is_mx(a.scale, a.block, b.scale, b.block):
+        out = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
     else:
         out = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)
     return out
@@ -98,7 +102,7 @@ def forward(
     b_args = (b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
     a_row, a_col = quantize_both(*a_args, dual_block=recipe.wgrad_block) if wgrad else (quantize(*a_args), None)
     b_col, b_row = quantize_both(*b_args, sums_rows=True) if dgrad else (quantize(*b_args, sums_rows=True), None)
-    return product(a_row, b_col, bias, out_dtype), a_col, b_row
+    return product(a_row, b_col, bias, out_dtype, recipe.batch_invariant), a_col, b_row
 
 
 def quantize_again(b: Quantized | Tensor | None, recipe: Recipe) -> Quantized | None:
@@ -138,7 +142,7 @@ def _backward(
         grad_col = quantize(grad, swap(recipe.gradient_block), recipe.gradient_dtype, recipe.scale, sums_rows=True)
     grad_a = grad_b = None
     if b_row is not None and grad_row is not None:
-        grad_a = product(grad_row, b_row.mT, None, a_dtype)
+        grad_a = product(grad_row, b_row.mT, None, a_dtype, recipe.batch_invariant)
     if a_col is not None and grad_col is not None:
         left, right = (grad_col, a_col) if b_column_major else (a_col, grad_col)
         grad_b = product(left.mT, right, None, b_dtype)

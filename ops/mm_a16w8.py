@@ -1,15 +1,21 @@
-"""The op `fp8fn::mm_a16w8`, the product of a 16- or 32-bit matrix and an FP8 weight: schema, checks, and dispatch."""
+"""The op `fp8fn::mm_a16w8`, the product of a 16- or 32-bit matrix and an FP8 weight: schema, checks, and dispatch.
+
+With `activations="fp8"` the op quantizes many rows and multiplies in FP8; `ops/activations.py` decides at each call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.activations import Activations, check_activations, quantized_product, why_16_bits
 from fp8fn.ops.cuda.gemm import a16w8_tiles, gemv_a16w8, mm_a16w8, splitk_a16w8
+from fp8fn.ops.cuda.gemm.operands import as_batch, map_fault
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named
@@ -22,13 +28,15 @@ from fp8fn.ops.tuning.weight import weight_problem
 
 MM_A16W8_SCHEMA: Final = (
     "mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor? bias=None, ScalarType? out_dtype=None, "
-    "bool constant=False) -> Tensor"
+    'bool constant=False, str activations="16bit", '
+    "bool batch_invariant=False) -> Tensor"
 )
 
 
 def check_mm_a16w8(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Block:
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None, out_dtype: torch.dtype | None,
+    activations: Activations = "16bit",
+) -> Block:  # fmt: skip
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     for name, operand, matrix in (("x", x, "M, K"), ("w", w, "K, N")):
         if operand.ndim not in (2, 3):
@@ -39,6 +47,7 @@ def check_mm_a16w8(
         raise ValueError(f"mm_a16w8: x has batch {x.shape[0]} and w {w.shape[0]}; they must be equal")
     if bias is not None:
         _check_bias(x, w, bias)
+    check_activations("mm_a16w8", activations)
     return block
 
 
@@ -76,29 +85,39 @@ def _check_bias(x: Tensor, w: Tensor, bias: Tensor) -> None:
         raise ValueError(f"mm_a16w8: bias has shape {tuple(bias.shape)}; it must be {shapes}, N of w")
 
 
-def mm_a16w8_reference(
+def mm_a16w8_reference(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    constant: bool = False, activations: Activations = "16bit", batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """`constant` has no effect here."""
-    block = check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
-    return reference.mm_a16w8(x, Quantized(w, w_scale, block), bias, out_dtype or x.dtype)
+    weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
+    if activations == "fp8" and why_16_bits(x, weight, batch_invariant) is None:
+        return quantized_product(x, weight, bias, out_dtype or x.dtype, batch_invariant)
+    return reference.mm_a16w8(x, weight, bias, out_dtype or x.dtype, batch_invariant)
 
 
-def mm_a16w8_fake(
-    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None, constant: bool = False,
+def mm_a16w8_fake(  # noqa: PLR0913  an op's signature
+    x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    constant: bool = False, activations: Activations = "16bit", batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype)
+    check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations)
     return empty_output(x, w, out_dtype or x.dtype)
 
 
-def mm_a16w8_kernel(
+def mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, constant: bool = False,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    constant: bool = False, activations: Activations = "16bit", batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
+    if activations != "16bit":
+        weight = Quantized(w, w_scale, check_mm_a16w8(x, w, w_scale, w_block, bias, out_dtype, activations))
+        if why_16_bits(x, weight, batch_invariant) is None:
+            return quantized_product(x, weight, bias, out_dtype or x.dtype, batch_invariant)
     constant = constant or graph_capture.readable(w, w_scale)
-    return MM_A16W8((x, w, w_scale, bias), (tuple(w_block), out_dtype, constant))[0]
+    dispatch = MM_A16W8_INVARIANT if batch_invariant else MM_A16W8
+    return dispatch((x, w, w_scale, bias), (tuple(w_block), out_dtype, constant))[0]
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:
@@ -120,6 +139,10 @@ def unserved(product: WeightProduct) -> str | None:
 
 def _reference(product: WeightProduct) -> tuple[Tensor]:
     return (reference.mm_a16w8(product.x, product.w, product.bias, product.out.dtype),)
+
+
+def _reference_by_rows(product: WeightProduct) -> tuple[Tensor]:
+    return (reference.mm_a16w8(product.x, product.w, product.bias, product.out.dtype, batch_invariant=True),)
 
 
 def _untuned_splitk(product: WeightProduct) -> str | None:
@@ -154,6 +177,29 @@ def _configure_triton(product: WeightProduct) -> Any:
     return configure(product)
 
 
+def _configure_triton_once(product: WeightProduct) -> Any:
+    """The tile of 64 rows, for any number of rows."""
+    from fp8fn.ops.triton.mm_a16w8 import choose_config
+
+    product = product.as_matrix()
+    return choose_config(64, product.n, product.w.block, product.x.dtype, product.target)
+
+
+def _one_row(product: WeightProduct) -> WeightProduct:
+    """The product of the first row of each matrix, by which a kernel is chosen for all."""
+    product = product.as_matrix()
+    return replace(product, x=product.x[..., :1, :], out=product.out[..., :1, :])
+
+
+def _aligned(product: WeightProduct) -> tuple[Tensor | None, ...] | None:
+    """A copy of `x` where TMA could not read it as it lies, and could read a copy: its place must not matter."""
+    x, (w, w_scale, _) = product.x, product.w
+    if map_fault(as_batch(x)) is None or x.shape[-1] % 16 or not x.numel():
+        return None
+    copy = x.clone(memory_format=torch.contiguous_format)
+    return None if map_fault(as_batch(copy)) is not None else (copy, w, w_scale, product.bias)
+
+
 def _plan_triton(product: WeightProduct, config: Any) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mm_a16w8 import plan_mm_a16w8
 
@@ -178,3 +224,21 @@ MM_A16W8: Final = Dispatch(
     unserved=unserved,
     named=_named,
 )
+
+# One kernel and one configuration for every number of rows: the order of a sum must not depend on it.
+MM_A16W8_INVARIANT: Final = Dispatch(
+    op="mm_a16w8, batch-invariant",
+    inputs=("x", "w", "w_scale", "bias"),
+    operands=_operands,
+    problem=WeightProduct.as_matrix,
+    kernels=(
+        Kernel(
+            "cuda_splitk", lambda product: splitk_a16w8.accepts(_one_row(product)), splitk_a16w8.configure_invariant,
+            splitk_a16w8.plan,
+        ),
+        Kernel("triton_mm", _any, _configure_triton_once, _plan_triton),
+    ),
+    reference=_reference_by_rows,
+    unserved=unserved,
+    settled=_aligned,
+)  # fmt: skip

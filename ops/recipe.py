@@ -15,7 +15,7 @@ from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_square, known_bloc
 
 Save = Literal["all", "exact", "fp8"]
 SAVES: Final[tuple[Save, ...]] = get_args(Save)
-_FLAGS: Final = ("second_order", "keep_weights")
+_FLAGS: Final = ("second_order", "keep_weights", "batch_invariant")
 _DTYPES: Final = {short_name(dtype): dtype for dtype in FP8_DTYPES}
 _NAMES: Final[dict[str, str]] = {}
 
@@ -64,11 +64,13 @@ class Recipe:
         second_order: Keeps the unquantized operands for second derivatives outside of nested `torch.func` transforms.
         keep_weights: Keeps the FP8 forms of weights for the backward, one byte an element, in place of quantizing each
             weight again.
+        batch_invariant: Row i of a product, and of the gradient of its rows, has the same bits whatever other rows are
+            multiplied with it. Activations and gradients must have a scale for each row.
         save: What a compiled graph keeps for its backward. "exact" keeps less than PyTorch's partitioner, with the same
             bits. "fp8" also keeps the inputs of an MLP's activation function in FP8. "all" leaves it to PyTorch.
 
     Raises:
-        TypeError: A field is given by its position, or `second_order` or `keep_weights` is not a bool.
+        TypeError: A field is given by its position, or a flag is not a bool.
         ValueError: A block, a type or a scale format does not exist or does not fit its place.
 
     Example:
@@ -90,6 +92,7 @@ class Recipe:
     second_order: bool = False
     keep_weights: bool = False
     save: Save = "exact"
+    batch_invariant: bool = False
     key: str = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *positional: object, **values: object) -> Recipe:
@@ -135,6 +138,10 @@ class Recipe:
             flag = getattr(self, name)
             if not isinstance(flag, bool):
                 raise TypeError(f"Recipe: {name}={flag!r} is a {type(flag).__name__}; use True or False")
+        for name in ("activation_block", "gradient_block"):
+            if self.batch_invariant and getattr(self, name)[0] != 1:
+                block = getattr(self, name)
+                raise ValueError(f"Recipe: batch_invariant=True, and rows share scales in {name}={block}; use (1, 128)")
         if self.save not in SAVES:
             raise ValueError(f"Recipe: save={self.save!r} is not a way to save; use one of {SAVES}")
         changed = [f for f in fields(self) if f.init and getattr(self, f.name) != f.default]
@@ -187,6 +194,19 @@ BLOCKWISE_SQUARE: Final = _preset("blockwise_square", wgrad_activation_block=(12
 PRESETS: Final = {
     preset.key: preset for preset in (BLOCKWISE, BLOCKWISE_POW2, HYBRID, ROWWISE, TENSORWISE, MXFP8, BLOCKWISE_SQUARE)
 }
+
+
+def is_batch_invariant(recipe: Recipe | str) -> bool:
+    """`batch_invariant` of a recipe or of its key, which Dynamo can trace."""
+    return "batch_invariant=True" in recipe_key(recipe)
+
+
+def check_grouped(op: str, recipe: Recipe) -> None:
+    if recipe.batch_invariant:
+        raise NotImplementedError(
+            f"{op}: recipe has batch_invariant=True, and products of groups have no batch-invariant kernel; use "
+            "fp8fn.gemm for each group, or leave batch_invariant out"
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Final, TypeAlias
 
@@ -20,7 +21,7 @@ from fp8fn.ops.products import ScaledProduct
 
 SCALED_MM_SCHEMA: Final = (
     "scaled_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
-    " Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+    " Tensor? bias=None, ScalarType? out_dtype=None, bool batch_invariant=False) -> Tensor"
 )
 
 
@@ -129,16 +130,16 @@ def contiguous_along_k(b: Tensor) -> Tensor:
 def scaled_mm_reference(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
-    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16)
+    return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16, batch_invariant)
 
 
 def scaled_mm_fake(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     return empty_output(a, b, out_dtype)
@@ -147,9 +148,10 @@ def scaled_mm_fake(  # noqa: PLR0913  an op's signature
 def scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    return SCALED_MM((a, a_scale, b, b_scale, bias), (tuple(a_block), tuple(b_block), out_dtype))[0]
+    dispatch = SCALED_MM_INVARIANT if batch_invariant else SCALED_MM
+    return dispatch((a, a_scale, b, b_scale, bias), (tuple(a_block), tuple(b_block), out_dtype))[0]
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
@@ -190,6 +192,10 @@ def _reference(product: ScaledProduct) -> tuple[Tensor]:
     return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
 
+def _reference_by_rows(product: ScaledProduct) -> tuple[Tensor]:
+    return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype, batch_invariant=True),)
+
+
 def by_cuda(product: ScaledProduct) -> str | None:
     """Why the kernel in CUDA C++ does not multiply these operands, or None. The CPU's are for Triton's interpreter."""
     return "a is on the CPU" if product.a.data.device.type == "cpu" else cuda.accepts(product)
@@ -223,6 +229,22 @@ def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
     return scaled_mm.plan_scaled_mm(product)
 
 
+def _configure_cuda_once(product: ScaledProduct) -> cuda.ScaledMmConfig:
+    """The best tile of 256 rows that shares K with no other block, for any number of rows."""
+    from fp8fn.ops.tuning.model import ranked
+    from fp8fn.ops.tuning.problem import problem_of
+
+    problem = dataclasses.replace(problem_of(product), m=256, batch=1)
+    return next(config for config in ranked(problem, product.target.cores) if config.SPLIT == 1)
+
+
+def _plan_triton_once(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton import scaled_mm
+
+    config = scaled_mm.choose_config(64, product.n, product.k, product.target)
+    return scaled_mm.plan_scaled_mm(product, config)
+
+
 def _named(product: ScaledProduct) -> Named | None:
     if by_cuda(product) is not None:
         return None
@@ -245,4 +267,18 @@ SCALED_MM: Final = Dispatch(
     unserved=foreign_types,
     settled=_settled,
     named=_named,
+)
+
+# One kernel and one configuration for every number of rows: the order of a sum must not depend on it.
+SCALED_MM_INVARIANT: Final = Dispatch(
+    op="scaled_mm, batch-invariant",
+    inputs=SCALED_MM.inputs,
+    operands=_operands,
+    kernels=(
+        Kernel("cuda", by_cuda, _configure_cuda_once, cuda.plan),
+        Kernel("triton", takes_all, no_config, _plan_triton_once),
+    ),
+    reference=_reference_by_rows,
+    unserved=foreign_types,
+    settled=_settled,
 )

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fp8fn.ops.activations import Activations
+
 
 class Form(NamedTuple):
     """Everything about an `FP8Weight` but its two tensors; torch.compile guards on it.
@@ -14,13 +16,14 @@ class Form(NamedTuple):
     `block` has one entry for each dimension of the data (1 for experts, -1 for a whole axis), so that a permutation and
     most reshapes of a weight are views of its data and scales. `flat` says that the weight is seen as a vector, as FSDP
     and DDP see parameters. `shares` says that a scale also belongs to elements outside of this view, or is a copy: then
-    nothing may be written into the view.
+    nothing may be written into the view. `activations` is how products read what the weight multiplies.
     """
 
     block: tuple[int, ...]
     dtype: torch.dtype
     flat: bool = False
     shares: bool = False
+    activations: Activations = "16bit"
 
 
 def bytes_of(part: Tensor) -> Tensor:

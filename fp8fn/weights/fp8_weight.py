@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE
 from fp8fn.scaled_tensor import ScaledTensor
@@ -75,12 +76,15 @@ class FP8Weight(Tensor):
     Args:
         scaled: `ScaledTensor` that the weight holds, with no copy.
         dtype: Type that the weight stands for: `weight.dtype`, and the type of the activations that it multiplies.
+        activations: "16bit" multiplies unquantized activations. "fp8" also quantizes the activations and the gradients
+            of products with more than 128 rows, in blocks of `(1, 128)`, where that is estimated to be faster.
 
     Shape:
         `scaled (N, K)`, or `(E, N, K)` for experts.
 
     Raises:
         TypeError: `scaled` is not a `ScaledTensor`, or `dtype` is not bfloat16, float16 or float32.
+        ValueError: `activations` is neither "16bit" nor "fp8".
 
     Example:
         >>> layer = torch.nn.Linear(256, 512, bias=False)
@@ -101,12 +105,21 @@ class FP8Weight(Tensor):
         _scale: Tensor
         _form: Form
 
-    def __new__(cls, scaled: ScaledTensor, dtype: torch.dtype = torch.bfloat16) -> FP8Weight:
+    def __new__(
+        cls, scaled: ScaledTensor, dtype: torch.dtype = torch.bfloat16, activations: Activations = "16bit"
+    ) -> FP8Weight:
         if not isinstance(scaled, ScaledTensor):
             remedy = "use fp8fn.quantize(weight, (128, 128)), or ScaledTensor(data, scale, block)"
             raise TypeError(f"FP8Weight: scaled is a {type(scaled).__name__}; {remedy}")
         check_dtype("FP8Weight", dtype)
-        return weight_of(scaled.data, scaled.scale, Form((1,) * (scaled.ndim - 2) + scaled.block, dtype))
+        check_activations("FP8Weight", activations)
+        form = Form((1,) * (scaled.ndim - 2) + scaled.block, dtype, activations=activations)
+        return weight_of(scaled.data, scaled.scale, form)
+
+    @property
+    def activations(self) -> Activations:
+        """How products read the activations: "16bit", or "fp8" where they have many rows."""
+        return self._form.activations
 
     @property
     def scaled(self) -> ScaledTensor:
@@ -209,7 +222,7 @@ class FP8Weight(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         if is_parameter(self):
             return torch.nn.Parameter, (self.detach(), False)
-        return FP8Weight, (self.scaled, self.dtype)
+        return FP8Weight, (self.scaled, self.dtype, self.activations)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Weight:
         if id(self) not in memo:

@@ -15,6 +15,7 @@ from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.checkpoint.format import CheckpointLayout
 from fp8fn.checkpoint.load import Entry, moved_to, read_contents
+from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.scaled_tensor import ScaledTensor, check_device
 from fp8fn.weights.fp8_weight import FP8Weight
@@ -55,7 +56,10 @@ def _device(op: str, name: str, value: object) -> None:
         check_device(op, value)
 
 
-@checked(model=check_module, device=_device, dtype=arguments.out_dtype, strict=arguments.flag)
+@checked(
+    model=check_module, device=_device, dtype=arguments.out_dtype, strict=arguments.flag,
+    activations=arguments.activations,
+)  # fmt: skip
 def load_weights(
     model: nn.Module,
     path: str | os.PathLike[str],
@@ -63,6 +67,7 @@ def load_weights(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     strict: bool = True,
+    activations: Activations = "16bit",
 ) -> LoadedWeights:
     """Loads a safetensors checkpoint into a module; FP8 weights become `FP8Weight` parameters.
 
@@ -78,13 +83,15 @@ def load_weights(
         dtype: Type of the floating-point tensors, and the type that FP8 weights stand for; by default that of each
             tensor of the module.
         strict: Whether a name that is missing, or one that the module does not have, is an error.
+        activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
     Returns:
         The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
-        ValueError: A file is damaged, or holds two different tensors for two tied parameters.
+        ValueError: A file is damaged, or holds two different tensors for two tied parameters; or `activations` does not
+            exist.
         NotImplementedError: A parameter is sharded, or a buffer on the meta device is not in the checkpoint.
 
     Example:
@@ -99,6 +106,7 @@ def load_weights(
         >>> torch.equal(empty[0].weight, model[0].weight)
         True
     """
+    check_activations("load_weights", activations)
     contents = read_contents(path)
     tensors = contents.entries
     slots = list(_slots(model))
@@ -123,7 +131,7 @@ def load_weights(
         if shard is not None and shard is not entry.shard:
             shard.unmap()
         shard = entry.shard
-        loaded.append((slot, _converted(slot, entry.load(), device, dtype)))
+        loaded.append((slot, _converted(slot, entry.load(), device, dtype, activations)))
     for slot, value in loaded:
         for place in slot.places:
             held: dict[str, Any] = place.module._parameters if slot.is_parameter else place.module._buffers
@@ -212,15 +220,16 @@ def _equal(a: ScaledTensor | Tensor, b: ScaledTensor | Tensor) -> bool:
 
 
 def _converted(
-    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Tensor:
+    slot: _Slot, value: ScaledTensor | Tensor, device: torch.device | str | None, dtype: torch.dtype | None,
+    activations: Activations,
+) -> Tensor:  # fmt: skip
     """The parameter or the buffer that holds a tensor of the checkpoint."""
     old = slot.tensor
     target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
     moved = value if target.type == "cpu" else moved_to(value, target)
     if isinstance(moved, ScaledTensor):
         stands_for = dtype or (old.dtype if old.dtype in INPUT_DTYPES else torch.bfloat16)
-        return nn.Parameter(FP8Weight(moved, stands_for), requires_grad=False)
+        return nn.Parameter(FP8Weight(moved, stands_for, activations), requires_grad=False)
     if moved.is_floating_point() and (dtype is not None or old.is_floating_point()):
         moved = moved.to(dtype or old.dtype)
     if not slot.is_parameter:

@@ -35,7 +35,7 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.d
     data, scale, pair = _operand(a, b)
     op: Callable[..., Tensor] = torch.ops.fp8fn.mm_a16w8
     return shortest(op, mm_a16w8_kernel, a, data, scale, bias, below_autograd=True)(
-        a, data, scale, pair, bias, out_dtype
+        a, data, scale, pair, bias, out_dtype, False, b._form.activations
     )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
+from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat, short_name
 from fp8fn.ops.layout import Block
 from fp8fn.quantization import quantize
@@ -62,7 +63,8 @@ def _where(op: str, name: str, value: object) -> None:
 
 
 @checked(
-    model=check_module, where=_where, block=arguments.block, dtype=arguments.fp8_dtype, scale=arguments.scale
+    model=check_module, where=_where, block=arguments.block, dtype=arguments.fp8_dtype, scale=arguments.scale,
+    activations=arguments.activations,
 )  # fmt: skip
 def quantize_weights(
     model: nn.Module,
@@ -71,6 +73,7 @@ def quantize_weights(
     *,
     dtype: torch.dtype | None = None,
     scale: ScaleFormat = "fp32",
+    activations: Activations = "16bit",
 ) -> QuantizedWeights:
     """Quantizes a model's weights in place: its parameters become `FP8Weight`s, its modules do not change.
 
@@ -86,13 +89,14 @@ def quantize_weights(
         block: Block `(r, c)` of the scales; see `quantize`.
         dtype: FP8 type; by default the device's own e4m3.
         scale: Scale format; see `quantize`.
+        activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
     Returns:
         A `QuantizedWeights` with the names, and the reason for each weight that stays.
 
     Raises:
         TypeError: `model` is no module, or `where`, `dtype` or `scale` has a wrong type.
-        ValueError: A weight holds NaN or Inf, the block does not exist, or `where` matches no weight.
+        ValueError: A weight holds NaN or Inf, the block or `activations` does not exist, or `where` matches no weight.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
@@ -102,6 +106,7 @@ def quantize_weights(
         torch.Size([4, 256])
     """
     arguments.block("quantize_weights", "block", block)  # also where no weight is quantized
+    check_activations("quantize_weights", activations)
     places = dict(named_places(model))
     missed = why_none_match(where, places)
     if missed is not None:
@@ -124,7 +129,7 @@ def quantize_weights(
     while chosen:  # each 16-bit weight is freed before the next one is quantized
         weight = next(iter(chosen))
         scaled = quantize(weight.detach(), block, dtype=dtype, scale=scale)
-        parameter = nn.Parameter(FP8Weight(scaled, weight.dtype), requires_grad=False)
+        parameter = nn.Parameter(FP8Weight(scaled, weight.dtype, activations), requires_grad=False)
         for name in chosen.pop(weight):
             place = places[name]
             setattr(place.module, place.name, parameter)

@@ -287,7 +287,7 @@ def taken(weight: FP8Weight, rows: Tensor) -> FP8Weight:
         rows if block[0] == 1 else torch.zeros_like(rows) if block[0] == WHOLE else (rows % weight.shape[0]) // block[0]
     )
     pick: Callable[[Tensor, Tensor], Tensor] = lambda part, i: bytes_of(part)[i].view(part.dtype)  # noqa: E731
-    form = Form((1,) * rows.ndim + block[1:], weight._form.dtype)
+    form = weight._form._replace(block=(1,) * rows.ndim + block[1:], shares=False)
     return weight_of(pick(weight._data, rows), pick(weight._scale, at), form)
 
 

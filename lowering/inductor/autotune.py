@@ -77,6 +77,8 @@ def peer(node: Node) -> str | None:
     given: dict[str, Any] = {
         name: value(each) if isinstance(each, Node) else each for name, each in arguments_of(node).items()
     }
+    if given["batch_invariant"]:
+        return None
     out: Tensor = node.meta["val"]
     tensors = [each for each in (*given.values(), out) if isinstance(each, Tensor)]
     if not all(isinstance(size, int) for tensor in tensors for size in (*tensor.shape, *tensor.stride())):

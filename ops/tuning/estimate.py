@@ -142,6 +142,17 @@ def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:
     return entry.us, found.table.name
 
 
+def prequantized_us(problem: Problem, chip: Chip, itemsize: int) -> tuple[float, float]:
+    """The time of a product whose `a` is quantized first, and that of 16-bit activations by the same FP8 weight.
+
+    Many rows by an FP8 weight take the time of bf16.
+    """
+    batch, m, n, k = problem.batch, problem.m, problem.n, problem.k
+    rates = rates_of(chip)
+    quantizer = _QUANTIZE_US + batch * m * k * (itemsize + 1) / (rates.quantize * 1e6)
+    return product_us(problem, chip)[0] + quantizer, _bf16_us(batch, m, n, k, rates)
+
+
 def _bf16_us(batch: int, m: int, n: int, k: int, rates: Rates) -> float:
     operations, moved = 2.0 * batch * m * n * k, 2.0 * batch * (m * k + n * k + m * n)
     return _PRODUCT_US + max(operations / rates.bf16, moved / rates.copy) / 1e6

@@ -278,6 +278,7 @@ def scaled_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]
         Sample("plain", (*_operand(x(128, 256), row), *_operand(x(256, 128), square)), {}),
         Sample("plain_columns", (*_operand(x(64, 256), row), *_operand(x(256, 96), col)), {"out_dtype": FP32}),
         Sample("ragged", (*_operand(x(33, 190), row), *_operand(x(190, 65), square), x(65)), {}),
+        Sample("invariant", (*_operand(x(33, 96), row), *_operand(x(96, 40), square)), {"batch_invariant": True}),
         Sample("batched", (*_operand(x(2, 48, 80), (1, -1)), *_operand(x(2, 80, 32), (-1, 1)), x(32, dtype=FP32)), {}),
         Sample("batched_left", (*_operand(x(3, 24, 160), row), *_operand(x(160, 32), col)), {"out_dtype": FP16}),
         Sample("strided", (*_operand(x(160, 48).mT, whole), *_operand(x(64, 160).mT, whole)), {}),
@@ -427,6 +428,8 @@ def mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("strided", (x(160, 48).mT, *_operand(x(64, 160).mT, (-1, -1)), x(128)[::2]), {}),
         Sample("mx", (x(24, 96), *_operand(x(96, 40), (32, 1), **mx)), {}),
         Sample("mx_dgrad", (x(24, 40), *_operand(x(40, 96), (1, 32), **mx)), {}),
+        Sample("quantized", (x(2, 130, 160), *_operand(x(96, 160).mT, square), x(96)), {"activations": "fp8"}),
+        Sample("invariant", (x(33, 96), *_operand(x(40, 96).mT, square), x(40)), {"batch_invariant": True}),
         Sample("empty", (x(16, 0), *_operand(x(0, 16), square), x(16)), {}),
     ]
 

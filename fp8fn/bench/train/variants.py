@@ -14,12 +14,15 @@ import torch
 from torch import nn
 
 from fp8fn.ops.recipe import PRESETS, Recipe, parse_recipe
+from fp8fn.weights import quantize_weights
 
 BF16: Final = "bf16"
 # The options of `backend="fp8fn"` beside the recipe, which `lowering.backend` names too.
-BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save", "monitor", "merge_products")
+BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save", "monitor", "merge_products", "batch_invariant")
 TORCHAO: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 TRANSFORMER_ENGINE: Final = "transformer_engine"
+# PEFT's LoRA over frozen weights: in bf16; in FP8, with the activations of many rows in FP8, or all in 16 bits.
+LORA: Final = ("bf16+lora", "fp8fn-weights+lora", "fp8fn-weights-16bit+lora")
 
 # The variants where none are named. A peer that is not installed is reported as such.
 DEFAULTS: Final = (
@@ -41,8 +44,11 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A variant by its name, as `--variants` takes it: `bf16`, `torchao:RECIPE`, `transformer_engine`, or
-    `fp8fn:PRESET,option=value,…`, in which an option is the backend's, Inductor's, or a field of the recipe."""
+    """A variant by its name, as `--variants` takes it.
+
+    The names are `bf16`, `torchao:RECIPE`, `transformer_engine`, those of `LORA`, and `fp8fn:PRESET,option=value,…`, in
+    which an option is the backend's, Inductor's, or a field of the recipe.
+    """
 
     name: str
     options: tuple[tuple[str, Any], ...] = ()
@@ -60,6 +66,8 @@ class Variant:
             _convert_by_torchao(model, self.name.partition(":")[2], device)
         elif self.family == TRANSFORMER_ENGINE:
             return _with_transformer_engine(model)
+        elif self.name in LORA:
+            return _with_lora(model, self.name)
         if self.family == "fp8fn":
             return torch.compile(model, backend="fp8fn", options=dict(self.options), dynamic=False)
         return torch.compile(model, dynamic=False)
@@ -68,28 +76,29 @@ class Variant:
 def parse(text: str) -> Variant:
     """The variant of a name. Raises ValueError for a name that does not exist, and says what would do."""
     family, _, rest = text.partition(":")
-    if text in (BF16, TRANSFORMER_ENGINE):
+    if text in (BF16, TRANSFORMER_ENGINE, *LORA):
         return Variant(name=text)
     if family == "torchao" and rest in TORCHAO:
         return Variant(name=text)
     if family == "torchao":
         raise ValueError(f"{text!r}: torchao has no recipe {rest!r}; use one of {', '.join(TORCHAO)}")
     if family != "fp8fn":
-        raise ValueError(f"{text!r} is not a variant; use {BF16}, torchao:RECIPE, {TRANSFORMER_ENGINE}, fp8fn:PRESET")
+        known = f"{BF16}, torchao:RECIPE, {TRANSFORMER_ENGINE}, {', '.join(LORA)}, fp8fn:PRESET"
+        raise ValueError(f"{text!r} is not a variant; use {known}")
     preset, *given = rest.split(",")
     recipe = PRESETS.get(preset.lower())
     if recipe is None:
         raise ValueError(f"{text!r}: fp8fn has no preset {preset!r}; use one of {', '.join(PRESETS).upper()}")
     options: dict[str, Any] = {}
     changes: dict[str, Any] = {}
-    known = {f.name for f in fields(Recipe) if f.init}
+    known_fields = {f.name for f in fields(Recipe) if f.init}
     for item in given:
         name, equals, value = item.partition("=")
         if not equals:
             raise ValueError(f"{text!r}: {item!r} is not option=value")
         if name in BACKEND_OPTIONS or name.replace("-", "_") in torch._inductor.list_options():
             options[name] = _value(value)
-        elif name in known:
+        elif name in known_fields:
             changes[name] = getattr(parse_recipe(item), name)
         else:
             raise ValueError(
@@ -184,3 +193,15 @@ def _with_transformer_engine(model: nn.Module) -> Compiled:
             return compiled(*args, **kwargs)
 
     return call
+
+
+def _with_lora(model: nn.Module, name: str) -> Compiled:
+    """The model with adapters of rank 16 on all linear layers but the head, over frozen weights."""
+    peft = _needed("peft")
+    fp8 = not name.startswith(BF16)
+    if fp8:
+        quantize_weights(model, activations="16bit" if "16bit" in name else "fp8")
+    linears = [layer for layer, module in model.named_modules() if _convertible(module, layer)]
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=linears)
+    peft.inject_adapter_in_model(config, model)
+    return torch.compile(model, backend="fp8fn" if fp8 else "inductor", dynamic=False)

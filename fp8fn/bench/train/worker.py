@@ -52,7 +52,8 @@ class Trainer:
         attention.register()
         self.model = build(setting.size, setting.sequence, setting.attention, self.device, setting.seed)
         self.compiled = variant.compile(self.model, self.device)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=_LEARNING_RATE, fused=True)
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=_LEARNING_RATE, fused=True)
         drawn = batches(setting.size, setting.batch, setting.sequence, setting.steps)
         self.batches = [tokens.to(self.device) for tokens in drawn]
 

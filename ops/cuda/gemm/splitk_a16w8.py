@@ -127,6 +127,11 @@ def choose_config(problem: WeightProblem) -> SplitKConfig:
     return _whole(problem) or _ring(problem)
 
 
+def configure_invariant(product: WeightProduct) -> SplitKConfig:
+    """One configuration for every number of rows: as a ring divides K of 64 rows."""
+    return _ring(weight_problem(product)._replace(m=64, batch=1, constant=False))
+
+
 def candidates(problem: WeightProblem) -> tuple[SplitKConfig, ...]:
     """The configurations to measure a problem in, the default one first; up to 128 rows by lines along K."""
     if not _FEW < problem.m <= gemv_a16w8.MOST_ROWS or not problem.k_lines:

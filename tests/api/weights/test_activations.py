@@ -1,0 +1,153 @@
+"""FP8 weights whose products quantize the activations of many rows: the choice, its values, compiled and explained."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fp8fn
+from fp8fn import FP8Weight
+from fp8fn.ops.activations import why_16_bits
+from fp8fn.ops.layout import Block
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.targets import SM90
+from fp8fn.ops.tuning.rates import NAMED
+from support.accuracy import same_bits, snr
+from support.fp8_weights import values
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def weight(n: int = 320, k: int = 384, block: Block = (128, 128), dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    q = fp8fn.quantize(torch.randn(n, k), block)
+    return nn.Parameter(FP8Weight(q, dtype, "fp8"), requires_grad=False)
+
+
+def rounded(x: Tensor, block: Block = (1, 128)) -> Tensor:
+    """What FP8 leaves of activations."""
+    return fp8fn.quantize(x, block).dequantize(torch.float32)
+
+
+@pytest.mark.parametrize(("block", "rows"), [((128, 128), (1, 128)), ((1, -1), (1, -1)), ((-1, -1), (1, -1))], ids=str)
+def test_many_rows_are_quantized_and_few_are_not(block: Block, rows: Block) -> None:
+    w = weight(block=block)
+    for m, few in ((128, True), (129, False)):
+        x = torch.randn(m, 384)
+        expected = (x if few else rounded(x, rows)) @ values(w).T
+        assert snr(F.linear(x, w), expected) > 100
+    x = torch.randn(2, 100, 384)
+    with torch.inference_mode():
+        assert snr(F.linear(x, w, torch.ones(320)), rounded(x, rows) @ values(w).T + 1) > 100
+
+
+def test_the_gradient_is_quantized_as_well() -> None:
+    w, x, grad = weight(), torch.randn(200, 384, requires_grad=True), torch.randn(200, 320)
+    (dx,) = torch.autograd.grad(F.linear(x, w), x, grad)
+    assert snr(dx, rounded(grad) @ values(w)) > 100
+    (dx,) = torch.autograd.grad(F.linear(x[:60], w), x, grad[:60])
+    assert snr(dx[:60], grad[:60] @ values(w)) > 100
+
+
+def test_a_channel_scale_leaves_the_gradient_in_16_bits() -> None:
+    w, x, grad = weight(block=(1, -1)), torch.randn(200, 384, requires_grad=True), torch.randn(200, 320)
+    (dx,) = torch.autograd.grad(F.linear(x, w), x, grad)
+    assert snr(dx, grad @ values(w)) > 100
+
+
+def test_every_copy_keeps_the_choice() -> None:
+    w = weight()
+    for other in (
+        w.detach().clone(),
+        w.t(),
+        w.bfloat16(),
+        w[:128],
+        w[torch.tensor([1, 2])],
+        pickle.loads(pickle.dumps(w)),
+    ):
+        assert isinstance(other, FP8Weight)
+        assert other.activations == "fp8"
+
+
+def test_models_ask_for_it(tmp_path: object) -> None:
+    model = nn.Sequential(nn.Linear(256, 256))
+    fp8fn.quantize_weights(model, activations="fp8")
+    assert model[0].weight.activations == "fp8"
+    fp8fn.save_weights(model, str(tmp_path))
+    fp8fn.load_weights(model, str(tmp_path), activations="16bit")
+    assert model[0].weight.activations == "16bit"
+    fp8fn.load_weights(model, str(tmp_path), activations="fp8")
+    assert model[0].weight.activations == "fp8"
+
+
+def test_a_wrong_name_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"quantize_weights: activations='fp4' is no way .*'16bit', 'fp8'"):
+        fp8fn.quantize_weights(nn.Linear(256, 256), activations="fp4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fp8fn"])
+def test_one_dynamic_graph_decides_at_each_call(backend: str) -> None:
+    """A graph that was traced with few rows must quantize many, and the other way round."""
+    layer = nn.Linear(384, 320, bias=False)
+    layer.weight = weight()
+    compiled = torch.compile(layer, backend=backend, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for m in (40, 200, 64, 300):
+            x = torch.randn(m, 384)
+            assert same_bits(compiled(x), layer(x)), m
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(256, dtype=torch.bfloat16)
+        self.gate, self.up, self.down = (nn.Linear(256, 256, bias=False) for _ in range(3))
+        for layer in (self.gate, self.up, self.down):
+            layer.weight = weight(256, 256, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        out: Tensor = self.down(F.silu(self.gate(h)) * self.up(h))
+        return out
+
+
+def test_a_static_graph_has_the_quantizers_of_the_producers() -> None:
+    """gate and up share one quantizer, and both activations are computed by the op that quantizes them."""
+    model, x = MLP(), torch.randn(2, 80, 256).bfloat16()
+    _, codes = torch._inductor.utils.run_and_get_code(torch.compile(model, backend="fp8fn", dynamic=False), x)
+    code = "\n".join(codes)
+    assert code.count("fp8fn.scaled_mm.default(") == 3
+    assert "mm_a16w8" not in code
+    assert [code.count(f"fp8fn.quantize_{name}.default(") for name in ("rms_norm", "silu_mul")] == [1, 1]
+    assert snr(torch.compile(model, backend="fp8fn")(x).float(), model(x).float()) > 25
+
+
+def test_explain_says_how_activations_are_read() -> None:
+    model = nn.Sequential(nn.Linear(384, 320, bias=False))
+    model[0].weight = weight()
+    for m, kernel in (
+        (64, "fp8fn::mm_a16w8, activations in 16 bits: 64 rows, of which 128 are few"),
+        (200, "fp8fn::scaled_mm, activations in FP8"),
+    ):
+        (row,) = fp8fn.explain(model, torch.randn(m, 384), show=False).rows
+        assert (row.kernel, row.reason) == (kernel, None)
+
+
+def test_the_tables_decide_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of 8B's widths gains from FP8; a small one loses the launch of a quantizer."""
+    monkeypatch.setattr("fp8fn.ops.targets.target_of", lambda _: SM90)
+    monkeypatch.setattr("fp8fn.ops.targets.chip_of", lambda *_: NAMED["h200"])
+
+    def why(m: int, n: int, k: int) -> str | None:
+        w = fp8fn.quantize(torch.empty(n, k, device="meta"), (128, 128), dtype=torch.float8_e4m3fn).mT
+        x = torch.empty(m, k, device="meta", dtype=torch.bfloat16)
+        return why_16_bits(x, Quantized(w.data, w.scale, w.block))
+
+    assert why(4096, 14336, 4096) is None
+    assert why(4096, 4096, 14336) is None
+    reason = why(256, 256, 256)
+    assert reason is not None
+    assert reason.startswith("quantizing takes longer: ")
