@@ -14,13 +14,15 @@ class Form(NamedTuple):
     `block` has one entry for each dimension of the data (1 for experts, -1 for a whole axis), so that a permutation and
     most reshapes of a weight are views of its data and scales. `flat` says that the weight is seen as a vector, as FSDP
     and DDP see parameters. `shares` says that a scale also belongs to elements outside of this view, or is a copy: then
-    nothing may be written into the view.
+    nothing may be written into the view. `gathered` says that the weight was quantized for a training step: a recipe's
+    products take it in the place of its master, and its gradient is the master's.
     """
 
     block: tuple[int, ...]
     dtype: torch.dtype
     flat: bool = False
     shares: bool = False
+    gathered: bool = False
 
 
 def bytes_of(part: Tensor) -> Tensor:
