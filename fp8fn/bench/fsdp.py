@@ -8,6 +8,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,7 +43,8 @@ class Layer(nn.Module):
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
         y = self.mlp_norm(x)
-        return x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+        out: Tensor = x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+        return out
 
 
 def _nothing(_: nn.Module) -> None:
@@ -50,14 +52,10 @@ def _nothing(_: nn.Module) -> None:
 
 
 def _torchao(model: nn.Module) -> Callable[[nn.Module], None]:
-    from torchao.float8 import (
-        Float8LinearConfig,
-        convert_to_float8_training,
-        precompute_float8_dynamic_scale_for_fsdp,
-    )
-
-    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-    return lambda model: precompute_float8_dynamic_scale_for_fsdp(model)  # type: ignore[no-any-return]
+    float8 = import_module("torchao.float8")
+    float8.convert_to_float8_training(model, config=float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    after: Callable[[nn.Module], None] = float8.precompute_float8_dynamic_scale_for_fsdp
+    return after
 
 
 def _fp8(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -83,7 +81,8 @@ def run(name: str, args: argparse.Namespace, device: str) -> dict[str, Any]:
     after = prepare(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
-        layer.compile(backend=backend)
+        if args.compile:
+            layer.compile(backend=backend)
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
@@ -127,6 +126,7 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(option, type=int, default=value)
     parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

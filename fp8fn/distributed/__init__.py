@@ -7,9 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fp8fn.distributed.experts import combine, dispatch
     from fp8fn.distributed.gather import gather_fp8, update_scales
 else:
-    _MODULES = {"gather_fp8": "gather", "update_scales": "gather"}
+    _MODULES = {"combine": "experts", "dispatch": "experts", "gather_fp8": "gather", "update_scales": "gather"}
 
     def __getattr__(name):
         if name in _MODULES:
@@ -17,4 +18,4 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["gather_fp8", "update_scales"]
+__all__ = ["combine", "dispatch", "gather_fp8", "update_scales"]

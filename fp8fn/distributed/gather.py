@@ -227,7 +227,8 @@ def _shard_of(parameter: DTensor) -> tuple[int, int, dist.ProcessGroup, int]:
     mesh = parameter.device_mesh
     for axis, placement in enumerate(parameter.placements):
         if not placement.is_replicate():  # FSDP's dimensions come first: replicas, then shards
-            return mesh.size(axis), placement.dim, mesh.get_group(axis), mesh.get_local_rank(axis)
+            dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard, or PyTorch's private strided one
+            return mesh.size(axis), dim, mesh.get_group(axis), mesh.get_local_rank(axis)
     return 1, 0, mesh.get_group(0), 0
 
 

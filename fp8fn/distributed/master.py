@@ -97,7 +97,7 @@ class MasterWeight(Tensor):
         made._tensor, made._form, made._shard = tensor, form, Shard() if shard is None else shard
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
         return f"MasterWeight({self._form.name}, {self._tensor!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherForm]:

@@ -19,7 +19,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.silu(self.up(self.norm(x))))
+        out: Tensor = x + self.down(F.silu(self.up(self.norm(x))))
+        return out
 
 
 def main() -> None:
