@@ -1,4 +1,4 @@
-"""Expert parallelism with FP8 on the wire: `dispatch` sends tokens to their experts' ranks, `combine` sends results back.
+"""Expert parallelism with FP8 on the wire: `dispatch` sends rows to their experts' ranks, `combine` sends results back.
 
 A token travels as K bytes of FP8 and one byte, the exponent of a power of two, for each 128 of them: 1.008 K bytes,
 where bfloat16 has 2 K. FP8 values times a power of two are exact in bfloat16, and quantizing them again by powers of

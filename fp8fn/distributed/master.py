@@ -78,11 +78,16 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
     return pytree.tree_map_only(Tensor, lambda tensor: MasterWeight(tensor, first._form, shard_of(first)), out)
 
 
+def _text(master: MasterWeight, *, tensor_contents: Any = None) -> str:
+    return f"MasterWeight({master._form.name}, {master._tensor!r})"
+
+
 class MasterWeight(Tensor):
     """A master weight, or its shard."""
 
     __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
     __torch_dispatch__ = cast(Any, classmethod(_dispatch))
+    __repr__ = cast(Any, _text)
 
     if TYPE_CHECKING:
         _tensor: Tensor
@@ -96,9 +101,6 @@ class MasterWeight(Tensor):
         )  # fmt: skip
         made._tensor, made._form, made._shard = tensor, form, Shard() if shard is None else shard
         return made
-
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
-        return f"MasterWeight({self._form.name}, {self._tensor!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], GatherForm]:
         return ["_tensor"], self._form

@@ -29,7 +29,8 @@ class Experts(nn.Module):
         rows, routing = dispatch(x[order], counts)
         hidden = F.silu(fp8fn.grouped_gemm(rows, self.up, routing.offsets, recipe=RECIPE))
         out = combine(fp8fn.grouped_gemm(hidden, self.down, routing.offsets, recipe=RECIPE), routing)
-        return x + weight[:, None] * torch.zeros_like(out).index_copy(0, order, out)
+        mixed: Tensor = x + weight[:, None] * torch.zeros_like(out).index_copy(0, order, out)
+        return mixed
 
 
 def main() -> None:
