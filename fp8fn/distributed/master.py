@@ -147,7 +147,8 @@ class MasterWeight(Tensor):
         size = metadata.size
         data = outputs[0].reshape(-1)[: math.prod(size)].view(size).view(metadata.dtype)
         if out is not None:
-            weight = out.to_local() if hasattr(out, "to_local") else out
+            with torch.no_grad():  # otherwise the local tensor of a DTensor would be a view of it
+                weight = out.to_local() if hasattr(out, "to_local") else out
             weight._data, weight._scale = data, metadata.scale
             return None
         form = Form(metadata.block, param_dtype or self.dtype, gathered=True)
