@@ -40,15 +40,15 @@ from fp8fn.version import __version__
 from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
 
 if TYPE_CHECKING:
-    from fp8fn import plot
+    from fp8fn import distributed, plot
 else:
 
     def __getattr__(name):
-        """Imports `fp8fn.plot` when it is first used."""
-        if name == "plot":
+        """Imports `fp8fn.distributed` and `fp8fn.plot` when they are first used."""
+        if name in ("distributed", "plot"):
             from importlib import import_module
 
-            return import_module("fp8fn.plot")
+            return import_module(f"fp8fn.{name}")
         raise AttributeError(f"module 'fp8fn' has no attribute {name!r}")
 
 
@@ -69,6 +69,7 @@ __all__ = [
     "Statistics",
     "__version__",
     "dequantize",
+    "distributed",
     "error",
     "expert_mlp",
     "explain",

@@ -21,6 +21,7 @@ from fp8fn.contraction import Product, as_product
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
 from fp8fn.site import Site, Where, check_where, why_not
+from fp8fn.weights.fp8_weight import is_gathered
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -289,7 +290,9 @@ def _is_plain(arg: Any) -> bool:
         return all(_is_plain(each) for each in arg)
     if not isinstance(arg, Tensor):
         return True
-    return arg.layout is torch.strided and not arg.is_nested and not is_traceable_wrapper_subclass(arg)
+    if arg.layout is not torch.strided or arg.is_nested:
+        return False
+    return is_gathered(arg) or not is_traceable_wrapper_subclass(arg)
 
 
 def _fits(call: _Call) -> bool:

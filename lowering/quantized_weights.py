@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.ops.formats import short_name
 from fp8fn.weights import FP8Weight
+from fp8fn.weights.fp8_weight import is_gathered
 
 # Substrings of the names of products and look-ups. Their results are activations, whatever they read.
 _PRODUCTS: Final = ("mm", "matmul", "linear", "einsum", "attention", "embedding", "conv1d", "conv2d", "conv3d")
@@ -30,6 +31,8 @@ def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | N
         operand = value(node)
         if operand is not None and is_traceable_wrapper_subclass(operand):
             kind = type(operand)
+            if name == "weight" and is_gathered(operand):
+                return None
             if kind is FP8Weight:
                 return f"the {name} is an FP8Weight, whose own data multiplies activations in their own type"
             if kind.__module__.startswith("torch.distributed"):  # importing DTensor takes a second and a half

@@ -22,7 +22,7 @@ from fp8fn.ops.cuda.quantize import quantize_whole as cuda_whole
 from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
-from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.kernel import Dispatch, Kernel, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import (
     WHOLE,
@@ -247,8 +247,6 @@ def _both_sides(x: Tensor, data: Tensor, scales: Tensor) -> tuple[Tensor, Tensor
 
 
 def _accepts_triton(q: Quantization) -> str | None:
-    if q.amax is not None and q.block != (WHOLE, WHOLE):
-        return f"amax is given for block {q.block}"
     return "one launch writes one orientation" if q.dual else None
 
 
@@ -329,6 +327,12 @@ def _plan_maxima(maxima: Maxima, config: cuda_whole.AmaxConfig) -> tuple[Launch,
     return cuda_whole.plan_amax(maxima.x, maxima.out, maxima.target, config)
 
 
+def _plan_maxima_triton(maxima: Maxima, _: None) -> tuple[Launch, ...]:
+    from fp8fn.ops.triton.amax import plan_amax
+
+    return plan_amax(maxima.x, maxima.block, maxima.out, maxima.target)
+
+
 AMAX: Final = Dispatch(
     op="amax",
     inputs=("x",),
@@ -340,6 +344,7 @@ AMAX: Final = Dispatch(
             lambda maxima: cuda_whole.configure_amax(maxima.x),
             _plan_maxima,
         ),
+        Kernel("triton_amax", takes_all, no_config, _plan_maxima_triton),
     ),
     reference=lambda maxima: (reference.amax(maxima.x, maxima.block),),
     unserved=lambda maxima: "x is empty" if maxima.x.numel() == 0 else None,

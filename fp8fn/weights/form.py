@@ -16,7 +16,9 @@ class Form(NamedTuple):
     `block` has one entry for each dimension of the data (1 for experts, -1 for a whole axis), so that a permutation and
     most reshapes of a weight are views of its data and scales. `flat` says that the weight is seen as a vector, as FSDP
     and DDP see parameters. `shares` says that a scale also belongs to elements outside of this view, or is a copy: then
-    nothing may be written into the view. `activations` is how products read what the weight multiplies.
+    nothing may be written into the view. `activations` is how products read what the weight multiplies. `gathered` says
+    that the weight was quantized for a training step: a recipe's products take it in the place of its master, and its
+    gradient is the master's.
     """
 
     block: tuple[int, ...]
@@ -24,6 +26,7 @@ class Form(NamedTuple):
     flat: bool = False
     shares: bool = False
     activations: Activations = "16bit"
+    gathered: bool = False
 
 
 def bytes_of(part: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
 _PARTS: Final = ["_data", "_scale"]
+_REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 _warned: Final[set[str]] = set()
 
 
@@ -161,8 +162,8 @@ class FP8Weight(Tensor):
     # PyTorch declares both as attributes.
     @property
     def requires_grad(self) -> bool:
-        """Always False: an FP8 weight is frozen."""
-        return False
+        """False, for an FP8 weight is frozen, unless it was gathered from a master that is trained."""
+        return bool(self._form.gathered and _REQUIRES_GRAD.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
@@ -170,7 +171,9 @@ class FP8Weight(Tensor):
 
     def requires_grad_(self, requires_grad: bool = True) -> FP8Weight:
         """Has no effect but one warning: `nn.Parameter` and `load_state_dict(assign=True)` pass True by default."""
-        if requires_grad and _is_first("requires_grad"):
+        if self._form.gathered:
+            Tensor.requires_grad_(self, requires_grad)
+        elif requires_grad and _is_first("requires_grad"):
             warnings.warn("an FP8Weight stays frozen: requires_grad=True has no effect on it", stacklevel=2)
         return self
 
@@ -262,6 +265,11 @@ def check_dtype(name: str, dtype: object) -> None:
 
 def is_parameter(weight: FP8Weight) -> bool:
     return getattr(weight, "_is_param", False)
+
+
+def is_gathered(tensor: object) -> bool:
+    """Whether a tensor is an `FP8Weight` that stands for a master in a training step."""
+    return isinstance(tensor, FP8Weight) and tensor._form.gathered
 
 
 def _is_first(key: str) -> bool:

@@ -122,7 +122,7 @@ def quantize_weights(
             chosen.setdefault(weight, []).append(name)
         else:
             kept[name] = reason
-    _untie(chosen, kept, places)
+    untie(chosen, kept, places)
     for weight, names in chosen.items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"quantize_weights: {names[0]} holds NaN or Inf; no weight of the model was quantized")
@@ -148,7 +148,7 @@ def _is_new(place: Place, kept: dict[str, str], name: str) -> bool:
     return name not in kept and isinstance(getattr(place.module, place.name), FP8Weight)
 
 
-def _untie(chosen: dict[Tensor, list[str]], kept: dict[str, str], places: dict[str, Place]) -> None:
+def untie(chosen: dict[Tensor, list[str]], kept: dict[str, str], places: dict[str, Place]) -> None:
     """Leaves a tied weight alone where one of its names has to stay: one tensor cannot be both."""
     for name in list(kept):
         weight = getattr(places[name].module, places[name].name)
@@ -162,14 +162,19 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
         return "it is an FP8Weight already"
     if type(weight) not in (Tensor, nn.Parameter):
         return f"it is of the tensor subclass {type(weight).__name__}"
+    if weight.is_meta:
+        return "it is on the meta device and has no values"
+    return why_not_by_shape(name, weight, module, where)
+
+
+def why_not_by_shape(name: str, weight: Tensor, module: nn.Module, where: Where) -> str | None:
+    """The reason to leave a parameter alone that does not depend on its values, or None."""
     if isinstance(module, _OTHERS) or weight.ndim > 3:
         return (
             f"no matrix product in PyTorch reads the weight of a {type(module).__name__} with {weight.ndim} dimensions"
         )
     if weight.dtype not in INPUT_DTYPES:
         return f"it is {short_name(weight.dtype)}"
-    if weight.is_meta:
-        return "it is on the meta device and has no values"
     if name.endswith("bias"):
         return "it is a bias of each expert, which is added"
     n, k = weight.shape[-2:]

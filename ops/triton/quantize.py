@@ -17,15 +17,14 @@ from fp8fn.ops.layout import WHOLE, as_batch, contracts_rows, is_column_major, i
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Target
+from fp8fn.ops.triton.amax import plan_partial_amax
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
-from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
 # The op's tensors behind the pointers of a launch.
-_BINDS: Final = {"x": "x", "data": "data", "scales": "scale"}
-# Partial maxima of a matrix with one scale: enough programs for 132 to 304 cores, few enough for each to reduce.
-_PARTIALS: Final = 512
+_BINDS: Final = {"x": "x", "amax": "amax", "data": "data", "scales": "scale"}
 # The longest row that one program keeps in registers, 64 elements a thread. A longer row is read again, from the L2.
 _LONGEST_ROW: Final = 16384
 
@@ -41,11 +40,11 @@ class BlockTile:
 
 @triton.jit
 def quantize_blocks(
-    x, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, s_m, s_n, tiles_m, tiles_n,
+    x, amax, data, scales, M, N, x_b, x_m, x_n, a_b, a_m, a_n, d_b, d_m, d_n, s_b, s_m, s_n, tiles_m, tiles_n,
     BM: tl.constexpr, BN: tl.constexpr, R: tl.constexpr, C: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+    GIVEN: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """One `BM x BN` tile of blocks `R x C`, which divide the tile."""
+    """One `BM x BN` tile of blocks `R x C`, which divide the tile; `amax` is read where it is `GIVEN`."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -61,30 +60,37 @@ def quantize_blocks(
     else:
         values = tl.load(source, mask=inside, other=0.0).to(tl.float32)
 
+    block_rows = (tile_m * (BM // R) + tl.arange(0, BM // R))[:, None]
+    block_columns = (tile_n * (BN // C) + tl.arange(0, BN // C))[None, :]
+    inside_blocks = (block_rows * R < M) & (block_columns * C < N)
     blocks = tl.reshape(values, (BM // R, R, BN // C, C))
-    stored, inverse = scale_of(tl.max(tl.max(magnitude_bits(blocks), axis=3), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+    if GIVEN:
+        bits = magnitude_bits(
+            tl.load(amax + batch * a_b + block_rows * a_m + block_columns * a_n, mask=inside_blocks, other=0.0)
+        )
+    else:
+        bits = tl.max(tl.max(magnitude_bits(blocks), axis=3), axis=1)
+    stored, inverse = scale_of(bits, LARGEST, EMAX, FLOOR, FORMAT)
     inverse = tl.expand_dims(tl.expand_dims(inverse, 1), 3)
     quantized = tl.reshape(cast(blocks * inverse, LARGEST, data.dtype.element_ty), (BM, BN))
 
     target = data + batch * d_b + rows * d_m + columns * d_n
-    block_rows = (tile_m * (BM // R) + tl.arange(0, BM // R))[:, None]
-    block_columns = (tile_n * (BN // C) + tl.arange(0, BN // C))[None, :]
     scale_target = scales + batch * s_b + block_rows * s_m + block_columns * s_n
     if EVEN:
         tl.store(target, quantized)
         tl.store(scale_target, stored)
     else:
         tl.store(target, quantized, mask=inside)
-        tl.store(scale_target, stored, mask=(block_rows * R < M) & (block_columns * C < N))
+        tl.store(scale_target, stored, mask=inside_blocks)
 
 
 @triton.jit
 def quantize_rows(
-    x, data, scales, M, N, x_b, x_m, x_n, d_b, d_m, d_n, s_b, s_m, tiles_m,
+    x, amax, data, scales, M, N, x_b, x_m, x_n, a_b, a_m, a_n, d_b, d_m, d_n, s_b, s_m, tiles_m,
     BM: tl.constexpr, BN: tl.constexpr, ONCE: tl.constexpr, EVEN: tl.constexpr, WIDE: tl.constexpr,
-    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+    GIVEN: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """`BM` whole rows: read once where `BN >= N`, else once for the maximum and again for the data."""
+    """`BM` whole rows: read once where `BN >= N` or `amax` is `GIVEN`, else for the maximum and again for the data."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -97,21 +103,26 @@ def quantize_rows(
     columns = tl.arange(0, BN)[None, :]
     if WIDE:
         columns = columns.to(tl.int64)
+    bits = tl.zeros((BM, BN), tl.int32)
+    if GIVEN:
+        bits += magnitude_bits(tl.load(amax + batch * a_b + row * a_m, mask=row < M, other=0.0))[:, None]
     if ONCE:
         inside = (rows < M) & (columns < N)
         values = tl.load(source + columns * x_n, mask=inside, other=0.0).to(tl.float32)
-        stored, inverse = scale_of(tl.max(magnitude_bits(values), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+        if not GIVEN:
+            bits = magnitude_bits(values)
+        stored, inverse = scale_of(tl.max(bits, axis=1), LARGEST, EMAX, FLOOR, FORMAT)
         quantized = cast(values * inverse[:, None], LARGEST, data.dtype.element_ty)
         tl.store(target + columns * d_n, quantized, mask=inside)
     else:
-        bits = tl.zeros((BM, BN), tl.int32)
-        for start in range(0, N, BN):
-            inside = (rows < M) & (start + columns < N)
-            if EVEN:
-                values = tl.load(source + (start + columns) * x_n)
-            else:
-                values = tl.load(source + (start + columns) * x_n, mask=inside, other=0.0)
-            bits = tl.maximum(bits, magnitude_bits(values))
+        if not GIVEN:
+            for start in range(0, N, BN):
+                inside = (rows < M) & (start + columns < N)
+                if EVEN:
+                    values = tl.load(source + (start + columns) * x_n)
+                else:
+                    values = tl.load(source + (start + columns) * x_n, mask=inside, other=0.0)
+                bits = tl.maximum(bits, magnitude_bits(values))
         stored, inverse = scale_of(tl.max(bits, axis=1), LARGEST, EMAX, FLOOR, FORMAT)
         for start in range(0, N, BN):
             inside = (rows < M) & (start + columns < N)
@@ -125,28 +136,6 @@ def quantize_rows(
             else:
                 tl.store(target + (start + columns) * d_n, quantized, mask=inside)
     tl.store(scale_target, stored, mask=row < M)
-
-
-@triton.jit
-def partial_amax(
-    x, partials, M, N, x_b, x_m, x_n, tiles_m, tiles_n, parts, BM: tl.constexpr, BN: tl.constexpr, WIDE: tl.constexpr
-):
-    """The largest magnitude of every `parts`-th tile, as bits."""
-    part = tl.program_id(0) % parts
-    batch = tl.program_id(0) // parts
-    if WIDE:
-        batch = batch.to(tl.int64)
-    bits = tl.zeros((BM, BN), tl.int32)
-    for tile in range(part, tiles_m * tiles_n, parts):
-        rows = (tile // tiles_n * BM + tl.arange(0, BM))[:, None]
-        columns = (tile % tiles_n * BN + tl.arange(0, BN))[None, :]
-        if WIDE:
-            rows = rows.to(tl.int64)
-            columns = columns.to(tl.int64)
-        inside = (rows < M) & (columns < N)
-        values = tl.load(x + batch * x_b + rows * x_m + columns * x_n, mask=inside, other=0.0)
-        bits = tl.maximum(bits, magnitude_bits(values))
-    tl.store(partials + tl.program_id(0), tl.max(tl.max(bits, axis=1), axis=0))
 
 
 @triton.jit
@@ -190,9 +179,8 @@ class _Batch:
         return is_wide(self.x, self.out.data)
 
     @property
-    def strides(self) -> dict[str, int]:
-        """The strides of x and of the data."""
-        return {**_strides("x", self.x), **_strides("d", self.out.data)}
+    def amax_strides(self) -> dict[str, int]:
+        return dict.fromkeys(("a_b", "a_m", "a_n"), 0) if self.amax is None else strides("a", self.amax)
 
 
 def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[TritonLaunch, ...]:
@@ -203,10 +191,11 @@ def plan_quantize(q: Quantization, tile: BlockTile | None = None) -> tuple[Trito
     if q.x.numel() == 0:
         return ()
     x, out = as_batch(q.x), q.out._replace(data=as_batch(q.out.data), scale=as_batch(q.out.scale))
+    amax = None if q.amax is None else batched(as_batch(q.amax))
     if contracts_rows(q.block) or (is_square(q.block) and is_column_major(out.data)):
-        x, out = x.mT, out.mT
+        x, out, amax = x.mT, out.mT, None if amax is None else amax.mT
     out = out._replace(data=batched(out.data), scale=batched(storage(out.scale)))
-    batch = _Batch(batched(x), out, q.target, scale_constants(q.dtype, q.scale), q.amax)
+    batch = _Batch(batched(x), out, q.target, scale_constants(q.dtype, q.scale), amax)
     if out.block == (WHOLE, WHOLE):
         return _plan_whole(batch, tile or _tile(batch))
     if out.block[1] == WHOLE:
@@ -239,12 +228,14 @@ def _plan_blocks(q: _Batch, tile: BlockTile) -> TritonLaunch:
         kernel=quantize_blocks,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={
-            "x": q.x, "data": data, "scales": scales, "M": m, "N": n, **q.strides, **_strides("s", scales),
+            "x": q.x, "amax": q.amax, "data": data, "scales": scales, "M": m, "N": n,
+            **strides("x", q.x), **q.amax_strides, **strides("d", data), **strides("s", scales),
             "tiles_m": tiles_m, "tiles_n": tiles_n,
         },
         constexprs={
             "BM": tile.rows, "BN": tile.columns, "R": block[0], "C": block[1],
-            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": q.wide, **q.constants,
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": q.wide, "GIVEN": q.amax is not None,
+            **q.constants,
         },
         options={"num_warps": tile.num_warps},
         target=q.target,
@@ -259,12 +250,14 @@ def _plan_rows(q: _Batch, tile: BlockTile) -> TritonLaunch:
         kernel=quantize_rows,
         grid=(batch * tiles_m, 1, 1),
         args={
-            "x": q.x, "data": data, "scales": scales, "M": m, "N": n, **q.strides,
+            "x": q.x, "amax": q.amax, "data": data, "scales": scales, "M": m, "N": n,
+            **strides("x", q.x), **q.amax_strides, **strides("d", data),
             "s_b": scales.stride(0), "s_m": scales.stride(1), "tiles_m": tiles_m,
         },
         constexprs={
             "BM": tile.rows, "BN": tile.columns, "ONCE": tile.columns >= n,
-            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": q.wide, **q.constants,
+            "EVEN": m % tile.rows == 0 and n % tile.columns == 0, "WIDE": q.wide, "GIVEN": q.amax is not None,
+            **q.constants,
         },
         options={"num_warps": tile.num_warps},
         target=q.target,
@@ -276,41 +269,28 @@ def _plan_whole(q: _Batch, tile: BlockTile) -> tuple[TritonLaunch, ...]:
     """The launch that finds the largest magnitude in parts, unless it is given, and the launch that quantizes."""
     (batch, m, n), (data, scales, _) = q.x.shape, q.out
     tiles_m, tiles_n = ceil_div(m, tile.rows), ceil_div(n, tile.columns)
-    if q.amax is not None:
-        parts, partials = 1, q.amax.float().view(torch.int32)
-        binds, scratch = {**_BINDS, "partials": "amax"}, []
+    amax: tuple[TritonLaunch, ...] = ()
+    scratch: tuple[str, ...] = ()
+    binds = {**_BINDS, "partials": "amax"}
+    if q.amax is None:
+        amax = (plan_partial_amax(q.x, q.target, tile.rows, tile.columns, tile.num_warps, wide=q.wide),)
+        partials, parts, binds, scratch = amax[0].args["partials"], amax[0].args["parts"], _BINDS, amax[0].scratch
     else:
-        parts = min(tiles_m * tiles_n, _PARTIALS)
-        partials = torch.empty((batch, parts), dtype=torch.int32, device=q.x.device)
-        binds, scratch = _BINDS, ["partials"]
-    tiles = {"tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts}
-    shape = {"BM": tile.rows, "BN": tile.columns, "WIDE": q.wide}
-    options = {"num_warps": tile.num_warps}
-    amax = TritonLaunch(
-        kernel=partial_amax,
-        grid=(batch * parts, 1, 1),
-        args={"x": q.x, "partials": partials, "M": m, "N": n, **_strides("x", q.x), **tiles},
-        constexprs=shape,
-        options=options,
-        target=q.target,
-        binds=binds,
-        scratch=tuple(scratch),
-    )
+        parts, partials = 1, q.amax.float().view(torch.int32)
     quantize = TritonLaunch(
         kernel=quantize_whole,
         grid=(batch * tiles_m * tiles_n, 1, 1),
         args={
-            "x": q.x, "partials": partials, "data": data, "scales": scales, "M": m, "N": n, **q.strides,
-            "s_b": scales.stride(0), **tiles,
+            "x": q.x, "partials": partials, "data": data, "scales": scales, "M": m, "N": n,
+            **strides("x", q.x), **strides("d", data), "s_b": scales.stride(0),
+            "tiles_m": tiles_m, "tiles_n": tiles_n, "parts": parts,
         },
-        constexprs={"PARTS": triton.next_power_of_2(parts), **shape, **q.constants},
-        options=options,
+        constexprs={
+            "PARTS": triton.next_power_of_2(parts), "BM": tile.rows, "BN": tile.columns, "WIDE": q.wide, **q.constants,
+        },
+        options={"num_warps": tile.num_warps},
         target=q.target,
         binds=binds,
-        scratch=tuple(scratch),
+        scratch=scratch,
     )  # fmt: skip
-    return (amax, quantize) if q.amax is None else (quantize,)
-
-
-def _strides(prefix: str, x: Tensor) -> dict[str, int]:
-    return {f"{prefix}_b": x.stride(0), f"{prefix}_m": x.stride(1), f"{prefix}_n": x.stride(2)}
+    return (*amax, quantize)

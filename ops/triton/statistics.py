@@ -19,7 +19,7 @@ from fp8fn.ops.statistics import TOLERANCE, Column, Watched, least_exponent, man
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import magnitude_bits, scale_value, storage
-from fp8fn.ops.triton.views import batched, ceil_div, is_wide
+from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
 
 # Three to four programs for each of the 132 cores of an H100 or H200; a power of two, as `tl.arange` needs.
 PROGRAMS: Final = 512
@@ -146,10 +146,10 @@ def plan_statistics(watched: Watched, into: Row, target: Target) -> TritonLaunch
     s_b, s_m, s_n = out.scale.stride()
     absent = dict.fromkeys(("b", "m", "n"), 0)
     given = dict(zip(("x", "o", "r"), tensors[2:], strict=False))
-    strides: dict[str, Any] = {**_strides("d", out.data)}
-    strides |= {"s_b": s_b, "s_m": 0 if block[0] == WHOLE else s_m, "s_n": 0 if block[1] == WHOLE else s_n}
+    steps: dict[str, Any] = {**strides("d", out.data)}
+    steps |= {"s_b": s_b, "s_m": 0 if block[0] == WHOLE else s_m, "s_n": 0 if block[1] == WHOLE else s_n}
     for name in ("x", "o", "r"):
-        strides |= _strides(name, given[name]) if name in given else {f"{name}_{axis}": 0 for axis in absent}
+        steps |= strides(name, given[name]) if name in given else {f"{name}_{axis}": 0 for axis in absent}
     dtype = data.dtype
     return TritonLaunch(
         kernel=statistics,
@@ -157,7 +157,7 @@ def plan_statistics(watched: Watched, into: Row, target: Target) -> TritonLaunch
         args={
             "data": out.data, "scales": out.scale, "x": given.get("x"), "other": given.get("o"), "rstd": given.get("r"),
             "row": into.row, "sums": into.sums, "ended": into.ended, "M": m, "N": n, "elements": data.numel(),
-            **strides, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "programs": programs,
+            **steps, "tiles_m": tiles_m, "tiles_n": tiles_n, "tiles": tiles, "programs": programs,
         },
         constexprs={
             "BM": rows, "BN": columns, "R": max(block[0], 1), "C": max(block[1], 1), "SOURCE": watched.source,
@@ -177,7 +177,3 @@ def _inputs(watched: Watched) -> list[Tensor]:
         x, weight, rstd = watched.inputs
         return [x, weight.expand(shape), rstd[..., None].expand(shape)]
     return [*watched.inputs]
-
-
-def _strides(name: str, x: Tensor) -> dict[str, int]:
-    return {f"{name}_{axis}": stride for axis, stride in zip("bmn", x.stride(), strict=True)}

@@ -22,5 +22,10 @@ def largest_offset(x: Tensor) -> int:
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
+def strides(prefix: str, x: Tensor) -> dict[str, int]:
+    """The strides of a batch of matrices, by the names of a kernel's arguments."""
+    return {f"{prefix}_b": x.stride(0), f"{prefix}_m": x.stride(1), f"{prefix}_n": x.stride(2)}
+
+
 def ceil_div(a: int, b: int) -> int:
     return -(-a // b)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 import fp8fn
+import fp8fn.distributed
 import fp8fn.lowering
 from fp8fn import GroupedScaledTensor, ScaledTensor
 
 PUBLIC = {
     name: getattr(module, name)
-    for module in (fp8fn, fp8fn.lowering)
+    for module in (fp8fn, fp8fn.distributed, fp8fn.lowering)
     for name in module.__all__
     if callable(getattr(module, name))
 }

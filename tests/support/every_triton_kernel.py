@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference
-from fp8fn.ops.layout import BLOCKS, Block
+from fp8fn.ops.layout import BLOCKS, Block, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
@@ -22,6 +22,7 @@ from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.statistics import WIDTH, Column, Watched
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton import grouped_mm_a16w8, mm_a16w8, scaled_grouped_mm, scaled_mm, scaled_mm_tma
+from fp8fn.ops.triton.amax import plan_amax
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 from fp8fn.ops.triton.mx_mm import plan_mx_mm
@@ -187,6 +188,35 @@ def _quantize(place: Place, target: Target) -> Forms:
         q = kernel_info.with_outputs(operands, q)
         operands.expected = partial(_parts, q, partial(reference.quantize, q.x, block, E4M3, scale))
         yield Form(f"{block} {scale}", plan_quantize(q), operands)
+    yield from _quantize_given(place, target)
+
+
+def _quantize_given(place: Place, target: Target) -> Forms:
+    """The maxima are given, and twice as large as those of `x`."""
+    for block in BLOCKS:
+        operands = Operands(place)
+        x = operands.input("x", (137, 261), BF16)
+        largest = operands.input("amax", scale_shape(x.shape, block), FP32, values=_maxima(x, block))
+        q = kernel_info.with_outputs(operands, quantization(x, block, amax=largest, target=target))
+        operands.expected = partial(_parts, q, partial(reference.quantize, x, block, E4M3, "fp32", largest))
+        yield Form(f"given {block}", plan_quantize(q), operands)
+
+
+def _maxima(x: Tensor, block: Block) -> Tensor | None:
+    return None if x.is_meta else 2 * reference.amax(x.cpu(), block)
+
+
+def _amax(place: Place, target: Target) -> Forms:
+    for block in BLOCKS:
+        operands = Operands(place)
+        x = operands.input("x", (137, 261), BF16)
+        out = operands.output("amax", scale_shape(x.shape, block), FP32)
+        operands.expected = partial(_largest, x, block)
+        yield Form(f"{block}", plan_amax(x, block, out, target), operands)
+
+
+def _largest(x: Tensor, block: Block) -> dict[str, Expected]:
+    return {"amax": Expected(reference.amax(x, block))}
 
 
 def _quantize_dual(place: Place, target: Target) -> Forms:
@@ -292,8 +322,12 @@ TRITON: Final = (
     ),
     KernelInfo(
         "quantize.py", _quantize, nan=("x",), far=(("x", -2),),
-        emulated=tuple(f"{block} {scale}" for block in BLOCKS for scale in ("fp32", "e8m0")),
+        emulated=(
+            *(f"{block} {scale}" for block in BLOCKS for scale in ("fp32", "e8m0")),
+            *(f"given {block}" for block in BLOCKS),
+        ),
     ),
+    KernelInfo("amax.py", _amax, emulated=tuple(map(str, BLOCKS)), nan=("x",), far=(("x", -2),)),
     KernelInfo("quantize_dual.py", _quantize_dual, emulated=tuple(map(str, DUAL_BLOCKS)), nan=("x",), far=(("x", -2),)),
     KernelInfo(
         "quantize_grouped.py", _quantize_grouped, emulated=("(128", "(-1", "dual"), nan=("x",), far=(("x", -2),),

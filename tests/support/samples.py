@@ -80,6 +80,7 @@ def quantize(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
         Sample("plain_amax", (y := x(128, 256), (-1, -1), None, "fp32", _largest(y)), {}),
         Sample("ragged_amax", (y := x(40, 99), (1, -1), torch.float8_e5m2, "pow2", _largest(y, 1).float()), {}),
         Sample("batched_amax", (y := x(2, 3, 40, 96), (-1, -1), None, "e8m0", _largest(y)), {}),
+        Sample("square_amax", (x(2, 130, 70), (128, 128), None, "fp32", 2 * torch.ones(2, 2, 1, device=device)), {}),
         Sample("ragged_turned", (x(130, 131), (128, 128)), {"column_major": True}),
         Sample("batched_turned", (x(2, 3, 40, 70, dtype=FP32), (-1, -1)), {"column_major": True, "scale": "pow2"}),
         Sample("strided_turned", (x(64, 200).mT, (128, 128), None, "e8m0", None, False), {}),

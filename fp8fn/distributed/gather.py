@@ -1,0 +1,255 @@
+"""FSDP2 with FP8 on the wire: `gather_fp8` before `fully_shard`, `update_scales` after each optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fp8fn.arguments import checked
+from fp8fn.distributed.master import GatherForm, MasterWeight
+from fp8fn.ops.layout import WHOLE, is_square, scale_shape, turned
+from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
+from fp8fn.site import Where, check_where, why_none_match
+from fp8fn.weights.form import bytes_of
+from fp8fn.weights.quantize import (
+    QuantizedWeights,
+    check_module,
+    named_places,
+    untie,
+    why_not_by_shape,
+)
+
+# The names of the parameters that `gather_fp8` has wrapped, by the module that holds them.
+_WRAPPED: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+
+
+def _where(op: str, name: str, value: object) -> None:
+    check_where(value)
+
+
+def _recipe(op: str, name: str, value: Any) -> None:
+    block = parse_recipe(recipe_key(value)).weight_block
+    if not is_square(block):
+        raise ValueError(
+            f"{op}: {name} has weight_block={block}, whose data for the forward and for the backward differ, and one "
+            "gather serves both; use a recipe with a square weight_block, BLOCKWISE or TENSORWISE for one"
+        )
+
+
+@checked(model=check_module, where=_where, recipe=_recipe)
+def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLOCKWISE) -> QuantizedWeights:
+    """Makes FSDP2 gather a model's weights as FP8: call it before `fully_shard`, and `update_scales` after each step.
+
+    The masters keep their type; optimizers and checkpoints see plain values. One byte for each element is gathered, and
+    the gathered weight is an `FP8Weight`, with the bits of `quantize(whole_weight, recipe.weight_block)` for any number
+    of rows on a rank. Products by the recipe (`fp8fn.fp8`, `fp8fn.linear`, the backend) take its data as it is.
+    PyTorch's own products multiply unquantized activations by it. Gradients reach the masters in either case.
+
+    Args:
+        model: Module whose parameters are not sharded by FSDP yet, on any device, `meta` included.
+        where: Names of the weights: a glob, a list of globs, or a function of a `fp8fn.Site`; as in `quantize_weights`.
+        recipe: `Recipe` with a square `weight_block`, or its name: that of the model's products.
+
+    Returns:
+        A `QuantizedWeights`: the names of the weights that will be gathered in FP8, and the reason for each other one.
+
+    Raises:
+        TypeError: `model` is no module, or `where` or `recipe` has a wrong type.
+        ValueError: The recipe's weight block is not square, `where` matches no weight, or FSDP has sharded a weight.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256))
+        >>> fp8fn.distributed.gather_fp8(model).quantized
+        ('0.weight', '2.weight')
+    """
+    _recipe("gather_fp8", "recipe", recipe)
+    parsed = parse_recipe(recipe_key(recipe))
+    places = dict(named_places(model))
+    missed = why_none_match(where, places)
+    if missed is not None:
+        raise ValueError(f"gather_fp8: {missed}")
+    kept: dict[str, str] = {}
+    chosen: dict[Tensor, list[str]] = {}
+    for name, place in places.items():
+        weight = getattr(place.module, place.name)
+        if weight.ndim < 2:
+            continue
+        reason = _why_not(name, weight) or why_not_by_shape(name, weight, place.module, where)
+        if reason is None:
+            chosen.setdefault(weight, []).append(name)
+        else:
+            kept[name] = reason
+    untie(chosen, kept, places)
+    for weight, names in chosen.items():
+        parameter = _wrapped(weight, names[0], parsed)
+        for name in names:
+            place = places[name]
+            setattr(place.module, place.name, parameter)
+            _WRAPPED.setdefault(place.module, {})[place.name] = name
+    return QuantizedWeights(tuple(name for name in places if any(name in names for names in chosen.values())), kept)
+
+
+def _why_not(name: str, weight: Tensor) -> str | None:
+    local = _local(weight)
+    if isinstance(local, MasterWeight):
+        return "it is gathered in FP8 already"
+    if type(local) not in (Tensor, nn.Parameter):
+        return f"it is of the tensor subclass {type(local).__name__}"
+    if weight.ndim != 2:
+        return f"it has {weight.ndim} dimensions; matrices alone are gathered in FP8"
+    return None
+
+
+def _wrapped(weight: Tensor, name: str, recipe: Recipe) -> nn.Parameter:
+    local = _local(weight)
+    form = GatherForm(name, tuple(local.shape), recipe.weight_block, recipe.weight_dtype, recipe.scale)
+    master: Tensor = MasterWeight(local.detach(), form)
+    if isinstance(weight, DTensor):  # of tensor parallelism
+        master = DTensor.from_local(
+            master, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+    return nn.Parameter(master, requires_grad=weight.requires_grad)
+
+
+@checked(model=check_module)
+@torch.no_grad()
+def update_scales(model: nn.Module) -> None:
+    """Quantizes the shards of all weights that `gather_fp8` has chosen: call it on all ranks after `optimizer.step()`.
+
+    Each rank finds the largest magnitudes of the blocks that it holds a part of; one MAX all-reduce for each process
+    group, of 4 bytes for each block of the model, makes them those of the whole weights; each rank quantizes its
+    shards once. A weight that was written since raises an error at its next gather, on each rank that has written it.
+
+    Args:
+        model: Module on which `fully_shard` was called, or its root.
+
+    Raises:
+        TypeError: `model` is no module.
+        RuntimeError: A weight was replaced since `gather_fp8`, as `load_state_dict(assign=True)` does.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
+        >>> fp8fn.distributed.gather_fp8(model).kept
+        {}
+        >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)  # after `fully_shard(model)`
+        >>> hook = optimizer.register_step_post_hook(lambda *_: fp8fn.distributed.update_scales(model))
+    """
+    groups: dict[dist.ProcessGroup, list[_Placed]] = {}
+    for weight in _sharded(model):
+        groups.setdefault(weight.group, []).append(weight)
+    for group, weights in groups.items():
+        largest = torch.cat([weight.amax().view(-1) for weight in weights])
+        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it.
+        dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group=group)
+        for weight, part in zip(weights, largest.split([weight.blocks for weight in weights]), strict=True):
+            weight.quantize(part)
+
+
+class _Placed:
+    """A shard on the device of its mesh, and its place in the matrix that FSDP has sharded."""
+
+    def __init__(self, parameter: DTensor, master: MasterWeight) -> None:
+        form, mesh = master._form, parameter.device_mesh
+        self.master, self.form, self.device = master, form, torch.device(mesh.device_type)
+        (self.shards, dim, self.group, rank) = _shard_of(parameter)
+        step = -(-form.size[dim] // self.shards)
+        self.start = [0, 0]
+        self.start[dim] = min(rank * step, form.size[dim])
+        self.padded = list(form.size)
+        self.padded[dim] = step
+        self.grid = scale_shape(form.size, form.block)
+        self.blocks = self.grid[0] * self.grid[1]
+
+    @property
+    def values(self) -> Tensor:
+        return self.master._tensor.to(self.device)
+
+    def amax(self) -> Tensor:
+        """The largest magnitude of each block of the whole matrix, of this shard's part of it."""
+        x = self.values
+        largest = x.new_zeros(self.grid, dtype=torch.float32)
+        for piece, blocks in self._pieces():
+            largest[blocks] = torch.ops.fp8fn.amax(x[piece], self.form.block)
+        return largest
+
+    def quantize(self, largest: Tensor) -> None:
+        """Stores the shard's bytes by the largest magnitudes of the whole matrix."""
+        x, form = self.values, self.form
+        largest = largest.view(self.grid)
+        _, scale = torch.ops.fp8fn.quantize(largest.view(-1, 1), (1, WHOLE), form.dtype, form.scale)
+        parts = []
+        for piece, blocks in self._pieces():
+            data, _ = torch.ops.fp8fn.quantize(x[piece], form.block, form.dtype, form.scale, largest[blocks], False)
+            parts.append((piece, data))
+        dtype = parts[0][1].dtype if parts else torch.ops.fp8fn.quantize(largest, (1, WHOLE), form.dtype)[0].dtype
+        if len(parts) == 1 and list(x.shape) == self.padded and parts[0][1].is_contiguous():
+            whole = bytes_of(parts[0][1])
+        else:
+            whole = torch.zeros(self.padded, dtype=torch.uint8, device=x.device)
+            for piece, data in parts:
+                whole[piece] = bytes_of(data)
+        home = self.master._tensor.device
+        self.master.store(whole.to(home), turned(scale.view(self.grid), False), dtype)
+
+    def _pieces(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
+        """Parts of the shard whose blocks begin at their first element, and these blocks in the whole matrix."""
+        cuts = (
+            _cuts(size, start, block)
+            for size, start, block in zip(self.master.shape, self.start, self.form.block, strict=True)
+        )
+        for (rows, row_blocks), (columns, column_blocks) in product(*cuts):
+            yield (rows, columns), (row_blocks, column_blocks)
+
+
+def _cuts(size: int, start: int, block: int) -> list[tuple[slice, slice]]:
+    """The elements up to the first border of a block, and those behind it, each with their blocks."""
+    if size == 0:
+        return []
+    if block == WHOLE:
+        return [(slice(0, size), slice(0, 1))]
+    head = min(size, -start % block)
+    found = [(slice(0, head), slice(start // block, start // block + 1))] if head else []
+    if head < size:
+        first = (start + head) // block
+        found.append((slice(head, size), slice(first, first - (head - size) // block)))
+    return found
+
+
+def _shard_of(parameter: DTensor) -> tuple[int, int, dist.ProcessGroup, int]:
+    """The number of FSDP's shards, the dimension that it cuts, and the group and the rank among the shards."""
+    mesh = parameter.device_mesh
+    for axis, placement in enumerate(parameter.placements):
+        if not placement.is_replicate():  # FSDP's dimensions come first: replicas, then shards
+            dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard, or PyTorch's private strided one
+            return mesh.size(axis), dim, mesh.get_group(axis), mesh.get_local_rank(axis)
+    return 1, 0, mesh.get_group(0), 0
+
+
+def _sharded(model: nn.Module) -> Iterator[_Placed]:
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, full_name in _WRAPPED.get(module, {}).items():
+            parameter = module._parameters[name]
+            master = _local(parameter)
+            if isinstance(master, Tensor) and not isinstance(master, MasterWeight) and isinstance(parameter, DTensor):
+                raise RuntimeError(
+                    f"update_scales: {full_name} was replaced since gather_fp8, by load_state_dict(assign=True) for "
+                    "one; load into the weights that are there, after model.to_empty(device=…) if they are on meta"
+                )
+        for parameter in module._parameters.values():
+            master = _local(parameter)
+            if isinstance(parameter, DTensor) and isinstance(master, MasterWeight) and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield _Placed(parameter, master)
+
+
+def _local(parameter: Any) -> Any:
+    with torch.no_grad():
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter

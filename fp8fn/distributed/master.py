@@ -1,0 +1,209 @@
+"""`MasterWeight`: a weight in 16 or 32 bits whose shards FSDP2 gathers as FP8 bytes.
+
+Every op sees the master itself, so that optimizers, checkpoints and initialisation work as on a plain tensor. FSDP2
+calls `fsdp_pre_all_gather` on a shard, which gives the bytes that `update_scales` has made of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fp8fn.ops.layout import Block
+from fp8fn.weights.form import Form
+from fp8fn.weights.fp8_weight import weight_of
+
+aten = torch.ops.aten
+
+
+class GatherForm(NamedTuple):
+    """How a weight is quantized for the gather: its name, the matrix that FSDP shards, and the format."""
+
+    name: str
+    size: tuple[int, ...]
+    block: Block
+    dtype: torch.dtype | None
+    scale: str
+
+
+@dataclass
+class Shard:
+    """What is known of the memory of a shard, shared by all views of it.
+
+    Args:
+        writes: The number of writes. Writes below a wrapper subclass do not move the version of the tensor inside.
+        mark: The writes and the inner tensor's version at the time of `update_scales`; None before.
+        data: The shard as FP8 bytes, padded to the rows of the largest shard.
+        scale: The scales of the whole weight.
+        dtype: The FP8 type of the bytes.
+        origin: The shard from which this memory was allocated.
+    """
+
+    writes: int = 0
+    mark: tuple[int, int] | None = None
+    data: Tensor | None = None
+    scale: Tensor | None = None
+    dtype: torch.dtype | None = None
+    origin: Shard | None = None
+
+
+class Gathered(NamedTuple):
+    """The weight that gathered bytes stand for."""
+
+    size: torch.Size
+    scale: Tensor
+    block: Block
+    dtype: torch.dtype
+
+
+def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    """Runs an op on the master itself; a view or a copy of a master is one too."""
+    kwargs = kwargs or {}
+    masters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, MasterWeight)]
+    plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda master: master._tensor, (args, kwargs))
+    out = func(*plain_args, **plain_kwargs)
+    if func._schema.is_mutable:
+        _count_writes(func, args, kwargs)
+        return args[0] if args and isinstance(args[0], MasterWeight) else out
+    shard_of = _KEPT.get(func)
+    if shard_of is None:
+        return out
+    first = masters[0]
+    return pytree.tree_map_only(Tensor, lambda tensor: MasterWeight(tensor, first._form, shard_of(first)), out)
+
+
+def _text(master: MasterWeight, *, tensor_contents: Any = None) -> str:
+    return f"MasterWeight({master._form.name}, {master._tensor!r})"
+
+
+class MasterWeight(Tensor):
+    """A master weight, or its shard."""
+
+    __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
+    __torch_dispatch__ = cast(Any, classmethod(_dispatch))
+    __repr__ = cast(Any, _text)
+
+    if TYPE_CHECKING:
+        _tensor: Tensor
+        _form: GatherForm
+        _shard: Shard
+
+    def __new__(cls, tensor: Tensor, form: GatherForm, shard: Shard | None = None) -> MasterWeight:
+        made = Tensor._make_wrapper_subclass(
+            cls, tensor.size(), strides=tensor.stride(), storage_offset=tensor.storage_offset(), dtype=tensor.dtype,
+            device=tensor.device,
+        )  # fmt: skip
+        made._tensor, made._form, made._shard = tensor, form, Shard() if shard is None else shard
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], GatherForm]:
+        return ["_tensor"], self._form
+
+    @staticmethod
+    def __tensor_unflatten__(parts: dict[str, Tensor], form: GatherForm, size: Any, stride: Any) -> MasterWeight:
+        return MasterWeight(parts["_tensor"], form)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Checkpoints hold plain tensors."""
+        return self._tensor.__reduce_ex__(protocol)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the FP8 bytes are those of the values."""
+        return self._shard.mark == self._mark()
+
+    def store(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+        """Keeps the FP8 bytes of the values, and the scales of the whole weight."""
+        shard = self._shard
+        shard.data, shard.scale, shard.dtype, shard.mark = data, scale, dtype, self._mark()
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        """The bytes that FSDP2 gathers."""
+        shard, form = self._shard, self._form
+        if not self.is_current:
+            what = "has no scales yet" if shard.mark is None else "changed since the last update_scales"
+            raise RuntimeError(
+                f"{form.name} {what}; call fp8fn.distributed.update_scales(model) after each optimizer.step(), after "
+                "loading or initialising weights, and before the first forward"
+            )
+        assert shard.data is not None
+        assert shard.scale is not None
+        assert shard.dtype is not None
+        data, scale = (part.to(self.device, non_blocking=True) for part in (shard.data, shard.scale))
+        return (data,), Gathered(outer_size, scale, form.block, shard.dtype)
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[Tensor, ...], metadata: Gathered, param_dtype: torch.dtype | None, *, out: Any = None
+    ) -> Any:
+        """The whole weight as an `FP8Weight` over the gathered bytes; `out` is that of an earlier gather."""
+        size = metadata.size
+        data = outputs[0].reshape(-1)[: math.prod(size)].view(size).view(metadata.dtype)
+        if out is not None:
+            with torch.no_grad():  # otherwise the local tensor of a DTensor would be a view of it
+                weight = out.to_local() if hasattr(out, "to_local") else out
+            weight._data, weight._scale = data, metadata.scale
+            return None
+        form = Form(metadata.block, param_dtype or self.dtype, gathered=True)
+        return weight_of(data, metadata.scale, form), outputs
+
+    def _mark(self) -> tuple[int, int]:
+        return self._shard.writes, 0 if self._tensor.is_inference() else self._tensor._version
+
+
+def _count_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for number, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name)
+        for master in pytree.tree_leaves(given):
+            if isinstance(master, MasterWeight):
+                master._shard.writes += 1
+    if func is aten.copy_.default:
+        _carry(*args[:2])
+
+
+def _carry(master: Any, source: Any) -> None:
+    """FSDP pads a shard by a copy into new memory; its FP8 bytes are padded already and stay."""
+    if not isinstance(master, MasterWeight) or not isinstance(source, MasterWeight):
+        return
+    shard, old = master._shard, source._shard
+    if shard.origin is old and master.shape == source.shape and source.is_current:
+        shard.data, shard.scale, shard.dtype, shard.mark = old.data, old.scale, old.dtype, master._mark()
+
+
+def _same(master: MasterWeight) -> Shard:
+    return master._shard
+
+
+def _new(master: MasterWeight) -> Shard:
+    return Shard(origin=master._shard)
+
+
+def _copied(master: MasterWeight) -> Shard:
+    """The copy has memory of its own, and the values of the master."""
+    if not master.is_current:
+        return Shard()
+    old = master._shard
+    return Shard(mark=(0, 0), data=old.data, scale=old.scale, dtype=old.dtype)
+
+
+# The ops whose results are masters too; any other op's result is a plain tensor.
+_KEPT: Final[dict[Any, Callable[[MasterWeight], Shard]]] = {
+    **dict.fromkeys(
+        (
+            aten.alias.default, aten.as_strided.default, aten.detach.default, aten.narrow.default, aten.slice.Tensor,
+            aten.split.Tensor, aten.split_with_sizes.default, aten.view.default, aten._reshape_alias.default,
+        ),
+        _same,
+    ),
+    **dict.fromkeys((aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default), _new),
+    **dict.fromkeys((aten._to_copy.default, aten.clone.default, aten._pin_memory.default), _copied),
+}  # fmt: skip

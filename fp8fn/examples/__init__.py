@@ -1,0 +1,1 @@
+"""Programs for `torchrun`, each as short as a user's own."""

@@ -1,0 +1,107 @@
+"""Expert parallelism with FP8 on the wire, on two processes of a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import fp8fn
+from fp8fn.distributed import combine, dispatch
+from fp8fn.ops import reference
+from support.accuracy import snr
+
+RANKS, EXPERTS, K, N = 2, 4, 300, 128
+COUNTS = torch.tensor([[3, 0, 40, 7], [1, 0, 0, 25]])  # of each rank; nobody has rows for expert 1
+
+
+def _rounded(x: Tensor) -> Tensor:
+    data, scale = reference.quantize(x, (1, 128), torch.float8_e4m3fn, "pow2")
+    return reference.dequantize(data, scale, (1, 128)).to(x.dtype)
+
+
+def _rows(rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(int(COUNTS[rank].sum()), K, generator=generator)
+    return (x * torch.logspace(-3, 3, x.shape[0])[:, None]).bfloat16()
+
+
+def _by_expert(of_ranks: list[Tensor], experts: range) -> list[Tensor]:
+    parts = [list(x.split(counts.tolist())) for x, counts in zip(of_ranks, COUNTS, strict=True)]
+    return [torch.cat([of_rank[expert] for of_rank in parts]) for expert in experts]
+
+
+def _case(rank: int) -> None:
+    sent = 0
+    plain = dist.all_to_all_single
+
+    def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal sent
+        sent += rows.numel() * rows.element_size() if rows.dtype == torch.uint8 else 0
+        return plain(out, rows, *args, **kwargs)
+
+    x, mine = _rows(rank).requires_grad_(), range(rank * 2, rank * 2 + 2)
+    dist.all_to_all_single = counted
+    try:
+        rows, routing = dispatch(x, COUNTS[rank])
+        assert sent <= 0.55 * x.numel() * 2
+        expected = _by_expert([_rounded(_rows(each)) for each in range(RANKS)], mine)
+        assert torch.equal(rows, torch.cat(expected))
+        assert routing.offsets.tolist() == torch.tensor([len(each) for each in expected]).cumsum(0).tolist()
+
+        torch.manual_seed(9)
+        weights = torch.randn(EXPERTS, K, N).bfloat16()
+        y = fp8fn.grouped_gemm(rows, weights[mine.start : mine.stop], routing.offsets, recipe="blockwise_pow2")
+        out = combine(y, routing)
+        whole = _rows(rank).requires_grad_()
+        ends = COUNTS[rank].cumsum(0).to(torch.int32)
+        one = fp8fn.grouped_gemm(whole, weights, ends, recipe="blockwise_pow2")
+        assert torch.equal(out, one)  # dispatched rows are not rounded again
+
+        sent = 0
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5 + rank)).bfloat16()
+        out.backward(grad)
+        one.backward(grad)
+        assert 0 < sent <= 0.55 * grad.numel() * 2
+        assert x.grad is not None
+        assert whole.grad is not None
+        assert snr(x.grad, whole.grad) > 60
+    finally:
+        dist.all_to_all_single = plain
+
+    same = torch.randn(4, K)
+    rows, routing = dispatch(same, torch.tensor([4, 0, 0, 0]))
+    with pytest.raises(ValueError, match="combine: y has 1 rows, and dispatch received"):
+        combine(torch.zeros(1, N), routing)
+    with pytest.raises(ValueError, match="counts of rank 1 sum to"):  # on all ranks
+        dispatch(same, torch.tensor([4, 0, 0, rank]))
+    with pytest.raises(ValueError, match="a multiple of the 2 ranks"):
+        dispatch(same, torch.tensor([4, 0, 0]))
+
+
+def _bits_beyond_numbers(rank: int) -> None:
+    x = torch.randn(2, K)
+    x[0, 3], x[1, 200] = torch.nan, torch.inf
+    rows, _ = dispatch(x, torch.tensor([1, 0, 1, 0]))
+    assert rows[:, :128].isnan().all() if rank == 0 else rows[:, 128:256].isnan().any()
+    assert rows[:, 256:].isfinite().all()
+
+
+def _run(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    try:
+        _case(rank)
+        _bits_beyond_numbers(rank)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path),), nprocs=RANKS)

@@ -1,0 +1,369 @@
+"""FSDP2 with FP8 on the wire, on two processes of a CPU, against one process on the same micro-batches."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import checkpoint
+
+import fp8fn
+from fp8fn import FP8Weight
+from fp8fn.distributed import gather_fp8, update_scales
+from fp8fn.ops import reference
+
+RANKS, STEPS = 2, 2
+
+
+class Block(nn.Module):
+    def __init__(self, rows: int, checkpointed: bool) -> None:
+        super().__init__()
+        self.norm, self.checkpointed = nn.RMSNorm(256), checkpointed
+        self.up, self.down = nn.Linear(256, rows), nn.Linear(rows, 256, bias=False)
+
+    def _mlp(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (checkpoint(self._mlp, x, use_reentrant=False) if self.checkpointed else self._mlp(x))
+
+
+def _model(rows: int, checkpointed: bool = False) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(rows, checkpointed) for _ in range(2)))
+
+
+def _in_fp8(model: nn.Module, recipe: str, backend: str | None = None) -> None:
+    for block in model.children():
+        if backend is None:
+            block._mlp = fp8fn.fp8(block._mlp, recipe=recipe)  # which checkpointing runs again
+        else:
+            block.compile(backend=backend, options={"where": "*", "recipe": recipe})
+
+
+def _sharded(model: nn.Module, options: dict[str, Any]) -> None:
+    for block in model.children():
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+class Case(NamedTuple):
+    rows: int = 512
+    recipe: str = "blockwise"
+    options: Callable[[], dict[str, Any]] = dict
+    checkpointed: bool = False
+    micro_batches: int = 1
+    tolerance: float = 1e-6
+    backend: str | None = None
+
+
+def _hybrid() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard"))}
+
+
+def _replicas() -> dict[str, Any]:
+    return {"mesh": init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))}
+
+
+def _columns() -> dict[str, Any]:
+    return {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None}
+
+
+def _offloaded() -> dict[str, Any]:
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+
+
+def _mixed() -> dict[str, Any]:
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+CASES = {
+    "whole blocks": Case(),
+    "torn blocks": Case(304),
+    "ragged shards": Case(309),
+    "one scale": Case(309, recipe="tensorwise"),
+    "powers of two": Case(304, recipe="blockwise_pow2"),
+    "no reshard": Case(304, options=lambda: {"reshard_after_forward": False}),
+    "columns": Case(304, options=_columns),
+    "hybrid": Case(304, options=_hybrid),
+    "replicas": Case(304, options=_replicas),
+    "accumulation": Case(304, micro_batches=2),
+    "checkpointed": Case(304, checkpointed=True),
+    "offloaded": Case(309, options=_offloaded),
+    "mixed": Case(304, options=_mixed, tolerance=1e-3),
+    "compiled": Case(304, backend="fp8fn"),
+}
+
+
+def _tokens(step: int, number: int) -> Tensor:
+    return torch.randn(32, 256, generator=torch.Generator().manual_seed(100 * step + number))
+
+
+def _loss(model: nn.Module, x: Tensor) -> Tensor:
+    return (model(x).float() - x.roll(1, 1)).square().mean()
+
+
+def _one_process(case: Case) -> tuple[list[float], nn.Module]:
+    """The losses of the same micro-batches, which are quantized apart, as each rank quantizes its own."""
+    model = _model(case.rows)
+    _in_fp8(model, case.recipe)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(STEPS):
+        count = RANKS * case.micro_batches
+        parts = [_loss(model, _tokens(step, number)) / count for number in range(count)]
+        for part in parts:
+            part.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(part.item() for part in parts))
+    return losses, model
+
+
+@contextmanager
+def _counted() -> Iterator[dict[str, int]]:
+    """Quantizations of shards, dequantizations, and the elements and bytes of FSDP's gathers of weights."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    from fp8fn.distributed.master import MasterWeight
+
+    counts = dict.fromkeys(("quantized", "dequantized", "gathered", "bytes"), 0)
+    store, dequantize = MasterWeight.store, FP8Weight.dequantize
+    inputs = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
+
+    def stored(self: MasterWeight, *args: Any) -> None:
+        counts["quantized"] += 1
+        store(self, *args)
+
+    def dequantized(self: FP8Weight, *args: Any) -> Tensor:
+        counts["dequantized"] += 1
+        return dequantize(self, *args)
+
+    def watched(self: FSDPParam) -> list[Tensor]:
+        out: list[Tensor] = inputs(self)
+        if len(self._orig_size) == 2:
+            counts["gathered"] += self.padded_sharded_param_size.numel()
+            counts["bytes"] += sum(x.numel() * x.element_size() for x in out)
+        return out
+
+    MasterWeight.store, FP8Weight.dequantize = stored, dequantized  # type: ignore[method-assign]
+    FSDPParam.all_gather_inputs = property(watched)  # type: ignore[assignment, method-assign]
+    try:
+        yield counts
+    finally:
+        MasterWeight.store, FP8Weight.dequantize = store, dequantize  # type: ignore[method-assign]
+        FSDPParam.all_gather_inputs = property(inputs)  # type: ignore[assignment, method-assign]
+
+
+def _held(saved: list[Tensor]) -> int:
+    """Bytes of FP8 that are kept for the backward, each storage once; FSDP has freed those that it gathered."""
+    parts = [part for x in saved for part in ((x._data,) if isinstance(x, FP8Weight) else (x,))]
+    storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in parts if x.element_size() == 1}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _same_training(name: str) -> None:
+    case = CASES[name]
+    expected, reference_model = _one_process(case)
+    model = _model(case.rows, case.checkpointed)
+    assert len(gather_fp8(model, recipe=case.recipe).quantized) == 4
+    _in_fp8(model, case.recipe, case.backend)
+    options = case.options()
+    _sharded(model, options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    update_scales(model)
+    optimizer.register_step_post_hook(lambda *_: update_scales(model))
+    for step in range(STEPS):
+        total = torch.zeros(())
+        with _counted() as counts:
+            for number in range(case.micro_batches):
+                saved: list[Tensor] = []
+
+                def keep(x: Tensor, saved: list[Tensor] = saved) -> Tensor:
+                    saved.append(x)
+                    return x
+
+                x = _tokens(step, dist.get_rank() * case.micro_batches + number)
+                # Dynamo passes by a frame that runs under these hooks.
+                watch = torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x)
+                with nullcontext() if case.backend else watch:
+                    loss = _loss(model, x) / case.micro_batches
+                if name not in ("no reshard", "checkpointed", "compiled"):
+                    # The columns of both products' activations, in rows of 16 bytes, and no weight.
+                    assert 0 < _held(saved) <= 2 * 32 * (256 + -(-case.rows // 16) * 16)
+                loss.backward()
+                total += loss.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert counts["quantized"] == 4
+        assert counts["dequantized"] == 0
+        assert counts["bytes"] == counts["gathered"] > 0
+        dist.all_reduce(total)
+        assert abs(total.item() / RANKS - expected[step]) <= case.tolerance * abs(expected[step]), name
+    assert case.backend is None or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    _same_bits(model, case)
+    if case.tolerance == 1e-6:
+        for one, other in zip(model.parameters(), reference_model.parameters(), strict=True):
+            torch.testing.assert_close(one.full_tensor() + 0, other.detach(), rtol=0, atol=1e-5)  # type: ignore[attr-defined]
+
+
+def _same_bits(model: nn.Module, case: Case) -> None:
+    recipe = fp8fn.Recipe(weight_block=(-1, -1)) if case.recipe == "tensorwise" else fp8fn.BLOCKWISE
+    scale = "pow2" if case.recipe == "blockwise_pow2" else "fp32"
+    model.reshard()  # type: ignore[operator]
+    for block in model.children():
+        block.reshard()  # type: ignore[operator]
+        whole = [layer.weight.full_tensor() + 0 for layer in (block.up, block.down)]
+        assert all(type(each) is Tensor for each in whole)
+        block.unshard()  # type: ignore[operator]
+        for layer, master in zip((block.up, block.down), whole, strict=True):
+            assert isinstance(layer.weight, FP8Weight)
+            scaled = layer.weight.scaled
+            data, scales = reference.quantize(master, recipe.weight_block, torch.float8_e4m3fn, scale)
+            assert torch.equal(scaled.data.view(torch.uint8), data.view(torch.uint8))
+            assert torch.equal(scaled.scale, scales)
+        block.reshard()  # type: ignore[operator]
+
+
+def _stale() -> None:
+    """Every rank raises, before anything is sent."""
+    model = _model(304)
+    gather_fp8(model)
+    _sharded(model, {})
+    x = _tokens(0, 0)
+    with pytest.raises(RuntimeError, match=r"0\.up\.weight has no scales yet; call .*update_scales\(model\)"):
+        model(x)
+    update_scales(model)
+    model(x)
+    model.reshard()  # type: ignore[operator]
+    optimizer = torch.optim.AdamW(model.parameters())
+    _loss(model, x).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="changed since the last update_scales"):
+        model(x)
+    update_scales(model)
+    model(x)
+
+
+def _plain_products() -> None:
+    """PyTorch's own products take unquantized activations, and their gradients reach the masters."""
+    model, whole = _model(304), _model(304)
+    for block in whole:
+        for layer in (block.up, block.down):
+            layer.weight.data = fp8fn.quantize(layer.weight.detach(), (128, 128)).dequantize(torch.float32)
+    gather_fp8(model)
+    _sharded(model, {})
+    update_scales(model)
+    x = _tokens(0, 0)
+    _loss(model, x).backward()
+    _loss(whole, x).backward()
+    for one, other in zip(model.parameters(), whole.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad, rtol=1e-4, atol=1e-6)  # type: ignore[attr-defined]
+
+
+def _meta_and_checkpoints(folder: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(309, False) for _ in range(2)))
+    gather_fp8(model)
+    _sharded(model, {})
+    model.to_empty(device="cpu")
+    torch.manual_seed(3 + dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().normal_()  # type: ignore[attr-defined]
+    update_scales(model)
+    x = _tokens(0, 0)
+    expected = model(x)
+    model.reshard()  # type: ignore[operator]
+    masters = [p.full_tensor().clone() for p in model.parameters()]  # type: ignore[attr-defined]
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = _model(309)
+    gather_fp8(other)
+    _sharded(other, {})
+    state = {"model": other.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    for parameter, master in zip(other.parameters(), masters, strict=True):
+        assert torch.equal(parameter.full_tensor(), master)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="has no scales yet"):
+        other(x)
+    update_scales(other)
+    assert torch.equal(other(x), expected)
+
+
+def _run(rank: int, folder: str) -> None:
+    warnings.simplefilter("error")
+    for kind in (FutureWarning, DeprecationWarning, UserWarning):  # PyTorch's own
+        warnings.filterwarnings("ignore", category=kind, module="torch")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    try:
+        for name in CASES:
+            _same_training(name)
+        _stale()
+        _plain_products()
+        _meta_and_checkpoints(f"{folder}/checkpoint")
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_two_processes(tmp_path: Path) -> None:
+    """All cases in one pair of processes: starting them takes longer than the cases."""
+    mp.spawn(_run, (str(tmp_path),), nprocs=RANKS)
+
+
+def test_what_stays() -> None:
+    model = nn.Sequential(nn.Embedding(512, 256), nn.Linear(256, 512), nn.Linear(512, 10))
+    report = gather_fp8(model)
+    assert report.quantized == ("1.weight",)
+    assert set(report.kept) == {"0.weight", "2.weight"}
+    assert gather_fp8(model, "1.weight").kept["1.weight"] == "it is gathered in FP8 already"
+    assert torch.equal(model[1](torch.eye(256)), torch.eye(256) @ model[1].weight.T + model[1].bias)
+    assert type(copy.deepcopy(model)[1].weight.detach()) is type(model[1].weight.detach())
+
+
+def test_a_recipe_whose_weights_have_two_forms() -> None:
+    with pytest.raises(ValueError, match=r"gather_fp8: recipe has weight_block=\(-1, 1\), whose data for the forward"):
+        gather_fp8(nn.Linear(256, 256), recipe="rowwise")
+
+
+@pytest.mark.parametrize(("rank", "rows"), [(0, 2), (299, 2), (999, 0)])
+def test_a_rank_of_a_thousand(rank: int, rows: int) -> None:
+    """On a group that sends nothing: the bytes of a rank's gather, FSDP's padding included, also of an empty shard."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=1000)
+    try:
+        model = nn.Sequential(nn.Linear(256, 1002, bias=False))
+        gather_fp8(model)
+        _sharded(model, {})
+        assert model[0].weight.to_local().shape == (rows, 256)  # type: ignore[operator]
+        update_scales(model)
+        with _counted() as counts:
+            model(torch.zeros(2, 256)).sum().backward()
+        assert counts["bytes"] % (2 * 256) == 0
+        assert counts["bytes"] == counts["gathered"]
+        assert counts["dequantized"] == 0
+        torch.optim.SGD(model.parameters(), 0.1).step()
+        with pytest.raises(RuntimeError, match="changed since"):
+            model(torch.zeros(2, 256))
+    finally:
+        dist.destroy_process_group()
