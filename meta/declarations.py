@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 
 import fp8fn.meta.monitor  # noqa: F401  registers an op without results
-from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, vmap
-from fp8fn.meta.registry import Op, declare
+from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, sharding, vmap
+from fp8fn.meta.registry import Op, declare, register_shardings
 from fp8fn.ops import expert_mlp as expert_mlp_op
 from fp8fn.ops import (
     gemm,
@@ -29,7 +29,7 @@ _DIFFERENTIABLE = "use fp8fn.gemm(a, b) on the unquantized tensors, which is dif
 def _constant(module: ModuleType, schema: str) -> Op:
     """Declares an op that has no derivative, whose parts `module` holds under the op's name.
 
-    `vmap` holds its rule; an op without a rule is called once for each element of the batch.
+    `vmap` and `sharding` hold its rules; an op without one for vmap is called once for each element of the batch.
     """
     name = schema.partition("(")[0]
     reference, kernel = getattr(module, f"{name}_reference"), getattr(module, f"{name}_kernel")
@@ -41,6 +41,7 @@ def _constant(module: ModuleType, schema: str) -> Op:
             fake=getattr(module, f"{name}_fake"),
             autograd=autograd.not_differentiable(name, _DIFFERENTIABLE, reference, kernel),
             vmap=getattr(vmap, name, vmap.each(name)),
+            sharding=getattr(sharding, name),
         )
     )
 
@@ -70,12 +71,24 @@ MM_A16W8 = declare(
         fake=mm_a16w8.mm_a16w8_fake,
         autograd=autograd.mm_a16w8(mm_a16w8.mm_a16w8_reference, mm_a16w8.mm_a16w8_kernel),
         vmap=vmap.mm_a16w8,
+        sharding=sharding.mm_a16w8,
     )
 )
-GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm))
+GEMM = declare(Op(schema=gemm.GEMM_SCHEMA, composite=autograd.gemm, vmap=vmap.gemm, sharding=sharding.COMPOSED))
 GROUPED_GEMM = declare(
-    Op(schema=grouped_gemm.GROUPED_GEMM_SCHEMA, composite=autograd_grouped.grouped_gemm, vmap=vmap.each("grouped_gemm"))
+    Op(
+        schema=grouped_gemm.GROUPED_GEMM_SCHEMA,
+        composite=autograd_grouped.grouped_gemm,
+        vmap=vmap.each("grouped_gemm"),
+        sharding=sharding.COMPOSED,
+    )
 )
 EXPERT_MLP = declare(
-    Op(schema=expert_mlp_op.EXPERT_MLP_SCHEMA, composite=autograd_expert_mlp.expert_mlp, vmap=vmap.each("expert_mlp"))
+    Op(
+        schema=expert_mlp_op.EXPERT_MLP_SCHEMA,
+        composite=autograd_expert_mlp.expert_mlp,
+        vmap=vmap.each("expert_mlp"),
+        sharding=sharding.COMPOSED,
+    )
 )
+register_shardings()
