@@ -16,7 +16,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat
 from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.quantize import quantize_dual_kernel, quantize_kernel
-from fp8fn.ops.sharded_amax import sharded_amax
+from fp8fn.ops.sharded import sharded_amax
 from fp8fn.scaled_tensor import ScaledTensor
 
 # Checks of the arguments that all quantizers share.

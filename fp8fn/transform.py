@@ -20,6 +20,7 @@ from fp8fn import arguments
 from fp8fn.contraction import Product, as_product
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
+from fp8fn.ops.sharded import local_of
 from fp8fn.site import Site, Where, check_where, why_not
 
 P = ParamSpec("P")
@@ -224,7 +225,7 @@ _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     ),
 }
 _NOT_MATCHED: Final = "it is not matched as a product by one matrix; F.linear and torch.matmul are"
-_NOT_PLAIN: Final = "an operand is a tensor subclass, or has no strides"
+_NOT_PLAIN: Final = "an operand is a tensor subclass other than DTensor, or has no strides"
 _NOT_FITTING: Final = "its operands are no matrix and batch of rows of one type, or its `out` is of another"
 
 
@@ -289,7 +290,7 @@ def _is_plain(arg: Any) -> bool:
         return all(_is_plain(each) for each in arg)
     if not isinstance(arg, Tensor):
         return True
-    return arg.layout is torch.strided and not arg.is_nested and not is_traceable_wrapper_subclass(arg)
+    return arg.layout is torch.strided and not arg.is_nested and not is_traceable_wrapper_subclass(local_of(arg))
 
 
 def _fits(call: _Call) -> bool:

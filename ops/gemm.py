@@ -17,7 +17,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
-from fp8fn.ops.sharded_amax import sharded_amax, splits_block
+from fp8fn.ops.sharded import sharded_amax, splits_block
 
 GEMM_SCHEMA: Final = (
     'gemm(Tensor a, Tensor b, Tensor? bias=None, str recipe="blockwise", ScalarType? out_dtype=None) -> Tensor'

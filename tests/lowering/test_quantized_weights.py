@@ -84,7 +84,7 @@ def test_tensor_subclasses(dtype: torch.dtype, made: list[str]) -> None:
         found = torch.compile(model, backend=backend, fullgraph=True)(x)
         explanation = fp8fn.explain(model, x, where="*", show=False)
         assert snr(found, model(x)) > 45
-    left = "the weight is of the tensor subclass Scaled; the recipe takes plain tensors alone"
+    left = "the weight is of the tensor subclass Scaled; the recipe takes plain tensors and DTensors"
     assert [decision.reason for decision in backend.decided] == [left, left, "where said no"]
     assert [found.made for found in backend.found] == made
     rows = [(row.weight, row.kernel, row.reason) for row in explanation.rows]
@@ -113,7 +113,7 @@ def test_a_jagged_input() -> None:
     backend = both_passes()
     found = torch.compile(lambda x: F.linear(x, w), backend=backend, fullgraph=True)(x)
     assert [decision.reason for decision in backend.decided] == [
-        "the input is of the tensor subclass NestedTensor; the recipe takes plain tensors alone"
+        "the input is of the tensor subclass NestedTensor; the recipe takes plain tensors and DTensors"
     ]
     torch.testing.assert_close(found.values(), x.values() @ w.mT)
 
@@ -142,12 +142,10 @@ def test_tensor_parallel(group: None) -> None:
     backend = both_passes()
     found = torch.compile(model, backend=backend, fullgraph=True)(x)
     found.square().sum().backward()
-    assert [decision.reason for decision in backend.decided] == [
-        "the weight is sharded, a DTensor, which the recipe does not take"
-    ] * 2
-    torch.testing.assert_close(found, expected)
+    assert [decision.reason for decision in backend.decided] == [None] * 2
     sharded: Any = model[0].weight.grad
-    torch.testing.assert_close(sharded.full_tensor(), grad)
+    assert snr(found, expected) > 25
+    assert snr(sharded.full_tensor(), grad) > 20
 
 
 class Layer(nn.Module):

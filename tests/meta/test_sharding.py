@@ -15,8 +15,8 @@ import fp8fn
 from fp8fn.meta.registry import OPS, SHARDINGS
 from fp8fn.meta.sharding import Composed, Refusal
 from fp8fn.ops.layout import BLOCKS
-from tests.support.accuracy import differing, snr
-from tests.support.samples import SAMPLES
+from support.accuracy import differing, snr
+from support.samples import SAMPLES
 
 if not torch.distributed.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
@@ -24,7 +24,7 @@ if not torch.distributed.is_available():
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from tests.support.ranks import Ranks, gathered, moved, placed, ranks_in_one_process, sharded
+from support.ranks import Ranks, gathered, moved, placed, ranks_in_one_process, sharded
 
 RANKS = 2
 ops = torch.ops.fp8fn
