@@ -2,8 +2,8 @@
 
 A gathered tensor holds what FP8 holds, in the type that it had. Rows of powers of two as scales make that exact for the
 products: quantized again by the same recipe, in any of its blocks, such values keep their bits, but for those that
-become subnormal beside larger ones. Sums, which a reduce-scatter computes, stay in the type that they have. The gradient
-of a bias behind a row-parallel product sums what was gathered.
+become subnormal beside larger ones. Sums, which a reduce-scatter computes, stay in the type that they have. The
+gradient of a bias behind a row-parallel product sums what was gathered.
 """
 
 from __future__ import annotations
