@@ -30,7 +30,7 @@ def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | N
     for name, node in (("weight", weight), ("input", x)):
         operand = local_of(value(node))
         if operand is not None and is_traceable_wrapper_subclass(operand):
-            kind = type(operand)
+            kind: type = type(operand)
             if kind is FP8Weight:
                 return f"the {name} is an FP8Weight, whose own data multiplies activations in their own type"
             return f"the {name} is of the tensor subclass {kind.__name__}; the recipe takes plain tensors and DTensors"

@@ -68,8 +68,8 @@ def quantize_both(
         other = quantize(x, other_block, dtype, scale, sums_rows=not sums_rows)
         return quantize(x, block, dtype, scale, sums_rows=sums_rows), other
     if other_block != swap(block):
-        row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, dual_block)
-        return Quantized(row, row_scale, block), Quantized(col, col_scale, dual_block)
+        row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, other_block)
+        return Quantized(row, row_scale, block), Quantized(col, col_scale, other_block)
     if is_square(block) and not _on_hopper(x, block):
         one = quantize(x, block, dtype, scale)
         return one, one

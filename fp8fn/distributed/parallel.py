@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_parallel
 
+from fp8fn.meta.levels import apply
 from fp8fn.ops.recipe import BLOCKWISE_POW2, Recipe, parse_recipe, recipe_key
 from fp8fn.quantization import dequantize
 from fp8fn.scaled_tensor import ScaledTensor
@@ -93,7 +94,8 @@ def _input(
     if not isinstance(x, DTensor):
         x = DTensor.from_local(x, mesh, given, run_check=False)
     if wanted == (Replicate(),) and _is_sequence(x.placements, x.ndim):
-        return _Gather.apply(x, recipe.activation_dtype)
+        gathered: DTensor = apply(_Gather, x, recipe.activation_dtype)
+        return gathered
     return x if x.placements == wanted else x.redistribute(placements=wanted)
 
 
@@ -161,7 +163,7 @@ class RowwiseParallel(torch_parallel.RowwiseParallel):
 
     def _prepare_output_fn(self, wanted: Any, local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:  # type: ignore[override]
         if outputs.placements == (Partial(),) and _is_sequence(wanted, outputs.ndim):
-            outputs = _Scatter.apply(outputs, wanted, self.recipe.gradient_dtype)
+            outputs = apply(_Scatter, outputs, wanted, self.recipe.gradient_dtype)
         elif outputs.placements != wanted:
             outputs = outputs.redistribute(placements=wanted)
         return outputs.to_local() if local else outputs
@@ -188,7 +190,7 @@ class PrepareModuleInput(torch_parallel.PrepareModuleInput):
         super().__init__(**layouts)
         self.recipe = _checked("PrepareModuleInput", recipe)
 
-    def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:  # type: ignore[override]
+    def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
         if given is None or wanted is None:
             return super()._prepare_input_arg(input, mesh, given, wanted)
         placed = _input(input, mesh, (given,), (wanted,), self.recipe)
