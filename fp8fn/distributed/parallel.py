@@ -47,7 +47,7 @@ def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
     """All of `x` on each rank, after one byte an element and one scale for 128 elements are sent."""
     parts = torch.ops.fp8fn.quantize(x, _ROWS, dtype, "pow2")
     data, scale = (_whole(part) for part in parts)
-    out = dequantize(ScaledTensor(data, scale, _ROWS), x.dtype)
+    out = dequantize(ScaledTensor(data, scale, _ROWS), x.dtype).contiguous()
     return DTensor.from_local(out, x.device_mesh, [Replicate()], run_check=False)
 
 

@@ -176,6 +176,8 @@ def _wire() -> None:
         y.backward(grad)
         gathered = {}
         for kind, styles in PLANS.items():
+            if kind == "torch" and length % RANKS != 0:
+                continue  # PyTorch 2.11's own products fail there: they view what is not contiguous
             torch.manual_seed(0)
             model, mesh = FeedForward().bfloat16(), init_device_mesh("cpu", (RANKS,))
             plan: dict[str, Any] = {
@@ -191,7 +193,7 @@ def _wire() -> None:
             gathered[kind] = wire.gathered
             assert snr(out.full_tensor(), y) > 45
             _same(reference, model, 60)
-        assert 0 < gathered["fp8fn"] < 0.55 * gathered["torch"]
+        assert 0 < gathered["fp8fn"] < 0.55 * gathered.get("torch", 8 * x.numel())
 
 
 def _two_dimensions() -> None:
