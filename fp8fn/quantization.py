@@ -16,6 +16,7 @@ from fp8fn.ops import reference
 from fp8fn.ops.formats import INPUT_DTYPES, ScaleFormat
 from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.quantize import quantize_dual_kernel, quantize_kernel
+from fp8fn.ops.sharded import sharded_amax
 from fp8fn.scaled_tensor import ScaledTensor
 
 # Checks of the arguments that all quantizers share.
@@ -61,7 +62,7 @@ def quantize(x: Tensor, block: Block, *, dtype: torch.dtype | None = None, scale
         "e8m0" is the conversion of the OCP Microscaling Formats (MX) Specification v1.0, section 6.3.
     """
     op: Callable[..., tuple[Tensor, Tensor]] = torch.ops.fp8fn.quantize
-    data, scales = shortest(op, quantize_kernel, x)(x, block, dtype, scale)
+    data, scales = shortest(op, quantize_kernel, x)(x, block, dtype, scale, sharded_amax(x, block))
     return ScaledTensor(data, scales, block)
 
 

@@ -20,6 +20,7 @@ from fp8fn import arguments
 from fp8fn.contraction import Product, as_product
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
+from fp8fn.ops.sharded import local_of
 from fp8fn.site import Site, Where, check_where, why_not
 from fp8fn.weights.fp8_weight import is_gathered
 
@@ -225,7 +226,7 @@ _CALLS: Final[Mapping[Any, Callable[..., _Call | None]]] = {
     ),
 }
 _NOT_MATCHED: Final = "it is not matched as a product by one matrix; F.linear and torch.matmul are"
-_NOT_PLAIN: Final = "an operand is a tensor subclass, or has no strides"
+_NOT_PLAIN: Final = "an operand is a tensor subclass other than DTensor, or has no strides"
 _NOT_FITTING: Final = "its operands are no matrix and batch of rows of one type, or its `out` is of another"
 
 
@@ -292,7 +293,7 @@ def _is_plain(arg: Any) -> bool:
         return True
     if arg.layout is not torch.strided or arg.is_nested:
         return False
-    return is_gathered(arg) or not is_traceable_wrapper_subclass(arg)
+    return is_gathered(arg) or not is_traceable_wrapper_subclass(local_of(arg))
 
 
 def _fits(call: _Call) -> bool:

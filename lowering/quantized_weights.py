@@ -1,9 +1,9 @@
-"""Weights that the recipe leaves alone because they are already quantized or sharded.
+"""Weights that the recipe leaves alone because they are already quantized.
 
 Quantizing a dequantized weight again would round twice; the exact pass multiplies its FP8 data directly if it knows the
-spelling. An `FP8Weight` defines its products itself. Another tensor subclass (torchao's quantized tensors, DTensor)
-defines its own meaning of each op and none for fp8fn's ops. AOTAutograd unwraps the subclass after the recipe pass, so
-that the exact pass sees its parts.
+spelling. An `FP8Weight` defines its products itself. A DTensor has rules for fp8fn's ops. Another tensor subclass
+(torchao's quantized tensors) defines its own meaning of each op and none for fp8fn's ops. AOTAutograd unwraps the
+subclass after the recipe pass, so that the exact pass sees its parts.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.ops.formats import short_name
+from fp8fn.ops.sharded import local_of
 from fp8fn.weights import FP8Weight
 from fp8fn.weights.fp8_weight import is_gathered
 
@@ -28,16 +29,14 @@ _PRODUCTS: Final = ("mm", "matmul", "linear", "einsum", "attention", "embedding"
 def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | None:
     """The reason why the recipe does not take a product of these operands, or None; `outer` as in `find_gemms`."""
     for name, node in (("weight", weight), ("input", x)):
-        operand = value(node)
+        operand = local_of(value(node))
         if operand is not None and is_traceable_wrapper_subclass(operand):
-            kind = type(operand)
+            kind: type = type(operand)
             if name == "weight" and is_gathered(operand):
                 return None
             if kind is FP8Weight:
                 return f"the {name} is an FP8Weight, whose own data multiplies activations in their own type"
-            if kind.__module__.startswith("torch.distributed"):  # importing DTensor takes a second and a half
-                return f"the {name} is sharded, a {kind.__name__}, which the recipe does not take"
-            return f"the {name} is of the tensor subclass {kind.__name__}; the recipe takes plain tensors alone"
+            return f"the {name} is of the tensor subclass {kind.__name__}; the recipe takes plain tensors and DTensors"
     source = quantized_source(weight, outer)
     if source is None:
         return None

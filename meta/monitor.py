@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from fp8fn.meta.registry import LIBRARY
+from fp8fn.meta import sharding
+from fp8fn.meta.registry import LIBRARY, SHARDINGS
 from fp8fn.ops.monitor import MONITOR_SCHEMA, monitor
 
 
@@ -19,3 +20,4 @@ for _key in ("CPU", "CUDA"):
     LIBRARY.impl("monitor", monitor, _key)
 torch.library.register_fake("fp8fn::monitor", _fake, lib=LIBRARY)
 torch.fx.node.has_side_effect(torch.ops.fp8fn.monitor.default)
+SHARDINGS["monitor"] = sharding.monitor

@@ -11,10 +11,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp8fn.meta import fake_cache
+from fp8fn.meta.sharding import Sharding
+from fp8fn.meta.when_imported import when_imported
 from fp8fn.ops.layout import without_guards
 
 LIBRARY: Final = torch.library.Library("fp8fn", "DEF")
 OPS: Final[dict[str, Op]] = {}
+SHARDINGS: Final[dict[str, Sharding]] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +26,8 @@ class Op:
 
     A leaf op has a `reference` (CPU), a `kernel` (CUDA and HIP), a `fake` and an `autograd` kernel, which
     takes the dispatch keys of the call before the op's arguments. A composite op is written with other ops
-    (`composite`): these provide the first three, and the autograd is part of `composite`.
+    (`composite`): these provide the first three, and the autograd is part of `composite`. `sharding` is the rule for
+    DTensors.
     """
 
     schema: str
@@ -33,6 +37,7 @@ class Op:
     autograd: Callable[..., Any] | None = None
     composite: Callable[..., Any] | None = None
     vmap: Callable[..., Any]
+    sharding: Sharding
 
     @property
     def name(self) -> str:
@@ -56,8 +61,20 @@ def declare(op: Op) -> Op:
         torch.library.register_torch_dispatch(f"fp8fn::{name}", FakeTensorMode, fake_cache.rule(), lib=LIBRARY)
         torch.library.register_torch_dispatch(f"fp8fn::{name}", ProxyTorchDispatchMode, _traced, lib=LIBRARY)
     torch.library.register_vmap(f"fp8fn::{name}", op.vmap, lib=LIBRARY)
-    OPS[name] = op
+    OPS[name], SHARDINGS[name] = op, op.sharding
     return op
+
+
+def register_shardings() -> None:
+    """Tells DTensor the rules of all ops, once it is imported: importing it takes a second and a half."""
+
+    def register() -> None:
+        from fp8fn.meta import torch_distributed
+
+        for name, sharding in SHARDINGS.items():
+            torch_distributed.register(name, sharding)
+
+    when_imported("torch.distributed.tensor", register)
 
 
 def _traced(mode: ProxyTorchDispatchMode, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -17,6 +17,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_mm import check_product
+from fp8fn.ops.sharded import sharded_amax, splits_block
 
 GEMM_SCHEMA: Final = (
     'gemm(Tensor a, Tensor b, Tensor? bias=None, str recipe="blockwise", ScalarType? out_dtype=None) -> Tensor'
@@ -46,10 +47,11 @@ def as_autocast(x: Tensor) -> Tensor:
 
 def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:
     """`x` in `block`, for a product that sums over its columns' axis, or with `sums_rows` over its rows' axis."""
+    amax = sharded_amax(x, block)
     if _on_hopper(x, block) and is_column_major(x) != sums_rows:  # a third launch would turn the data
-        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale, None, sums_rows)
+        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale, amax, sums_rows)
     else:
-        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale)
+        data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale, amax)
     return Quantized(data, scales, block)
 
 
@@ -62,16 +64,21 @@ def quantize_both(
     By default `dual_block` is the transposed block. One result of a square block serves both axes, but on Hopper, whose
     matrix instructions read FP8 along the contraction only: there the same values are stored along either axis.
     """
-    if dual_block is not None and dual_block != swap(block):
-        if sums_rows or block not in BESIDE_SQUARE or dual_block != SQUARE:
-            other = quantize(x, dual_block, dtype, scale, sums_rows=not sums_rows)
-            return quantize(x, block, dtype, scale, sums_rows=sums_rows), other
-        row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, dual_block)
-        return Quantized(row, row_scale, block), Quantized(col, col_scale, dual_block)
+    other_block = dual_block or swap(block)
+    if other_block == swap(block):
+        at_once = is_square(block) or not (splits_block(x, block) or splits_block(x, other_block))
+    else:
+        at_once = not sums_rows and block in BESIDE_SQUARE and other_block == SQUARE
+    if not at_once:
+        other = quantize(x, other_block, dtype, scale, sums_rows=not sums_rows)
+        return quantize(x, block, dtype, scale, sums_rows=sums_rows), other
+    if other_block != swap(block):
+        row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, None, other_block)
+        return Quantized(row, row_scale, block), Quantized(col, col_scale, other_block)
     if is_square(block) and not _on_hopper(x, block):
         one = quantize(x, block, dtype, scale)
         return one, one
-    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale)
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_dual(x, block, dtype, scale, sharded_amax(x, block))
     first, second = Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
     return (second, first) if sums_rows and is_square(block) else (first, second)
 

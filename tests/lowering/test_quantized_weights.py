@@ -84,7 +84,7 @@ def test_tensor_subclasses(dtype: torch.dtype, made: list[str]) -> None:
         found = torch.compile(model, backend=backend, fullgraph=True)(x)
         explanation = fp8fn.explain(model, x, where="*", show=False)
         assert snr(found, model(x)) > 45
-    left = "the weight is of the tensor subclass Scaled; the recipe takes plain tensors alone"
+    left = "the weight is of the tensor subclass Scaled; the recipe takes plain tensors and DTensors"
     assert [decision.reason for decision in backend.decided] == [left, left, "where said no"]
     assert [found.made for found in backend.found] == made
     rows = [(row.weight, row.kernel, row.reason) for row in explanation.rows]
@@ -113,7 +113,7 @@ def test_a_jagged_input() -> None:
     backend = both_passes()
     found = torch.compile(lambda x: F.linear(x, w), backend=backend, fullgraph=True)(x)
     assert [decision.reason for decision in backend.decided] == [
-        "the input is of the tensor subclass NestedTensor; the recipe takes plain tensors alone"
+        "the input is of the tensor subclass NestedTensor; the recipe takes plain tensors and DTensors"
     ]
     torch.testing.assert_close(found.values(), x.values() @ w.mT)
 
@@ -131,23 +131,21 @@ def group() -> Iterator[None]:
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this PyTorch has no torch.distributed")
 @pytest.mark.filterwarnings("ignore")
 def test_tensor_parallel(group: None) -> None:
-    """Forward and backward, with DTensor parameters."""
+    """Forward and backward, with DTensor parameters: what `fp8` computes of the unsharded model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     model, x = nn.Sequential(nn.Linear(K, N), nn.ReLU(), nn.Linear(N, K)), torch.randn(32, K)
-    expected = model(x)
+    expected = fp8fn.fp8(model)(x)
     (grad,) = torch.autograd.grad(expected.square().sum(), [model[0].weight])
     parallelize_module(model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
     backend = both_passes()
     found = torch.compile(model, backend=backend, fullgraph=True)(x)
     found.square().sum().backward()
-    assert [decision.reason for decision in backend.decided] == [
-        "the weight is sharded, a DTensor, which the recipe does not take"
-    ] * 2
-    torch.testing.assert_close(found, expected)
+    assert [decision.reason for decision in backend.decided] == [None] * 2
     sharded: Any = model[0].weight.grad
-    torch.testing.assert_close(sharded.full_tensor(), grad)
+    assert snr(found, expected) > 100
+    assert snr(sharded.full_tensor(), grad) > 100
 
 
 class Layer(nn.Module):

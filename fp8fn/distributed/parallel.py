@@ -1,0 +1,197 @@
+"""PyTorch's tensor-parallel styles with FP8 on the wire wherever a sequence is gathered, forward and backward.
+
+A gathered tensor holds what FP8 holds, in the type that it had. Rows of powers of two as scales make that exact for the
+products: quantized again by the same recipe, in any of its blocks, such values keep their bits, but for those that
+become subnormal beside larger ones. Sums, which a reduce-scatter computes, stay in the type that they have. The
+gradient of a bias behind a row-parallel product sums what was gathered.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_parallel
+
+from fp8fn.meta.levels import apply
+from fp8fn.ops.recipe import BLOCKWISE_POW2, Recipe, parse_recipe, recipe_key
+from fp8fn.quantization import dequantize
+from fp8fn.scaled_tensor import ScaledTensor
+
+Placements: TypeAlias = tuple[Placement, ...]
+
+_ROWS: Final = (1, 128)
+
+
+def _checked(name: str, recipe: Recipe | str) -> Recipe:
+    found = parse_recipe(recipe_key(recipe))
+    if found.scale != "pow2" or found.activation_block != _ROWS or found.gradient_block != _ROWS:
+        raise ValueError(
+            f"{name}: recipe={recipe!r} has scale={found.scale!r} and blocks {found.activation_block} and "
+            f"{found.gradient_block} of activations and gradients; what is gathered keeps its bits with scale='pow2' "
+            "and (1, 128) alone: use BLOCKWISE_POW2, for the model's products too"
+        )
+    return found
+
+
+def _is_sequence(placements: Placements, ndim: int) -> bool:
+    """Whether a tensor is sharded along another dimension than the last one, on a mesh of one dimension."""
+    (first, *others) = placements
+    return not others and isinstance(first, Shard) and first.dim % ndim != ndim - 1
+
+
+def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
+    """All of `x` on each rank, after one byte an element and one scale for 128 elements are sent."""
+    parts = torch.ops.fp8fn.quantize(x, _ROWS, dtype, "pow2")
+    data, scale = (_whole(part) for part in parts)
+    out = dequantize(ScaledTensor(data, scale, _ROWS), x.dtype).contiguous()
+    return DTensor.from_local(out, x.device_mesh, [Replicate()], run_check=False)
+
+
+def _whole(part: Any) -> Tensor:
+    """FP8 is sent as bytes, which every backend can."""
+    local = part.to_local().contiguous()
+    sent = local.view(torch.uint8) if local.element_size() == 1 else local
+    stride = torch.empty(part.shape, device="meta").stride()
+    placed = DTensor.from_local(sent, part.device_mesh, part.placements, shape=part.shape, stride=stride)
+    whole: Tensor = placed.redistribute(placements=[Replicate()]).to_local()
+    return whole.view(local.dtype)
+
+
+class _Gather(torch.autograd.Function):
+    """Gathers activations as FP8; their gradients are summed and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, dtype: torch.dtype | None) -> DTensor:
+        ctx.placements = x.placements
+        return _gathered(x, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[DTensor, None]:
+        return grad.redistribute(placements=ctx.placements), None
+
+
+class _Scatter(torch.autograd.Function):
+    """Sums and scatters what ranks hold parts of; the gradient is gathered as FP8."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor, placements: Placements, dtype: torch.dtype | None) -> DTensor:
+        ctx.placements, ctx.dtype = placements, dtype
+        return x.redistribute(placements=placements)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> tuple[DTensor, None, None]:
+        return _gathered(grad.redistribute(placements=ctx.placements), ctx.dtype), None, None
+
+
+def _input(
+    x: Any, mesh: DeviceMesh, given: tuple[Placement, ...], wanted: tuple[Placement, ...], recipe: Recipe
+) -> Any:
+    """The input of a module as it is wanted: gathered as FP8 if it is a sequence."""
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, given, run_check=False)
+    if wanted == (Replicate(),) and _is_sequence(x.placements, x.ndim):
+        gathered: DTensor = apply(_Gather, x, recipe.activation_dtype)
+        return gathered
+    return x if x.placements == wanted else x.redistribute(placements=wanted)
+
+
+class ColwiseParallel(torch_parallel.ColwiseParallel):
+    """PyTorch's `ColwiseParallel`, whose input is gathered as FP8 if it is sharded along the sequence.
+
+    Args:
+        input_layouts: As PyTorch's.
+        output_layouts: As PyTorch's.
+        use_local_output: As PyTorch's.
+        recipe: Recipe of the model's products, with powers of two as scales.
+
+    Raises:
+        ValueError: The recipe's values would not keep their bits.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> fp8fn.distributed.ColwiseParallel(input_layouts=Shard(1)).desired_input_layouts
+        (Replicate(),)
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        recipe: Recipe | str = BLOCKWISE_POW2,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.recipe = _checked("ColwiseParallel", recipe)
+
+    def _prepare_input_fn(self, given: Any, wanted: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return _input(inputs[0], mesh, given, wanted, self.recipe)
+
+
+class RowwiseParallel(torch_parallel.RowwiseParallel):
+    """PyTorch's `RowwiseParallel`: the gradient of an output sharded along the sequence is gathered as FP8.
+
+    Args:
+        input_layouts: As PyTorch's.
+        output_layouts: As PyTorch's.
+        use_local_output: As PyTorch's.
+        recipe: Recipe of the model's products, with powers of two as scales.
+
+    Raises:
+        ValueError: The recipe's values would not keep their bits.
+
+    Example:
+        >>> from torch.distributed.tensor import Shard
+        >>> fp8fn.distributed.RowwiseParallel(output_layouts=Shard(1)).output_layouts
+        (Shard(dim=1),)
+    """
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        recipe: Recipe | str = BLOCKWISE_POW2,
+    ) -> None:
+        super().__init__(input_layouts=input_layouts, output_layouts=output_layouts, use_local_output=use_local_output)
+        self.recipe = _checked("RowwiseParallel", recipe)
+
+    def _prepare_output_fn(self, wanted: Any, local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        if outputs.placements == (Partial(),) and _is_sequence(wanted, outputs.ndim):
+            outputs = apply(_Scatter, outputs, wanted, self.recipe.gradient_dtype)
+        elif outputs.placements != wanted:
+            outputs = outputs.redistribute(placements=wanted)
+        return outputs.to_local() if local else outputs
+
+
+class PrepareModuleInput(torch_parallel.PrepareModuleInput):
+    """PyTorch's `PrepareModuleInput`, which gathers sequences as FP8: once for all products that read an input.
+
+    Args:
+        recipe: Recipe of the model's products, with powers of two as scales.
+        layouts: The arguments of PyTorch's class.
+
+    Raises:
+        ValueError: The recipe's values would not keep their bits.
+
+    Example:
+        >>> from torch.distributed.tensor import Replicate, Shard
+        >>> style = fp8fn.distributed.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        >>> style.desired_input_layouts
+        (Replicate(),)
+    """
+
+    def __init__(self, *, recipe: Recipe | str = BLOCKWISE_POW2, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        self.recipe = _checked("PrepareModuleInput", recipe)
+
+    def _prepare_input_arg(self, input: Any, mesh: DeviceMesh, given: Any, wanted: Any) -> Any:
+        if given is None or wanted is None:
+            return super()._prepare_input_arg(input, mesh, given, wanted)
+        placed = _input(input, mesh, (given,), (wanted,), self.recipe)
+        return placed.to_local() if self.use_local_output else placed

@@ -1,0 +1,234 @@
+"""Tensor and sequence parallelism on two processes of a CPU: unmodified models, PyTorch's styles and fp8fn's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8fn
+import fp8fn.distributed as fp8_styles
+from support.accuracy import snr
+
+RANKS = 2
+VOCABULARY, WIDTH, HEADS = 256, 128, 4
+PLANS = {"torch": torch_styles, "fp8fn": fp8_styles}
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, tokens, _ = x.shape
+        q, k, v = (w(x).view(batch, tokens, -1, WIDTH // HEADS).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, tokens, -1))
+        return out
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.attention, self.feed_forward = Attention(), FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        out: Tensor = x + self.feed_forward(self.ffn_norm(x))
+        return out
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block = nn.Embedding(VOCABULARY, WIDTH), Block()
+        self.norm, self.output = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.output(self.norm(self.block(self.embed(tokens))))
+        return out
+
+
+def _model() -> Llama:
+    torch.manual_seed(0)
+    model = Llama()
+    model.block.forward = fp8fn.fp8(model.block.forward, recipe="blockwise_pow2")  # type: ignore[method-assign]
+    return model
+
+
+def _batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    one, two = torch.randint(0, VOCABULARY, (2, 4, 64), generator=generator)
+    return one, two
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _parallel(model: Llama, mesh: Any, styles: Any, *, local_loss: bool) -> Llama:
+    sequence = torch_styles.SequenceParallel()
+
+    def whole() -> Any:
+        return styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+
+    embed = torch_styles.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+    placed = {"output_layouts": Shard(-1), "use_local_output": False} if local_loss else {"output_layouts": Replicate()}
+    output = torch_styles.ColwiseParallel(input_layouts=Shard(1), **placed)
+    torch_styles.parallelize_module(model, mesh, {"embed": embed, "norm": sequence, "output": output})
+    plan: dict[str, Any] = {"attention_norm": sequence, "ffn_norm": sequence}
+    plan.update({name: whole() for name in ("attention", "feed_forward")})
+    for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"):
+        plan[name] = styles.ColwiseParallel()
+    for name in ("attention.wo", "feed_forward.w2"):
+        plan[name] = styles.RowwiseParallel(output_layouts=Shard(1))
+    torch_styles.parallelize_module(model.block, mesh, plan)
+    return model
+
+
+class Wire(TorchDispatchMode):
+    """Bytes that all-gathers give each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gathered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.gathered += out.numel() * out.element_size()
+        return out
+
+
+def _whole(x: Any) -> Tensor:
+    whole: Tensor = x.full_tensor() if isinstance(x, DTensor) else x
+    return whole
+
+
+def _same(reference: nn.Module, model: nn.Module, bound: float) -> None:
+    for (name, expected), found in zip(reference.named_parameters(), model.parameters(), strict=True):
+        assert expected.grad is not None
+        # The bias of a row-parallel product sums the gathered gradient.
+        assert snr(_whole(found.grad), expected.grad) > (25 if name.endswith("bias") else bound), name
+
+
+def _trained() -> tuple[Llama, float]:
+    model, (tokens, targets) = _model(), _batch()
+    loss = _loss(model(tokens), targets)
+    loss.backward()
+    return model, loss.item()
+
+
+def _styles(kind: str, *, local_loss: bool) -> None:
+    """Loss and gradients of one process. Rounding a sum of two parts otherwise flips few values of FP8."""
+    reference, expected = _trained()
+    tokens, targets = _batch()
+    model = _parallel(_model(), init_device_mesh("cpu", (RANKS,)), PLANS[kind], local_loss=local_loss)
+    if local_loss:
+        with torch_styles.loss_parallel():
+            loss = _loss(model(tokens), targets)
+            loss.backward()
+    else:
+        loss = _loss(model(tokens), targets)
+        loss.backward()
+    assert abs(_whole(loss).item() - expected) < 1e-5
+    _same(reference, model, 35)
+
+
+def _placed(x: Tensor, mesh: Any) -> DTensor:
+    part = x.chunk(RANKS, 1)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(part, mesh, [Shard(1)], shape=x.shape, stride=x.stride())
+
+
+def _wire() -> None:
+    """A feed-forward network in bf16, of even and of ragged sequences."""
+    for length in (64, 33):
+        x, grad = torch.randn(2, 4, length, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+        torch.manual_seed(0)
+        reference = FeedForward().bfloat16()
+        y = fp8fn.fp8(reference, recipe="blockwise_pow2")(x)
+        y.backward(grad)
+        gathered = {}
+        for kind, styles in PLANS.items():
+            if kind == "torch" and length % RANKS != 0:
+                continue  # PyTorch 2.11's own products fail there: they view what is not contiguous
+            torch.manual_seed(0)
+            model, mesh = FeedForward().bfloat16(), init_device_mesh("cpu", (RANKS,))
+            plan: dict[str, Any] = {
+                "": styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+                "w1": styles.ColwiseParallel(),
+                "w3": styles.ColwiseParallel(),
+                "w2": styles.RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            }
+            torch_styles.parallelize_module(model, mesh, plan)
+            with Wire() as wire:
+                out = fp8fn.fp8(model, recipe="blockwise_pow2")(_placed(x, mesh))
+                out.backward(_placed(grad, mesh))
+            gathered[kind] = wire.gathered
+            assert snr(out.full_tensor(), y) > 45
+            _same(reference, model, 60)
+        assert 0 < gathered["fp8fn"] < 0.55 * gathered.get("torch", 8 * x.numel())
+
+
+def _two_dimensions() -> None:
+    """FSDP2 of one rank beside tensor parallelism of two."""
+    reference, expected = _trained()
+    tokens, targets = _batch()
+    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
+    model: Any = _parallel(_model(), mesh["tp"], torch_styles, local_loss=False)
+    fully_shard(model.block, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    loss = _loss(model(tokens), targets)
+    loss.backward()
+    assert abs(loss.item() - expected) < 1e-5
+    _same(reference, model, 35)
+
+
+def _run(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    try:
+        _styles("torch", local_loss=False)
+        _styles("torch", local_loss=True)
+        _styles("fp8fn", local_loss=True)
+        _wire()
+        _two_dimensions()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_two_processes(tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path / "store"),), nprocs=RANKS)
+
+
+@pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"])
+def test_styles_need_scales_that_are_powers_of_two(style: str) -> None:
+    with pytest.raises(ValueError, match=r"recipe='blockwise' .* use BLOCKWISE_POW2"):
+        getattr(fp8_styles, style)(recipe="blockwise")

@@ -1,0 +1,187 @@
+"""DTensor: each op on ranks of one process against one call on whole tensors."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp8fn
+from fp8fn.meta.registry import OPS, SHARDINGS
+from fp8fn.meta.sharding import Composed, Refusal
+from fp8fn.ops.layout import BLOCKS
+from support.accuracy import differing, snr
+from support.samples import SAMPLES
+
+if not torch.distributed.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+
+from support.ranks import Ranks, gathered, moved, placed, ranks_in_one_process, sharded
+
+RANKS = 2
+ops = torch.ops.fp8fn
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    with ranks_in_one_process(RANKS) as ranks:
+        yield ranks
+
+
+def assert_equal(found: Any, expected: Tensor, *, product: bool = False) -> None:
+    """Equal bits; of products nearly, for a sum may be split, and the CPU's BLAS adds in an order of the shape."""
+    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
+    whole = gathered(found)
+    assert differing(whole.contiguous(), expected.contiguous()) == 0 or (product and snr(whole, expected) > 120)
+
+
+def test_every_op_has_a_rule_or_says_why_not() -> None:
+    assert set(SHARDINGS) == {*OPS, "monitor"} == {str(name).removeprefix("fp8fn::") for name in registered()}
+    kinds = {name: type(sharding) for name, sharding in SHARDINGS.items()}
+    assert {name for name, kind in kinds.items() if kind is Composed} == {
+        name for name, op in OPS.items() if op.composite is not None
+    }
+    assert {name for name, kind in kinds.items() if kind is Refusal} == {"monitor"}
+
+
+def registered() -> set[str]:
+    return {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("fp8fn::")}
+
+
+SHAPES = {"even": (256, 512), "ragged": (3, 250, 30), "empty_rank": (1, 257), "empty": (0, 256)}
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+@pytest.mark.parametrize("kind", SHAPES)
+def test_quantizers_give_the_same_bits(ranks: Ranks, kind: str, block: tuple[int, int]) -> None:
+    x = torch.randn(SHAPES[kind])
+    amax = ops.amax(x, block)
+    expected = [*ops.quantize(x, block), *ops.quantize_dual(x, block), amax, *ops.quantize(x, block, amax=amax)]
+    with ranks.mode:
+        for placement in (*map(Shard, range(x.ndim)), Replicate(), Partial()):
+            d = sharded(x, ranks.mesh, placement)
+            found = [*ops.quantize(d, block), *ops.quantize_dual(d, block), ops.amax(d, block)]
+            found += ops.quantize(d, block, amax=ops.amax(d, block))
+            for one, other in zip(found, expected, strict=True):
+                assert_equal(one, other)
+
+
+LEAVES = [
+    name for name, op in OPS.items() if op.composite is None and name not in ("amax", "quantize", "quantize_dual")
+]
+KINDS = ("plain", "ragged", "batched", "empty")
+CASES = [(name, each.label) for name in sorted(LEAVES) for each in SAMPLES[name]() if each.label.startswith(KINDS)]
+
+
+@pytest.mark.parametrize(("name", "label"), CASES)
+def test_samples(ranks: Ranks, name: str, label: str) -> None:
+    """Each tensor cut along each axis, beside whole ones."""
+    sample = next(each for each in SAMPLES[name]() if each.label == label)
+    op, kwargs = getattr(ops, name), sample.kwargs
+    if "out_dtype" in {argument.name for argument in op.default._schema.arguments}:
+        kwargs = {**kwargs, "out_dtype": torch.float32}
+    expected = op(*sample.args, **kwargs)
+    expected = (expected,) if isinstance(expected, Tensor) else expected
+    places = [
+        (i, Shard(dim))
+        for i, x in enumerate(sample.tensors)
+        for dim in range(x.ndim)
+        if x.dtype != torch.float8_e8m0fnu and x.shape[dim] > 1  # PyTorch pads no e8m0
+    ]
+    with ranks.mode:
+        for place in places:
+            found = op(*placed(sample.args, ranks.mesh, *place), **kwargs)
+            for one, other in zip((found,) if isinstance(found, DTensor) else found, expected, strict=True):
+                assert_equal(one, other, product=not name.startswith("quantize"))
+
+
+def test_the_block_is_in_the_key_of_the_cache(ranks: Ranks) -> None:
+    """A rule for one block would cut the next one in two."""
+    x = torch.randn(128, 256)
+    with ranks.mode:
+        d = sharded(x, ranks.mesh, Shard(0))
+        for block in ((1, 128), (128, 128), (1, 128), (128, 1)):
+            _, scale = ops.quantize(d, block)
+            assert_equal(scale, ops.quantize(x, block)[1])
+            assert scale.placements[0] == (Shard(0) if block[0] == 1 else scale.placements[0])
+
+
+PLACEMENTS = {
+    "rows": (Shard(0), Replicate(), Shard(0)),
+    "columns": (Replicate(), Shard(0), Shard(1)),
+    "sums": (Shard(1), Shard(1), Partial()),
+}
+
+
+@pytest.mark.parametrize("recipe", ["blockwise", "rowwise", "tensorwise", "mxfp8"])
+@pytest.mark.parametrize("kind", PLACEMENTS)
+def test_linear_moves_no_unquantized_data(ranks: Ranks, kind: str, recipe: str) -> None:
+    """Forward and backward of whole blocks: at most magnitudes are reduced, and gradients have the same bits."""
+    x, w, bias, grad = torch.randn(2, 256, 256), torch.randn(256, 256), torch.randn(256), torch.randn(2, 256, 256)
+    leaves = [t.clone().requires_grad_() for t in (x, w, bias)]
+    expected = fp8fn.linear(*leaves, recipe=recipe)
+    expected.backward(grad)
+    of_x, of_w, of_y = PLACEMENTS[kind]
+    with ranks.mode:
+        of_x, of_y = (Shard(2) if place == Shard(1) else place for place in (of_x, of_y))
+        of_bias = Shard(0) if kind == "columns" else Replicate()
+        cut = [sharded(t, ranks.mesh, place) for t, place in zip((x, w, bias), (of_x, of_w, of_bias), strict=True)]
+        cut = [t.requires_grad_() for t in cut]
+        with CommDebugMode() as comm:
+            y = fp8fn.linear(*cut, recipe=recipe)
+            y.backward(sharded(grad, ranks.mesh, Replicate() if of_y == Partial() else of_y))
+        assert y.placements[0] == of_y
+        assert set(moved(comm)) <= {"all_reduce"}
+        assert_equal(y, expected.detach(), product=True)
+        for t, leaf in zip(cut, leaves, strict=True):
+            assert_equal(t.grad, leaf.grad, product=True)
+
+
+def test_the_largest_magnitude_of_all_ranks_may_be_a_nan(ranks: Ranks) -> None:
+    x = torch.randn(4, 256)
+    x[0, 200], x[1, 3] = torch.nan, torch.inf
+    with ranks.mode:
+        found = fp8fn.quantize(sharded(x, ranks.mesh, Shard(1)), (1, -1))
+        assert found.data.placements == (Shard(1),)
+        for one, other in zip((found.data, found.scale), ops.quantize(x, (1, -1)), strict=True):
+            assert_equal(one, other)
+
+
+def test_blocks_on_two_ranks_are_logged(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    with ranks.mode, caplog.at_level("WARNING", "fp8fn"):
+        ops.quantize(sharded(torch.randn(200, 128), ranks.mesh, Shard(0)), (128, 128))
+    assert "fp8fn::quantize: x (200, 128) is sharded along dimension 0 over 2 ranks" in caplog.text
+
+
+def test_refusals_name_the_op(ranks: Ranks) -> None:
+    x = torch.randn(128, 128)
+    with ranks.mode:
+        data, scale = ops.quantize(sharded(x, ranks.mesh, Shard(0)), (1, 128))
+        with pytest.raises(NotImplementedError, match=r"fp8fn::monitor: no argument may be a DTensor"):
+            ops.monitor(data, scale, (1, 128), [], "x", [])
+
+
+@pytest.mark.parametrize("first", ["fp8fn", "torch.distributed.tensor"])
+def test_rules_are_registered_whatever_is_imported_first(first: str) -> None:
+    program = f"""
+import sys
+import {first}
+assert ("torch.distributed.tensor" in sys.modules) == ({first!r} != "fp8fn")
+import fp8fn
+from torch.distributed.tensor import DTensor
+import torch.distributed.tensor
+import torch
+assert torch.ops.fp8fn.quantize.default in DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("fp8fn")]
+assert type(torch.distributed.tensor.__spec__.loader).__name__ == "SourceFileLoader"
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
