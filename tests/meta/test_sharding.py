@@ -49,7 +49,7 @@ def test_every_op_has_a_rule_or_says_why_not() -> None:
     assert {name for name, kind in kinds.items() if kind is Composed} == {
         name for name, op in OPS.items() if op.composite is not None
     }
-    assert {name for name, kind in kinds.items() if kind is Refusal} == {"monitor"}
+    assert {name for name, kind in kinds.items() if kind is Refusal} == {"monitor", *JOINED}
 
 
 def registered() -> set[str]:
@@ -74,9 +74,9 @@ def test_quantizers_give_the_same_bits(ranks: Ranks, kind: str, block: tuple[int
                 assert_equal(one, other)
 
 
-LEAVES = [
-    name for name, op in OPS.items() if op.composite is None and name not in ("amax", "quantize", "quantize_dual")
-]
+JOINED = ("quantize_joined", "quantize_joined_dual")
+ELSEWHERE = ("amax", "quantize", "quantize_dual", *JOINED)
+LEAVES = [name for name, op in OPS.items() if op.composite is None and name not in ELSEWHERE]
 KINDS = ("plain", "ragged", "batched", "empty")
 CASES = [(name, each.label) for name in sorted(LEAVES) for each in SAMPLES[name]() if each.label.startswith(KINDS)]
 
@@ -167,6 +167,9 @@ def test_refusals_name_the_op(ranks: Ranks) -> None:
         data, scale = ops.quantize(sharded(x, ranks.mesh, Shard(0)), (1, 128))
         with pytest.raises(NotImplementedError, match=r"fp8fn::monitor: no argument may be a DTensor"):
             ops.monitor(data, scale, (1, 128), [], "x", [])
+        for name in JOINED:
+            with pytest.raises(NotImplementedError, match=rf"fp8fn::{name}: no argument may be a DTensor"):
+                getattr(ops, name)(data, data)
 
 
 @pytest.mark.parametrize("first", ["fp8fn", "torch.distributed.tensor"])
