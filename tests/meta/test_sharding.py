@@ -164,12 +164,13 @@ def test_blocks_on_two_ranks_are_logged(ranks: Ranks, caplog: pytest.LogCaptureF
 def test_refusals_name_the_op(ranks: Ranks) -> None:
     x = torch.randn(128, 128)
     with ranks.mode:
-        data, scale = ops.quantize(sharded(x, ranks.mesh, Shard(0)), (1, 128))
+        d = sharded(x, ranks.mesh, Shard(0))
+        data, scale = ops.quantize(d, (1, 128))
         with pytest.raises(NotImplementedError, match=r"fp8fn::monitor: no argument may be a DTensor"):
             ops.monitor(data, scale, (1, 128), [], "x", [])
         for name in JOINED:
             with pytest.raises(NotImplementedError, match=rf"fp8fn::{name}: no argument may be a DTensor"):
-                getattr(ops, name)(data, data)
+                getattr(ops, name)(d, d)
 
 
 @pytest.mark.parametrize("first", ["fp8fn", "torch.distributed.tensor"])
