@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
@@ -19,14 +20,16 @@ def bytes_saved(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 
 def tensors_saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tensor]:
     """The tensors that `bytes_saved` counts, one for each storage."""
-    owned = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    held = (part for tensor in (*model.parameters(), *model.buffers()) for part in _parts(tensor))
+    owned = {part.untyped_storage().data_ptr() for part in held}
     # Tensors are held until the end: the address of a freed storage could be another storage's, counted as the same.
     found: dict[int, Tensor] = {}
 
     def count(tensor: Tensor) -> Tensor:
-        address = tensor.untyped_storage().data_ptr()
-        if address not in owned:
-            found.setdefault(address, tensor)
+        for part in _parts(tensor):
+            address = part.untyped_storage().data_ptr()
+            if address not in owned:
+                found.setdefault(address, part)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
@@ -34,6 +37,15 @@ def tensors_saved(model: nn.Module, forward: Callable[[], Tensor]) -> list[Tenso
     for tensor in _unchecked(out):
         count(tensor)
     return list(found.values())
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or those that a wrapper such as `FP8Weight` holds: it has no storage."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _parts(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _unchecked(out: Tensor) -> list[Tensor]:

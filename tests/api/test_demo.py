@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from matplotlib.axes import Axes
 from torch._inductor import compile_fx
 
+import fp8fn
 import fp8fn.demo.model
 from fp8fn.bench import record
 from fp8fn.demo import command
@@ -397,6 +398,13 @@ def test_bytes_saved_counts_each_storage_once_and_no_parameter() -> None:
     x = torch.randn(4, 16)
     # Saved: x by the product, twice, and the product by the square; the weight is the layer's own.
     assert bytes_saved(layer, lambda: layer(x).square() + layer(x[:2]).sum()) == x.nbytes + 4 * 8 * 4
+
+
+def test_bytes_saved_leaves_out_the_data_and_the_scales_of_an_fp8_weight() -> None:
+    layer = torch.nn.Linear(256, 128, bias=False)
+    fp8fn.quantize_weights(layer)
+    x = torch.randn(4, 256, requires_grad=True)
+    assert bytes_saved(layer, lambda: layer(x).square()) == 4 * 128 * 4
 
 
 def test_bytes_saved_of_a_compiled_module() -> None:

@@ -231,7 +231,9 @@ def _quantize_dual(place: Place, target: Target) -> Forms:
         x = operands.input("x", (137, 261), BF16)
         q = quantization(x, block, dual=True, dual_block=SQUARE, target=target)
         q = kernel_info.with_outputs(operands, q)
-        operands.expected = partial(_parts, q, partial(reference.quantize_dual, q.x, block, E4M3, "fp32", SQUARE))
+        operands.expected = partial(
+            _parts, q, partial(reference.quantize_dual, q.x, block, E4M3, "fp32", dual_block=SQUARE)
+        )
         yield Form(f"{block} and {SQUARE}", plan_quantize_dual(q), operands)
 
 
@@ -328,7 +330,10 @@ TRITON: Final = (
         ),
     ),
     KernelInfo("amax.py", _amax, emulated=tuple(map(str, BLOCKS)), nan=("x",), far=(("x", -2),)),
-    KernelInfo("quantize_dual.py", _quantize_dual, emulated=tuple(map(str, DUAL_BLOCKS)), nan=("x",), far=(("x", -2),)),
+    KernelInfo(
+        "quantize_dual.py", _quantize_dual, emulated=(*map(str, DUAL_BLOCKS), "(128, 1) and"), nan=("x",),
+        far=(("x", -2),),
+    ),
     KernelInfo(
         "quantize_grouped.py", _quantize_grouped, emulated=("(128", "(-1", "dual"), nan=("x",), far=(("x", -2),),
     ),
