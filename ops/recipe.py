@@ -49,8 +49,8 @@ def _read(name: str, text: str) -> object:
 class Recipe:
     """Blocks, FP8 types and scale format of a product `C = A @ B` and of its two gradients.
 
-    A block describes the matrix that enters the product; transposed operands of the backward take the transposed block.
-    `key` is the recipe as a string for ops: a preset's name, or the fields that differ from `BLOCKWISE`.
+    Transposed operands of the backward take the transposed block. `key` is the recipe as a string for ops: a preset's
+    name, or the fields that differ from `BLOCKWISE`.
 
     Args:
         activation_block: Block of `A (M, K)`.
@@ -62,12 +62,11 @@ class Recipe:
         gradient_dtype: FP8 type of `dC`; None is the device's own e4m3.
         scale: "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
         second_order: Keeps the unquantized operands for second derivatives outside of nested `torch.func` transforms.
-        keep_weights: Keeps the FP8 forms of weights for the backward, one byte an element, in place of quantizing each
-            weight again.
-        batch_invariant: Row i of a product, and of the gradient of its rows, has the same bits whatever other rows are
-            multiplied with it. Activations and gradients must have a scale for each row.
-        save: What a compiled graph keeps for its backward. "exact" keeps less than PyTorch's partitioner, with the same
-            bits. "fp8" also keeps the inputs of an MLP's activation function in FP8. "all" leaves it to PyTorch.
+        keep_weights: Keeps the FP8 forms of weights for the backward, one byte an element.
+        save: What a compiled graph keeps for its backward: "exact" less than PyTorch's partitioner, with the same bits;
+            "fp8" also the inputs of an MLP's activation in FP8; "all" the partitioner's choice.
+        batch_invariant: A row's result has the same bits whatever the other rows. Activations and gradients must have a
+            scale for each row.
 
     Raises:
         TypeError: A field is given by its position, or a flag is not a bool.

@@ -78,10 +78,8 @@ def load_weights(
     Args:
         model: Module whose parameters and persistent buffers the checkpoint names.
         path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
-        device: Where the tensors go; by default where each tensor of the module is, and the CPU for the meta device. On
-            the CPU tensors map the file.
-        dtype: Type of the floating-point tensors, and the type that FP8 weights stand for; by default that of each
-            tensor of the module.
+        device: Where the tensors go; by default where the module's are, and the CPU for the meta device.
+        dtype: Type of the floating-point tensors, and that FP8 weights stand for; by default that of the module's.
         strict: Whether a name that is missing, or one that the module does not have, is an error.
         activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
@@ -90,8 +88,7 @@ def load_weights(
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
-        ValueError: A file is damaged, or holds two different tensors for two tied parameters; or `activations` does not
-            exist.
+        ValueError: A file is damaged, or holds two tensors for tied parameters; or `activations` does not exist.
         NotImplementedError: A parameter is sharded, or a buffer on the meta device is not in the checkpoint.
 
     Example:

@@ -88,8 +88,8 @@ def graphs() -> Iterator[list[Graph]]:
     found: list[Graph] = []
     apply = joint_pass.apply
 
-    def keeping(graph: Graph, everything: bool = False) -> list[Substitution]:
-        made = apply(graph, everything)
+    def keeping(graph: Graph, *options: bool) -> list[Substitution]:
+        made = apply(graph, *options)
         found.append(graph)
         return made
 
