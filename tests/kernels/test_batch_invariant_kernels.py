@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,28 +14,21 @@ from fp8fn.ops import mm_a16w8, scaled_mm
 from fp8fn.ops.targets import SM89, SM90, SM100, Target
 from fp8fn.ops.tuning.problem import Problem, empty_product
 from support.cuda_emulator import emulate, needs_compiler
-from support.operands.weights import assert_right, operand
+from support.operands.weights import assert_right, operand, operands
 from support.products import weight_product
 
 WIDTHS = ((6144, 4096), (4096, 14336), (128256, 4096), (72, 768), (64, 100))
-BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize("target", [SM89, SM90, SM100], ids=lambda target: target.name)
 def test_rows_do_not_decide(target: Target) -> None:
     for n, k in WIDTHS:
-        w = operand(k, n, (128, 128))
-        x = torch.empty(256, k, dtype=BF16)
-        chosen = {
-            (choice.name, choice.config)
+        weights = [
+            replace(operands(m, n, k, constant=constant), target=target)
             for m in (1, 2, 9, 16, 17, 33, 128, 129, 256)
             for constant in (False, True)
-            for choice in [
-                mm_a16w8.MM_A16W8_INVARIANT.choose(
-                    weight_product(x[:m], w, torch.empty(m, n, dtype=BF16), target, constant=constant)
-                )
-            ]
-        }
+        ]
+        chosen = {(choice.name, choice.config) for choice in map(mm_a16w8.MM_A16W8_INVARIANT.choose, weights)}
         assert len(chosen) == 1
         products = [empty_product(Problem(m, n, k), "meta", target) for m in (1, 16, 17, 64, 129, 256, 4096)]
         found = {(choice.name, choice.config) for choice in map(scaled_mm.SCALED_MM_INVARIANT.choose, products)}
