@@ -53,6 +53,19 @@ def compiled(run: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Medians of {len(seconds['inductor'])}. {provenance(run)}"])
 
 
+def fsdp(run: dict[str, Any]) -> str:
+    """Milliseconds of a training step under FSDP2, peak memory, and the loss of the last step, beside bf16."""
+    found, rows = run["results"], run["results"]["rows"]
+    lines = ["| variant | step, ms | over bf16 | peak memory, GB | last loss |", "|---|---|---|---|---|"]
+    plain = rows[0]["median_ms"]
+    for row in rows:
+        ratio = f"{plain / row['median_ms']:.3f}x"
+        cells = row["variant"], f"{row['median_ms']:.1f}", ratio, f"{row['peak_gb']:.2f}", f"{row['losses'][-1]:.4f}"
+        lines.append(f"| {' | '.join(cells)} |")
+    setting = f"{found['arguments']['layers']} layers, {found['arguments']['tokens']} tokens a rank"
+    return "\n".join([*lines, "", f"{setting}; {found['ranks']} x {provenance(run)}"])
+
+
 def tuned(document: dict[str, Any]) -> str:
     """For each kind of scales in a tuning table: TFLOP/s of the configurations chosen, of cuBLASLt, and their ratio."""
     found = table.parse(document)
@@ -112,6 +125,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("moe-wgrad", tables.wgrad),
         _committed("moe-mlp", tables.linear),
         _committed("moe-layer", tables.layers),
+        _committed("moe-few", tables.forward),
         _committed("moe-quant", tables.quant),
         _committed("moe-weights", tables.quant),
         _committed("decode-summary", decode.summary, "decode"),
@@ -126,6 +140,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("overhead", overhead),
         _committed("compile", compiled),
     ),
+    "distributed.md": (_committed("fsdp", fsdp), _committed("fsdp-one", fsdp)),
     "usage.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
     "tuning.md": (Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),),
     "amd.md": (

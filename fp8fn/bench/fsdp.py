@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from fp8fn.bench import record
 from fp8fn.distributed import gather_fp8, update_scales
 
 HEAD: Final = 128
@@ -146,12 +146,11 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(results[-1], flush=True)
     if dist.get_rank() == 0 and args.json is not None:
-        origin = {
-            "torch": torch.__version__, "ranks": dist.get_world_size(),
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-            "arguments": {key: value for key, value in vars(args).items() if key != "json"},
+        found = {
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "ranks": dist.get_world_size(),
+            "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": results,
         }  # fmt: skip
-        args.json.write_text(json.dumps({**origin, "results": results}, indent=1))
+        record.write(args.json, "fsdp", found)
     dist.destroy_process_group()
 
 

@@ -95,8 +95,8 @@ def captured(function: Callable[..., Any], *inputs: Tensor, recipe: str = "tenso
     found: list[bool] = []
     original = post_grad_pass.fuse
 
-    def fuse(graph: Graph, blocks: Any) -> Any:
-        made = original(graph, blocks)
+    def fuse(graph: Graph, *options: Any) -> Any:
+        made = original(graph, *options)
         found.extend(given(graph))
         return made
 

@@ -135,8 +135,8 @@ def test_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs: list[Counter[str]] = []
     fuse = post_grad_pass.fuse
 
-    def counted(graph: torch.fx.Graph) -> list[Substitution]:
-        reports = fuse(graph)
+    def counted(graph: torch.fx.Graph, *options: Any) -> list[Substitution]:
+        reports = fuse(graph, *options)
         names = [str(node.target) for node in graph.nodes]
         graphs.append(Counter(name for name in names if name.startswith("fp8fn.quantize")))
         return reports
