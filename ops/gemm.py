@@ -11,7 +11,7 @@ from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime.call_cache import kind
 from fp8fn.ops.cuda.runtime.fused_calls import chained
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.layout import Block, is_column_major, is_square, swap, unguarded
+from fp8fn.ops.layout import WHOLE, Block, is_column_major, is_square, swap, unguarded
 from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
@@ -47,7 +47,7 @@ def as_autocast(x: Tensor) -> Tensor:
 
 def quantize(x: Tensor, block: Block, dtype: torch.dtype | None, scale: str, *, sums_rows: bool = False) -> Quantized:
     """`x` in `block`, for a product that sums over its columns' axis, or with `sums_rows` over its rows' axis."""
-    amax = sharded_amax(x, block)
+    amax = sharded_amax(x, block) if WHOLE in block else None
     if _on_hopper(x, block) and is_column_major(x) != sums_rows:  # a third launch would turn the data
         data, scales = torch.ops.fp8fn.quantize(x, block, dtype, scale, amax, sums_rows)
     else:
