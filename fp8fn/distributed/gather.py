@@ -16,13 +16,12 @@ from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight
 from fp8fn.ops.layout import WHOLE, is_square, scale_shape, turned
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
-from fp8fn.site import Where, check_where, why_none_match
+from fp8fn.site import Where, check_where
 from fp8fn.weights.form import bytes_of
 from fp8fn.weights.quantize import (
     QuantizedWeights,
     check_module,
-    named_places,
-    untie,
+    choose,
     why_not_by_shape,
 )
 
@@ -71,22 +70,7 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     """
     _recipe("gather_fp8", "recipe", recipe)
     parsed = parse_recipe(recipe_key(recipe))
-    places = dict(named_places(model))
-    missed = why_none_match(where, places)
-    if missed is not None:
-        raise ValueError(f"gather_fp8: {missed}")
-    kept: dict[str, str] = {}
-    chosen: dict[Tensor, list[str]] = {}
-    for name, place in places.items():
-        weight = getattr(place.module, place.name)
-        if weight.ndim < 2:
-            continue
-        reason = _why_not(name, weight) or why_not_by_shape(name, weight, place.module, where)
-        if reason is None:
-            chosen.setdefault(weight, []).append(name)
-        else:
-            kept[name] = reason
-    untie(chosen, kept, places)
+    places, chosen, kept = choose("gather_fp8", model, where, _why_not)
     for weight, names in chosen.items():
         parameter = _wrapped(weight, names[0], parsed)
         for name in names:
@@ -96,7 +80,7 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     return QuantizedWeights(tuple(name for name in places if any(name in names for names in chosen.values())), kept)
 
 
-def _why_not(name: str, weight: Tensor) -> str | None:
+def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str | None:
     local = _local(weight)
     if isinstance(local, MasterWeight):
         return "it is gathered in FP8 already"
@@ -104,7 +88,7 @@ def _why_not(name: str, weight: Tensor) -> str | None:
         return f"it is of the tensor subclass {type(local).__name__}"
     if weight.ndim != 2:
         return f"it has {weight.ndim} dimensions; matrices alone are gathered in FP8"
-    return None
+    return why_not_by_shape(name, weight, module, where)
 
 
 def _wrapped(weight: Tensor, name: str, recipe: Recipe) -> nn.Parameter:

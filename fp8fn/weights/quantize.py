@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -107,22 +107,7 @@ def quantize_weights(
     """
     arguments.block("quantize_weights", "block", block)  # also where no weight is quantized
     check_activations("quantize_weights", activations)
-    places = dict(named_places(model))
-    missed = why_none_match(where, places)
-    if missed is not None:
-        raise ValueError(f"quantize_weights: {missed}")
-    kept: dict[str, str] = {}
-    chosen: dict[Tensor, list[str]] = {}
-    for name, place in places.items():
-        weight = getattr(place.module, place.name)
-        if weight.ndim < 2:
-            continue
-        reason = _why_not(name, weight, place.module, where)
-        if reason is None:
-            chosen.setdefault(weight, []).append(name)
-        else:
-            kept[name] = reason
-    untie(chosen, kept, places)
+    places, chosen, kept = choose("quantize_weights", model, where, _why_not)
     for weight, names in chosen.items():
         if not bool(weight.isfinite().all()):
             raise ValueError(f"quantize_weights: {names[0]} holds NaN or Inf; no weight of the model was quantized")
@@ -148,7 +133,30 @@ def _is_new(place: Place, kept: dict[str, str], name: str) -> bool:
     return name not in kept and isinstance(getattr(place.module, place.name), FP8Weight)
 
 
-def untie(chosen: dict[Tensor, list[str]], kept: dict[str, str], places: dict[str, Place]) -> None:
+def choose(
+    op: str, model: nn.Module, where: Where, why_not: Callable[[str, Tensor, nn.Module, Where], str | None]
+) -> tuple[dict[str, Place], dict[Tensor, list[str]], dict[str, str]]:
+    """All parameters by name, the weights without a reason to stay with their names, and the reasons of the others."""
+    places = dict(named_places(model))
+    missed = why_none_match(where, places)
+    if missed is not None:
+        raise ValueError(f"{op}: {missed}")
+    kept: dict[str, str] = {}
+    chosen: dict[Tensor, list[str]] = {}
+    for name, place in places.items():
+        weight = getattr(place.module, place.name)
+        if weight.ndim < 2:
+            continue
+        reason = why_not(name, weight, place.module, where)
+        if reason is None:
+            chosen.setdefault(weight, []).append(name)
+        else:
+            kept[name] = reason
+    _untie(chosen, kept, places)
+    return places, chosen, kept
+
+
+def _untie(chosen: dict[Tensor, list[str]], kept: dict[str, str], places: dict[str, Place]) -> None:
     """Leaves a tied weight alone where one of its names has to stay: one tensor cannot be both."""
     for name in list(kept):
         weight = getattr(places[name].module, places[name].name)
