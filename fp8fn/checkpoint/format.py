@@ -1,4 +1,4 @@
-"""What a format of FP8 checkpoints declares, and what a checkpoint says of its weights.
+"""`Format`: the declaration of a format of FP8 checkpoints; and the statements of a checkpoint about its weights.
 
 A `Format` is one object of the table in `formats.py`. Loading, saving and converting read it and know no format's name.
 """
@@ -76,7 +76,7 @@ class Activations:
 
 @dataclass(frozen=True)
 class Scheme:
-    """What the files say of one weight. `block` is None where it follows from shapes, `words` is theirs for errors."""
+    """The files' scheme of one weight. `block` is None where it follows from shapes; errors quote `words`."""
 
     block: Block | None = None
     activations: Activations | None = None
@@ -111,7 +111,7 @@ class WeightLayout:
 
 @dataclass(frozen=True)
 class CheckpointLayout:
-    """What a checkpoint's files say beside the values of its parameters.
+    """The statements of a checkpoint's files beside the values of its parameters.
 
     `save_weights(model, path, format=layout)` writes the same bytes again. `recipes` and `input_scales` are what it
     says of activations.
@@ -154,7 +154,7 @@ class CheckpointLayout:
 
 @dataclass(frozen=True)
 class Declared:
-    """What a checkpoint's files declare: the quantization of the config `path`, and the metadata of all shards."""
+    """The declarations of a checkpoint's files: the quantization of the config `path`, the metadata of all shards."""
 
     path: Path
     method: str | None
@@ -165,7 +165,7 @@ class Declared:
 
 @dataclass(frozen=True)
 class Contents:
-    """What a checkpoint to write holds: its FP8 weights, their shapes and types, and the names of other tensors.
+    """The contents of a checkpoint to write: its FP8 weights, their shapes and types, and the names of other tensors.
 
     `left` are the matrices among the others. A dtype is the one that the weight stands for.
     """

@@ -17,7 +17,7 @@ from fp8fn.checkpoint.modelopt import MODELOPT
 from fp8fn.checkpoint.torchao import TORCHAO
 from fp8fn.ops.formats import FP8_DTYPES
 
-# Of formats that share a method, or the lack of one, the first with scales of its spelling is taken.
+# The first format whose scales are spelled so is taken, where several share a method or the lack of one.
 FORMATS: Final[Mapping[str, Format]] = {
     format.name: format
     for format in (DEEPSEEK, AUTOFP8, MXFP8, COMPRESSED_TENSORS, MODELOPT, TORCHAO, SCALED_FP8, COMFY)
@@ -39,7 +39,7 @@ _OTHERS: Final = (
 
 
 def read_declared(checkpoint: Checkpoint, owners: Mapping[str, Shard]) -> Declared:
-    """What the files beside the tensors, and the metadata of the shards, declare."""
+    """The declarations of the files beside the tensors, and of the metadata of the shards."""
     metadata: dict[str, Any] = {}
     for shard in dict.fromkeys(owners.values()):
         metadata.update(shard.metadata)

@@ -223,7 +223,7 @@ class _Reader:
         )
 
     def _activations(self, weight: str, scheme: Scheme, entry: Entry) -> Activations | None:
-        """What the files say of a weight's activations: a scale in the file is static where they say nothing else."""
+        """The files' recipe of a weight's activations: a scale in the file is static where they say nothing else."""
         name = self.format.input_scale.of(weight)
         if scheme.activations is None:
             return Activations(TENSOR, static=True) if name in self.owners else None
