@@ -35,7 +35,7 @@ class Launch(ABC):
         """One line: kernel, tile, grid, target, reason."""
 
     @abstractmethod
-    def run(self) -> None:
+    def run(self) -> object:
         """Launch on the current stream of the tensors' device; compiles where nothing is cached."""
 
     def call(self) -> Callable[..., Sequence[Tensor]] | None:

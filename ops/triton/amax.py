@@ -19,7 +19,6 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import magnitude_bits
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
 
-_BINDS: Final = {"x": "x", "amax": "amax"}
 # Partial maxima of a matrix: enough programs for 132 to 304 cores, few enough for one program to reduce.
 _PARTIALS: Final = 512
 
@@ -99,7 +98,7 @@ def plan_amax(x: Tensor, block: Block, amax: Tensor, target: Target) -> tuple[Tr
         partials = first.args["partials"]
         assert isinstance(partials, Tensor)
         rows = partials.view(torch.float32)[:, None]
-        return first, _plan_rows(rows, amax, target, {**_BINDS, "x": "partials"})
+        return first, _plan_rows(rows, amax, target, {"x": "partials"})
     if contracts_rows(block) or (is_square(block) and is_column_major(x)):
         x, amax, block = x.mT, amax.mT, (block[1], block[0])
     if block[1] == WHOLE:
@@ -124,12 +123,11 @@ def plan_partial_amax(
         constexprs={"BM": rows, "BN": columns, "WIDE": wide},
         options={"num_warps": num_warps},
         target=target,
-        binds={"x": "x"},
         scratch=("partials",),
     )  # fmt: skip
 
 
-def _plan_rows(x: Tensor, amax: Tensor, target: Target, binds: Mapping[str, str] = _BINDS) -> TritonLaunch:
+def _plan_rows(x: Tensor, amax: Tensor, target: Target, binds: Mapping[str, str] | None = None) -> TritonLaunch:
     (batch, m, n), rows = x.shape, 32 if is_column_major(x) else 4
     return TritonLaunch(
         kernel=amax_rows,
@@ -141,7 +139,7 @@ def _plan_rows(x: Tensor, amax: Tensor, target: Target, binds: Mapping[str, str]
         constexprs={"BM": rows, "BN": 8192 // rows, "WIDE": is_wide(x)},
         options={"num_warps": 4},
         target=target,
-        binds=binds,
+        binds=binds or {},
     )  # fmt: skip
 
 
@@ -158,5 +156,4 @@ def _plan_blocks(x: Tensor, block: Block, amax: Tensor, target: Target) -> Trito
         constexprs={"BM": rows, "BN": 128, "R": block[0], "C": block[1], "WIDE": is_wide(x)},
         options={"num_warps": 8 if rows == 128 else 4},
         target=target,
-        binds=_BINDS,
     )  # fmt: skip

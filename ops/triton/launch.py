@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -36,7 +36,7 @@ class TritonLaunch(Launch):
     constexprs: Mapping[str, Any]
     options: Mapping[str, Any]
     binds: Mapping[str, str] = field(default_factory=dict)
-    """The op's tensor behind each pointer argument, by name; empty for a launch that is planned anew for each call."""
+    """The op's tensor behind a pointer argument that has another name."""
     scratch: tuple[str, ...] = ()
     """The pointer arguments that only the launches of one call read and write: none of the op's tensors."""
 
@@ -49,17 +49,18 @@ class TritonLaunch(Launch):
         tile = {name: value for name, value in self.constexprs.items() if name in ("BM", "BN", "BK")}
         return self._described(tile, self.grid, self.options)
 
-    def run(self) -> None:
+    def run(self) -> CompiledKernel:
         """Launch on the current stream of the tensors' device; compiles at the first call of a specialisation."""
         device = self._device_index()
         if device == torch.cuda.current_device():
-            self._run()
-        else:
-            with torch.cuda.device(device):
-                self._run()
+            return self._run()
+        with torch.cuda.device(device):
+            return self._run()
 
-    def _run(self) -> None:
-        self.kernel.run(*self.args.values(), *self.constexprs.values(), grid=self.grid, warmup=False, **self.options)
+    def _run(self) -> CompiledKernel:
+        args = (*self.args.values(), *self.constexprs.values())
+        compiled: CompiledKernel = self.kernel.run(*args, grid=self.grid, warmup=False, **self.options)
+        return compiled
 
     def interpret(self) -> None:
         """Execute on CPU tensors by Triton's interpreter, with the casts and products of the hardware."""
@@ -106,11 +107,51 @@ class TritonLaunch(Launch):
         raise ValueError(f"launch of {self.name} has no tensor among its arguments, so no device")
 
 
-class Step(NamedTuple):
-    """A launch without its tensors; for each, its name, its place among inputs and then outputs, and its type."""
+class Place(NamedTuple):
+    """A pointer argument: its name and place in the signature, its type, and the place of its tensor in a call."""
 
-    launch: TritonLaunch
-    places: tuple[tuple[str, int, torch.dtype], ...]
+    name: str
+    argument: int
+    dtype: torch.dtype
+    tensor: int
+
+
+class Step:
+    """A launch without its tensors, which are a call's own.
+
+    The first call of a step has Triton compile the launch, or find it; a later one starts that machine code, past the
+    code in Python by which Triton would find it again. AMD's depends on the sizes of storages, which no key has: there
+    each call asks Triton.
+    """
+
+    def __init__(self, launch: TritonLaunch, places: Sequence[Place]) -> None:
+        self._launch = launch
+        self._places = tuple(places)
+        self._arguments = (*launch.args.values(), *launch.constexprs.values())
+        self._start: Callable[..., None] | None = None
+
+    def start(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        if self._start is None:
+            self._compile_and_start(tensors)
+            return
+        arguments = list(self._arguments)
+        for place in self._places:
+            arguments[place.argument] = tensors[place.tensor]  # its address is read, whatever its type
+        if device.index == torch._C._cuda_getDevice():
+            self._start(*arguments)
+        else:
+            with torch.cuda.device(device):
+                self._start(*arguments)
+
+    def _compile_and_start(self, tensors: Sequence[Tensor | None]) -> None:
+        args = dict(self._launch.args)
+        for name, _, dtype, place in self._places:
+            tensor = tensors[place]
+            assert tensor is not None
+            args[name] = tensor if tensor.dtype == dtype else tensor.view(dtype)
+        compiled = replace(self._launch, args=args).run()
+        if self._launch.target.backend == "cuda" and compiled is not None:  # None where a hook of Triton's compiles
+            self._start = compiled[self._launch.grid]
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,16 +166,8 @@ class TritonCall:
         device = next(x.device for x in inputs if x is not None)
         made = [empty(*geometry, device=device) for geometry in self.made]
         tensors = (*inputs, *made)
-        for launch, places in self.steps:
-            args = dict(launch.args)
-            for name, place, dtype in places:
-                tensor = tensors[place]
-                assert tensor is not None
-                args[name] = tensor if tensor.dtype == dtype else tensor.view(dtype)
-            TritonLaunch(
-                target=launch.target, reason=launch.reason, kernel=launch.kernel, grid=launch.grid, args=args,
-                constexprs=launch.constexprs, options=launch.options,
-            ).run()  # fmt: skip
+        for step in self.steps:
+            step.start(tensors, device)
         return made[: self.returned]
 
 
@@ -150,16 +183,16 @@ def kept(launches: Sequence[Launch], inputs: Mapping[str, Tensor | None], output
     for launch in launches:
         assert isinstance(launch, TritonLaunch)
         args, places = dict(launch.args), []
-        for name, arg in launch.args.items():
+        for position, (name, arg) in enumerate(launch.args.items()):
             if arg is None or isinstance(arg, (int, float)):
                 continue
-            own = launch.binds.get(name, name if name in launch.scratch else "")
+            own = launch.binds.get(name, name)
             tensor = known.get(own)
             if not isinstance(arg, Tensor) or tensor is None or tensor.data_ptr() != arg.data_ptr():
                 return None
             args[name] = None
-            places.append((name, order[own], arg.dtype))
-        steps.append(Step(replace(launch, args=args), tuple(places)))
+            places.append(Place(name, position, arg.dtype, order[own]))
+        steps.append(Step(replace(launch, args=args), places))
     return TritonCall(tuple(steps), tuple(map(geometry, made.values())), outputs.returned)
 
 

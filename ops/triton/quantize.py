@@ -24,7 +24,7 @@ from fp8fn.ops.triton.views import batched, ceil_div, is_wide, strides
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
 # The op's tensors behind the pointers of a launch.
-_BINDS: Final = {"x": "x", "amax": "amax", "data": "data", "scales": "scale"}
+_BINDS: Final = {"scales": "scale"}
 # The longest row that one program keeps in registers, 64 elements a thread. A longer row is read again, from the L2.
 _LONGEST_ROW: Final = 16384
 

@@ -128,7 +128,7 @@ def plan_quantize_dual(q: Quantization, tile: DualTile | None = None) -> tuple[T
         },
         options={"num_warps": tile.num_warps, **dict(tile.options)},
         target=q.target,
-        binds=dict(zip(names, ("data", "scale", "dual_data", "dual_scale"), strict=True)) | {"x": "x"},
+        binds=dict(zip(names, ("data", "scale", "dual_data", "dual_scale"), strict=True)),
     )  # fmt: skip
     return (launch,)
 

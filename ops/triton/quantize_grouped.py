@@ -25,11 +25,8 @@ from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import QUANTIZE_WARPS
 
 # The op's tensors behind the pointers of a launch.
-_BINDS: Final = {"x": "x", "offsets": "offsets", "data": "data", "scales": "scale"}
-_DUAL_BINDS: Final = {
-    "x": "x", "offsets": "offsets", "row_data": "data", "row_scales": "scale",
-    "data": "dual_data", "scales": "dual_scale",
-}  # fmt: skip
+_BINDS: Final = {"scales": "scale"}
+_DUAL_BINDS: Final = {"row_data": "data", "row_scales": "scale", "data": "dual_data", "scales": "dual_scale"}
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
         reason=reason,
-        binds={**dict(zip(("a", "a_scale", "b", "b_scale"), names, strict=True)), "bias": "bias", "out": "out"},
+        binds=dict(zip(("a", "a_scale", "b", "b_scale"), names, strict=True)),
     )  # fmt: skip
     return (launch,)
 

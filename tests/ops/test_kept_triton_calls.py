@@ -13,7 +13,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from fp8fn.ops import grouped_mm_a16w8 as ops_grouped_a16w8
+from fp8fn.ops import mm_a16w8 as ops_mm_a16w8
+from fp8fn.ops import mx_mm as ops_mx_mm
 from fp8fn.ops import quantize as ops_quantize
+from fp8fn.ops import scaled_grouped_mm as ops_grouped_mm
+from fp8fn.ops import scaled_mm as ops_scaled_mm
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.layout import BLOCKS, Block
@@ -26,16 +31,31 @@ from fp8fn.ops.quantize_grouped import (
 )
 from fp8fn.ops.scaled_mm import scaled_mm_kernel, scaled_mm_reference
 from fp8fn.ops.triton.launch import TritonCall, TritonLaunch
-from support.accuracy import assert_same_bits
+from support.accuracy import assert_same_bits, snr
 from support.operands.values import random
 from support.samples import SAMPLES
 
 
 @pytest.fixture(autouse=True)
-def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def _by_triton(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The target has no kernel in CUDA C++; without a GPU, Triton's interpreter runs the launches."""
     monkeypatch.setattr(targets, "target_of", lambda device: targets.SM89)
-    monkeypatch.setattr(TritonLaunch, "run", TritonLaunch.interpret)
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(TritonLaunch, "run", TritonLaunch.interpret)
     monkeypatch.setattr(call_cache, "_kept", type(call_cache._kept)())
+
+
+def _assert_right(name: str, label: str, seed: int, device: torch.device | None = None) -> None:
+    """The results of a sample: quantizers' in bits, products' rounded sums."""
+    kernel, reference = REFERENCES[name]
+    (sample,) = (sample for sample in SAMPLES[name](seed, device or torch.device("cpu")) if sample.label == label)
+    actual, expected = (each(*sample.args, **sample.kwargs) for each in (kernel, reference))
+    if isinstance(actual, Tensor):
+        actual, expected = [actual], [expected]
+    if "mm" in name:
+        assert snr(actual[0], expected[0]) >= 40  # weights that are scaled before the product are rounded to 16 bits
+    else:
+        _assert_equal(actual, expected)
 
 
 def _only_call() -> Any:
@@ -43,6 +63,18 @@ def _only_call() -> Any:
     return call
 
 
+REFERENCES = {
+    name: (getattr(module, f"{name}_kernel"), getattr(module, f"{name}_reference"))
+    for module, names in (
+        (ops_quantize, ("amax", "quantize", "quantize_dual")),
+        (ops_scaled_mm, ("scaled_mm",)),
+        (ops_mm_a16w8, ("mm_a16w8",)),
+        (ops_mx_mm, ("mx_mm",)),
+        (ops_grouped_mm, ("scaled_grouped_mm",)),
+        (ops_grouped_a16w8, ("grouped_mm_a16w8",)),
+    )
+    for name in names
+}
 ENDS = torch.tensor([100, 150], dtype=torch.int32)
 OTHER_ENDS = torch.tensor([3, 140], dtype=torch.int32)
 CASES: list[tuple[Callable[..., Any], Callable[..., Any], Block, str]] = [
@@ -65,19 +97,16 @@ def test_a_kept_quantizer_reads_the_tensors_of_each_call(
 
 @pytest.mark.parametrize(
     ("name", "label"),
-    [(name, sample.label) for name in ("quantize", "quantize_dual", "amax") for sample in SAMPLES[name]()],
+    [(name, sample.label) for name in REFERENCES for sample in SAMPLES[name]()],
 )
 def test_two_calls_of_a_sample_read_the_tensors_of_each(name: str, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that a call allocates holds NaN, or as many ones, before its launches."""
     plain = call_cache.empty
     monkeypatch.setattr(call_cache, "empty", lambda *args, **kwargs: _poisoned(plain(*args, **kwargs)))
-    kernel, reference = getattr(ops_quantize, f"{name}_kernel"), getattr(ops_quantize, f"{name}_reference")
-    for seed in (1, 2, 3):
-        (sample,) = (sample for sample in SAMPLES[name](seed) if sample.label == label)
-        if name == "amax":
-            assert_same_bits(kernel(*sample.args), reference(*sample.args))
-        else:
-            _assert_equal(kernel(*sample.args, **sample.kwargs), reference(*sample.args, **sample.kwargs))
+    for seed in (1, 2):
+        _assert_right(name, label, seed)
+    if label == "plain":
+        assert isinstance(_only_call(), TritonCall)
 
 
 def _poisoned(x: Tensor) -> Tensor:
@@ -134,3 +163,61 @@ def test_a_batch_that_has_to_be_copied_is_planned_anew() -> None:
         assert x.flatten(0, 1).data_ptr() != x.data_ptr()
         _assert_equal(quantize_kernel(x, (1, 128)), quantize_reference(x, (1, 128)))
     assert not isinstance(_only_call(), TritonCall)
+
+
+class _MachineCode:
+    """In the place of what Triton compiles: `[grid]` takes all arguments of the signature, and writes them down."""
+
+    def __init__(self) -> None:
+        self.started: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        return lambda *arguments: self.started.append((grid, *arguments))
+
+
+@pytest.mark.parametrize(("target", "later"), [(targets.SM89, 3), (targets.GFX942, 0)], ids=["cuda", "hip"])
+def test_later_calls_start_the_machine_code_of_the_first(
+    target: targets.Target, later: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, ran = _MachineCode(), []
+
+    def run(launch: TritonLaunch) -> _MachineCode:
+        ran.append(launch)
+        return code
+
+    monkeypatch.setattr(targets, "target_of", lambda device: target)
+    monkeypatch.setattr(TritonLaunch, "run", run)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: None, raising=False)  # the index of the CPU's device
+    rows = [random(150, 200, seed=seed) for seed in (1, 2, 3, 4)]
+    outputs = [quantize_kernel(x, (1, 128)) for x in rows]
+    assert len(code.started) == later
+    assert len(ran) == 4 - later
+    first = ran[0]
+    for x, (data, scales), (grid, *arguments) in zip(rows[1:], outputs[1:], code.started, strict=False):
+        named = dict(zip((*first.args, *first.constexprs), arguments, strict=True))
+        assert grid == first.grid
+        assert [named.pop(name).data_ptr() for name in ("x", "data", "scales")] == [
+            x.data_ptr(), data.data_ptr(), scales.data_ptr(),
+        ]  # fmt: skip
+        assert named == {k: v for k, v in {**first.args, **first.constexprs}.items() if not isinstance(v, Tensor)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [(name, sample.label) for name in REFERENCES for sample in SAMPLES[name]()],
+)
+def test_machine_code_on_a_gpu_reads_the_tensors_of_each_call(
+    name: str, label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kept call asks Triton for a kernel once; one that has a copy of an input is planned anew each time."""
+    from triton.runtime.jit import JITFunction
+
+    asked: list[str] = []
+    run = JITFunction.run
+    monkeypatch.setattr(JITFunction, "run", lambda fn, *args, **kwargs: asked.append(name) or run(fn, *args, **kwargs))
+    for seed in (1, 2, 3, 4):
+        asked.clear()
+        _assert_right(name, label, seed, torch.device("cuda"))
+    if all(isinstance(call, TritonCall) for call in call_cache._kept.values()):
+        assert asked == []
