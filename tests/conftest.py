@@ -18,12 +18,13 @@ from torch import Tensor
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_DTYPES
-from support import build_cache, emulated, shuffle
+from support import build_cache, emulated, quick, shuffle
 from support.file_order import FileOrder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     shuffle.add_option(parser)
+    quick.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,7 +38,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)  # what another plugin orders is shuffled, too
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    quick.select(config, items)
     reasons = {"emulated": emulated.missing()}
     if not torch.cuda.is_available():
         reasons["gpu"] = "needs a CUDA or HIP device, and torch.cuda.is_available() is False"

@@ -155,6 +155,7 @@ def test_what_is_wrong(change: dict[str, Any], wrong: bool) -> None:
     assert replace(row, **change).wrong is wrong
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # Inductor's own, which keeps a pool of memory alive
 def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.json"

@@ -520,6 +520,7 @@ def test_trainer_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer.profile(1)["products"]["ms"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_tiny_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")

@@ -74,6 +74,7 @@ def test_wrong_use(argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]) ->
     assert "is not a positive whole number" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_compilation_is_timed(fresh_dynamo: None) -> None:
     """A compilation takes longer than a step."""
     found = compile_seconds(WAYS["fp8fn"], 1)

@@ -212,6 +212,7 @@ def test_a_size_of_another_model_is_an_error(capsys: pytest.CaptureFixture[str])
     assert "--size 1b is not one of --model moe: use tiny or small" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_both_runs_start_alike(pair: Pair, corpus: Corpus) -> None:
     model = build(CONFIG, PLAN)
     held_out = corpus.validation_batches(PLAN.validation_batches, PLAN.batch, CONFIG.context)

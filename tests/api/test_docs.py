@@ -85,7 +85,7 @@ def test_readme_is_short_and_has_no_figures() -> None:
 
 
 def test_readme_has_the_command_of_ci() -> None:
-    command = "python -m pytest -n logical --dist worksteal"
+    command = "python -m pytest -n logical --dist worksteal --quick"
     assert f"\n{command}\n" in README.read_text(encoding="utf-8")
     assert f'{command} "$@"' in (ROOT / ".ci" / "run").read_text(encoding="utf-8")
 

@@ -15,7 +15,10 @@ from fp8fn.ops.mx_mm import KERNELS, problem_of
 from support.products import Parts, dispatched, mx_product
 from support.quantizers import plan_quantize, plan_quantize_dual
 
-EXECUTIONS = ["interpreted", pytest.param("device", marks=pytest.mark.gpu)]
+EXECUTIONS = [
+    pytest.param("interpreted", marks=pytest.mark.slow),
+    pytest.param("device", marks=pytest.mark.gpu),
+]
 EXAMPLES = {"interpreted": 100, "device": 300}
 PRODUCT_BLOCKS: list[tuple[Block, Block]] = [
     ((1, 128), (128, 128)), ((1, 128), (128, 1)), ((1, -1), (-1, 1)), ((-1, -1), (-1, -1)), ((1, 32), (32, 1)),

@@ -82,6 +82,7 @@ def test_outputs_say_nothing_of_the_machine(path: Path) -> None:
     assert notebook == cleaned(nbformat.read(path, as_version=4))
 
 
+@pytest.mark.slow(but="02_gemm_and_transforms")
 @names
 def test_runs_from_top_to_bottom(path: Path) -> None:
     notebook = executed(path)
@@ -102,6 +103,7 @@ def test_links_between_notebooks() -> None:
             assert (FOLDER / name).is_file(), f"{path.name} links to {name}"
 
 
+@pytest.mark.slow
 def test_api_reference_builds(tmp_path: Path) -> None:
     """The command of notebooks/README.md, with warnings as errors."""
     pytest.importorskip("pdoc")

@@ -223,6 +223,7 @@ def _run(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 def test_two_processes(tmp_path: Path) -> None:
     mp.spawn(_run, (str(tmp_path / "store"),), nprocs=RANKS)

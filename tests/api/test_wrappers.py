@@ -171,6 +171,7 @@ def _fsdp(rank: int, size: int, port: int) -> None:
         assert len(list(before.parameters())) == len(actual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [_ddp, _fsdp], ids=["ddp", "fsdp2"])
 def test_two_processes(wrap: Callable[[int, int, int], None]) -> None:
     mp.spawn(wrap, (2, _free_port()), nprocs=2)

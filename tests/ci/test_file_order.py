@@ -51,6 +51,7 @@ def test_files_that_took_longer_come_first(tmp_path: Path) -> None:
     assert orders == [list("aabbcc"), list("bbccaa"), list("bccaa"), list("bbccaa")]
 
 
+@pytest.mark.slow
 def test_workers_agree_on_the_order(tmp_path: Path) -> None:
     files = {f"test_{name}.py": WAIT.format(seconds) for name, seconds in zip("abc", (0, 0.2, 0.1), strict=True)}
     for _ in range(2):

@@ -165,6 +165,7 @@ def test_explain_says_why_a_product_is_left_alone(fresh_dynamo: None) -> None:
     assert [(row.kernel, row.reason) for row in rows] == [(None, "addmm with alpha or beta")]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="2.11's package fails to run: aoti_torch_get_data_ptr")
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # PyTorch's own
 def test_a_package_of_aotinductor(fresh_dynamo: None, tmp_path: Path) -> None:

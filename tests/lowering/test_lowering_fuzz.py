@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -68,6 +69,7 @@ def step(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> tuple[Ten
     return out.detach(), grad
 
 
+@pytest.mark.slow
 @given(models())
 @settings(max_examples=40, deadline=None)
 def test_random_models_agree(drawn: tuple[Callable[..., Tensor], list[Tensor], int, float]) -> None:

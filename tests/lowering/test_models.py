@@ -163,6 +163,7 @@ def train(
     return losses
 
 
+@pytest.mark.slow(but="llama")
 @pytest.mark.parametrize(
     ("model", "batches", "loss_of", "rate"),
     # At twice the rate, two float32 runs from other weights are 9 % apart after 50 steps: it would show nothing.

@@ -107,6 +107,7 @@ def test_batched_mm(name: str, uncompiled: list[Decision]) -> None:
     assert fp8fn.explain(model, tokens(), where=all_but_logits, show=False).substituted == products - 2
 
 
+@pytest.mark.slow(but="mixtral")
 @pytest.mark.parametrize("name", MODELS)
 def test_eager(name: str, uncompiled: list[Decision]) -> None:
     """A loop over the experts that were hit: Dynamo leaves it to Python, which `explain` says of each weight."""

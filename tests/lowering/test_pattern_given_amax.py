@@ -54,6 +54,7 @@ def step(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[Tensor], lis
     return found
 
 
+@pytest.mark.slow(but="torch.bfloat16")
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 def test_the_bits_stay(dtype: torch.dtype) -> None:
     """Also of values that round to the largest magnitude, which is found before they are rounded."""

@@ -640,6 +640,7 @@ def test_the_log_says_what_was_fused(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_llama_trains_as_without() -> None:
     """20 steps from the same weights on the same tokens: each loss is within 1 %."""
     transformers = pytest.importorskip("transformers")

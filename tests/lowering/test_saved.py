@@ -304,6 +304,7 @@ def test_a_release_without_the_private_parts_is_named(monkeypatch: pytest.Monkey
     assert partitioner.fault() == "NodeInfo.is_required_fw"
 
 
+@pytest.mark.slow
 def test_a_llama_keeps_less_than_in_bf16() -> None:
     """Bytes kept for each token and layer: at most 0.66 of bf16's with the same bits, 0.49 with FP8 and 20 dB."""
     transformers = pytest.importorskip("transformers")

@@ -107,6 +107,7 @@ def without_the_hub() -> Iterator[None]:
     finegrained_fp8._FINEGRAINED_FP8 = before
 
 
+@pytest.mark.slow(but="llama-fp8fn")
 @pytest.mark.parametrize("backend", ["fp8fn", "inductor"])
 @pytest.mark.parametrize(("build", "products"), [(llama, 14), (deepseek_v3, 16)], ids=["llama", "deepseek_v3"])
 def test_models_of_a_config(build: Any, products: int, backend: str) -> None:

@@ -51,6 +51,7 @@ def test_the_command_tunes_saves_and_prints(capsys: pytest.CaptureFixture[str]) 
     assert choose_config(PROBLEM, 132, table.tables(CHIP)).config == W
 
 
+@pytest.mark.slow
 def test_what_is_tuned_is_skipped_unless_forced() -> None:
     run(*SHAPES, "--products", "forward")
     status, again = run(*SHAPES, "--products", "forward,wgrad")
@@ -60,6 +61,7 @@ def test_what_is_tuned_is_skipped_unless_forced() -> None:
     assert len(forced.asked) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was() -> None:
     with pytest.raises(KeyboardInterrupt):
         run(*SHAPES, bench=FakeBench(fail_at=2))

@@ -25,6 +25,7 @@ def _torchrun(module: str, *args: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp2", "ep"])
 def test_an_example_learns(name: str) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", _torchrun(f"fp8fn.examples.{name}"))]
@@ -32,6 +33,7 @@ def test_an_example_learns(name: str) -> None:
     assert losses == sorted(losses, reverse=True)
 
 
+@pytest.mark.slow
 def test_the_benchmark_of_fsdp2(tmp_path: Path) -> None:
     sizes = {"hidden": 512, "ffn": 256, "layers": 1, "tokens": 32, "steps": 1, "warmup": 1}
     small = [f"--{name}={size}" for name, size in sizes.items()]

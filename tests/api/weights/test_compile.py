@@ -193,6 +193,7 @@ def test_export(strict: bool, tmp_path: Path) -> None:
     assert sum("fp8fn.mm_a16w8" in name for name in names) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_an_ahead_of_time_package(tmp_path: Path) -> None:
     model, reference = mlp()

@@ -197,6 +197,7 @@ def _run(rank: int, store: str) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
 def test_two_processes(tmp_path: Path) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""

@@ -142,6 +142,7 @@ def with_content(x: Tensor, content: str, seed: int) -> Tensor:
 
 
 # An interpreted program takes 30 ms, of any size.
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     st.lists(st.sampled_from([0, 0, 1, 2, 31, 32, 33, 95, 97, 127, 128, 129, 200, 700]), min_size=1, max_size=4),

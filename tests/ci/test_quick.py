@@ -1,0 +1,73 @@
+"""`--quick`: the cases of a function that run, and the slow tests that don't."""
+
+from __future__ import annotations
+
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from support import quick
+
+
+def cases(*names: str, **marks: pytest.Mark) -> list[Any]:
+    return [
+        SimpleNamespace(nodeid=f"tests/test_a.py::test_b[{name}]" if name else "tests/test_a.py::test_c",
+                        get_closest_marker=marks.get)
+        for name in names
+    ]  # fmt: skip
+
+
+def run(items: list[Any], chosen: bool = True) -> tuple[list[str], list[str]]:
+    """The names that run, and those that are deselected."""
+    deselected: list[Any] = []
+    hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
+    config: Any = SimpleNamespace(getoption={"--quick": chosen}.__getitem__, hook=hook)
+    quick.select(config, items)
+    return [item.nodeid for item in items], [item.nodeid for item in deselected]
+
+
+def test_every_value_of_every_parameter_is_in_a_part() -> None:
+    many = [f"{a}-{b}-{c}" for a, b, c in product("pqrstuv", ("(1, 128)", "(128, 1)"), ("torch.half", "torch.float"))]
+    kept, left = run(cases(*many))
+    words = {word for nodeid in kept for word in nodeid.partition("[")[2][:-1].split("-")}
+    assert words == {word for name in many for word in name.split("-")}
+    assert quick.LEAST <= len(kept) <= 12 < len(many)
+    assert len(kept) + len(left) == len(many)
+
+
+@pytest.mark.parametrize(("count", "kept"), [(1, 1), (5, 5), (24, 24), (25, 24), (400, 24)])
+def test_the_number_of_cases_without_a_common_value(count: int, kept: int) -> None:
+    assert len(run(cases(*map(str, range(count))))[0]) == kept
+
+
+def test_few_values_leave_the_least_number() -> None:
+    assert len(run(cases(*(f"a-b{'-' * i}" for i in range(40))))[0]) == quick.LEAST
+
+
+def test_the_part_depends_on_no_order() -> None:
+    names = [f"{i}-{i % 3}" for i in range(60)]
+    assert set(run(cases(*names))[0]) == set(run(cases(*reversed(names)))[0])
+
+
+def test_the_order_stays() -> None:
+    names = [str(i) for i in range(10)]
+    assert run(cases(*names))[0] == [f"tests/test_a.py::test_b[{name}]" for name in names]
+
+
+def test_gpu_cases_have_a_part_of_their_own() -> None:
+    names = [str(i) for i in range(40)]
+    items = cases(*names) + cases(*(f"gpu{name}" for name in names), gpu=pytest.mark.gpu.mark)
+    assert len(run(items)[0]) == 2 * quick.MOST
+
+
+def test_slow_tests_stay_out() -> None:
+    assert run(cases("", slow=pytest.mark.slow.mark))[0] == []
+    assert run(cases("a", "b", slow=pytest.mark.slow.mark))[0] == []
+    assert run(cases("a", "b-c", slow=pytest.mark.slow(but="b-c").mark))[0] == ["tests/test_a.py::test_b[b-c]"]
+
+
+def test_all_run_without_the_option() -> None:
+    items = cases(*map(str, range(100)), slow=pytest.mark.slow.mark)
+    assert len(run(items, chosen=False)[0]) == 100

@@ -1,0 +1,55 @@
+"""`--quick`: of a function with many cases a part, the same on every machine; and no test that is marked `slow`.
+
+The part has at least `LEAST` cases and, up to `MOST`, every value of every parameter: in the order of a digest of their
+names, those cases come first that have a word in their names which none before them has. `slow(but="llama")` leaves one
+case of a slow function, which the name in brackets tells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+
+LEAST: Final = 6
+MOST: Final = 24
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="no slow tests, and a part of the cases of each function")
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselects what a quick run leaves out."""
+    if not config.getoption("--quick"):
+        return
+    functions = defaultdict(list)
+    for item in items:
+        # Cases for a GPU have a part of their own, which a machine without one skips.
+        functions[item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None].append(item)
+    kept = {id(item) for cases in functions.values() for item in part(list(filter(_is_quick, cases)))}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
+    items[:] = [item for item in items if id(item) in kept]
+
+
+def part(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The cases of one function that a quick run has."""
+    seen: set[str] = set()
+    first, others = [], []
+    for item in sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
+        words = set(_case(item).split("-"))
+        (others if words <= seen else first).append(item)
+        seen |= words
+    return (first + others)[: max(LEAST, min(len(first), MOST))]
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    mark = item.get_closest_marker("slow")
+    return mark is None or mark.kwargs.get("but") == _case(item)
+
+
+def _case(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[2].removesuffix("]")
