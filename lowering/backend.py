@@ -19,7 +19,7 @@ from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "merge_products", "batch_invariant")
+OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "batch_invariant")
 
 
 def fp8fn(
@@ -37,8 +37,8 @@ def fp8fn(
         mode: Inductor's mode.
         options: `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function
             of a `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`. All
-            options but these, `fuse_quantize`, `save`, `monitor` and `merge_products` are Inductor's. With Inductor's
-            `max_autotune` each product on a GPU is timed against cuBLASLt, and the faster kernel is used.
+            options but these, `fuse_quantize`, `save` and `monitor` are Inductor's. With Inductor's `max_autotune` each
+            product on a GPU is timed against cuBLASLt, and the faster kernel is used.
 
     The option `fuse_quantize` fuses quantization into the computation of an activation, which is then not rounded to 16
     bits first. By default one op computes and quantizes `silu(gate) * up` and `rms_norm(x) * weight`, on devices that
@@ -50,10 +50,6 @@ def fp8fn(
     keeps no FP8 form of a weight, keys and values of grouped-query attention before they are repeated, and no second
     FP8 form of an activation that the backward can quantize again. Gradients have the same bits as with `"all"`, which
     leaves PyTorch's partitioner alone. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
-
-    The option `merge_products`, by default False, multiplies an activation once by the weights of several layers, such
-    as those of q, k and v, and their gradients once by these weights, where the estimate of a Hopper GPU says that this
-    is faster. The gradient of the activation is then summed in float32; all other results keep their bits.
 
     The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
     the same bits whatever the number of rows and its place among them are. It fixes how activations are read.
@@ -71,12 +67,11 @@ def fp8fn(
     check_where(where)
     every = check_every(given.pop("monitor", None))
     fuse = given.pop("fuse_quantize", None)
-    merge = _merges(given.pop("merge_products", False), fuse, every)
     save = given.pop("save", None)
     patches = _inductor_options(mode, given)
     decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
     graph = watched(every, gm, decisions)
-    patches = with_fusion(with_pass(patches, takes_everything(where), recipe.batch_invariant), fuse, merge)
+    patches = with_fusion(with_pass(patches, takes_everything(where), recipe.batch_invariant), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
     if graph is not None:
         patches = with_monitor(patches, graph.state.first, graph.names)
@@ -101,16 +96,6 @@ def _inductor_options(mode: str | None, given: dict[str, Any]) -> dict[str, Any]
             raise ValueError(f"options[{name!r}] is neither an option of fp8fn {OPTIONS} nor one of Inductor")
         patches[key] = value
     return patches
-
-
-def _merges(given: Any, fuse: bool | None, every: int | None) -> bool:
-    """The option `merge_products`, which the passes that `fuse_quantize` disables carry out."""
-    if not isinstance(given, bool):
-        raise ValueError(f"options['merge_products'] is {given!r}; use True or False")
-    for name, value, other in (("fuse_quantize", fuse, fuse is False), ("monitor", every, every is not None)):
-        if given and other:
-            raise ValueError(f"options['merge_products'] is True and options[{name!r}] {value!r}; set one of them")
-    return given
 
 
 def _replays(patches: dict[str, Any]) -> bool:

@@ -20,7 +20,6 @@ from fp8fn.lowering.patterns import (
     inlined,
     producers,
     saved_silu_mul,
-    sibling_products,
     silu_mul_backward,
 )
 from fp8fn.ops.layout import Block
@@ -32,14 +31,14 @@ _LOG: Final = logging.getLogger("fp8fn")
 _listeners: Final[list[list[Substitution]]] = []
 
 
-def fuse(graph: Graph, blocks: Collection[Block] = INLINED, merge_products: bool = False) -> list[Substitution]:
-    """Fuses in place, and reports each quantizer whose producer a pattern knows; `merge_products`: and siblings."""
+def fuse(graph: Graph, blocks: Collection[Block] = INLINED) -> list[Substitution]:
+    """Fuses in place, and reports each quantizer whose producer a pattern knows."""
     origins = {node.name: origin_of(node) for node in graph.nodes if node.op == "call_function"}
     found = []
     patterns = (
         *producers.substitute(graph), *saved_silu_mul.substitute(graph), *silu_mul_backward.substitute(graph),
         *grouped_silu_mul_backward.substitute(graph), *inlined.substitute(graph, blocks),
-        *given_amax.substitute(graph), *(sibling_products.substitute(graph) if merge_products else ()),
+        *given_amax.substitute(graph),
     )  # fmt: skip
     for substitution in patterns:
         origin, backward = origins.get(substitution.node, ("", False))
@@ -66,20 +65,20 @@ def recorded() -> AbstractContextManager[list[Substitution]]:
 class FusionPass(CustomGraphPass):
     """Inductor's hook; its uuid is part of the caches' keys, as that of `joint_pass.SubstitutionPass` is."""
 
-    def __init__(self, blocks: tuple[Block, ...] = INLINED, before: Any = None, merge_products: bool = False) -> None:
-        self.blocks, self.before, self.merge_products = blocks, before, merge_products
+    def __init__(self, blocks: tuple[Block, ...] = INLINED, before: Any = None) -> None:
+        self.blocks, self.before = blocks, before
 
     def __call__(self, graph: Graph) -> None:
         if self.before is not None:
             self.before(graph)
-        fuse(graph, self.blocks, self.merge_products)
+        fuse(graph, self.blocks)
 
     def uuid(self) -> Any:
         before = self.before.uuid() if self.before is not None else None
-        return ("fusion", joint_pass.SubstitutionPass().uuid(), self.blocks, self.merge_products, before)
+        return ("fusion", joint_pass.SubstitutionPass().uuid(), self.blocks, before)
 
 
-def with_fusion(patches: dict[str, Any], wanted: bool | None, merge_products: bool = False) -> dict[str, Any]:
+def with_fusion(patches: dict[str, Any], wanted: bool | None) -> dict[str, Any]:
     """Inductor's options with this pass after the user's own; `wanted` is the option `fuse_quantize`."""
     import torch._inductor.config as config
 
@@ -89,4 +88,4 @@ def with_fusion(patches: dict[str, Any], wanted: bool | None, merge_products: bo
         return patches
     before = patches.get("post_grad_custom_pre_pass", config.post_grad_custom_pre_pass)
     blocks = inlined.BLOCKS if wanted else INLINED
-    return {**patches, "post_grad_custom_pre_pass": FusionPass(blocks, before, merge_products)}
+    return {**patches, "post_grad_custom_pre_pass": FusionPass(blocks, before)}

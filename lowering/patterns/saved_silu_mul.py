@@ -13,7 +13,7 @@ from the values that are kept, which the graph would round to 16 bits first. The
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -356,14 +356,13 @@ def replaced(graph: Graph, new: Node, old: list[tuple[Node, int]]) -> tuple[str,
             if not same_layout(quantizer.meta["val"][place], new.meta["val"][place + shift]):
                 graph.erase_node(new)
                 return "", "a result lies otherwise than the op's"
-    move_behind(graph, new, [quantizer for quantizer, _ in old])
+    _move_behind(graph, new, [quantizer for quantizer, _ in old])
     for quantizer, shift in old:
         replace_quantizer(graph, quantizer, new, shift)
     return str(new.target), None
 
 
-def move_behind(graph: Graph, new: Node, old: Sequence[Node]) -> None:
-    """Moves nodes behind `new`, and what is computed from them before it."""
+def _move_behind(graph: Graph, new: Node, old: list[Node]) -> None:
     later, last = set(old), new
     for node in list(graph.nodes):
         if node is new:

@@ -31,11 +31,9 @@ class OpByOp:
     """
 
     def __init__(
-        self, plan: SavePlan | None, recipe: Recipe | None = BLOCKWISE, where: Where = "*", *, fuse: bool = True,
-        merge_products: bool = False,
-    ) -> None:  # fmt: skip
-        self.plan, self.recipe, self.where = plan, recipe, where
-        self.fuse, self.merge_products = fuse, merge_products
+        self, plan: SavePlan | None, recipe: Recipe | None = BLOCKWISE, where: Where = "*", *, fuse: bool = True
+    ) -> None:
+        self.plan, self.recipe, self.where, self.fuse = plan, recipe, where, fuse
         self.forward: list[GraphModule] = []
         self.backward: list[GraphModule] = []
 
@@ -53,7 +51,7 @@ class OpByOp:
 
         def run(module: GraphModule, _: Any) -> Callable[..., Any]:
             if self.fuse:
-                post_grad_pass.fuse(module.graph, post_grad_pass.INLINED, self.merge_products)
+                post_grad_pass.fuse(module.graph)
             return make_boxed_func(torch.fx.Interpreter(module).run)
 
         compiler: Any = aot_autograd(
