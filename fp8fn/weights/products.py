@@ -118,11 +118,16 @@ def quantize(
     x: FP8Weight, block: Block, dtype: torch.dtype | None = None, scale: str = "fp32", amax: Tensor | None = None,
     column_major: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The weight's own data and scales, in square blocks turned where `column_major` is not the weight's layout."""
+    """The weight's own data and scales, in square blocks turned where `column_major` is not the weight's layout.
+
+    They are copies, unless FSDP has gathered the weight for the products of one layer.
+    """
     _check_request("quantize", x, (block[0], block[1]), dtype, scale, amax)
     check_layout("quantize", (block[0], block[1]), column_major)
     if column_major is not None and column_major != is_column_major(x._data):
         return turned(x._data, column_major), turned(x._scale, column_major)
+    if x._form.gathered:
+        return aten.alias.default(x._data), aten.alias.default(x._scale)
     return moved(x._data, x.device), moved(x._scale, x.device)
 
 
@@ -139,8 +144,9 @@ def quantize_dual(
             f"quantize_dual: x is an FP8Weight in blocks of {tuple(block)} and has no data in blocks of {other}; "
             "pass x.dequantize(), or use a recipe whose weight block is square"
         )
-    rows, columns = (turned(x._data, column_major) for column_major in (False, True))
-    return rows, turned(x._scale, False), columns, turned(x._scale, True)
+    sides = [quantize(x, block, dtype, scale, amax, column_major) for column_major in (False, True)]
+    (rows, row_scale), (columns, column_scale) = sides
+    return rows, row_scale, columns, column_scale
 
 
 def _check_request(

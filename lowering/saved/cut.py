@@ -23,7 +23,8 @@ WHOLE_VIEWS: Final = (
 )  # fmt: skip
 _MOVES: Final = (
     *WHOLE_VIEWS, aten.reshape.default, aten.expand.default, aten.clone.default, aten.slice.Tensor, aten.select.int,
-    aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.cat.default, aten.copy.default, aten.empty_strided.default,
+    aten.view.dtype,
 )  # fmt: skip
 _ops: Final = torch.ops.fp8fn
 QUANTIZERS: Final = (

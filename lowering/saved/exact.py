@@ -37,6 +37,7 @@ from fp8fn.lowering.saved.cut import (
 from fp8fn.ops.layout import WHOLE, contracts_rows, is_square, known_block, swap
 
 _CAST: Final = torch.ops.prims.convert_element_type.default
+_COPIES: Final = (*WHOLE_VIEWS, aten.view.dtype, aten.reshape.default, aten.clone.default, aten.copy.default)
 _ops: Final = torch.ops.fp8fn
 _SINGLE, _DUAL = _ops.quantize.default, _ops.quantize_dual.default
 _GROUPED, _GROUPED_DUAL = _ops.quantize_grouped.default, _ops.quantize_grouped_dual.default
@@ -51,7 +52,7 @@ def save_roots(cut: Cut) -> None:
 
 
 def drop_weights(cut: Cut) -> int:
-    """Saves parameters in place of their FP8 forms; returns how many bytes fewer are kept."""
+    """Saves parameters in place of their FP8 forms and of copies; returns the bytes of what is not kept any more."""
     dropped = 0
     quantizers: dict[Node, None] = {}
     for node in list(cut.saved):
@@ -59,8 +60,12 @@ def drop_weights(cut: Cut) -> int:
         if found is not None:
             quantizer, parameter = found
             quantizers[quantizer] = None
-            cut.replace_saved([node], parameter)
-            dropped += nbytes(node)
+        elif (copied := _copied_input(node)) is not None:
+            parameter = copied
+        else:
+            continue
+        cut.replace_saved([node], parameter)
+        dropped += nbytes(node)
     for quantizer in quantizers:
         if quantizer.target is _DUAL:
             _split_weight(cut, quantizer)
@@ -77,6 +82,18 @@ def _quantized_parameter(cut: Cut, node: Node) -> tuple[Node, Node] | None:
     while x.target is _CAST or x.target in WHOLE_VIEWS or x.target is aten.reshape.default:
         x = input_of(x)
     return (quantizer, x) if x in cut.parameters and not is_tagged(quantizer) else None
+
+
+def _copied_input(node: Node) -> Node | None:
+    """The input of the graph that a saved copy has the elements of, such as FP8 data turned for the backward.
+
+    It has as many bytes as the copy. Whether it is a parameter is not asked: for inputs that are `FP8Weight`s, PyTorch
+    counts the parameters as if each had one tensor.
+    """
+    x = node
+    while x.target in _COPIES and not is_tagged(x):
+        x = x.all_input_nodes[-1]  # the first input of `copy` is what it writes
+    return x if x.op == "placeholder" and root_of(node) is not x and nbytes(x) == nbytes(node) else None
 
 
 def _split_weight(cut: Cut, quantizer: Node) -> None:

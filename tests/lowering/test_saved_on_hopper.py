@@ -9,11 +9,12 @@ import torch
 
 pytest.importorskip("transformers")
 
+from fp8fn.bench.fsdp import Layer
 from fp8fn.bench.train.models import SIZES
 from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.saved import SavePlan
 from fp8fn.ops.recipe import PRESETS
-from support.fake_hopper import Saved, calls, compiled_llama, fused, per_token_and_layer, saved_by
+from support.fake_hopper import Saved, calls, compiled_layer, compiled_llama, fused, per_token_and_layer, saved_by
 from support.kept import OpByOp
 
 BATCH, LAYERS = (4, 4096), 2
@@ -102,3 +103,16 @@ def test_a_backward_writes_no_gradient_of_gate_and_up_in_16_bits() -> None:
             backward = fused(kept.backward[0])
             assert calls(backward, "fp8fn.quantize_silu_mul_backward.default") == LAYERS
             assert calls(backward, "fp8fn.quantize_silu_mul.default") == 0
+
+
+def test_a_weight_that_fsdp_gathers_is_neither_copied_in_the_forward_nor_kept() -> None:
+    """The layer keeps what it keeps with its weights in 16 bits, and its backward alone turns FP8 data."""
+
+    layers = (compiled_layer(lambda: Layer(512, 1792), (1, 1024, 512), gathered=gathered) for gathered in (False, True))
+    plain, wired = layers
+    found = [saved_by(backend, vocabulary=-1) for backend in (plain, wired)]
+    assert sorted(map(str, found[0])) == sorted(map(str, found[1]))
+    (forward,), (backward,) = wired.forward, wired.backward
+    assert calls(forward, "aten.copy.default") == 0
+    assert calls(forward, "aten.clone.default") == calls(plain.forward[0], "aten.clone.default")
+    assert calls(backward, "aten.copy.default") == 2 * 7  # data and scales

@@ -7,7 +7,7 @@ for an sm90. `scaled_dot_product_attention` is cuDNN's, which expands no keys or
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 
@@ -24,7 +24,9 @@ from fp8fn.lowering import post_grad_pass
 from fp8fn.lowering.saved import SavePlan
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.recipe import BLOCKWISE, Recipe
+from fp8fn.weights.form import Form
+from fp8fn.weights.fp8_weight import weight_of
 from support.kept import OpByOp
 
 Saved = tuple[int, tuple[int, ...], torch.dtype]
@@ -63,6 +65,25 @@ def compiled_llama(
         model = models.build(size, batch[1], attention.CAUSAL, torch.device("cpu"), 0)
         ids = torch.zeros(batch, dtype=torch.int64)
         torch.compile(model, backend=backend, dynamic=False)(input_ids=ids, labels=ids)
+    torch._dynamo.reset()
+    return backend
+
+
+def compiled_layer(layer: Callable[[], nn.Module], x: tuple[int, ...], *, gathered: bool) -> OpByOp:
+    """The graphs of a layer in bf16; `gathered`: its products' weights are those that FSDP has gathered in FP8."""
+    torch._dynamo.reset()
+    backend = OpByOp(SavePlan(), BLOCKWISE)
+    with _as_on_hopper(), FakeTensorMode():
+        model = layer()
+        for module in model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                weight = parameter.detach().bfloat16()
+                if gathered and isinstance(module, nn.Linear):
+                    scale = torch.empty([-(-size // 128) for size in weight.shape])
+                    form = Form((128, 128), torch.bfloat16, gathered=True)
+                    weight = weight_of(weight.to(torch.float8_e4m3fn), scale, form)
+                module._parameters[name] = nn.Parameter(weight)
+        torch.compile(model, backend=backend, dynamic=False)(torch.empty(x, dtype=torch.bfloat16, requires_grad=True))
     torch._dynamo.reset()
     return backend
 
