@@ -14,8 +14,8 @@ from typing import Final
 
 import pytest
 
-LEAST: Final = 6
-MOST: Final = 24
+LEAST: Final = 4
+MOST: Final = 10
 
 
 def add_option(parser: pytest.Parser) -> None:
