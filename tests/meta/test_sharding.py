@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -36,11 +37,11 @@ def ranks() -> Iterator[Ranks]:
         yield ranks
 
 
-def assert_equal(found: Any, expected: Tensor, *, product: bool = False) -> None:
-    """Equal bits; of products nearly, for a sum may be split, and the CPU's BLAS adds in an order of the shape."""
+def assert_equal(found: Any, expected: Tensor, least: float = math.inf) -> None:
+    """Equal bits, or `least` dB: of products a sum may be split, and the CPU's BLAS adds in an order of the shape."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     whole = gathered(found)
-    assert differing(whole.contiguous(), expected.contiguous()) == 0 or (product and snr(whole, expected) > 120)
+    assert differing(whole.contiguous(), expected.contiguous()) == 0 or snr(whole, expected) >= least
 
 
 def test_every_op_has_a_rule_or_says_why_not() -> None:
@@ -96,11 +97,13 @@ def test_samples(ranks: Ranks, name: str, label: str) -> None:
         for dim in range(x.ndim)
         if x.dtype != torch.float8_e8m0fnu and x.shape[dim] > 1  # PyTorch pads no e8m0
     ]
+    of_sums = 125 if label == "ragged_summed_large" else 130  # of 1,000 terms, or fewer
+    least = math.inf if name.startswith("quantize") else of_sums
     with ranks.mode:
         for place in places:
             found = op(*placed(sample.args, ranks.mesh, *place), **kwargs)
             for one, other in zip((found,) if isinstance(found, DTensor) else found, expected, strict=True):
-                assert_equal(one, other, product=not name.startswith("quantize"))
+                assert_equal(one, other, least)
 
 
 def test_the_block_is_in_the_key_of_the_cache(ranks: Ranks) -> None:
@@ -140,9 +143,9 @@ def test_linear_moves_no_unquantized_data(ranks: Ranks, kind: str, recipe: str) 
             y.backward(sharded(grad, ranks.mesh, Replicate() if of_y == Partial() else of_y))
         assert y.placements[0] == of_y
         assert set(moved(comm)) <= {"all_reduce"}
-        assert_equal(y, expected.detach(), product=True)
+        assert_equal(y, expected.detach(), 130)
         for t, leaf in zip(cut, leaves, strict=True):
-            assert_equal(t.grad, leaf.grad, product=True)
+            assert_equal(t.grad, leaf.grad, 130)
 
 
 def test_the_largest_magnitude_of_all_ranks_may_be_a_nan(ranks: Ranks) -> None:
