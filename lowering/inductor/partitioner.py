@@ -65,12 +65,31 @@ class Partitioner(CustomPartitionerFn):
         cut = Cut(
             graph=graph,
             saved=dict.fromkeys(chosen),
-            parameters=frozenset(info.static_lifetime_input_nodes),
+            parameters=_parameters(graph, frozenset(info.static_lifetime_input_nodes)),
             forward={node for node in graph.nodes if info.is_required_fw(node)},
             backward=backward,
             roots=backward | frozenset(node for node in info.required_bw_nodes if node.op != "output"),
         )
         return shrink(cut, self.plan, budget)
+
+
+def _parameters(graph: Graph, static: frozenset[Node]) -> frozenset[Node]:
+    """The inputs that live as long as the model; `static` are those that PyTorch takes for them.
+
+    PyTorch (2.11 to 2.14) numbers inputs before it takes tensor subclasses apart, and these numbers name other nodes
+    behind the first subclass that has two tensors, such as an `FP8Weight`.
+    """
+    primals = [node for node in graph.find_nodes(op="placeholder") if str(node.target).startswith("primals")]
+    numbers = {number for number, node in enumerate(primals) if node in static}
+    return frozenset(node for place, node in enumerate(primals) if _number(node, place) in numbers)
+
+
+def _number(node: Node, place: int) -> int:
+    """The number of an input, or of the subclass that it is a part of."""
+    source: Any = node.meta.get("desc")
+    while hasattr(source, "base"):
+        source = source.base
+    return getattr(source, "idx", place)
 
 
 @contextmanager

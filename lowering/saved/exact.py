@@ -87,8 +87,7 @@ def _quantized_parameter(cut: Cut, node: Node) -> tuple[Node, Node] | None:
 def _copied_input(node: Node) -> Node | None:
     """The input of the graph that a saved copy has the elements of, such as FP8 data turned for the backward.
 
-    It has as many bytes as the copy. Whether it is a parameter is not asked: for inputs that are `FP8Weight`s, PyTorch
-    counts the parameters as if each had one tensor.
+    It has as many bytes as the copy, so that nothing is lost where it is no parameter.
     """
     x = node
     while x.target in _COPIES and not is_tagged(x):

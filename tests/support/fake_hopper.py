@@ -7,6 +7,7 @@ for an sm90. `scaled_dot_product_attention` is cuDNN's, which expands no keys or
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,6 +30,7 @@ from fp8fn.weights.form import Form
 from fp8fn.weights.fp8_weight import weight_of
 from support.kept import OpByOp
 
+BF16 = torch.bfloat16
 Saved = tuple[int, tuple[int, ...], torch.dtype]
 
 
@@ -69,21 +71,20 @@ def compiled_llama(
     return backend
 
 
-def compiled_layer(layer: Callable[[], nn.Module], x: tuple[int, ...], *, gathered: bool) -> OpByOp:
-    """The graphs of a layer in bf16; `gathered`: its products' weights are those that FSDP has gathered in FP8."""
+def compiled_layer(layer: Callable[[], nn.Module], x: tuple[int, ...], gathered: str) -> OpByOp:
+    """The graphs of a layer in bf16, with the weights whose names match `gathered` as FSDP has gathered them in FP8."""
     torch._dynamo.reset()
     backend = OpByOp(SavePlan(), BLOCKWISE)
     with _as_on_hopper(), FakeTensorMode():
         model = layer()
-        for module in model.modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                weight = parameter.detach().bfloat16()
-                if gathered and isinstance(module, nn.Linear):
-                    scale = torch.empty([-(-size // 128) for size in weight.shape])
-                    form = Form((128, 128), torch.bfloat16, gathered=True)
-                    weight = weight_of(weight.to(torch.float8_e4m3fn), scale, form)
-                module._parameters[name] = nn.Parameter(weight)
-        torch.compile(model, backend=backend, dynamic=False)(torch.empty(x, dtype=torch.bfloat16, requires_grad=True))
+        for name, parameter in list(model.named_parameters()):
+            weight = parameter.detach().bfloat16()
+            if re.fullmatch(gathered, name):
+                scale = torch.empty([-(-size // 128) for size in weight.shape])
+                weight = weight_of(weight.to(torch.float8_e4m3fn), scale, Form((128, 128), BF16, gathered=True))
+            owner, _, attribute = name.rpartition(".")
+            setattr(model.get_submodule(owner), attribute, nn.Parameter(weight))
+        torch.compile(model, backend=backend, dynamic=False)(torch.empty(x, dtype=BF16, requires_grad=True))
     torch._dynamo.reset()
     return backend
 
