@@ -71,13 +71,13 @@ class Cut:
         return found
 
     def can_make(self, x: Node) -> dict[Node, None] | None:
-        """The saved values that `x` can be computed from by elementwise ops and moves, or None."""
+        """The saved tensors that `x` can be computed from by elementwise ops and moves, or None."""
         leaves: dict[Node, None] = {}
         seen: set[Node] = set()
         pending = [x]
         while pending:
             node = pending.pop()
-            if node in seen:
+            if node in seen or _is_size(node):  # `complete` saves the sizes that are read
                 continue
             seen.add(node)
             if node in self.saved or node in self.parameters:

@@ -91,7 +91,7 @@ def _copied_input(node: Node) -> Node | None:
     """
     x = node
     while x.target in _COPIES and not is_tagged(x):
-        x = x.all_input_nodes[-1]  # the first input of `copy` is what it writes
+        x = input_of(x, 1 if x.target is aten.copy.default else 0)
     return x if x.op == "placeholder" and root_of(node) is not x and nbytes(x) == nbytes(node) else None
 
 

@@ -106,10 +106,15 @@ def test_a_backward_writes_no_gradient_of_gate_and_up_in_16_bits() -> None:
 
 
 @pytest.mark.parametrize(("names", "count"), [(r".*proj\.weight", 7), (r"[qk]_proj\.weight", 2)], ids=["all", "two"])
-def test_a_weight_that_fsdp_gathers_is_neither_copied_in_the_forward_nor_kept(names: str, count: int) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_weight_that_fsdp_gathers_is_neither_copied_in_the_forward_nor_kept(
+    names: str, count: int, dynamic: bool
+) -> None:
     """The layer keeps what it keeps with its weights in 16 bits, and its backward alone turns FP8 data."""
-    layers = (compiled_layer(lambda: Layer(512, 1792), (1, 1024, 512), gathered) for gathered in ("none", names))
-    plain, wired = layers
+    plain, wired = (
+        compiled_layer(lambda: Layer(512, 1792), (1, 1024, 512), gathered, dynamic=dynamic)
+        for gathered in ("none", names)
+    )
     found = [saved_by(backend, vocabulary=-1) for backend in (plain, wired)]
     assert sorted(map(str, found[0])) == sorted(map(str, found[1]))
     (forward,), (backward,) = wired.forward, wired.backward
