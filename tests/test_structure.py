@@ -8,6 +8,8 @@ from typing import Final
 
 import pytest
 
+pytestmark = pytest.mark.every_case
+
 TESTS: Final = Path(__file__).parent
 FILES: Final = sorted(TESTS.rglob("*.py"))
 MODULES: Final = {file.stem for file in FILES if file.stem.startswith("test_")}

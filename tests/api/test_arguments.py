@@ -19,6 +19,8 @@ import fp8fn
 from fp8fn import arguments
 from fp8fn.ops.layout import BLOCKS
 
+pytestmark = pytest.mark.every_case
+
 BF16 = torch.bfloat16
 A, B = torch.ones(32, 128, dtype=BF16), torch.ones(128, 48, dtype=BF16)
 EXPERTS = torch.ones(2, 128, 128, dtype=BF16)

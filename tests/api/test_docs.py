@@ -17,6 +17,8 @@ from fp8fn.bench import docs, record
 from fp8fn.demo.model import GPT
 from fp8fn.demo.presets import PRESETS
 
+pytestmark = pytest.mark.every_case
+
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 PAGES = sorted((README, ROOT / "CONTRIBUTING.md", ROOT / "notebooks" / "README.md", *(ROOT / "docs").glob("*.md")))

@@ -18,6 +18,8 @@ import fp8fn.distributed
 import fp8fn.lowering
 from fp8fn import GroupedScaledTensor, ScaledTensor
 
+pytestmark = pytest.mark.every_case
+
 PUBLIC = {
     name: getattr(module, name)
     for module in (fp8fn, fp8fn.distributed, fp8fn.lowering)

@@ -17,6 +17,8 @@ from fp8fn.ops import quantize as quantize_op
 from fp8fn.ops import scaled_mm as scaled_mm_op
 from fp8fn.ops import targets
 
+pytestmark = pytest.mark.every_case
+
 BF16 = torch.bfloat16
 A, B = torch.zeros(32, 64, dtype=BF16), torch.zeros(64, 48, dtype=BF16)
 

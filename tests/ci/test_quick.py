@@ -62,6 +62,10 @@ def test_gpu_cases_have_a_part_of_their_own() -> None:
     assert len(run(items)[0]) == 2 * quick.MOST
 
 
+def test_every_case_of_what_takes_no_time_stays() -> None:
+    assert len(run(cases(*map(str, range(100)), every_case=pytest.mark.every_case.mark))[0]) == 100
+
+
 def test_slow_tests_stay_out() -> None:
     assert run(cases("", slow=pytest.mark.slow.mark))[0] == []
     assert run(cases("a", "b", slow=pytest.mark.slow.mark))[0] == []

@@ -12,6 +12,8 @@ import pytest
 from mutations import mutate
 from mutations.mutate import Mutation, Result, read_mutations, run_mutation
 
+pytestmark = pytest.mark.every_case
+
 MUTATIONS = read_mutations()
 
 

@@ -22,6 +22,8 @@ from fp8fn.ops.layout import (
     swap,
 )  # fmt: skip
 
+pytestmark = pytest.mark.every_case
+
 SHAPES = [
     (128, 256), (77, 99), (3, 300), (1, 40), (40, 1), (1, 1), (2, 5, 130), (2, 3, 33, 65), (0, 48), (48, 0), (0, 8, 8),
 ]  # fmt: skip

@@ -17,6 +17,8 @@ import fp8fn
 pytest.importorskip("safetensors")
 from safetensors.torch import save, save_file
 
+pytestmark = pytest.mark.every_case
+
 E4M3, E8M0, U8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
 Tensors = dict[str, Tensor]
 
