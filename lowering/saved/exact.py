@@ -60,7 +60,7 @@ def drop_weights(cut: Cut) -> int:
         if found is not None:
             quantizer, parameter = found
             quantizers[quantizer] = None
-        elif (copied := _copied_input(node)) is not None:
+        elif (copied := _copied_part(node)) is not None:
             parameter = copied
         else:
             continue
@@ -84,15 +84,15 @@ def _quantized_parameter(cut: Cut, node: Node) -> tuple[Node, Node] | None:
     return (quantizer, x) if x in cut.parameters and not is_tagged(quantizer) else None
 
 
-def _copied_input(node: Node) -> Node | None:
-    """The input of the graph that a saved copy has the elements of, such as FP8 data turned for the backward.
+def _copied_part(node: Node) -> Node | None:
+    """The part of a tensor subclass that a saved copy has the elements of: FP8 data turned for the backward.
 
-    It has as many bytes as the copy, so that nothing is lost where it is no parameter.
+    A plain input, such as a buffer, may be written later, and its copy is then what the backward needs.
     """
     x = node
     while x.target in _COPIES and not is_tagged(x):
         x = input_of(x, 1 if x.target is aten.copy.default else 0)
-    return x if x.op == "placeholder" and root_of(node) is not x and nbytes(x) == nbytes(node) else None
+    return x if x is not node and hasattr(x.meta.get("desc"), "attr") and nbytes(x) == nbytes(node) else None
 
 
 def _split_weight(cut: Cut, quantizer: Node) -> None:
