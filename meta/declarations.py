@@ -22,7 +22,6 @@ from fp8fn.ops import (
     quantize_fused,
     quantize_grouped,
     quantize_grouped_fused,
-    quantize_joined,
     quantize_silu_mul,
     scaled_grouped_mm,
     scaled_mm,
@@ -61,8 +60,6 @@ QUANTIZE = _constant(quantize, quantize.QUANTIZE_SCHEMA)
 QUANTIZE_DUAL = _constant(quantize, quantize.QUANTIZE_DUAL_SCHEMA)
 QUANTIZE_GROUPED = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_SCHEMA)
 QUANTIZE_GROUPED_DUAL = _constant(quantize_grouped, quantize_grouped.QUANTIZE_GROUPED_DUAL_SCHEMA)
-QUANTIZE_JOINED = _constant(quantize_joined, quantize_joined.QUANTIZE_JOINED_SCHEMA)
-QUANTIZE_JOINED_DUAL = _constant(quantize_joined, quantize_joined.QUANTIZE_JOINED_DUAL_SCHEMA)
 QUANTIZE_SILU_MUL = _constant(quantize_fused, quantize_fused.SILU_MUL_SCHEMA)
 QUANTIZE_SILU_MUL_DUAL = _constant(quantize_fused, quantize_fused.SILU_MUL_DUAL_SCHEMA)
 QUANTIZE_RMS_NORM = _constant(quantize_fused, quantize_fused.RMS_NORM_SCHEMA)

@@ -242,5 +242,4 @@ def scaled_grouped_mm(arguments: Mapping[str, Any]) -> Rule:
 
 
 COMPOSED: Final = Composed()
-quantize_joined = quantize_joined_dual = Refusal("its tensors lie beside each other; quantize each of them")
 monitor: Final = Refusal("its counts are those of one process; give it x.to_local()")

@@ -219,7 +219,7 @@ class Dispatch:
                 _log.debug("%s %s: no kernel: %s", self.op, _shapes(operands), reason)
             return self.reference(operands)
         outputs: Outputs = operands.outputs
-        if outputs.results and all(x.numel() == 0 for x in outputs.results):
+        if all(x.numel() == 0 for x in outputs.results):
             return outputs.results
         if (settled := self.settled(operands)) is not None:
             return self(settled, values)

@@ -50,7 +50,7 @@ def test_every_op_has_a_rule_or_says_why_not() -> None:
     assert {name for name, kind in kinds.items() if kind is Composed} == {
         name for name, op in OPS.items() if op.composite is not None
     }
-    assert {name for name, kind in kinds.items() if kind is Refusal} == {"monitor", *JOINED}
+    assert {name for name, kind in kinds.items() if kind is Refusal} == {"monitor"}
 
 
 def registered() -> set[str]:
@@ -75,8 +75,7 @@ def test_quantizers_give_the_same_bits(ranks: Ranks, kind: str, block: tuple[int
                 assert_equal(one, other)
 
 
-JOINED = ("quantize_joined", "quantize_joined_dual")
-ELSEWHERE = ("amax", "quantize", "quantize_dual", *JOINED)
+ELSEWHERE = ("amax", "quantize", "quantize_dual")
 LEAVES = [name for name, op in OPS.items() if op.composite is None and name not in ELSEWHERE]
 KINDS = ("plain", "ragged", "batched", "empty")
 CASES = [(name, each.label) for name in sorted(LEAVES) for each in SAMPLES[name]() if each.label.startswith(KINDS)]
@@ -164,16 +163,13 @@ def test_blocks_on_two_ranks_are_logged(ranks: Ranks, caplog: pytest.LogCaptureF
     assert "fp8fn::quantize: x (200, 128) is sharded along dimension 0 over 2 ranks" in caplog.text
 
 
-def test_refusals_name_the_op(ranks: Ranks) -> None:
+def test_a_refusal_names_the_op(ranks: Ranks) -> None:
     x = torch.randn(128, 128)
     with ranks.mode:
         d = sharded(x, ranks.mesh, Shard(0))
         data, scale = ops.quantize(d, (1, 128))
         with pytest.raises(NotImplementedError, match=r"fp8fn::monitor: no argument may be a DTensor"):
             ops.monitor(data, scale, (1, 128), [], "x", [])
-        for name in JOINED:
-            with pytest.raises(NotImplementedError, match=rf"fp8fn::{name}: no argument may be a DTensor"):
-                getattr(ops, name)(d, d)
 
 
 @pytest.mark.parametrize("first", ["fp8fn", "torch.distributed.tensor"])

@@ -195,30 +195,6 @@ def quantize_silu_mul_backward(seed: int = 0, device: torch.device | str = "cpu"
     ]
 
 
-def quantize_joined(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
-    x = _Normal(seed, device)
-    e5m2 = torch.float8_e5m2
-    turned = (x(256, 136).mT, x(128, 136).mT, x(128, 136).mT)  # weights, as the forward multiplies by them
-    return [
-        Sample("plain", (x(136, 128), x(136, 256)), {}),
-        Sample("turned", (*turned, (128, 128)), {"column_major": True}),
-        Sample("rows", (x(77, 256, dtype=FP16), x(77, 128, dtype=FP16), None, (1, 128)), {"dtype": e5m2}),
-        Sample("ragged", (x(77, 99), x(77, 40), x(77, 30), (128, 1)), {"scale": "pow2"}),
-        Sample("strided", (x(130, 256)[:, :128], x(130, 256, dtype=BF16)[:, 128:]), {"scale": "e8m0"}),
-        Sample("empty", (x(0, 128), x(0, 128)), {}),
-    ]
-
-
-def quantize_joined_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
-    x = _Normal(seed, device)
-    return [
-        Sample("plain", (x(136, 128), x(136, 256)), {}),
-        Sample("ragged", (x(77, 256, dtype=FP16), x(77, 128, dtype=FP16), x(77, 128, dtype=FP16)), {"scale": "pow2"}),
-        Sample("strided", (x(130, 256)[:, :128], x(128, 130).mT), {"dtype": torch.float8_e5m2}),
-        Sample("empty", (x(0, 128), x(0, 128)), {}),
-    ]
-
-
 def quantize_silu_mul_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
     samples = quantize_silu_mul_grouped_dual(seed, device)
     return [sample._replace(args=(*sample.args[:3], (-1, 1)) if sample.args[3:] else sample.args) for sample in samples]
@@ -457,8 +433,6 @@ SAMPLES: Final[dict[str, Callable[..., list[Sample]]]] = {
     "quantize_dual": quantize_dual,
     "quantize_grouped": quantize_grouped,
     "quantize_grouped_dual": quantize_grouped_dual,
-    "quantize_joined": quantize_joined,
-    "quantize_joined_dual": quantize_joined_dual,
     "quantize_silu_mul_grouped": quantize_silu_mul_grouped,
     "quantize_silu_mul_grouped_dual": quantize_silu_mul_grouped_dual,
     "quantize_silu_mul_grad_grouped_dual": quantize_silu_mul_grad_grouped_dual,

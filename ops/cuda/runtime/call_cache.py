@@ -78,14 +78,13 @@ class Step(NamedTuple):
 class Call:
     """Launches on new tensors: allocates `made`, starts the steps, returns the first `returned` of what it made.
 
-    `zeroed` outputs are set to zero first. `filled` are the places of inputs that the launches write.
+    `zeroed` outputs are set to zero first.
     """
 
     steps: tuple[Step, ...]
     made: tuple[Geometry, ...]
     returned: int
     zeroed: bool = False
-    filled: tuple[int, ...] = ()
 
     def __call__(self, *inputs: Tensor | None) -> list[Tensor]:
         device = self.steps[0][0].device
@@ -99,8 +98,7 @@ class Call:
             start(launch, [0 if place is None else addresses[place] for place in places])
         if tracked:
             settled = any(launch.settles for launch, _ in self.steps)
-            written = [*made, *(x for place in self.filled if (x := inputs[place]) is not None)]
-            graph_capture.launched(device, frozenset() if settled else window, written)
+            graph_capture.launched(device, frozenset() if settled else window, made)
         if (tape := _recording.tape) is not None:
             tape.append((self, inputs, made))
         return made[: self.returned]
@@ -122,21 +120,16 @@ def call_of(launches: Sequence[CudaLaunch], inputs: Sequence[str], outputs: Outp
         names = [name for name, arg in launch.args.items() if not isinstance(arg, (int, float, tuple))]
         at = [None if launch.args[name] is None else places[launch.binds.get(name, name)] for name in names]
         steps.append(Step(launch.prepare(), tuple(at)))
-    filled = tuple(map(inputs.index, outputs.filled))
-    return Call(tuple(steps), tuple(map(geometry, made.values())), outputs.returned, outputs.zeroed, filled)
+    return Call(tuple(steps), tuple(map(geometry, made.values())), outputs.returned, outputs.zeroed)
 
 
 @dataclass(frozen=True, eq=False)
 class Outputs:
-    """The tensors that launches write, by name; the first `returned` are results, the others live between launches.
-
-    `filled` are the names of inputs that launches write.
-    """
+    """The tensors that launches write, by name; the first `returned` are results, the others live between launches."""
 
     tensors: Mapping[str, Tensor]
     returned: int
     zeroed: bool = False
-    filled: tuple[str, ...] = ()
 
     @property
     def results(self) -> list[Tensor]:
