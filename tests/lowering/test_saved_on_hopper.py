@@ -112,7 +112,7 @@ def test_a_weight_that_fsdp_gathers_is_neither_copied_in_the_forward_nor_kept(
 ) -> None:
     """The layer keeps what it keeps with its weights in 16 bits, and its backward alone turns FP8 data."""
     plain, wired = (
-        compiled_layer(lambda: Layer(512, 1792), (1, 1024, 512), gathered, dynamic=dynamic)
+        compiled_layer(lambda: Layer(512, 1792), rows=(1, 1024, 512), gathered=gathered, dynamic=dynamic)
         for gathered in ("none", names)
     )
     found = [saved_by(backend, vocabulary=-1) for backend in (plain, wired)]

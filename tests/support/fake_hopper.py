@@ -71,7 +71,7 @@ def compiled_llama(
     return backend
 
 
-def compiled_layer(layer: Callable[[], nn.Module], x: tuple[int, ...], gathered: str, *, dynamic: bool) -> OpByOp:
+def compiled_layer(layer: Callable[[], nn.Module], *, rows: tuple[int, ...], gathered: str, dynamic: bool) -> OpByOp:
     """The graphs of a layer in bf16, with the weights whose names match `gathered` as FSDP has gathered them in FP8."""
     torch._dynamo.reset()
     backend = OpByOp(SavePlan(), BLOCKWISE)
@@ -84,7 +84,7 @@ def compiled_layer(layer: Callable[[], nn.Module], x: tuple[int, ...], gathered:
                 weight = weight_of(weight.to(torch.float8_e4m3fn), scale, Form((128, 128), BF16, gathered=True))
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, nn.Parameter(weight))
-        torch.compile(model, backend=backend, dynamic=dynamic)(torch.empty(x, dtype=BF16, requires_grad=True))
+        torch.compile(model, backend=backend, dynamic=dynamic)(torch.empty(rows, dtype=BF16, requires_grad=True))
     torch._dynamo.reset()
     return backend
 
