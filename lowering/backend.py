@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion
-from fp8fn.lowering.recipe_pass import rewrite
+from fp8fn.lowering.recipe_pass import DEFAULT_RECIPE, rewrite
 from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
@@ -35,7 +35,7 @@ def fp8fn(
         gm: Graph that Dynamo traced.
         example_inputs: Its inputs.
         mode: Inductor's mode.
-        options: `recipe` is a `Recipe` or a preset's name (default `"blockwise"`). `where` selects products: a function
+        options: `recipe` is a `Recipe` or a preset's name (default `"blockwise_square"`). `where` selects products: a function
             of a `fp8fn.Site`, or glob patterns of the weights' names; `"*"` also takes `torch._scaled_grouped_mm`. All
             options but these, `fuse_quantize`, `save` and `monitor` are Inductor's. With Inductor's `max_autotune` each
             product on a GPU is timed against cuBLASLt, and the faster kernel is used.
@@ -60,7 +60,7 @@ def fp8fn(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     given = dict(options or {})
-    recipe = parse_recipe(recipe_key(given.pop("recipe", None) or "blockwise"))
+    recipe = parse_recipe(recipe_key(given.pop("recipe", None) or DEFAULT_RECIPE))
     if given.pop("batch_invariant", False):
         recipe = replace(recipe, batch_invariant=True)
     where = given.pop("where", None)

@@ -24,14 +24,14 @@ from fp8fn.lowering.find import Gemm
 from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Outside, Seen
-from fp8fn.lowering.recipe_pass import Decision, decide, step_of
+from fp8fn.lowering.recipe_pass import DEFAULT_RECIPE, Decision, decide, step_of
 from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.recipe import Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.estimate import Times
 from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
@@ -136,7 +136,7 @@ class Explanation:
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    recipe: Recipe | str = BLOCKWISE,
+    recipe: Recipe | str = DEFAULT_RECIPE,
     where: Where = None,
     target: str | None = None,
     measure: bool = False,
@@ -169,7 +169,7 @@ def explain(
         >>> model = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16, device="meta")
         >>> x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
         >>> fp8fn.explain(model, x, target="H100", show=False)
-        Explanation(1 of 1 products in FP8, recipe blockwise, 1 graph(s))
+        Explanation(1 of 1 products in FP8, recipe blockwise_square, 1 graph(s))
     """
     arguments.function("explain", "model", model)
     check_where(where)

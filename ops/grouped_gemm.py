@@ -50,12 +50,15 @@ def check_batch(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
 
 
 def check_recipe(op: str, recipe: Recipe) -> None:
-    """A wgrad sums over tokens that lie as `activation_block` and as `gradient_block` say: one way for both."""
+    """A wgrad sums over tokens that lie as `activation_block` and as `gradient_block` say: one way for both.
+
+    A square `wgrad_activation_block` is read as the transpose of `activation_block`: groups end within squares.
+    """
     for name, block, allowed in (
         ("activation_block", recipe.activation_block, SUMMED_BLOCKS),
         ("gradient_block", recipe.gradient_block, (recipe.activation_block,)),
         ("weight_block", recipe.weight_block, EXPERT_BLOCKS),
-        ("wgrad_activation_block", recipe.wgrad_block, (swap(recipe.activation_block),)),
+        ("wgrad_activation_block", recipe.wgrad_block, (swap(recipe.activation_block), (128, 128))),
     ):
         if block not in allowed:
             raise ValueError(

@@ -124,7 +124,8 @@ def grouped_parts(
     """The times of `x (m, k)` by `w (groups, k, n)`, each row by its group, as if all groups were equal."""
     if groups < 1:
         return None
-    times = linear_times(-(-m // groups), n, k, recipe, chip, batch=groups, itemsize=itemsize)
+    by_groups = replace(recipe, wgrad_activation_block=None)
+    times = linear_times(-(-m // groups), n, k, by_groups, chip, batch=groups, itemsize=itemsize)
     if times is None or times.parts is None:
         return None
     return times.parts._replace(bf16=times.parts.bf16 + _GROUP_US * groups)

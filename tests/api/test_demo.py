@@ -481,7 +481,7 @@ def test_status_and_json_of_two_pairs(
     assert trained == [(Plan(device=CPU, steps=1, batch=2, learning_rate=5e-4, seed=5), 2)]
     out = capsys.readouterr().out
     first = out.splitlines()[0]
-    assert first.endswith("against FP8 (blockwise); learning rate 0.0005; 2 pairs, of seeds 5 to 6")
+    assert first.endswith("against FP8 (blockwise_square); learning rate 0.0005; 2 pairs, of seeds 5 to 6")
     assert out.splitlines()[-1] == conclusion(pairs_of((2.0, 2.0), (2.0, last)))
 
     written = record.read(tmp_path / "demo.json")

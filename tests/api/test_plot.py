@@ -146,7 +146,7 @@ def test_repr_reads_no_values_where_there_are_none() -> None:
 def test_html_and_repr_of_explain(fresh_dynamo: None) -> None:
     net = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 64))
     found = fp8fn.explain(net, torch.randn(32, 512), show=False)
-    assert repr(found) == "Explanation(1 of 2 products in FP8, recipe blockwise, 1 graph(s))"
+    assert repr(found) == "Explanation(1 of 2 products in FP8, recipe blockwise_square, 1 graph(s))"
     html = found._repr_html_()
     assert html.count("<tr>") == 1 + 2
     cells = [unescape(cell) for cell in re.findall(r"<td>(.*?)</td>", html)]

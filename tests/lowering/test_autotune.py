@@ -172,7 +172,7 @@ def test_both_choices_are_timed(as_on_hopper: None, timed: list[dict[str, float]
     model, x = Mlp(), torch.randn(512, 512, dtype=torch.bfloat16)
     with torch.no_grad():
         out = torch.compile(model, backend="fp8fn", options=OPTIONS)(x)
-        assert near([out], [functional(model, "blockwise")(x)])
+        assert near([out], [functional(model, "blockwise_square")(x)])
     assert len(timed) == 2
     for times in timed:
         assert times.keys() == {autotune.OURS, autotune.THEIRS}
@@ -191,7 +191,7 @@ def test_a_choice_that_pytorch_refuses_is_left_out(
     model, x = Mlp(), torch.randn(512, 512, dtype=torch.bfloat16)
     with torch.no_grad():
         out = torch.compile(model, backend="fp8fn", options=OPTIONS)(x)
-        assert near([out], [functional(model, "blockwise")(x)])
+        assert near([out], [functional(model, "blockwise_square")(x)])
     assert [times[autotune.THEIRS] for times in timed] == [float("inf")] * 2
 
 
@@ -201,7 +201,7 @@ def test_sizes_that_are_not_known_are_not_timed(as_on_hopper: None, timed: list[
     with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         for rows in (640, 300):
             x = torch.randn(rows, 512, dtype=torch.bfloat16)
-            assert near([compiled(x)], [functional(model, "blockwise")(x)])
+            assert near([compiled(x)], [functional(model, "blockwise_square")(x)])
     assert timed == []
 
 
@@ -210,7 +210,7 @@ def test_without_max_autotune_nothing_is_timed(as_on_hopper: None, timed: list[d
     model, x = Mlp(), torch.randn(512, 512, dtype=torch.bfloat16)
     plain = torch.compile(model, backend="fp8fn", options={"where": "*"})
     found, code = run_and_get_code(lambda: step(plain, model, x))
-    assert near(found, step(functional(model, "blockwise"), model, x))
+    assert near(found, step(functional(model, "blockwise_square"), model, x))
     assert sum(text.count("= torch.ops.fp8fn.scaled_mm.default(") for text in code) == 6
     assert timed == []
 
@@ -232,7 +232,7 @@ def test_plain_inductor_times_what_is_substituted(as_on_hopper: None, timed: lis
 def test_on_the_cpu_the_option_does_nothing(how: dict[str, Any], uncached: None, timed: list[dict[str, float]]) -> None:
     model, x = Mlp(512, 512), torch.randn(64, 512, dtype=torch.bfloat16)
     found = step(torch.compile(model, backend="fp8fn", **how), model, x)
-    assert near(found, step(functional(model, "blockwise"), model, x))
+    assert near(found, step(functional(model, "blockwise_square"), model, x))
     assert timed == []
 
 

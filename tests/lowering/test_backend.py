@@ -186,9 +186,8 @@ def test_compiled_equals_functional() -> None:
     model, x = Mlp(), torch.randn(40, 128)
     out = torch.compile(model, backend="fp8fn", options={"where": "*"})(x)
     out.square().sum().backward()
-    expected = fp8fn.linear(
-        torch.relu(fp8fn.linear(x, model.up.weight, model.up.bias)), model.down.weight, model.down.bias
-    )
+    hidden = torch.relu(fp8fn.linear(x, model.up.weight, model.up.bias, recipe="blockwise_square"))
+    expected = fp8fn.linear(hidden, model.down.weight, model.down.bias, recipe="blockwise_square")
     assert torch.equal(out, expected)
     grads = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
     for parameter, grad in zip(model.parameters(), grads, strict=True):
@@ -336,7 +335,7 @@ def test_explain_leaves_the_model_as_it_was(capsys: pytest.CaptureFixture[str]) 
     for name, value in model.state_dict().items():
         assert torch.equal(value, before[name])
     assert capsys.readouterr().out == f"{explanation}\n"
-    assert "1 of 1 products in FP8, recipe blockwise, 1 graph(s)" in str(explanation)
+    assert "1 of 1 products in FP8, recipe blockwise_square, 1 graph(s)" in str(explanation)
     assert explanation.rows[0].kernel == "reference (plain PyTorch)"
 
 

@@ -15,7 +15,7 @@ import fp8fn
 from fp8fn.lowering import costs, recipe_pass
 from fp8fn.lowering import explain as module
 from fp8fn.ops import targets
-from fp8fn.ops.recipe import BLOCKWISE, MXFP8
+from fp8fn.ops.recipe import BLOCKWISE_SQUARE, MXFP8
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times
@@ -66,7 +66,8 @@ def test_estimates_for_a_target() -> None:
     model, x = meta(8192)
     explanation = fp8fn.explain(model, x, target="sm90", where="*", show=False)
     assert [row.estimated for row in explanation.rows] == [
-        linear_times(8192, 2048, 4096, BLOCKWISE, H200), linear_times(8192, 512, 2048, BLOCKWISE, H200),
+        linear_times(8192, 2048, 4096, BLOCKWISE_SQUARE, H200),
+        linear_times(8192, 512, 2048, BLOCKWISE_SQUARE, H200),
     ]  # fmt: skip
     assert all(row.kernel is not None and " sm90 (" in row.kernel for row in explanation.rows)
     assert explanation.chip == "NVIDIA H200"
@@ -78,7 +79,7 @@ def test_estimates_for_a_target() -> None:
         assert times is not None
         cell = f"{times.bf16.combined:.0f} → {times.fp8.combined:.0f} ({times.speedup:.2f}x)"
         assert line.index(cell) == head.index("estimated, µs")
-    assert count == "2 of 2 products in FP8, recipe blockwise, 1 graph(s)"
+    assert count == "2 of 2 products in FP8, recipe blockwise_square, 1 graph(s)"
     assert unit == "µs: forward and backward, bf16 → FP8 with quantization, estimated for NVIDIA H200"
     whole = explanation.step
     assert whole is not None
@@ -139,7 +140,7 @@ def test_wrong_use() -> None:
 def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper: None) -> None:
     model, x = meta(8192)
     wide, narrow = reasons(model, x)
-    times = linear_times(8192, 512, 2048, BLOCKWISE, H200)
+    times = linear_times(8192, 512, 2048, BLOCKWISE_SQUARE, H200)
     assert wide is None
     assert times is not None
     assert narrow == (
@@ -223,7 +224,7 @@ def test_a_size_without_a_hint_has_no_times() -> None:
 
     site = Site(op="linear", m=Unbacked(), n=512, k=512, dtype=torch.bfloat16, device=torch.device("cpu"))  # type: ignore[arg-type]
     assert costs.sized(site) is None
-    assert costs.estimated(site, BLOCKWISE, H200) is None
+    assert costs.estimated(site, BLOCKWISE_SQUARE, H200) is None
 
 
 def test_measured_times_are_shown_beside_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,11 +271,11 @@ def test_measuring(dtype: torch.dtype, batch: int, device: torch.device) -> None
     small, large = (
         Site(op="", m=m, n=256, k=128, batch=batch, dtype=dtype, device=device) for m in (64, 2**31)
     )  # fmt: skip
-    found = costs.measured([small, large, small], BLOCKWISE)
+    found = costs.measured([small, large, small], BLOCKWISE_SQUARE)
     assert found.keys() == {small}
     assert all(us > 0 for step in (found[small].fp8, found[small].bf16) for us in step)
     assert found[small].source == "the clock"
-    assert costs.measured([small], BLOCKWISE, seconds=0) == {}
+    assert costs.measured([small], BLOCKWISE_SQUARE, seconds=0) == {}
 
 
 def test_a_failure_to_measure_is_no_failure_to_explain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,7 +284,7 @@ def test_a_failure_to_measure_is_no_failure_to_explain(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(costs, "_measured", fail)
     site = Site(op="", m=64, n=256, k=128, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert costs.measured([site], BLOCKWISE) == {}
+    assert costs.measured([site], BLOCKWISE_SQUARE) == {}
 
 
 @pytest.mark.gpu

@@ -313,7 +313,7 @@ def test_the_text_of_explain() -> None:
     assert [line[5] for line in lines[2:4]] == [
         "- sensitive: router; where='*' takes it too", "reference (plain PyTorch)",
     ]  # fmt: skip
-    assert text.endswith("2 of 4 products in FP8, recipe blockwise, 1 graph(s)")
+    assert text.endswith("2 of 4 products in FP8, recipe blockwise_square, 1 graph(s)")
 
 
 def test_the_kernel_of_a_target() -> None:
