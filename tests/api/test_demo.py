@@ -490,7 +490,7 @@ def test_status_and_json_of_two_pairs(
     assert written["environment"]["torch"] == torch.__version__
     device = written["results"].pop("device")
     assert device in first
-    settings: dict[str, Any] = {"model": "gpt", "size": "tiny", "recipe": "blockwise", "steps": 1, "batch": 2}
+    settings: dict[str, Any] = {"model": "gpt", "size": "tiny", "recipe": "blockwise_square", "steps": 1, "batch": 2}
     settings |= {"learning_rate": 5e-4, "left": ["1x head.weight: small"]}
     pairs = written["results"].pop("pairs")
     assert written["results"] == settings
