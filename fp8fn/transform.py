@@ -293,7 +293,8 @@ def _is_plain(arg: Any) -> bool:
         return True
     if arg.layout is not torch.strided or arg.is_nested:
         return False
-    return is_gathered(arg) or not is_traceable_wrapper_subclass(local_of(arg))
+    local = local_of(arg)
+    return is_gathered(local) or not is_traceable_wrapper_subclass(local)
 
 
 def _fits(call: _Call) -> bool:

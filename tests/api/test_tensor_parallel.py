@@ -1,7 +1,9 @@
-"""Tensor and sequence parallelism on two processes of a CPU: unmodified models, PyTorch's styles and fp8fn's."""
+"""Tensor and sequence parallelism on processes of a CPU: unmodified models, PyTorch's styles and fp8fn's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8fn
 import fp8fn.distributed as fp8_styles
+from fp8fn.distributed import gather_fp8, update_scales
 from support.accuracy import snr
 
-RANKS = 2
-VOCABULARY, WIDTH, HEADS = 256, 128, 4
+VOCABULARY, WIDTH, HEADS = 256, 512, 4
 PLANS = {"torch": torch_styles, "fp8fn": fp8_styles}
 
 
@@ -73,9 +75,13 @@ class Llama(nn.Module):
         return out
 
 
-def _model() -> Llama:
+def _plain() -> Llama:
     torch.manual_seed(0)
-    model = Llama()
+    return Llama()
+
+
+def _model() -> Llama:
+    model = _plain()
     model.block.forward = fp8fn.fp8(model.block.forward, recipe="blockwise_pow2")  # type: ignore[method-assign]
     return model
 
@@ -134,8 +140,26 @@ def _whole(x: Any) -> Tensor:
 def _same(reference: nn.Module, model: nn.Module, bound: float) -> None:
     for (name, expected), found in zip(reference.named_parameters(), model.parameters(), strict=True):
         assert expected.grad is not None
+        assert found.grad is not None
         # The bias of a row-parallel product sums the gathered gradient.
         assert snr(_whole(found.grad), expected.grad) > (25 if name.endswith("bias") else bound), name
+
+
+def _compile(model: Llama, *, whole: bool) -> Llama:
+    """A model that the backend compiles as a whole, or its attention and its feed-forward network apart."""
+    options = {"where": "block.*" if whole else "*", "recipe": "blockwise_pow2"}
+    for module in (model,) if whole else (model.block.attention, model.block.feed_forward):
+        module.compile(backend="fp8fn", options=options)
+    return model
+
+
+def _forget_graphs() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+
+
+def _was_compiled() -> bool:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
 def _trained() -> tuple[Llama, float]:
@@ -145,24 +169,25 @@ def _trained() -> tuple[Llama, float]:
     return model, loss.item()
 
 
-def _styles(kind: str, *, local_loss: bool) -> None:
-    """Loss and gradients of one process. Rounding a sum of two parts otherwise flips few values of FP8."""
+def _styles(kind: str, *, local_loss: bool, compiled: str = "") -> None:
+    """Loss and gradients of one process. Rounding a sum of parts otherwise flips few values of FP8."""
     reference, expected = _trained()
     tokens, targets = _batch()
-    model = _parallel(_model(), init_device_mesh("cpu", (RANKS,)), PLANS[kind], local_loss=local_loss)
-    if local_loss:
-        with torch_styles.loss_parallel():
-            loss = _loss(model(tokens), targets)
-            loss.backward()
-    else:
+    _forget_graphs()
+    model, mesh = _plain() if compiled else _model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    model = _parallel(model, mesh, PLANS[kind], local_loss=local_loss)
+    if compiled:
+        model = _compile(model, whole=compiled == "whole")
+    with torch_styles.loss_parallel() if local_loss else nullcontext():
         loss = _loss(model(tokens), targets)
         loss.backward()
+    assert _was_compiled() == bool(compiled)
     assert abs(_whole(loss).item() - expected) < 1e-5
     _same(reference, model, 35)
 
 
 def _placed(x: Tensor, mesh: Any) -> DTensor:
-    part = x.chunk(RANKS, 1)[mesh.get_local_rank()].contiguous()
+    part = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
     return DTensor.from_local(part, mesh, [Shard(1)], shape=x.shape, stride=x.stride())
 
 
@@ -176,10 +201,10 @@ def _wire() -> None:
         y.backward(grad)
         gathered = {}
         for kind, styles in PLANS.items():
-            if kind == "torch" and length % RANKS != 0:
+            if kind == "torch" and length % dist.get_world_size() != 0:
                 continue  # PyTorch 2.11's own products fail there: they view what is not contiguous
             torch.manual_seed(0)
-            model, mesh = FeedForward().bfloat16(), init_device_mesh("cpu", (RANKS,))
+            model, mesh = FeedForward().bfloat16(), init_device_mesh("cpu", (dist.get_world_size(),))
             plan: dict[str, Any] = {
                 "": styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
                 "w1": styles.ColwiseParallel(),
@@ -196,37 +221,86 @@ def _wire() -> None:
         assert 0 < gathered["fp8fn"] < 0.55 * gathered.get("torch", 8 * x.numel())
 
 
-def _two_dimensions() -> None:
-    """FSDP2 of one rank beside tensor parallelism of two."""
+def _two_dimensions(replicas: int, *, fp8_wire: bool = False, compiled: bool = False) -> None:
+    """FSDP2 beside tensor parallelism. All ranks of FSDP2 have one batch, whose gradients their mean is."""
     reference, expected = _trained()
     tokens, targets = _batch()
-    mesh = init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("dp", "tp"))
-    model: Any = _parallel(_model(), mesh["tp"], torch_styles, local_loss=False)
+    _forget_graphs()
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "tp"))
+    model: Any = _parallel(_plain() if compiled else _model(), mesh["tp"], torch_styles, local_loss=False)
+    if compiled:
+        _compile(model, whole=False)
+    if fp8_wire:
+        assert len(gather_fp8(model.block, recipe="blockwise_pow2").quantized) == 7
     fully_shard(model.block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
+    if fp8_wire:
+        update_scales(model)
     loss = _loss(model(tokens), targets)
     loss.backward()
+    assert _was_compiled() == compiled
     assert abs(loss.item() - expected) < 1e-5
     _same(reference, model, 35)
 
 
-def _run(rank: int, store: str) -> None:
+def _of_two() -> None:
+    _styles("torch", local_loss=False)
+    _styles("torch", local_loss=True)
+    _styles("fp8fn", local_loss=True)
+    _styles("fp8fn", local_loss=True, compiled="apart")
+    _wire()
+    _two_dimensions(1)
+
+
+def _of_four() -> None:
+    _styles("torch", local_loss=True)
+    _styles("fp8fn", local_loss=True)
+    _styles("torch", local_loss=True, compiled="apart")
+    _styles("torch", local_loss=True, compiled="whole")
+    _wire()
+    _two_dimensions(2)
+    _two_dimensions(2, fp8_wire=True)
+    _two_dimensions(2, fp8_wire=True, compiled=True)
+
+
+def _run(rank: int, store: str, cases: Callable[[], None], ranks: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, RANKS), rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     try:
-        _styles("torch", local_loss=False)
-        _styles("torch", local_loss=True)
-        _styles("fp8fn", local_loss=True)
-        _wire()
-        _two_dimensions()
+        cases()
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
-def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"),), nprocs=RANKS)
+@pytest.mark.parametrize(("cases", "ranks"), [(_of_two, 2), (_of_four, 4)], ids=["two", "four"])
+def test_processes(cases: Callable[[], None], ranks: int, tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path / "store"), cases, ranks), nprocs=ranks)
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+def test_gathered_weights_of_tensor_parallelism(tmp_path: Path) -> None:
+    """A gathered weight within a DTensor is multiplied by the recipe, not beside activations of 32 bits."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        x = torch.randn(40, 256)
+        plain, model = (nn.Linear(256, 384) for _ in range(2))
+        model.load_state_dict(plain.state_dict())
+        expected = fp8fn.fp8(plain)(x)
+        expected.square().sum().backward()
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        torch_styles.parallelize_module(model, mesh["tp"], torch_styles.ColwiseParallel())
+        gather_fp8(model, "*")
+        fully_shard(model, mesh=mesh["dp"])
+        update_scales(model)
+        out = fp8fn.fp8(model)(x)
+        out.square().sum().backward()
+        assert torch.equal(out, expected)
+        _same(plain, model, 130)
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("style", ["ColwiseParallel", "RowwiseParallel", "PrepareModuleInput"])
