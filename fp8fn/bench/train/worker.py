@@ -169,7 +169,7 @@ class Trainer:
             self.train(self.batches[-1])
         activity = torch.profiler.ProfilerActivity
         activities = [activity.CUDA] if self.on_gpu else [activity.CPU]
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             for _ in range(steps):
                 self.train(self.batches[-1])
             self.synchronize()

@@ -17,18 +17,20 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def _torchrun(module: str, *args: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
+def _torchrun(module: str, *args: str, ranks: int = 2) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *args], env=environment, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run(
+        [*launcher, "-m", module, *args], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fsdp2", "ep"])
-def test_an_example_learns(name: str) -> None:
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", _torchrun(f"fp8fn.examples.{name}"))]
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp2", 2), ("fsdp2_tp", 4), ("ep", 2)])
+def test_an_example_learns(name: str, ranks: int) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", _torchrun(f"fp8fn.examples.{name}", ranks=ranks))]
     assert len(losses) == 5
     assert losses == sorted(losses, reverse=True)
 
