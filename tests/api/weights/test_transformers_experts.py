@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import statistics
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
@@ -47,7 +48,7 @@ def build(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=dtype).eval()
     for place, parameter in model.named_parameters():
-        if place.endswith(("gate.weight", "router.weight")):  # so that no rounding changes the chosen experts
+        if place.endswith(("gate.weight", "router.weight")):  # so that few roundings change the chosen experts
             nn.init.normal_(parameter, std=0.2)
         elif not parameter.any():  # biases of experts
             nn.init.normal_(parameter, std=0.1)
@@ -65,6 +66,12 @@ def with_values(model: Any, dtype: torch.dtype) -> Any:
             if isinstance(weight, FP8Weight):
                 module._parameters[name] = nn.Parameter(values(weight).to(dtype), requires_grad=False)
     return twin.to(dtype)
+
+
+def median_snr(found: Tensor, wanted: Tensor) -> float:
+    """Of the tokens: one whose experts nearly tie may choose others by any rounding."""
+    pairs = zip(found.float().flatten(0, 1), wanted.flatten(0, 1), strict=True)
+    return statistics.median(snr(one, other) for one, other in pairs)
 
 
 @pytest.fixture
@@ -110,7 +117,7 @@ def test_logits_and_the_products_of_experts(
         else:  # two products for each expert that has tokens
             assert calls == {("mm_a16w8", 2): of_matrices}
             assert of_matrices >= 4 + 2 * 2
-        assert snr(found.float(), wanted) > snr(plain(IDS).logits.float(), wanted) - 1
+        assert median_snr(found, wanted) > median_snr(plain(IDS).logits, wanted) - 1
 
 
 # transformers calls functions of its own that are cached, and Dynamo says that it does not see the cache.
