@@ -13,10 +13,10 @@ from torch.fx import GraphModule
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.monitor_pass import training, with_monitor
 from fp8fn.lowering.post_grad_pass import with_fusion
-from fp8fn.lowering.recipe_pass import DEFAULT_RECIPE, rewrite
+from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
-from fp8fn.ops.recipe import SAVES, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.recipe import BACKEND_DEFAULT, SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
 OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "batch_invariant")
@@ -60,7 +60,7 @@ def fp8fn(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     given = dict(options or {})
-    recipe = parse_recipe(recipe_key(given.pop("recipe", None) or DEFAULT_RECIPE))
+    recipe = parse_recipe(recipe_key(given.pop("recipe", None) or BACKEND_DEFAULT))
     if given.pop("batch_invariant", False):
         recipe = replace(recipe, batch_invariant=True)
     where = given.pop("where", None)

@@ -24,14 +24,14 @@ from fp8fn.lowering.find import Gemm
 from fp8fn.lowering.graph.nodes import origin_of
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Outside, Seen
-from fp8fn.lowering.recipe_pass import DEFAULT_RECIPE, Decision, decide, step_of
+from fp8fn.lowering.recipe_pass import Decision, decide, step_of
 from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.recipe import Recipe, parse_recipe, recipe_key
+from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.estimate import Times
 from fp8fn.site import Site, Where, check_where, takes_everything, why_none_match
@@ -136,7 +136,7 @@ class Explanation:
 def explain(
     model: Callable[..., Any],
     *args: Any,
-    recipe: Recipe | str = DEFAULT_RECIPE,
+    recipe: Recipe | str = BACKEND_DEFAULT,
     where: Where = None,
     target: str | None = None,
     measure: bool = False,

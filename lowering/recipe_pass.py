@@ -23,12 +23,10 @@ from fp8fn.lowering.heads import Heads
 from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
 from fp8fn.ops.formats import INPUT_DTYPES
-from fp8fn.ops.recipe import BLOCKWISE_SQUARE, Recipe
+from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe
 from fp8fn.ops.tuning.estimate import Parts, Times
 from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
 
-# The fastest preset whose losses keep to the bar of `bench loss`.
-DEFAULT_RECIPE: Final = BLOCKWISE_SQUARE
 _log = logging.getLogger("fp8fn")
 _MOST_REASONS: Final = 3
 
@@ -49,7 +47,7 @@ class Decision:
 
 
 def decide(
-    gm: GraphModule, where: Where = None, recipe: Recipe = DEFAULT_RECIPE, target: str | None = None, *,
+    gm: GraphModule, where: Where = None, recipe: Recipe = BACKEND_DEFAULT, target: str | None = None, *,
     replayed: bool = False,
 ) -> list[Decision]:  # fmt: skip
     """Decides about every product of the graph, after einsums and attention are replaced by their products.

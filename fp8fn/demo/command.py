@@ -21,9 +21,8 @@ from fp8fn.demo.presets import MODELS, PRESETS, default_size
 from fp8fn.demo.report import conclusion, left_alone, plot, table, verdict
 from fp8fn.demo.results import results
 from fp8fn.demo.train import Plan
-from fp8fn.lowering.recipe_pass import DEFAULT_RECIPE
+from fp8fn.ops.recipe import BACKEND_DEFAULT, parse_recipe
 from fp8fn.ops.recipe import PRESETS as RECIPES
-from fp8fn.ops.recipe import parse_recipe
 from fp8fn.ops.targets import check_supported, target_of
 
 _PACKAGES = ("matplotlib", "tabulate", "tqdm")
@@ -114,7 +113,10 @@ def _parser() -> argparse.ArgumentParser:
         "--batch", type=options.positive, metavar="N", help="sequences a step (default: the size's own)"
     )
     parser.add_argument(
-        "--recipe", type=_recipe, default=DEFAULT_RECIPE.key, help=f"one of {', '.join(RECIPES)} (default: %(default)s)"
+        "--recipe",
+        type=_recipe,
+        default=BACKEND_DEFAULT.key,
+        help=f"one of {', '.join(RECIPES)} (default: %(default)s)",
     )
     parser.add_argument(
         "--where",

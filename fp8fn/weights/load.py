@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
@@ -17,8 +18,10 @@ from fp8fn.checkpoint.format import CheckpointLayout
 from fp8fn.checkpoint.load import Entry, moved_to, read_contents
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.sharded import is_sharded, local_of
 from fp8fn.scaled_tensor import ScaledTensor, check_device
 from fp8fn.weights.fp8_weight import FP8Weight
+from fp8fn.weights.parts import is_even, part_of, placed_as
 from fp8fn.weights.quantize import Place, check_module, named_places
 
 _MOST_NAMES: Final = 20  # that an error lists for each kind
@@ -71,9 +74,9 @@ def load_weights(
 ) -> LoadedWeights:
     """Loads a safetensors checkpoint into a module; FP8 weights become `FP8Weight` parameters.
 
-    The formats are those that `load_blockwise` reads. The module may be built on the meta device. Tied parameters stay
-    tied, and one of their names in the file is enough. Everything is read and checked before the module changes: after
-    an error it is as it was. The data of one file at a time is mapped.
+    The formats are those of `load_blockwise`. The module may be on the meta device, and sharded there: each rank then
+    reads its own parts. Tied parameters stay tied; one of their names is enough. After an error the module is as it
+    was. The data of one file at a time is mapped.
 
     Args:
         model: Module whose parameters and persistent buffers the checkpoint names.
@@ -89,7 +92,8 @@ def load_weights(
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
         ValueError: A file is damaged, or holds two tensors for tied parameters; or `activations` does not exist.
-        NotImplementedError: A parameter is sharded, or a buffer on the meta device is not in the checkpoint.
+        NotImplementedError: A sharded parameter has values, or is in FP8 and FSDP divides it unevenly; or a buffer on
+            the meta device is missing.
 
     Example:
         >>> import tempfile
@@ -107,7 +111,7 @@ def load_weights(
     contents = read_contents(path)
     tensors = contents.entries
     slots = list(_slots(model))
-    _refuse_sharded(slots)
+    _refuse_sharded(model, slots, tensors)
     given = {id(slot.tensor): [name for name in slot.names if name in tensors] for slot in slots}
     missing = [slot.names[0] for slot in slots if not given[id(slot.tensor)]]
     known = {name for slot in slots for name in slot.names}
@@ -162,13 +166,29 @@ def _slots(model: nn.Module) -> Iterator[_Slot]:
         )
 
 
-def _refuse_sharded(slots: Iterable[_Slot]) -> None:
+def _refuse_sharded(model: nn.Module, slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> None:
+    """Raises NotImplementedError for sharded parameters of which a rank could not read its part."""
+    by_fsdp: set[int] = set()
+    for module in model.modules():
+        if hasattr(module, "unshard"):  # an FSDPModule, whose class need not be imported
+            by_fsdp.update(id(each) for each in module.modules())
     for slot in slots:
-        kind = type(slot.tensor)
-        if kind.__module__.startswith("torch.distributed"):
-            raise NotImplementedError(
-                f"load_weights: {slot.names[0]} is sharded, a {kind.__name__}; load the weights before fully_shard"
+        like, local = slot.tensor, local_of(slot.tensor)
+        if local is like:
+            continue
+        of_fsdp = any(id(place.module) in by_fsdp for place in slot.places)
+        in_fp8 = any(name in tensors and tensors[name].scale is not None for name in slot.names)
+        if is_traceable_wrapper_subclass(local):
+            reason = f"has parts of {type(local).__name__}; load the weights first"
+        elif not local.is_meta:
+            reason = "has values; build and shard the model on the meta device, or load the weights before sharding"
+        elif of_fsdp and in_fp8 and not is_even(like):
+            reason = (
+                f"its shape {tuple(like.shape)} has uneven parts, which FSDP pads; load the weights before sharding"
             )
+        else:
+            continue
+        raise NotImplementedError(f"load_weights: {slot.names[0]} is sharded, and {reason}")
 
 
 def _named(kind: str, names: list[str]) -> list[str]:
@@ -221,12 +241,19 @@ def _converted(
     activations: Activations,
 ) -> Tensor:  # fmt: skip
     """The parameter or the buffer that holds a tensor of the checkpoint."""
-    old = slot.tensor
-    target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
-    moved = value if target.type == "cpu" else moved_to(value, target)
+    old: Any = slot.tensor
+    stands_for = dtype or (old.dtype if old.dtype in INPUT_DTYPES else torch.bfloat16)
+    if is_sharded(old):
+        whole = FP8Weight(value, stands_for, activations) if isinstance(value, ScaledTensor) else value
+        local = part_of(whole, old).to(device or old.device_mesh.device_type)
+        moved: ScaledTensor | Tensor = placed_as(old, local.contiguous())
+    else:
+        target = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
+        moved = value if target.type == "cpu" else moved_to(value, target)
     if isinstance(moved, ScaledTensor):
-        stands_for = dtype or (old.dtype if old.dtype in INPUT_DTYPES else torch.bfloat16)
-        return nn.Parameter(FP8Weight(moved, stands_for, activations), requires_grad=False)
+        moved = FP8Weight(moved, stands_for, activations)
+    if isinstance(value, ScaledTensor):
+        return nn.Parameter(moved, requires_grad=False)
     if moved.is_floating_point() and (dtype is not None or old.is_floating_point()):
         moved = moved.to(dtype or old.dtype)
     if not slot.is_parameter:

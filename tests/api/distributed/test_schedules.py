@@ -125,9 +125,11 @@ def _run(rank: int, store: str) -> None:
         _pipeline("GPipe", lambda rank, _: [rank], compiled=True)
         _pipeline("1F1B", lambda rank, _: [rank], compiled=True)
         _pipeline("Interleaved1F1B", _in_turn, compiled=True)
-        # These run the halves of a backward apart; no backend of PyTorch compiles that.
-        _pipeline("InterleavedZeroBubble", _in_turn, compiled=False)
-        _pipeline("ZBVZeroBubble", _as_a_v, compiled=False)
+        # These run the halves of a backward apart. No backend of PyTorch compiles that, and PyTorch 2.11 cannot for any
+        # derivative that torch.library registers.
+        if torch.__version__ >= "2.13":
+            _pipeline("InterleavedZeroBubble", _in_turn, compiled=False)
+            _pipeline("ZBVZeroBubble", _as_a_v, compiled=False)
         _ddp()
         _ddp(static_graph=True)
         _ddp(compiled_autograd=True)

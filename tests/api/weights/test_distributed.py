@@ -96,6 +96,7 @@ def _torn_blocks() -> None:
 
 def _other_blocks() -> None:
     _shards(304, (1, 128))
+    _shards(304, (1, -1))
     _shards(304, (-1, -1))
     layer = nn.Linear(256, 305, bias=False)
     layer.weight = nn.Parameter(make(305, 256, block=(-1, -1)), requires_grad=False)
