@@ -1,4 +1,4 @@
-"""DTensors of several ranks in one process: what tests compare with a call on whole tensors."""
+"""Ranks without other processes, and DTensors of several ranks in one: what tests compare with whole tensors."""
 
 from __future__ import annotations
 
@@ -30,6 +30,18 @@ def ranks_in_one_process(*sizes: int) -> Iterator[Ranks]:
         with LocalTensorMode(world) as mode:
             mesh = init_device_mesh("cpu", sizes)
         yield Ranks(mesh, mode)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def a_rank_of(world: int, rank: int) -> Iterator[None]:
+    """A rank of a group that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fp8fn
@@ -27,20 +24,12 @@ from fp8fn.distributed import (
     gather_fp8,
     update_scales,
 )
+from support.ranks import a_rank_of
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this PyTorch has no torch.distributed")
 
 WORLDS = (8, 1000, 1024, 10_000)
 FIRST_AND_LAST = [(world, rank) for world in WORLDS for rank in (0, world - 1)]
-
-
-@contextmanager
-def a_rank_of(world: int, rank: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Collectives(TorchDispatchMode):

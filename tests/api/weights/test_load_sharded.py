@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from fp8fn.distributed import gather_fp8
 from fp8fn.ops.layout import Block
 from support.accuracy import snr
 from support.fp8_weights import values
+from support.ranks import a_rank_of
 
 BLOCKS: tuple[tuple[int, Block, str], ...] = (
     (512, (128, 128), "deepseek"),
@@ -64,17 +63,6 @@ def _fsdp(model: Any, mesh: Any = None) -> None:
 
 def _tensor_parallel(model: Any, mesh: Any) -> None:
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-
-@contextmanager
-def a_rank_of(world: int, rank: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def _check(model: Any, expected: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -69,7 +69,7 @@ def with_values(model: Any, dtype: torch.dtype) -> Any:
 
 
 def median_snr(found: Tensor, wanted: Tensor) -> float:
-    """Of the tokens: one whose experts nearly tie may choose others by any rounding."""
+    """The median over tokens, since one whose experts nearly tie may choose others by any rounding."""
     pairs = zip(found.float().flatten(0, 1), wanted.flatten(0, 1), strict=True)
     return statistics.median(snr(one, other) for one, other in pairs)
 
