@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import numpy as np
 import torch
+import triton.experimental.gluon  # noqa: F401 - while `static_print` is `print`, Python 3.10 cannot import it
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
