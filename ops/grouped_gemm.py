@@ -12,6 +12,7 @@ from fp8fn.ops.gemm import quantize, quantize_both
 from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import Block, swap, unguarded
 from fp8fn.ops.operand import Quantized
+from fp8fn.ops.quantize import SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, _holds, check_group_bias, check_grouping
 from fp8fn.ops.scaled_mm import check_product
@@ -58,7 +59,7 @@ def check_recipe(op: str, recipe: Recipe) -> None:
         ("activation_block", recipe.activation_block, SUMMED_BLOCKS),
         ("gradient_block", recipe.gradient_block, (recipe.activation_block,)),
         ("weight_block", recipe.weight_block, EXPERT_BLOCKS),
-        ("wgrad_activation_block", recipe.wgrad_block, (swap(recipe.activation_block), (128, 128))),
+        ("wgrad_activation_block", recipe.wgrad_block, (swap(recipe.activation_block), SQUARE)),
     ):
         if block not in allowed:
             raise ValueError(
