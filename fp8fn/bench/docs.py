@@ -142,7 +142,10 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
     ),
     "distributed.md": (_committed("fsdp", fsdp), _committed("fsdp-one", fsdp)),
     "usage.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
-    "tuning.md": (Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),),
+    "tuning.md": (
+        Table("tuned-h100", Path(tuning.__path__[0]) / "tables" / "h100.json", tuned),
+        Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),
+    ),
     "amd.md": (
         _committed("isa-gfx950", isa.table, "isa-gfx950"),
         _committed("isa-gfx942", isa.table, "isa-gfx942"),

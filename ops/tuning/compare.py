@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import exp, log
 
 from fp8fn.ops.tuning.model import FITTED, config_name, ranked
+from fp8fn.ops.tuning.neighbours import corrected, near
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table
 
@@ -33,7 +34,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Regret:
-    """The model's choices by a table's times: geometric mean and least of `best / chosen`, over `problems` of them."""
+    """Choices that no row made, by a table's times: geometric mean and least of `best / chosen`, over `problems`."""
 
     problems: int
     mean: float
@@ -72,13 +73,32 @@ def regret(table: Table, *, unseen: bool) -> Regret:
     """The model's regret over problems with a time for its choice; `unseen` leaves out the shapes it was fitted to."""
     found: list[tuple[float, Problem]] = []
     for problem, entry in table.entries.items():
-        if unseen and (problem.m, problem.n, problem.k) in FITTED:
+        if unseen and _shape(problem) in FITTED:
             continue
         models = config_name(ranked(problem, table.chip.multiprocessors)[0])
         if models in entry.times:
             found.append((_best(entry) / entry.times[models], problem))
+    return _regret(found)
+
+
+def left_out(table: Table) -> Regret:
+    """The regret of choices by neighbours, where all rows of a problem's shape are left out of the table."""
+    found: list[tuple[float, Problem]] = []
+    for problem, entry in table.entries.items():
+        others = [n for n in table.neighbours if near(problem, n.problem) and _shape(n.problem) != _shape(problem)]
+        times = corrected(problem, others, table.chip.multiprocessors)
+        choice = next(name for name in times if name in entry.times)
+        found.append((_best(entry) / entry.times[choice], problem))
+    return _regret(found)
+
+
+def _regret(found: list[tuple[float, Problem]]) -> Regret:
     least, worst = min(found, key=lambda item: item[0], default=(1.0, None))
     return Regret(len(found), geomean(share for share, _ in found), least, worst)
+
+
+def _shape(problem: Problem) -> tuple[int, int, int]:
+    return problem.m, problem.n, problem.k
 
 
 def geomean(values: Iterable[float]) -> float:

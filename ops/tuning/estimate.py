@@ -20,7 +20,7 @@ from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.model import microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem, linear_problems
 from fp8fn.ops.tuning.rates import Rates, rates_of
-from fp8fn.ops.tuning.table import lookup, tables
+from fp8fn.ops.tuning.table import beside, lookup, tables
 
 _PRODUCT_US: Final = 4.7  # a launch with the pipeline's start and end, as `model.py` has it
 _QUANTIZE_US: Final = 3.0
@@ -133,9 +133,12 @@ def grouped_parts(
 
 def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:
     """The time of a product on operands that are quantized, by the kernel that a plan takes, and who knows it."""
-    found = lookup(problem, tables(chip))
+    known = tables(chip)
+    found = lookup(problem, known)
     if found is None:
-        cores = chip.multiprocessors
+        others, cores = beside(problem, known), chip.multiprocessors
+        if others is not None:
+            return next(iter(others.times.values())), others.source
         return microseconds(problem, ranked(problem, cores)[0], cores) * rates_of(chip).product, "the model"
     entry = found.entry
     if found.exact and entry.peer_wins and entry.peer_us is not None:

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Final, TypeGuard
 
@@ -27,11 +27,15 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Chip, chip_of
 from fp8fn.ops.tuning.model import config_of, runs
 from fp8fn.ops.tuning.nearest import nearest
+from fp8fn.ops.tuning.neighbours import Neighbour, corrected, near, neighbour
 from fp8fn.ops.tuning.problem import Problem, problem_of
 
 FORMAT: Final = 1
 PEER: Final = "cublaslt"
-SHIPPED: Final[Mapping[Chip, str]] = {Chip("NVIDIA H200", 132): "h200.json"}
+SHIPPED: Final[Mapping[Chip, str]] = {
+    Chip("NVIDIA H200", 132): "h200.json",
+    Chip("NVIDIA H100 80GB HBM3", 132): "h100.json",
+}
 COLUMNS: Final = (
     "M", "N", "K", "batch", "a_scale", "b_scale", "a_type", "b_type", "out_type",
     "config", "times_us", "spread_us", "peer_us",
@@ -72,6 +76,12 @@ class Table:
     entries: Mapping[Problem, Entry]
     origin: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+
+    @cached_property
+    def neighbours(self) -> tuple[Neighbour, ...]:
+        """What the entries say of problems beside them."""
+        cores = self.chip.multiprocessors
+        return tuple(neighbour(problem, entry.times, cores) for problem, entry in self.entries.items())
 
 
 @dataclass(frozen=True)
@@ -286,12 +296,30 @@ class Measured:
 
 
 def measured(problem: Problem, known: tuple[Table, ...]) -> Measured | None:
-    """The entry of the first of the `known` tables that has the problem."""
+    """The entry of the first of the `known` tables that has the problem, else what its neighbours in them say."""
     found = lookup(problem, known)
-    if found is None:
+    if found is not None:
+        # With other types than those measured the library may do otherwise, the tile does not.
+        return Measured(config_of(found.entry.config), found.table.name, found.exact and found.entry.peer_wins)
+    others = beside(problem, known)
+    return None if others is None else Measured(config_of(next(iter(others.times))), others.source)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The µs of each candidate of a problem that no table has, the fastest first, and which tables are to know them."""
+
+    times: Mapping[str, float]
+    source: str
+
+
+def beside(problem: Problem, known: tuple[Table, ...]) -> Beside | None:
+    """What the `known` tables say of a problem by those that were measured near it, the first table's first."""
+    found = {n.problem: n for table in reversed(known) for n in table.neighbours if near(problem, n.problem)}
+    if not found:
         return None
-    # With other types than those measured the library may do otherwise, the tile does not.
-    return Measured(config_of(found.entry.config), found.table.name, found.exact and found.entry.peer_wins)
+    names = " and ".join(table.name for table in known if not found.keys().isdisjoint(table.entries))
+    return Beside(corrected(problem, found.values(), known[0].chip.multiprocessors), f"shapes near it in {names}")
 
 
 def named(product: ScaledProduct) -> Named | None:

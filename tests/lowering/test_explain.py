@@ -145,7 +145,7 @@ def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper
     assert times is not None
     assert narrow == (
         f"slower: {times.fp8.combined:.0f} µs in FP8 with quantization, {times.bf16.combined:.0f} in bf16,"
-        " forward and backward by the model; where='*' takes it too"
+        " forward and backward by shapes near it in h200.json; where='*' takes it too"
     )
     assert reasons(model, x) == reasons(model, x, target="sm90")
 

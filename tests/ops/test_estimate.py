@@ -108,9 +108,10 @@ def test_small_layers_lose_and_large_ones_win() -> None:
 
 def test_who_knows() -> None:
     assert estimate((8192, 28672, 4096)).source == "h200.json"
-    assert estimate((8192, 28672, 4112)).source == "the model"
+    assert estimate((8192, 28672, 4112)).source == "shapes near it in h200.json"
+    assert estimate((2**20, 2**16, 2**16)).source == "the model"
     assert estimate((8192, 28672, 4096), HYBRID) == estimate((8192, 28672, 4096))  # FP8 types run at one rate
-    assert estimate((8192, 6144, 4096), ROWWISE).source == "h200.json and the model"  # whose backward has no rows
+    assert estimate((8192, 6144, 4096), ROWWISE).source == "h200.json and shapes near it in h200.json"
 
 
 def test_the_faster_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,8 +257,9 @@ def test_no_head_of_a_table_makes_a_lookup_raise(head: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("bad", [changed("M", -5), [*GOOD[:9], "64x128d2s3", {"64x128d2s3": 1.0}, 1, None]])
 def test_a_product_is_planned_beside_a_bad_row(bad: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row's own shape goes by the model, another by its row."""
+    """The row's own shape goes by the other row, which is near it."""
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     put(with_rows(bad, OTHER))
     reasons = [dispatched(empty_product(Problem(m, 7168, 2112), "meta", HOPPER, CHIP)).reason for m in (64, 128)]
-    assert reasons == ["cuda by the model", f"cuda by {table.user_path(CHIP).name}"]
+    name = table.user_path(CHIP).name
+    assert reasons == [f"cuda by shapes near it in {name}", f"cuda by {name}"]
