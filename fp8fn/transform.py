@@ -20,7 +20,7 @@ from fp8fn import arguments
 from fp8fn.contraction import Product, as_product
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
-from fp8fn.ops.sharded import local_of
+from fp8fn.ops.sharded import plain_of
 from fp8fn.site import Site, Where, check_where, why_not
 from fp8fn.weights.fp8_weight import is_gathered
 
@@ -293,8 +293,8 @@ def _is_plain(arg: Any) -> bool:
         return True
     if arg.layout is not torch.strided or arg.is_nested:
         return False
-    local = local_of(arg)
-    return is_gathered(local) or not is_traceable_wrapper_subclass(local)
+    plain = plain_of(arg)
+    return is_gathered(plain) or not is_traceable_wrapper_subclass(plain)
 
 
 def _fits(call: _Call) -> bool:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.ops.formats import short_name
-from fp8fn.ops.sharded import local_of
+from fp8fn.ops.sharded import plain_of
 from fp8fn.weights import FP8Weight
 from fp8fn.weights.fp8_weight import is_gathered
 
@@ -29,7 +29,7 @@ _PRODUCTS: Final = ("mm", "matmul", "linear", "einsum", "attention", "embedding"
 def why_not_operands(x: Any, weight: Any, outer: Mapping[Node, Node]) -> str | None:
     """The reason why the recipe does not take a product of these operands, or None; `outer` as in `find_gemms`."""
     for name, node in (("weight", weight), ("input", x)):
-        operand = local_of(value(node))
+        operand = plain_of(value(node))
         if operand is not None and is_traceable_wrapper_subclass(operand):
             kind: type = type(operand)
             if name == "weight" and is_gathered(operand):

@@ -22,6 +22,12 @@ def local_of(x: Any) -> Any:
     return x._local_tensor if is_sharded(x) else x
 
 
+def plain_of(x: Any) -> Any:
+    """`local_of` without the wrapper by which FSDP2 gathers FP8 bytes: all ops run on the values within."""
+    local = local_of(x)
+    return local._tensor if getattr(type(local), "RUNS_ON_VALUES", False) else local
+
+
 def splits_block(x: Tensor, block: Block) -> bool:
     """Whether `x` is a DTensor, sharded along an axis that is one block."""
     if WHOLE not in block or not is_sharded(x):

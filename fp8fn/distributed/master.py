@@ -85,6 +85,8 @@ def _text(master: MasterWeight, *, tensor_contents: Any = None) -> str:
 class MasterWeight(Tensor):
     """A master weight, or its shard."""
 
+    RUNS_ON_VALUES: Final = True  # `fp8fn.ops.sharded.plain_of`: without FSDP, as under DDP, it is a plain weight
+
     __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
     __torch_dispatch__ = cast(Any, classmethod(_dispatch))
     __repr__ = cast(Any, _text)
@@ -109,9 +111,28 @@ class MasterWeight(Tensor):
     def __tensor_unflatten__(parts: dict[str, Tensor], form: GatherForm, size: Any, stride: Any) -> MasterWeight:
         return MasterWeight(parts["_tensor"], form)
 
+    def _stable_hash_for_caching(self) -> str:
+        """The key of AOTAutograd's cache: metadata alone."""
+        inner = self._tensor
+        return f"MasterWeight {self._form} {inner.shape} {inner.stride()} {inner.dtype} {inner.device}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """PyTorch's own copies the storage of a tensor whose `data_ptr()` is not 0, and a wrapper's has none."""
+        if id(self) in memo:
+            return cast(Tensor, memo[id(self)])
+        copied: Tensor = self.detach().clone(memory_format=torch.preserve_format)
+        if getattr(self, "_is_param", False):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        return copied
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Checkpoints hold plain tensors."""
         return self._tensor.__reduce_ex__(protocol)
+
+    def data_ptr(self) -> int:
+        """Where the values lie: accelerate tells an optimizer's parameters apart by it, and a wrapper's own is 0."""
+        return self._tensor.data_ptr()
 
     @property
     def is_current(self) -> bool:

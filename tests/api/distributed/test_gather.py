@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.distributed import gather_fp8, update_scales
 from fp8fn.ops import reference
+from support.gathers import counted_gathers
 
 RANKS, STEPS = 2, 2
 
@@ -133,41 +134,6 @@ def _one_process(case: Case) -> tuple[list[float], nn.Module]:
     return losses, model
 
 
-@contextmanager
-def _counted() -> Iterator[dict[str, int]]:
-    """Quantizations of shards, dequantizations, and the elements and bytes of FSDP's gathers of weights."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    from fp8fn.distributed.master import MasterWeight
-
-    counts = dict.fromkeys(("quantized", "dequantized", "gathered", "bytes"), 0)
-    store, dequantize = MasterWeight.store, FP8Weight.dequantize
-    inputs = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
-
-    def stored(self: MasterWeight, *args: Any) -> None:
-        counts["quantized"] += 1
-        store(self, *args)
-
-    def dequantized(self: FP8Weight, *args: Any) -> Tensor:
-        counts["dequantized"] += 1
-        return dequantize(self, *args)
-
-    def watched(self: FSDPParam) -> list[Tensor]:
-        out: list[Tensor] = inputs(self)
-        if len(self._orig_size) == 2:
-            counts["gathered"] += self.padded_sharded_param_size.numel()
-            counts["bytes"] += sum(x.numel() * x.element_size() for x in out)
-        return out
-
-    MasterWeight.store, FP8Weight.dequantize = stored, dequantized  # type: ignore[method-assign]
-    FSDPParam.all_gather_inputs = property(watched)  # type: ignore[assignment, method-assign]
-    try:
-        yield counts
-    finally:
-        MasterWeight.store, FP8Weight.dequantize = store, dequantize  # type: ignore[method-assign]
-        FSDPParam.all_gather_inputs = property(inputs)  # type: ignore[assignment, method-assign]
-
-
 def _held(saved: list[Tensor]) -> int:
     """Bytes of FP8 that are kept for the backward, each storage once; FSDP has freed those that it gathered."""
     parts = [part for x in saved for part in ((x._data,) if isinstance(x, FP8Weight) else (x,))]
@@ -188,7 +154,7 @@ def _same_training(name: str) -> None:
     optimizer.register_step_post_hook(lambda *_: update_scales(model))
     for step in range(STEPS):
         total = torch.zeros(())
-        with _counted() as counts:
+        with counted_gathers() as counts:
             for number in range(case.micro_batches):
                 saved: list[Tensor] = []
 
@@ -338,7 +304,39 @@ def test_what_stays() -> None:
     assert set(report.kept) == {"0.weight", "2.weight"}
     assert gather_fp8(model, "1.weight").kept["1.weight"] == "it is gathered in FP8 already"
     assert torch.equal(model[1](torch.eye(256)), torch.eye(256) @ model[1].weight.T + model[1].bias)
-    assert type(copy.deepcopy(model)[1].weight.detach()) is type(model[1].weight.detach())
+    copied = copy.deepcopy(model)
+    assert type(copied[1].weight.detach()) is type(model[1].weight.detach())
+    assert isinstance(copied[1].weight, nn.Parameter)
+    assert copied[1].weight.data_ptr() != model[1].weight.data_ptr()
+    assert torch.equal(copied[1].weight, model[1].weight)
+
+
+@pytest.mark.parametrize("backend", [None, "fp8fn"])
+def test_without_fsdp_it_is_a_plain_weight(backend: str | None) -> None:
+    """As under DDP, or where `fully_shard` was forgotten."""
+    results = []
+    for gathers in (False, True):
+        model = _model(304)[:1]
+        if gathers:
+            assert len(gather_fp8(model).quantized) == 2
+        _in_fp8(model, "blockwise", backend)
+        loss = _loss(model, _tokens(0, 0))
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    exact = _loss(_model(304)[:1], _tokens(0, 0))
+    assert not torch.equal(results[0][0], exact)
+    for plain, master in zip(*results, strict=True):
+        assert plain is not None
+        assert master is not None
+        assert torch.equal(plain, master)
+
+
+def test_masters_lie_at_addresses_of_their_own() -> None:
+    model = _model(304)
+    before = [parameter.data_ptr() for parameter in model.parameters()]
+    gather_fp8(model)
+    assert [parameter.data_ptr() for parameter in model.parameters()] == before
+    assert len(set(before)) == len(before)
 
 
 def test_a_recipe_whose_weights_have_two_forms() -> None:
