@@ -103,11 +103,7 @@ def _same_training(case: Case, expected: list[float]) -> None:
             optimizer.zero_grad()
         total = loss.detach().float()
         dist.all_reduce(total)
-        assert abs(total.item() / RANKS - expected[step]) <= case.tolerance * expected[step], (
-            case,
-            step,
-            total.item() / RANKS - expected[step],
-        )
+        assert total.item() / RANKS == pytest.approx(expected[step], rel=case.tolerance), (case, step)
         assert counts["quantized"] == WEIGHTS, case
         assert counts["dequantized"] == 0, case
 
