@@ -2,42 +2,45 @@
 
 from typing import TYPE_CHECKING
 
-import fp8fn.meta.declarations  # noqa: F401  registers the ops
-from fp8fn.checkpoint import load_blockwise
-from fp8fn.checkpoint.format import CheckpointLayout
-from fp8fn.grouped import expert_mlp, grouped_gemm
-from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
-from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
-from fp8fn.lowering.explain import explain
-from fp8fn.lowering.monitor import read_monitor, write_monitor
-from fp8fn.lowering.operand_statistics import Statistics
-from fp8fn.matmul import gemm, linear
-from fp8fn.moe import moe_gemm, sort_tokens
-from fp8fn.ops.recipe import (
-    BLOCKWISE,
-    BLOCKWISE_POW2,
-    BLOCKWISE_SQUARE,
-    HYBRID,
-    MXFP8,
-    ROWWISE,
-    TENSORWISE,
-    Recipe,
-)
-from fp8fn.quantization import (
-    dequantize,
-    quantize,
-    quantize_dual,
-    quantize_rms_norm,
-    quantize_rms_norm_dual,
-    quantize_silu_mul,
-    quantize_silu_mul_dual,
-)
-from fp8fn.quantization_error import error
-from fp8fn.scaled_tensor import ScaledTensor
-from fp8fn.site import Site
-from fp8fn.transform import fp8
+from fp8fn.cli import needs_torch
 from fp8fn.version import __version__
-from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
+
+if needs_torch():  # False where the command line prints only its help or version
+    import fp8fn.meta.declarations  # noqa: F401  registers the ops
+    from fp8fn.checkpoint import load_blockwise
+    from fp8fn.checkpoint.format import CheckpointLayout
+    from fp8fn.grouped import expert_mlp, grouped_gemm
+    from fp8fn.grouped_quantization import quantize_grouped, quantize_grouped_dual
+    from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
+    from fp8fn.lowering.explain import explain
+    from fp8fn.lowering.monitor import read_monitor, write_monitor
+    from fp8fn.lowering.operand_statistics import Statistics
+    from fp8fn.matmul import gemm, linear
+    from fp8fn.moe import moe_gemm, sort_tokens
+    from fp8fn.ops.recipe import (
+        BLOCKWISE,
+        BLOCKWISE_POW2,
+        BLOCKWISE_SQUARE,
+        HYBRID,
+        MXFP8,
+        ROWWISE,
+        TENSORWISE,
+        Recipe,
+    )
+    from fp8fn.quantization import (
+        dequantize,
+        quantize,
+        quantize_dual,
+        quantize_rms_norm,
+        quantize_rms_norm_dual,
+        quantize_silu_mul,
+        quantize_silu_mul_dual,
+    )
+    from fp8fn.quantization_error import error
+    from fp8fn.scaled_tensor import ScaledTensor
+    from fp8fn.site import Site
+    from fp8fn.transform import fp8
+    from fp8fn.weights import FP8Weight, load_weights, quantize_weights, save_weights
 
 if TYPE_CHECKING:
     from fp8fn import distributed, plot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -90,26 +91,44 @@ COMMANDS: Final = Group(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` names (default: the process's arguments), and return its exit status."""
-    return _dispatch(COMMANDS, list(sys.argv[1:] if argv is None else argv), "python -m fp8fn")
-
-
-def _dispatch(group: Group, argv: list[str], program: str) -> int:
-    command = group.commands.get(argv[0]) if argv else None
-    if isinstance(command, Group):
-        return _dispatch(command, argv[1:], f"{program} {argv[0]}")
-    if isinstance(command, Command):
+    found, names, rest = _find(sys.argv[1:] if argv is None else argv)
+    program = " ".join(("python -m fp8fn", *names))
+    if isinstance(found, Command):
         try:
-            return int(importlib.import_module(command.module).main(argv[1:]))
+            return int(importlib.import_module(found.module).main(rest))
         except KeyboardInterrupt:
-            print(f"\n{program} {argv[0]}: interrupted; {command.interrupted}", file=sys.stderr)
+            print(f"\n{program}: interrupted; {found.interrupted}", file=sys.stderr)
             return INTERRUPTED
-    parser = _parser(group, program)
-    if not argv:
+    parser = _parser(found, program)
+    if not rest:
         parser.print_help(sys.stderr)
         return 2
     # argparse handles the rest: --help, --version, and the error for an unknown command.
-    parser.parse_args(argv)
+    parser.parse_args(rest)
     return 2
+
+
+def needs_torch() -> bool:
+    """Whether this process may use PyTorch: False if it is the command line and names no command.
+
+    `import torch` takes seconds, and `--help`, `--version` and the error for an unknown command do without it.
+    """
+    program = sys.argv[0] if sys.argv else ""
+    if program == "-m":  # runpy's placeholder while it imports the package; `python -m other.module` has it as well
+        ours = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])][-2:] == ["-m", "fp8fn"]
+    else:
+        ours = os.path.basename(program) == "fp8fn"
+    return not ours or isinstance(_find(sys.argv[1:])[0], Command)
+
+
+def _find(argv: Sequence[str]) -> tuple[Command | Group, list[str], list[str]]:
+    """The command or group that the first words of `argv` name, these words, and the other words."""
+    found: Command | Group = COMMANDS
+    count = 0
+    while isinstance(found, Group) and count < len(argv) and argv[count] in found.commands:
+        found = found.commands[argv[count]]
+        count += 1
+    return found, list(argv[:count]), list(argv[count:])
 
 
 def _parser(group: Group, program: str) -> argparse.ArgumentParser:

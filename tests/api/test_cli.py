@@ -72,6 +72,42 @@ def test_version_and_unknown_command_of_the_process() -> None:
     assert unknown.returncode == 2
 
 
+SCRIPT = "import sys\nfrom fp8fn.cli import main\nsys.exit(main())\n"  # what an installer writes for the entry point
+
+
+@pytest.mark.parametrize("argv", [(), ("--help",), ("--version",), ("bench", "--help"), ("bench", "nothing")])
+def test_help_and_version_do_not_import_torch(argv: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "fp8fn"
+    script.write_text(SCRIPT, encoding="utf-8")
+    for program in (("-m", "fp8fn"), (str(script),)):
+        command = [sys.executable, "-X", "importtime", *program, *argv]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        imported = {
+            line.split("|")[-1].strip() for line in process.stderr.splitlines() if line.startswith("import time:")
+        }
+        assert "fp8fn.cli" in imported
+        assert imported & {"torch", "triton", "fp8fn.matmul"} == set()
+        assert process.returncode == (0 if argv and argv[-1].startswith("--") else 2)
+
+
+@pytest.mark.parametrize(
+    ("argv", "original"),
+    [
+        (["-m", "env", "--help"], ["python", "-m", "fp8fn", "env", "--help"]),
+        (["-m", "--help"], ["python", "-m", "trainer", "--help"]),
+        (["-m", "-m", "fp8fn"], ["python", "-m", "trainer", "-m", "fp8fn"]),
+        (["/bin/fp8fn", "bench", "moe"], ["python", "/bin/fp8fn", "bench", "moe"]),
+        (["train.py", "--help"], ["python", "train.py", "--help"]),
+        (["-c", "--help"], ["python", "-c", "import fp8fn", "--help"]),
+        ([], ["python"]),
+    ],
+)
+def test_every_other_process_imports_all(argv: list[str], original: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "orig_argv", original)
+    assert cli.needs_torch()
+
+
 def test_a_command_gets_what_follows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[list[str]] = []
 

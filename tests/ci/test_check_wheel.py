@@ -1,0 +1,50 @@
+"""What `check_wheel.py` says of a wheel that lacks a file, has another one, or is too large; imports without extras."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from support.check_wheel import faults
+
+
+@pytest.mark.parametrize(
+    ("held", "found"),
+    [
+        (["fp8fn/a.py", "fp8fn/ops/b.cu", "fp8fn/ops/tuning/tables/c.json", "fp8fn-1.dist-info/RECORD"], []),
+        (["fp8fn/a.py"], ["the wheel lacks fp8fn/ops/b.cu"]),
+        (["fp8fn/a.py", "fp8fn/ops/b.cu", "fp8fn/h100.json"], ["the wheel has fp8fn/h100.json"]),
+    ],
+)
+def test_files(held: list[str], found: list[str], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    (source / "fp8fn").mkdir(parents=True)
+    (source / "fp8fn/a.py").touch()
+    (source / "ops").mkdir()
+    (source / "ops/b.cu").touch()
+    (source / "fp8fn/ops").symlink_to("../ops")
+    wheel = tmp_path / "fp8fn.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in held:
+            archive.writestr(name, "")
+    assert faults(wheel, source) == found
+
+
+def test_size(tmp_path: Path) -> None:
+    wheel = tmp_path / "fp8fn.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("other", bytes(1_500_000))
+    (fault,) = faults(wheel, tmp_path)
+    assert fault.endswith("at most 1500000 are allowed")
+
+
+def test_an_import_without_extras_prints_nothing() -> None:
+    extras = ("matplotlib", "numpy", "safetensors", "tabulate", "tqdm", "transformers")
+    code = f"import sys\nsys.modules.update(dict.fromkeys({extras}))\nimport torch\nprint('|')\nimport fp8fn"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "|\n"
+    assert "fp8fn" not in process.stderr  # PyTorch itself may warn that it has no NumPy
