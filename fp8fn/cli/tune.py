@@ -217,11 +217,10 @@ def _tune_op(
 def _chip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Chip:
     """The chip of `--device`, or of `--arch` for a dry run."""
     if args.arch and args.dry_run:
-        target = named_target(args.arch)[1]
-        return Chip(args.arch, target.cores)
+        return Chip(args.arch, targets.target_of_chip(Chip(args.arch, 0)).cores)
     device = _present(parser, args.device)
     chip, target = chip_of(device, targets.target_of(device)), targets.target_of(device)
-    if args.arch and target.name != named_target(args.arch)[1].name:
+    if args.arch and target.name != targets.target_of_chip(Chip(args.arch, 0)).name:
         parser.error(f"{device} is {target.name}; --arch {args.arch} lists candidates with --dry-run")
     assert chip is not None
     return chip

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
 from fp8fn.ops.cuda.gemm import gemv_mx, mx_tiles
 from fp8fn.ops.cuda.limits import ceil_power_of_two
+from fp8fn.ops.hip import envelope
 from fp8fn.ops.hip.config import HipConfig
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import Chip, fp8_dtypes, hopper_fault, target_of_chip
+from fp8fn.ops.tuning import mx_triton
 from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, lookup
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
+# Kernels of `fp8fn.ops.mx_mm` on targets without those in CUDA C++, in its order: name, `accepts`, `configure`.
+_KERNELS: Final[tuple[tuple[str, Callable[[Problem], str | None], Callable[[Problem], Any]], ...]] = (
+    ("hip_gemv", envelope.accepts_gemv, envelope.configure_gemv),
+    ("hip_mfma", envelope.accepts_mfma, envelope.configure_mfma),
+    ("triton_few", mx_triton.accepts_few, mx_triton.configure_few),
+    ("triton_scaled", mx_triton.accepts_scaled, mx_triton.configure_scaled),
+    ("triton_widened", mx_triton.foreign, mx_triton.configure_widened),
+)
 _SPLITS: Final = (1, 2, 4, 8)
 _ROWS: Final = (16, 32, 64, 128)  # numbers of rows for each of which a kernel may have another tile
 _STEP: Final = 128  # elements of K in one matrix instruction of `mxfp8_mfma`
@@ -33,23 +43,21 @@ def _mx_space(problem: Problem) -> Iterator[tuple[str, Any, str | None]]:
 
     The kernels in HIP as aiter sweeps them, beside every tile that Triton's kernels have for some number of rows.
     """
-    from fp8fn.ops import mx_mm
-
-    for kernel in mx_mm.KERNELS:
-        if kernel.accepts(problem) is not None:
+    for name, accepts, configure in _KERNELS:
+        if accepts(problem) is not None:
             continue
-        own = kernel.configure(problem)
-        yield kernel.name, own, None
+        own = configure(problem)
+        yield name, own, None
         others: list[Any] = []
-        if kernel.name == "hip_mfma":
+        if name == "hip_mfma":
             others = [replace(own, n_sub=n, k_splits=parts) for n in (1, 2, 4) for parts in _SPLITS]
-        elif kernel.name == "triton_few":
+        elif name == "triton_few":
             others = [replace(own, BN=bn, SPLITS=parts) for bn in (32, 64) for parts in _SPLITS]
-        elif kernel.backend == "triton":
-            others = [kernel.configure(replace(problem, m=rows)) for rows in _ROWS]
+        elif name.startswith("triton"):
+            others = [configure(replace(problem, m=rows)) for rows in _ROWS]
         for config in dict.fromkeys(others):
             if config != own:
-                yield kernel.name, config, _mx_fault(problem, config)
+                yield name, config, _mx_fault(problem, config)
 
 
 def _mx_fault(problem: Problem, config: Any) -> str | None:
@@ -112,22 +120,17 @@ def _moe_problem(key: Key, chip: Chip) -> MoeProblem:
 
 def _moe_candidates(problem: MoeProblem) -> Mapping[str, Sequence[Any]]:
     """On Hopper those in CUDA C++, elsewhere the HIP kernel's two widths, and Triton's tile with narrow columns too."""
-    from fp8fn.ops import moe_gemm
-
     if hopper_fault(problem.target) is not None:
         if problem.w_dtype not in fp8_dtypes(problem.target):
             return {}
-        found: dict[str, list[Any]] = {}
-        for kernel in moe_gemm.KERNELS:
-            if kernel.accepts(problem) is None:
-                own = kernel.configure(problem)
-                if kernel.backend == "hip":
-                    others = [replace(own, block_n=n) for n in (8, 16)]
-                else:
-                    others = [
-                        replace(own, BN=n, num_stages=stages) for n in (32, 64) for stages in (2, 3) if n <= own.BN
-                    ]
-                found[kernel.name] = list(dict.fromkeys((own, *others)))
+        from fp8fn.ops.triton.moe_gemm import configure
+
+        own = configure(problem)
+        tiles = [replace(own, BN=n, num_stages=stages) for n in (32, 64) for stages in (2, 3) if n <= own.BN]
+        found: dict[str, list[Any]] = {"triton_moe": list(dict.fromkeys((own, *tiles)))}
+        if envelope.accepts_moe(problem) is None:
+            hip = envelope.configure_moe(problem)
+            found["hip_moe"] = list(dict.fromkeys((hip, *(replace(hip, block_n=n) for n in (8, 16)))))
         return found
     return {"cuda_moe": gemv_mx.candidates_moe(problem)} if gemv_mx.accepts_moe(problem) is None else {}
 

@@ -91,7 +91,8 @@ def space(problem: TileProblem) -> tuple[Candidate, ...]:
     """Every candidate of a problem, the default first, and then by the model's time where there is a model."""
     from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
 
-    product, found = problem.product(), []
+    product = problem.product()
+    found: list[tuple[str, GemmConfig | TmaConfig]] = []
     if scaled_mm_tma.accepts(product) is None:
         found += [("triton_tma", config) for config in scaled_mm_tma.configs(product)]
     found.append(("triton", scaled_mm.configured(product)[0]))
