@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,14 +19,15 @@ from fp8fn.cli import tune, tune_op
 from fp8fn.ops.mx_mm import choose as choose_mx
 from fp8fn.ops.quantize_grouped import QUANTIZE_GROUPED
 from fp8fn.ops.scaled_mm import SCALED_MM
-from fp8fn.ops.targets import Chip, Target, named_target, target_of_chip
+from fp8fn.ops.targets import Chip, Target, chip_of, named_target, target_of, target_of_chip
 from fp8fn.ops.triton import scaled_mm, scaled_mm_tma
 from fp8fn.ops.triton.gemm_config import GemmConfig
-from fp8fn.ops.tuning import amd, grouped_table, measured, triton_table
+from fp8fn.ops.tuning import amd, chain_device, grouped_table, measured, op_sweep, triton_table
 from fp8fn.ops.tuning.measured import candidate_name
 from fp8fn.ops.tuning.mx_table import MX_FORM
 from fp8fn.ops.tuning.sweep import decide, measure, turns_for
 from fp8fn.ops.tuning.tile_space import TileProblem, seeds_space, space
+from fp8fn.timing import clock_of
 from support.tuning import DriftingBench, DriftingClock
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -189,6 +191,51 @@ def test_a_handicap_has_to_be_won() -> None:
     assert decide(samples, "triton b").config == "hip_mfma a"
     assert decide(samples, "triton b", {"hip_mfma a": 1.03}).config == "triton b"
     assert decide({**samples, "hip_mfma a": [96.0] * 5}, "triton b", {"hip_mfma a": 1.03}).config == "hip_mfma a"
+
+
+# The bench.
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "TN", "rowwise"])
+def test_operands_of_a_bench_are_in_their_layout_and_checked(layout: str) -> None:
+    gfx942 = target("gfx942")
+    product = chain_device._scaled_product(TileProblem(layout, 256, 384, 512, gfx942), torch.device("cpu"), gfx942)
+    assert amd.product_of(product.a.data, product.a.block, product.b.data, product.b.block) == layout
+    check = chain_device.by_corners(SCALED_MM, product)
+    check.clear()
+    assert math.isnan(check.error())
+    product.out.copy_(SCALED_MM.reference(product)[0])
+    assert check.error() < 5e-3
+
+
+@pytest.mark.parametrize("form", grouped_table.FORMS)
+def test_quantized_tokens_of_a_bench_are_checked_by_their_bytes(form: str) -> None:
+    problem = grouped_table.GroupedProblem(form, 300, 256, 5, target("sm89"))
+    quantization = chain_device._grouped_tokens(problem, torch.device("cpu"), problem.target)
+    check = chain_device.by_bytes(QUANTIZE_GROUPED, quantization)
+    check.clear()
+    assert check.error() == math.inf
+    outs = [x for out in quantization.outs for x in (out.data, out.scale)]
+    for x, y in zip(outs, QUANTIZE_GROUPED.reference(quantization), strict=True):
+        x.copy_(y)
+    assert check.error() == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("op", "shape"), [("scaled_mm", (512, 768, 1024)), ("quantize_grouped", (1024, 256, 512))])
+def test_triton_is_tuned_on_a_gpu_by_the_same_sweep(
+    op: str, shape: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    here, tuned = target_of(device), tune_op.OPS[op]
+    chip = chip_of(device, here)
+    assert chip is not None
+    bench = tuned.bench(device, here, chip, clock_of(device))
+    for key in tuned.keys(shape, tune_op.Wanted(here)):
+        default = tuned.default(tuned.form.problem(key, chip))
+        row = op_sweep.tune(tuned.form, key, bench, default)
+        assert row.us <= row.times[default] + row.spread
+    assert "is left out" not in caplog.text
 
 
 # The command, its table, and the dispatch that reads it.
