@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fp8fn.ops.hip.launch import HipLaunch
 
 FOLDER: Final = "FP8FN_CDNA_EMULATOR"
+TINYGRAD_COMMIT: Final = "a9069c177a9d"  # that the tests pass with
 # One byte is 2 ** 40 as a scale and no NaN as FP8; more bytes are a huge number that no sum or maximum hides.
 _POISON_BYTE, _POISON_BYTES = 0xA7, 0x7F
 
@@ -56,8 +57,8 @@ def parts() -> tuple[Part, ...]:
             "tinygrad",
             f"TINYGRAD={tinygrad} is not a checkout of tinygrad, whose test/mockgpu the emulator needs"
             if no_tinygrad else None,
-            f"git clone https://github.com/tinygrad/tinygrad {tinygrad}, or set TINYGRAD to a checkout; the package on "
-            "PyPI has no test/mockgpu",
+            f"git clone https://github.com/tinygrad/tinygrad {tinygrad} and check out {TINYGRAD_COMMIT}, or set TINYGRAD "
+            "to a checkout; the package on PyPI has no test/mockgpu",
         ),
         Part(
             "native",
@@ -107,6 +108,9 @@ def _path() -> str:
 def _environment(folder: Path) -> dict[str, str]:
     """The emulator's variables, each with its default in the folder."""
     found = {"TINYGRAD": str(_tinygrad(str(folder))), "CDNA_NATIVE": str(_native(str(folder)))}
+    found["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    )  # the worker imports `support`
     return {**os.environ, **found, "PATH": _path(), FOLDER: str(folder)}
 
 
