@@ -57,8 +57,8 @@ def parts() -> tuple[Part, ...]:
             "tinygrad",
             f"TINYGRAD={tinygrad} is not a checkout of tinygrad, whose test/mockgpu the emulator needs"
             if no_tinygrad else None,
-            f"git clone https://github.com/tinygrad/tinygrad {tinygrad} and check out {TINYGRAD_COMMIT}, or set TINYGRAD "
-            "to a checkout; the package on PyPI has no test/mockgpu",
+            f"git clone https://github.com/tinygrad/tinygrad {tinygrad} and check out {TINYGRAD_COMMIT}, or set "
+            "TINYGRAD to a checkout; the package on PyPI has no test/mockgpu",
         ),
         Part(
             "native",
