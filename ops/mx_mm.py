@@ -23,6 +23,7 @@ from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import check_operand, check_product, empty_output
 from fp8fn.ops.targets import Target, chip_of
 from fp8fn.ops.triton.views import largest_offset
+from fp8fn.ops.tuning import mx_triton
 from fp8fn.ops.tuning.mx import MxConfig, Problem, Table, lookup, shipped
 
 MX_MM_SCHEMA: Final = (
@@ -33,9 +34,6 @@ MX_MM_SCHEMA: Final = (
 A_BLOCK: Final[Block] = (1, 32)
 B_BLOCK: Final[Block] = (32, 1)
 E8M0: Final = torch.float8_e8m0fnu
-# Rows of a tile of the kernel that shares a sum over K: the least that a matrix instruction has.
-_FEW: Final = 16
-_MOST_SPLITS: Final = 8
 
 
 def check_mx_mm(
@@ -168,65 +166,6 @@ def _reference(product: ScaledProduct) -> tuple[Tensor]:
     return (reference.scaled_mm(product.a, product.b, product.bias, product.out.dtype),)
 
 
-def _foreign(problem: Problem) -> str | None:
-    for dtype in (problem.a_dtype, problem.b_dtype):
-        if dtype not in targets.fp8_dtypes(problem.target):
-            return f"{dtype} has no kernel on {problem.target.name}"
-    return None
-
-
-def _accepts_few(problem: Problem) -> str | None:
-    return _foreign(problem) or (f"M={problem.m} is above {_FEW}" if problem.m > _FEW else None)
-
-
-def _configure_few(problem: Problem) -> MxConfig:
-    """Narrow tiles and a sum over K in parts, until every core has a program: a weight is read at memory's speed."""
-    target = problem.target
-    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
-    bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
-    config = MxConfig(_FEW, bn, 128, 4, 2 if target.backend == "hip" else 4, options=options)
-    tiles, splits = -(-problem.n // bn) * problem.batch, 1
-    # Two steps of K for each part at least: the second pass costs a launch.
-    while splits < _MOST_SPLITS and tiles * splits < target.cores and problem.k >= 4 * splits * config.BK:
-        splits *= 2
-    return replace(config, SPLITS=splits)
-
-
-def _accepts_scaled(problem: Problem) -> str | None:
-    if problem.target.arch not in (100, 103, "gfx950"):
-        return f"{problem.target.name} has no matrix instruction with scales"
-    return _foreign(problem)
-
-
-def _configure_scaled(problem: Problem) -> MxConfig:
-    if problem.target.backend == "hip":
-        if problem.m <= 32:
-            return MxConfig(32, 64, 256, 4, 2, options=(("matrix_instr_nonkdim", 16),))
-        options = (("matrix_instr_nonkdim", 32),)  # tiles of 16 would leave by 8 bytes
-        if problem.m <= 64:
-            return MxConfig(64, 64, 256, 4, 2, options=options)
-        return MxConfig(128, 128, 128, 8, 2, options=options)
-    if problem.k % 16:  # loads of single bytes take registers: 128 deep spills 28 to 172
-        return MxConfig(128, 64, 64, 8, 3)
-    return MxConfig(128, 64 if problem.m <= 128 else 128, 128, 8, 3)
-
-
-def _configure_widened(problem: Problem) -> MxConfig:
-    """As of `mm_a16w8`: deep tiles up to 64 rows, where the weight's bytes decide, and wide ones beyond."""
-    target, m = problem.target, problem.m
-    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
-    # If K is no multiple of 16, loads of single bytes take registers: wide tiles spill 18 to 80 on NVIDIA GPUs.
-    if m <= 64 or (problem.k % 16 and target.backend == "cuda"):
-        bm = 16 if m <= 16 else 32 if m <= 32 else 64
-        bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
-        if target.backend == "hip":
-            return MxConfig(bm, bn, 128, 4, 2, options=options)
-        return MxConfig(bm, bn, 64 if bm == 64 else 128, 8 if bm == 64 else 4, 3)
-    if target.backend == "hip":
-        return MxConfig(128, 128, 64, 8, 2, options=options)
-    return MxConfig(128, 128, 64, 8, 3)
-
-
 def _plan_widened(product: ScaledProduct, config: MxConfig) -> tuple[Launch, ...]:
     from fp8fn.ops.triton.mx_mm import plan_mx_mm
 
@@ -270,9 +209,9 @@ KERNELS: Final = (
     ),
     Kernel("cuda_tiles", mx_tiles.accepts, mx_tiles.configure, mx_tiles.plan, mx_tiles.untuned),
     Kernel("cuda_gemv", gemv_mx.accepts, gemv_mx.configure, gemv_mx.plan),
-    Kernel("triton_few", _accepts_few, _configure_few, _plan_widened),
-    Kernel("triton_scaled", _accepts_scaled, _configure_scaled, _plan_scaled),
-    Kernel("triton_widened", _foreign, _configure_widened, _plan_widened),
+    Kernel("triton_few", mx_triton.accepts_few, mx_triton.configure_few, _plan_widened),
+    Kernel("triton_scaled", mx_triton.accepts_scaled, mx_triton.configure_scaled, _plan_scaled),
+    Kernel("triton_widened", mx_triton.foreign, mx_triton.configure_widened, _plan_widened),
 )
 _HIP: Final = [kernel.name for kernel in KERNELS if kernel.backend == "hip"]
 

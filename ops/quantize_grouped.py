@@ -14,7 +14,7 @@ from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
 from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
 from fp8fn.ops.groups import ROWS, check_ends, check_offsets, empty_grouped
-from fp8fn.ops.kernel import Dispatch, Kernel
+from fp8fn.ops.kernel import Dispatch, Kernel, Named
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
 from fp8fn.ops.quantization import Quantization, empty_grouped_dual
@@ -124,16 +124,27 @@ def _accepts_triton_dual(q: Quantization) -> str | None:
     return None if q.dual else "two orientations are written"
 
 
-def _plan_triton(q: Quantization, _: None) -> tuple[Launch, ...]:
+def _plan_triton(q: Quantization, tile: Any) -> tuple[Launch, ...]:
+    """With a table's tile, or without one the kernel's own."""
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped
 
-    return plan_quantize_grouped(q)
+    return plan_quantize_grouped(q, tile)
 
 
-def _plan_triton_dual(q: Quantization, _: None) -> tuple[Launch, ...]:
+def _plan_triton_dual(q: Quantization, tile: Any) -> tuple[Launch, ...]:
+    """As `_plan_triton`."""
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped_dual
 
-    return plan_quantize_grouped_dual(q)
+    return plan_quantize_grouped_dual(q, tile)
+
+
+def _named(q: Quantization) -> Named | None:
+    """The verdict of the tables of the operands' GPU; other devices have no tables."""
+    if q.x.device.type != "cuda":
+        return None
+    from fp8fn.ops.tuning.grouped_table import named
+
+    return named(q)
 
 
 KERNELS: Final = (
@@ -153,4 +164,5 @@ QUANTIZE_GROUPED: Final = Dispatch(
     kernels=KERNELS,
     reference=_reference,
     unserved=unserved,
+    named=_named,
 )

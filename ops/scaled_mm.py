@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
+from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
@@ -217,16 +218,18 @@ def _by_tma(product: ScaledProduct) -> str | None:
     return scaled_mm_tma.accepts(product)
 
 
-def _plan_tma(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+def _plan_tma(product: ScaledProduct, config: Any) -> tuple[Launch, ...]:
+    """With a table's configuration, or without one the kernel's own."""
     from fp8fn.ops.triton import scaled_mm_tma
 
-    return scaled_mm_tma.plan_scaled_mm_tma(product)
+    return scaled_mm_tma.plan_scaled_mm_tma(product, config)
 
 
-def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
+def _plan_triton(product: ScaledProduct, config: Any) -> tuple[Launch, ...]:
+    """With a table's configuration, or without one the kernel's own."""
     from fp8fn.ops.triton import scaled_mm
 
-    return scaled_mm.plan_scaled_mm(product)
+    return scaled_mm.plan_scaled_mm(product, config)
 
 
 def _configure_cuda_once(product: ScaledProduct) -> cuda.ScaledMmConfig:
@@ -246,11 +249,13 @@ def _plan_triton_once(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
 
 
 def _named(product: ScaledProduct) -> Named | None:
-    if by_cuda(product) is not None:
-        return None
-    from fp8fn.ops.tuning.table import named
+    """The verdict of the table of the kernel in CUDA C++, or where that can't run, of the table of Triton's kernels."""
+    from fp8fn.ops.tuning import table, triton_table
 
-    return named(product)
+    found = table.named(product) if by_cuda(product) is None else None
+    if found is not None and (found.kernel != "cuda" or nvrtc.unavailable() is None):
+        return found
+    return triton_table.named(product) or found
 
 
 SCALED_MM: Final = Dispatch(

@@ -175,6 +175,7 @@ _BY_DATA_SHEET: Final[Mapping[str, Facts]] = {
     "NVIDIA H20": Facts(78, 4.0, 1.98),
 }
 _asked: Final[dict[Chip, Facts]] = {}
+_targets: Final[dict[Chip, Target]] = {}
 
 
 def facts_of(chip: Chip) -> Facts:
@@ -183,6 +184,17 @@ def facts_of(chip: Chip) -> Facts:
     if asked is not None and asked.bandwidth:
         return asked
     return Facts(chip.multiprocessors) if known is None else known._replace(multiprocessors=chip.multiprocessors)
+
+
+def target_of_chip(chip: Chip) -> Target:
+    """The target of a chip: as its device reports it, else by its name; of a name that says nothing, Hopper's.
+
+    Drivers may name two processors alike, so a device's own architecture comes first.
+    """
+    asked, known = _targets.get(chip), named_target(chip.name)
+    if asked is not None:
+        return asked
+    return replace(SM90 if known is None else known[1], multiprocessors=chip.multiprocessors)
 
 
 def reported_facts(properties: Any) -> Facts:
@@ -210,4 +222,5 @@ def _chip_of_index(index: int) -> Chip:
     properties = torch.cuda.get_device_properties(index)
     chip = Chip(str(properties.name), int(properties.multi_processor_count))
     _asked[chip] = reported_facts(properties)
+    _targets[chip] = _target_of_index(index)
     return chip

@@ -40,6 +40,8 @@ from fp8fn.ops.tuning.amd_model import (
     kernel_of,
     waves_per_simd,
 )
+from fp8fn.ops.tuning.tile_space import LAYOUTS as PRODUCTS
+from fp8fn.ops.tuning.tile_space import TileProblem
 from fp8fn.version import __version__
 
 TARGETS: Final[Mapping[str, Target]] = {"gfx942": GFX942, "gfx950": GFX950}
@@ -47,14 +49,6 @@ SHAPE: Final = (4096, 4096, 4096)
 _EXPERTS: Final = 8
 NEEDS_TRITON: Final = "needs Triton, whose compiler writes the machine code: pip install triton (on Linux)"
 
-# The scaled products: a_block, b_block, and the axes along which a and b are contiguous.
-PRODUCTS: Final[Mapping[str, tuple[Block, Block, str, str]]] = {
-    "forward": ((1, 128), (128, 128), "K", "K"),
-    "dgrad": ((1, 128), (128, 128), "K", "N"),
-    "wgrad": ((1, 128), (128, 1), "K", "K"),
-    "TN": ((1, 128), (128, 1), "M", "N"),
-    "rowwise": ((1, WHOLE), (WHOLE, 1), "K", "K"),
-}
 _QUANTIZED: Final[tuple[Block, ...]] = ((1, 128), (128, 1), (128, 128), (1, WHOLE), (WHOLE, 1), (WHOLE, WHOLE), (1, 32))
 
 
@@ -173,12 +167,7 @@ def product_launch(product: str, m: int, n: int, k: int, target: Target, config:
     """A scaled product of `PRODUCTS` on meta tensors, in the chosen configuration unless one is given."""
     from fp8fn.ops.triton.scaled_mm import plan_scaled_mm
 
-    a_block, b_block, a_axis, b_axis = PRODUCTS[product]
-    a, b = _matrix(m, k, target, a_axis == "M"), _matrix(k, n, target, b_axis == "K")
-    left = Quantized(a, empty_scale(a, a_block, "fp32"), a_block)
-    right = Quantized(b, empty_scale(b, b_block, "fp32"), b_block)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    return plan_scaled_mm(ScaledProduct(a=left, b=right, out=out, target=target), config)[0]
+    return plan_scaled_mm(TileProblem(product, m, n, k, target).product(), config)[0]
 
 
 def _matrix(rows: int, columns: int, target: Target, column_major: bool) -> Tensor:

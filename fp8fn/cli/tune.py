@@ -3,7 +3,8 @@
 Each product of each shape is timed in turn, on a chip warmed before it: the model's best configurations and cuBLASLt,
 in random order, behind an emptied L2. What is found is kept in FP8FN_CACHE_DIR (by default ~/.cache/fp8fn) after every
 product, so that a run that is interrupted goes on where it was; later calls of the library read it, and none of them
-times anything itself. With `--op` the kernels and divisions of another op's products are timed.
+times anything itself. With `--op` the kernels and divisions of another op's products are timed; on other processors
+than Hopper that is Triton's `scaled_mm` by default. `--dry-run` lists the candidates, and needs no GPU with `--arch`.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from fp8fn.ops import targets
 from fp8fn.ops.code_cache import VARIABLE
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.targets import Chip, Target, chip_of
+from fp8fn.ops.targets import Chip, Target, chip_of, named_target
 from fp8fn.ops.tuning import compare, table
 from fp8fn.ops.tuning.device import DeviceBench
-from fp8fn.ops.tuning.model import config_name, ranked
+from fp8fn.ops.tuning.model import config_name, microseconds, ranked
 from fp8fn.ops.tuning.op_sweep import OpBench
 from fp8fn.ops.tuning.problem import PRODUCTS, Problem, linear_problems
-from fp8fn.ops.tuning.sweep import Bench, Clock, tune
+from fp8fn.ops.tuning.sweep import Bench, Clock, shortlist, tune
 from fp8fn.ops.tuning.table import Entry
 from fp8fn.timing import clock_of
 
@@ -42,6 +43,9 @@ SUITES: Final[Mapping[str, tuple[tuple[int, ...], ...]]] = {
     "llm84": tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),
     "anchors": (*ANCHORS, *SMALL),
 }
+
+
+ARCHS: Final = ("sm89", "sm90", "sm100", "sm120", "gfx942", "gfx950")
 
 
 def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
@@ -54,10 +58,14 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         except (OSError, ValueError) as error:
             parser.error(f"--compare: {error}")
         return 0
+    if args.suite and args.op not in (None, "scaled_mm"):
+        parser.error(f"--suite {args.suite} is of scaled_mm; --op {args.op} has its own shapes, or give --shapes")
+    chip = bench.chip if bench else _chip(parser, args)
+    target = targets.target_of_chip(chip)
+    if not args.op and targets.hopper_fault(target):
+        args.op = "scaled_mm"
     if args.op:
-        if args.suite:
-            parser.error(f"--suite {args.suite} is of scaled_mm; --op {args.op} has its own shapes, or give --shapes")
-        return tune_op.run(args, cast(OpBench, bench) if bench else _op_bench(parser, args), _origin(argv))
+        return _tune_op(parser, args, chip, cast("OpBench | None", bench), _origin(argv))
     if not (args.shapes or args.suite or args.export):
         parser.error("give --shapes M,N,K ... or --suite, or --export to write what the cache has")
     if importlib.util.find_spec("tqdm") is None:
@@ -66,6 +74,9 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         problems = problems_of(args.shapes or SUITES.get(args.suite, ()), args.products, parse_recipe(args.recipe))
     except ValueError as error:
         parser.error(f"--recipe {args.recipe}: {error}")
+    if args.dry_run:
+        print("\n".join(f"{problem}: {listed(problem, chip)}" for problem in problems))
+        return 0
     bench = cast(Bench, bench) if bench else _gpu_bench(parser, args.device, warm=bool(problems))
     try:
         left = sweep(problems, bench, force=args.force, budget=args.budget)
@@ -80,6 +91,18 @@ def main(argv: Sequence[str], bench: Bench | OpBench | None = None) -> int:
         table.write(args.export, found)
         print(f"{len(found.entries)} products of the {bench.chip.name} written to {args.export}")
     return 0
+
+
+def listed(problem: Problem, chip: Chip) -> str:
+    """Every configuration of the kernel in CUDA C++, and which of them the model leaves out."""
+    best = ranked(problem, chip.multiprocessors)
+    timed = shortlist(problem, chip.multiprocessors)
+    least = microseconds(problem, best[0], chip.multiprocessors)
+    lines = [f"{len(timed)} of {len(best)} candidates are timed, and cuBLASLt where it takes the operands"]
+    for config in best:
+        times = microseconds(problem, config, chip.multiprocessors) / least
+        lines.append(f"  {config_name(config):24}  {'timed' if config in timed else f'modelled at {times:.2f}x'}")
+    return "\n".join(lines)
 
 
 class NotKept(RuntimeError):
@@ -174,21 +197,51 @@ def _gpu_bench(parser: argparse.ArgumentParser, device: torch.device, *, warm: b
     return DeviceBench(*_gpu(parser, device, warm=warm))
 
 
-def _op_bench(parser: argparse.ArgumentParser, args: argparse.Namespace) -> OpBench:
-    return tune_op.OPS[args.op].bench(*_gpu(parser, args.device, warm=True))
+def _tune_op(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, chip: Chip, bench: OpBench | None, origin: dict[str, str]
+) -> int:
+    """`--op`: the candidates' names, or their times."""
+    shapes = args.shapes or SUITES.get(args.suite)
+    wanted = tune_op.Wanted(targets.target_of_chip(chip), args.products, args.recipe)
+    try:
+        keys = tune_op.keys_of(args.op, shapes, wanted)
+        text = tune_op.dry_run(args.op, keys if args.dry_run else keys[:1], chip)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.dry_run:
+        print(text)
+        return 0
+    return tune_op.run(args, bench or tune_op.OPS[args.op].bench(*_gpu(parser, args.device, warm=True)), origin, keys)
+
+
+def _chip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Chip:
+    """The chip of `--device`, or of `--arch` for a dry run."""
+    if args.arch and args.dry_run:
+        return Chip(args.arch, targets.target_of_chip(Chip(args.arch, 0)).cores)
+    device = _present(parser, args.device)
+    chip, target = chip_of(device, targets.target_of(device)), targets.target_of(device)
+    if args.arch and target.name != targets.target_of_chip(Chip(args.arch, 0)).name:
+        parser.error(f"{device} is {target.name}; --arch {args.arch} lists candidates with --dry-run")
+    assert chip is not None
+    return chip
+
+
+def _present(parser: argparse.ArgumentParser, device: torch.device) -> torch.device:
+    if not torch.cuda.is_available():
+        parser.error(
+            "no GPU here; `--dry-run --arch gfx950` lists candidates without one, and `python -m fp8fn aot` compiles"
+        )
+    return device if device.index is not None else torch.device(device.type, torch.cuda.current_device())
 
 
 def _gpu(
     parser: argparse.ArgumentParser, device: torch.device, *, warm: bool
 ) -> tuple[torch.device, Target, Chip, Clock]:
-    if not torch.cuda.is_available():
-        parser.error("no GPU here; `python -m fp8fn aot` compiles without one")
-    if device.index is None:
-        device = torch.device(device.type, torch.cuda.current_device())
+    device = _present(parser, device)
     target, chip = targets.target_of(device), chip_of(device, targets.target_of(device))
-    problem = nvrtc.unavailable() or targets.hopper_fault(target)
+    problem = nvrtc.unavailable() if targets.hopper_fault(target) is None else None
     if problem or chip is None:
-        parser.error(f"only the kernels in CUDA C++ are tuned: {problem or f'{device} has no name'}")
+        parser.error(f"the kernels in CUDA C++ can't be tuned: {problem or f'{device} has no name'}")
     torch.cuda.set_device(device)
     clock = clock_of(device)
     if warm:
@@ -202,6 +255,12 @@ def sizes(text: str) -> tuple[int, int, int]:
     if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no M,N,K such as 8192,6144,4096")
     return int(parts[0]), int(parts[1]), int(parts[2])
+
+
+def _arch(text: str) -> str:
+    if named_target(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no processor; choose from {', '.join(ARCHS)}, or name a product")
+    return text
 
 
 def _products(text: str) -> tuple[str, ...]:
@@ -243,6 +302,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=_seconds, metavar="SECONDS", help="start no further product after this time")
     parser.add_argument("--force", action="store_true", help="measure again what the cache has")
     parser.add_argument("--device", type=gpu, default=torch.device("cuda"), help="by default %(default)s")
+    parser.add_argument("--arch", type=_arch, metavar="NAME", help=f"a processor: {', '.join(ARCHS)}, or a product")
+    parser.add_argument("--dry-run", action="store_true", help="list every candidate, and why it is not timed")
     parser.add_argument(
         "--export", type=output_file, metavar="FILE", help="then write all that the cache has for the chip"
     )

@@ -1,7 +1,7 @@
-"""`python -m fp8fn tune --op NAME`: times every division of an op's products at the shapes of decoding, or at others.
+"""`python -m fp8fn tune --op NAME`: times every candidate of an op's kernels at the op's own shapes, or at others.
 
-Each shape is measured as a constant weight and as another, into the user's table of the op, which comes before what is
-shipped. A run that is interrupted goes on where it was.
+What is measured goes into the user's table of the op, which comes before what is shipped. An interrupted run goes on
+where it was. On Hopper a weight is measured as a constant and as another. `--dry-run` lists the candidates instead.
 """
 
 from __future__ import annotations
@@ -11,21 +11,42 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
 from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROWS, TOP_K
-from fp8fn.bench.shapes import BATCH_DECODE, DECODE, MX_DECODE, MX_MOE
+from fp8fn.bench.shapes import BATCH_DECODE, DECODE, LLM84, MX_DECODE, MX_MOE
 from fp8fn.ops.cuda.limits import ceil_power_of_two
-from fp8fn.ops.targets import Chip, Target
-from fp8fn.ops.tuning import chain_device, measured, mx_table, op_defaults, op_sweep, weight_table
+from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
+from fp8fn.ops.tuning import (
+    chain_device,
+    grouped_table,
+    measured,
+    mx_table,
+    op_defaults,
+    op_sweep,
+    triton_table,
+    weight_table,
+)
 from fp8fn.ops.tuning.measured import Form, Key, Row, Table, candidate_name
 from fp8fn.ops.tuning.op_sweep import OpBench
+from fp8fn.ops.tuning.problem import PRODUCTS
 from fp8fn.ops.tuning.sweep import Clock
 from fp8fn.ops.tuning.weight import WeightProblem
 
 Shape = tuple[int, ...]
+# Numbers of groups that torchao times its quantizers of grouped tokens with, at (M, N).
+GROUPS: Final = (1, 16, 64)
+GROUPED: Final[tuple[Shape, ...]] = ((16640, 8192, 5120),)
+
+
+class Wanted(NamedTuple):
+    """The keys that are asked for: a target's, those of some products of a layer, and of a recipe."""
+
+    target: Target
+    products: Sequence[str] = PRODUCTS
+    recipe: str = "blockwise"
 
 
 @dataclass(frozen=True)
@@ -33,30 +54,69 @@ class Tuned:
     """How an op is tuned: its table, the keys of a shape `(M, N, K)`, its own shapes, and its bench on a GPU."""
 
     form: Form
-    keys: Callable[[Shape], tuple[Key, ...]]
+    keys: Callable[[Shape, Wanted], tuple[Key, ...]]
     shapes: tuple[Shape, ...]
     default: Callable[[Any], str]
     bench: Callable[[torch.device, Target, Chip, Clock], OpBench]
 
 
-def _weight_keys(shape: Shape) -> tuple[Key, ...]:
+def _constants(wanted: Wanted) -> tuple[bool, ...]:
+    """On Hopper a constant weight may be read before the kernel ahead of the product ends, so that its times differ."""
+    return (True, False) if hopper_fault(wanted.target) is None else (False,)
+
+
+def _weight_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     m, n, k = shape
-    problems = (WeightProblem(m, n, k, block=BLOCK, constant=constant) for constant in (True, False))
+    problems = (WeightProblem(m, n, k, block=BLOCK, constant=constant) for constant in _constants(wanted))
     return tuple(map(weight_table.key_of, problems))
 
 
-def _mx_keys(shape: Shape) -> tuple[Key, ...]:
+def _mx_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     m, n, k = shape
-    return tuple((ceil_power_of_two(m), n, k, constant) for constant in (True, False))
+    return tuple((ceil_power_of_two(m), n, k, constant) for constant in _constants(wanted))
 
 
-def _moe_keys(shape: Shape) -> tuple[Key, ...]:
+def _scaled_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
+    """The products of `x (M, K) @ w (N, K)ᵀ`; on Hopper both operands of dgrad lie as those of the forward product."""
+    m, n, k = shape
+    sizes = {"forward": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
+    layouts = {product: product for product in sizes}
+    if hopper_fault(wanted.target) is None:
+        layouts["dgrad"] = "forward"
+    if wanted.recipe == "rowwise":
+        layouts = dict.fromkeys(sizes, "rowwise")
+    elif wanted.recipe != "blockwise":
+        raise ValueError("Triton's products are tuned for blockwise and rowwise")
+    return tuple((layouts[product], *sizes[product], 1) for product in wanted.products)
+
+
+def _grouped_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
+    """Tokens `(M, K)` of a layer of experts in each form, by `GROUPS`."""
+    m, _, k = shape
+    return tuple((form, ceil_power_of_two(m), k, groups) for form in grouped_table.FORMS for groups in GROUPS)
+
+
+def _moe_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     """The keys of a shape `(T, N, K)`: T tokens with `TOP_K` of `EXPERTS` experts each."""
     tokens, n, k = shape
     return ((ceil_power_of_two(tokens * TOP_K), n, k, EXPERTS, BLOCK_M),)
 
 
 OPS: Final[Mapping[str, Tuned]] = {
+    "scaled_mm": Tuned(
+        form=triton_table.FORM,
+        keys=_scaled_keys,
+        shapes=tuple(dict.fromkeys((s.M, s.N, s.K) for s in LLM84)),
+        default=triton_table.default,
+        bench=chain_device.scaled_bench,
+    ),
+    "quantize_grouped": Tuned(
+        form=grouped_table.FORM,
+        keys=_grouped_keys,
+        shapes=GROUPED,
+        default=grouped_table.default,
+        bench=chain_device.grouped_bench,
+    ),
     "mm_a16w8": Tuned(
         form=weight_table.FORM,
         keys=_weight_keys,
@@ -84,10 +144,10 @@ OPS: Final[Mapping[str, Tuned]] = {
 }
 
 
-def keys_of(op: str, shapes: Iterable[Shape] | None) -> tuple[Key, ...]:
+def keys_of(op: str, shapes: Iterable[Shape] | None, wanted: Wanted) -> tuple[Key, ...]:
     """The keys to measure, each once."""
     tuned = OPS[op]
-    return tuple(dict.fromkeys(key for shape in shapes or tuned.shapes for key in tuned.keys(shape)))
+    return tuple(dict.fromkeys(key for shape in shapes or tuned.shapes for key in tuned.keys(shape, wanted)))
 
 
 def sweep(
@@ -133,9 +193,30 @@ def report(tuned: Tuned, rows: Mapping[Key, Row], chip: Chip) -> str:
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def run(args: Any, bench: OpBench, origin: Mapping[str, str]) -> int:
+def plan(form: Form, key: Key, chip: Chip) -> list[tuple[str, str]]:
+    """Every candidate of a key by name, with "timed" or why it is not; ValueError where no kernel takes the problem."""
+    problem = form.problem(key, chip)
+    timed = [candidate_name(kernel, c) for kernel, configs in form.candidates(problem).items() for c in configs]
+    if not timed:
+        raise ValueError(f"{form.op} has no kernel to tune on {target_of_chip(chip).name}")
+    return [*((name, "timed") for name in timed), *form.pruned(problem).items()]
+
+
+def dry_run(op: str, keys: Sequence[Key], chip: Chip) -> str:
+    """The text of `--dry-run`: by problem, how many candidates there are, and each with what becomes of it."""
+    form, lines = OPS[op].form, []
+    for key in keys:
+        candidates = plan(form, key, chip)
+        count = sum(what == "timed" for _, what in candidates)
+        lines.append(f"{form.op} {named(form, key)} on {chip.name}: {count} of {len(candidates)} candidates are timed")
+        width = max(len(name) for name, _ in candidates)
+        lines += [f"  {name:{width}}  {what}" for name, what in candidates]
+    return "\n".join(lines)
+
+
+def run(args: Any, bench: OpBench, origin: Mapping[str, str], keys: Sequence[Key]) -> int:
     """Tunes, reports and exports as the arguments of `tune` say."""
-    tuned, keys = OPS[args.op], keys_of(args.op, args.shapes)
+    tuned = OPS[args.op]
     form = tuned.form
     path = measured.user_path(form, bench.chip)
     try:

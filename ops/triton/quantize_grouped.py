@@ -230,6 +230,14 @@ def quantize_by_group(
     tl.store(data + rows * d_m + columns * d_n, cast(scaled, LARGEST, data.dtype.element_ty), mask=inside)
 
 
+def default_tile(q: Quantization) -> GroupedTile:
+    """The tile that serves where no table has the tokens."""
+    if not q.dual:
+        return TILE
+    even = q.n % DUAL_TILE.columns == 0
+    return replace(DUAL_TILE, num_warps=QUANTIZE_WARPS) if q.target.backend == "hip" and even else DUAL_TILE
+
+
 def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> tuple[TritonLaunch, ...]:
     """Launches, in order, that fill the output from `x (M, N)` and `offsets (E,)` of any strides.
 
@@ -237,7 +245,7 @@ def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> t
     """
     if q.x.numel() == 0:
         return ()
-    tile = tile or TILE
+    tile = tile or default_tile(q)
     if q.block[0] == WHOLE:
         return _plan_by_group(q, tile)
     data, scales = q.out.data, storage(q.out.scale)
@@ -261,9 +269,7 @@ def plan_quantize_grouped_dual(q: Quantization, tile: GroupedTile | None = None)
     """The launch that fills rows in blocks `(1, 128)` and spread columns in `(128, 1)` from `x (M, N)`, not empty."""
     if q.x.numel() == 0:
         raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
-    even = q.n % DUAL_TILE.columns == 0
-    warps = QUANTIZE_WARPS if q.target.backend == "hip" and even else DUAL_TILE.num_warps
-    tile = tile or replace(DUAL_TILE, num_warps=warps)
+    tile = tile or default_tile(q)
     (row, row_scales, _), (data, scales, _) = q.outs
     programs, args, constexprs = _grouped(q, data, tile)
     row_scales, scales = storage(row_scales), storage(scales)

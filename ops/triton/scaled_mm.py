@@ -127,7 +127,7 @@ def plan_scaled_mm(product: ScaledProduct, config: GemmConfig | None = None) -> 
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, target = product.bias, product.target
     check_blocks(a_block, b_block)
-    config, reason = (config, "") if config else _choose(product)
+    config, reason = (config, "") if config else configured(product)
     names = ("a", "a_scale", "b", "b_scale")
     if config.WGRAD_TRANS_STORE:
         if bias is not None:
@@ -181,7 +181,7 @@ def _batch_stride(x: Tensor, batch: int) -> int:
     return x.stride(0) if x.shape[0] == batch and batch > 1 else 0
 
 
-def _choose(product: ScaledProduct) -> tuple[GemmConfig, str]:
+def configured(product: ScaledProduct) -> tuple[GemmConfig, str]:
     """The configuration, and who chose it where that is not the default."""
     from fp8fn.ops.tuning import amd
 

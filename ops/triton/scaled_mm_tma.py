@@ -210,6 +210,12 @@ def choose_config(m: int, n: int, a_block: Block, b_block: Block) -> TmaConfig:
     return HIDING if vectors or ceil_div(m, 128) * ceil_div(n, 128) >= _MANY_TILES else DEFAULT
 
 
+def configs(product: ScaledProduct) -> tuple[TmaConfig, ...]:
+    """The default configuration of a product, then the other candidates."""
+    default = choose_config(product.m, product.n, product.a.block, product.b.block)
+    return tuple(dict.fromkeys((default, *candidates(product.m, product.n, product.k))))
+
+
 def candidates(m: int, n: int, k: int) -> tuple[TmaConfig, ...]:
     """Configurations worth timing for a shape; none of them spills."""
     return (

@@ -29,7 +29,7 @@ KERNEL_COLUMNS: Final = (
 ROW_COLUMNS: Final = ("product", "M", "N", "K", "config", "modelled_us", "bound")
 _FOLDER: Final = Path(__file__).parent / "tables"
 _NAME: Final = re.compile(
-    r"(?P<BM>\d+)x(?P<BN>\d+)w(?P<w>\d+)s(?P<s>\d+)n(?P<n>\d+)(?:k(?P<k>\d+))?(?:e(?P<e>\d+))?(?P<h>h?)(?P<t>t?)"
+    r"(?P<BM>\d+)x(?P<BN>\d+)w(?P<w>\d+)s(?P<s>\d+)(?:n(?P<n>\d+))?(?:k(?P<k>\d+))?(?:e(?P<e>\d+))?(?P<h>h?)(?P<t>t?)"
     r"(?:g(?P<g>\d+))?(?:x(?P<x>\d+))?"
 )
 

@@ -1,24 +1,28 @@
-"""A GPU as the bench of an op's products: chains of them by several weights in a CUDA graph, each checked first."""
+"""A GPU as the bench of an op's products: chains of them by several weights in a graph, each checked first."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm, reference
+from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm, quantize_grouped, reference, scaled_mm
 from fp8fn.ops.kernel import Dispatch
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
+from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.sort_tokens import sort_tokens
-from fp8fn.ops.targets import Chip, Target
+from fp8fn.ops.targets import Chip, Target, native_e4m3
 from fp8fn.ops.tuning import mx
+from fp8fn.ops.tuning.device import corner_error
+from fp8fn.ops.tuning.grouped_table import GroupedProblem
 from fp8fn.ops.tuning.op_sweep import Named
 from fp8fn.ops.tuning.sweep import Call, Clock
+from fp8fn.ops.tuning.tile_space import TileProblem
 from fp8fn.ops.tuning.weight import WeightProblem
 
 _MOST_COPIES: Final = 64
@@ -27,9 +31,46 @@ _TOLERANCE: Final = 1e-2  # bfloat16 rounds to 2e-3
 _LOG: Final = logging.getLogger("fp8fn")
 
 
+class Check(NamedTuple):
+    """The check of a product's outputs: `clear` them, launch, then ask for the relative `error`."""
+
+    clear: Callable[[], Any]
+    error: Callable[[], float]
+
+
+def by_reference(op: Dispatch, product: Any) -> Check:
+    """Against the whole reference."""
+    (expected,) = op.reference(product)
+    norm = expected.double().norm()
+    # Rows of no id stay zero.
+    return Check(product.out.zero_, lambda: float((product.out.double() - expected.double()).norm() / norm))
+
+
+def by_corners(op: Dispatch, product: ScaledProduct) -> Check:
+    """At the corners alone: a large product would be multiplied for longer than it is timed."""
+    return Check(lambda: product.out.fill_(torch.nan), lambda: corner_error(product))
+
+
+def by_bytes(op: Dispatch, quantized: Quantization) -> Check:
+    """Byte for byte: the error is 0 or infinite."""
+    outs = [x for out in quantized.outs for x in (out.data, out.scale)]
+    expected = op.reference(quantized)
+
+    def same(x: Tensor, y: Tensor) -> bool:
+        return torch.equal(x.view(torch.uint8), y.view(torch.uint8)) if x.itemsize == 1 else torch.equal(x, y)
+
+    def error() -> float:
+        return 0.0 if all(map(same, outs, expected)) else torch.inf
+
+    return Check(lambda: [x.zero_() for x in outs], error)
+
+
 @dataclass(frozen=True)
 class ChainBench:
-    """`OpBench` of one CUDA device; `make` is the product of a problem, with a weight of its own at each call."""
+    """`OpBench` of one CUDA device; `make` is the product of a problem, with a weight of its own at each call.
+
+    If `chained`, a call multiplies by several weights in turn, so that none is in the L2; else the clock flushes it.
+    """
 
     device: torch.device
     target: Target
@@ -37,34 +78,40 @@ class ChainBench:
     clock: Clock
     op: Dispatch
     make: Callable[[Any, torch.device, Target], Any]
+    check: Callable[[Dispatch, Any], Check] = by_reference
+    chained: bool = True
 
     def calls(self, problem: Any, candidates: Mapping[str, Named]) -> tuple[dict[str, Call], int]:
         """As `OpBench.calls`; what fails or is wrong is left out, with a warning."""
         torch.manual_seed(0)
         first = self.make(problem, self.device, self.target)
-        w = first.b if isinstance(first, ScaledProduct) else first.w
-        copies = max(2, min(_MOST_COPIES, -(-_WEIGHT_BYTES // w.data.numel())))
-        products = [first, *(self.make(problem, self.device, self.target) for _ in range(copies - 1))]
-        (expected,) = self.op.reference(products[-1])
+        products = [first, *(self.make(problem, self.device, self.target) for _ in range(self._copies(first) - 1))]
+        check = self.check(self.op, products[-1])
         found: dict[str, Call] = {}
         for name, (kernel, config) in candidates.items():
             try:
-                found[name] = self._chain(products, kernel, config, expected)
+                found[name] = self._chain(products, kernel, config, check)
             except Exception as error:
                 _LOG.warning("tune: %s by %s is left out: %s: %s", problem, name, type(error).__name__, error)
         return found, len(products)
 
-    def _chain(self, products: Sequence[Any], name: str, config: Any, expected: Tensor) -> Call:
+    def _copies(self, product: Any) -> int:
+        if not self.chained:
+            return 1
+        w = product.b if isinstance(product, ScaledProduct) else product.w
+        return max(2, min(_MOST_COPIES, -(-_WEIGHT_BYTES // w.data.numel())))
+
+    def _chain(self, products: Sequence[Any], name: str, config: Any, check: Check) -> Call:
         """The products one after another as a graph, whose last result is right."""
         kernel = next(kernel for kernel in self.op.kernels if kernel.name == name)
         if (reason := kernel.accepts(self.op.problem(products[0]))) is not None:
             raise ValueError(reason)
         launches = [launch for product in products for launch in kernel.plan(product, config)]
-        last = products[-1].out.zero_()  # rows of no id stay zero
+        check.clear()
         for launch in launches:
             launch.run()
         torch.cuda.synchronize(self.device)
-        error = float((last.double() - expected.double()).norm() / expected.double().norm())
+        error = check.error()
         if not error <= _TOLERANCE:
             raise RuntimeError(f"its result is off by {error:.1e}")
         graph = torch.cuda.CUDAGraph()
@@ -76,6 +123,14 @@ class ChainBench:
             graph.replay()
 
         return call
+
+
+def scaled_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
+    return ChainBench(device, target, chip, clock, scaled_mm.SCALED_MM, _scaled_product, by_corners, False)
+
+
+def grouped_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
+    return ChainBench(device, target, chip, clock, quantize_grouped.QUANTIZE_GROUPED, _grouped_tokens, by_bytes, False)
 
 
 def weight_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
@@ -90,11 +145,33 @@ def moe_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) ->
     return ChainBench(device, target, chip, clock, moe_gemm.MOE_GEMM, _routed_product)
 
 
+def _scaled_product(problem: TileProblem, device: torch.device, target: Target) -> ScaledProduct:
+    """Bytes of quantized normal numbers and scales about 0.01."""
+    product = problem.product(device)
+    for operand in (product.a, product.b):
+        most = torch.finfo(operand.data.dtype).max
+        rows = operand.data if operand.data.stride(-1) == 1 else operand.data.mT
+        for row in rows.view(-1, *rows.shape[-2:]):  # a matrix at a time: four bytes an element
+            row.copy_((torch.randn(row.shape, device=device) * (most / 3)).clamp_(-most, most))
+        operand.scale.uniform_(0.005, 0.015)
+    return product
+
+
+def _grouped_tokens(problem: GroupedProblem, device: torch.device, target: Target) -> Quantization:
+    """Normal numbers in groups of equal sizes."""
+    quantized = problem.quantization(device)
+    quantized.x.normal_()
+    assert quantized.offsets is not None
+    ends = torch.arange(1, problem.groups + 1, device=device, dtype=torch.int64) * problem.m // problem.groups
+    quantized.offsets.copy_(ends)
+    return quantized
+
+
 def _weight_product(problem: WeightProblem, device: torch.device, target: Target) -> WeightProduct:
     lead = (problem.batch,) if problem.batch > 1 else ()
     x = torch.randn(*lead, problem.m, problem.k, device=device).to(problem.x_dtype)
     w = torch.randn(*lead, problem.k, problem.n, device=device)
-    data, scale = reference.quantize(w, problem.block, torch.float8_e4m3fn, "fp32")
+    data, scale = reference.quantize(w, problem.block, native_e4m3(target), "fp32")
     out = torch.empty(*lead, problem.m, problem.n, dtype=problem.x_dtype, device=device)
     operand = Quantized(_in_lines(data), scale, problem.block)
     return WeightProduct(x=x, w=operand, out=out, target=target, constant=problem.constant)

@@ -27,7 +27,12 @@ _FOLDER: Final = Path(__file__).parent / "tables"
 Key = tuple[Any, ...]
 
 
-@dataclass(frozen=True)
+def none_pruned(_: Any) -> Mapping[str, str]:
+    """A form's `pruned` where all candidates are timed."""
+    return {}
+
+
+@dataclass(frozen=True, eq=False)
 class Form:
     """The contents of an op's table.
 
@@ -36,12 +41,16 @@ class Form:
         keys: the names of the values that a row is found by.
         problem: the problem of a row's values on a chip; ValueError where they are none.
         candidates: the configurations in which each kernel, by name, computes a problem, the kernel's own first.
+        pruned: the candidates that are not timed, by name, each with the reason.
+        handicap: how much faster than the others each kernel, by name, has to be, as 1.03, where it has to.
     """
 
     op: str
     keys: tuple[str, ...]
     problem: Callable[[Key, Chip], Any]
     candidates: Callable[[Any], Mapping[str, Sequence[Any]]]
+    pruned: Callable[[Any], Mapping[str, str]] = none_pruned
+    handicap: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def columns(self) -> list[str]:

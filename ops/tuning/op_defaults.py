@@ -11,7 +11,7 @@ from fp8fn.ops.kernel import choose
 from fp8fn.ops.layout import empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import SM90
+from fp8fn.ops.targets import native_e4m3
 from fp8fn.ops.tuning.measured import candidate_name
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 from fp8fn.ops.tuning.weight import WeightProblem
@@ -33,9 +33,9 @@ def weight_default(problem: WeightProblem) -> str:
     x, out = (
         torch.empty(*lead, problem.m, size, dtype=problem.x_dtype, device="meta") for size in (problem.k, problem.n)
     )
-    w = torch.empty(*lead, problem.n, problem.k, dtype=torch.float8_e4m3fn, device="meta").mT
+    w = torch.empty(*lead, problem.n, problem.k, dtype=native_e4m3(problem.target), device="meta").mT
     scaled = Quantized(w, empty_scale(w, problem.block, "fp32"), problem.block)
-    target = replace(SM90, multiprocessors=problem.cores)
+    target = replace(problem.target, multiprocessors=problem.cores)
     product = WeightProduct(x=x, w=scaled, out=out, target=target, constant=problem.constant)
     choice = choose(product, mm_a16w8.KERNELS)
     return candidate_name(choice.name, choice.config)

@@ -44,7 +44,8 @@ def tune(form: Form, key: Key, bench: OpBench, default: str) -> Row:
     if not calls:
         raise RuntimeError(f"{form.op} {key}: none of {len(candidates)} candidates runs on {bench.chip.name}")
     bench.clock.warm(_WARM_S)
-    entry = decide(measure(calls, bench.clock, turns_for(_GUESS_US), stays=default), default)
+    handicaps = {name: form.handicap.get(kernel, 1.0) for name, (kernel, _) in candidates.items()}
+    entry = decide(measure(calls, bench.clock, turns_for(_GUESS_US), stays=default), default, handicaps)
     kernel, config = candidates[entry.config]
     times = {name: us / products for name, us in entry.times.items()}
     return Row(kernel, config, times, entry.spread / products)

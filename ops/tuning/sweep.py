@@ -27,6 +27,9 @@ _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
 # The least spread, as a part of the median: one kernel's times in two sweeps of a warm H200 mostly differ by more.
 _LEAST_SPREAD: Final = 0.005
+# Of more candidates than these, the others leave by halves in rounds of few repeats: a sweep of 144 costs a fifth.
+_FINALISTS: Final = 8
+_HEAT: Final = 4  # a heat repeats a call this many times less than a full round
 _BURST_US: Final = 6000.0
 _MOST_REPEATS: Final = 30
 _FLUSH_US: Final = 80.0
@@ -93,29 +96,78 @@ def tune(problem: Problem, bench: Bench) -> Entry:
 
 
 def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> dict[str, list[float]]:
-    """The times of each call's turns; one far behind the best after a round has that turn alone, but for `stays`."""
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    order, shuffle = list(calls), random.Random(0).shuffle
+    """The times of each call's turns; one far behind the best after a round has that turn alone, but for `stays`.
+
+    Of many calls only those that `heats` leaves have times, in more and shorter turns: they differ by less than the
+    clock of the chip drifts during a long one.
+    """
+    finalists = heats(calls, clock, turns, stays)
+    if len(finalists) < len(calls):
+        turns = Turns(_HEAT * turns.rounds, max(1, turns.repeats // _HEAT))
+    samples: dict[str, list[float]] = {name: [] for name in finalists}
+    order, shuffle = finalists, random.Random(0).shuffle
     for turn in range(turns.rounds):
         shuffle(order)
         for name in order:
-            # 20 µs are what the host takes for a launch, the flush and two events.
-            samples[name].append(median(clock.samples(calls[name], turns.repeats, 20.0 * (turns.repeats + 1))))
+            samples[name].append(_turn(calls[name], clock, turns.repeats))
         if turn == 0:
             least = min(median(times) for times in samples.values())
             order = [name for name in order if name == stays or median(samples[name]) <= _BEHIND * least]
     return samples
 
 
-def decide(samples: Mapping[str, Sequence[float]], models: str) -> Entry:
-    """The entry: the fastest, if it beats the model's choice by more than the spread of that gain; else that choice."""
+def heats(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> list[str]:
+    """The calls that are worth full rounds, in their order: all of a few, and of many what halving leaves.
+
+    Each heat times all that are left, a few repeats each, and keeps the faster half by what it has of all heats. The
+    clock of the chip drifts during a heat of a hundred calls by more than they differ, so `stays` is timed between
+    every few of them, and each time is divided by that of the `stays` before and after.
+    """
+    left, shuffle = list(calls), random.Random(0).shuffle
+    if stays not in calls or len(left) <= _FINALISTS:
+        return left
+    repeats = max(1, turns.repeats // _HEAT)
+    ratios: dict[str, list[float]] = {name: [] for name in left}
+    while len(left) > _FINALISTS:
+        order = [name for name in left if name != stays]
+        shuffle(order)
+        before = _turn(calls[stays], clock, repeats)
+        for start in range(0, len(order), _FINALISTS):
+            few = order[start : start + _FINALISTS]
+            times = {name: _turn(calls[name], clock, repeats) for name in few}
+            after = _turn(calls[stays], clock, repeats)
+            for name in few:
+                ratios[name].append(2 * times[name] / (before + after))
+            before = after
+        ranked = sorted(order, key=lambda name: median(ratios[name]))
+        kept = {stays, *ranked[: max(len(left) // 2, _FINALISTS) - 1]}
+        left = [name for name in left if name in kept]
+    return left
+
+
+def _turn(call: Call, clock: Clock, repeats: int) -> float:
+    """The median of a call's repeats. 20 µs are what the host takes for a launch, the flush and two events."""
+    return median(clock.samples(call, repeats, 20.0 * (repeats + 1)))
+
+
+def decide(samples: Mapping[str, Sequence[float]], models: str, handicaps: Mapping[str, float] | None = None) -> Entry:
+    """The entry: the fastest, or the model's choice where the two tie, else the first in order that ties with it.
+
+    Two tie where they differ by no more than the spread of their difference, so that which of them noise makes the
+    faster one decides nothing. The difference is that in each round, since both follow the clock of the chip. A
+    candidate with a handicap of 1.03 has to be 3 % faster than one without.
+    """
     times = {name: median(found) for name, found in samples.items()}
     peer_us = times.pop(PEER, None)
-    best = min(times, key=lambda name: (times[name], name))
-    if models in times and times[models] - times[best] <= spread(samples[best], samples[models]):
-        best = models
-    width = spread(samples[best], samples.get(PEER))
-    return Entry(best, times, width, peer_us)
+    weighed = {name: [us * (handicaps or {}).get(name, 1.0) for us in samples[name]] for name in times}
+    best = min(weighed, key=lambda name: (median(weighed[name]), name))
+
+    def ties(name: str) -> bool:
+        rounds = zip(weighed[best], weighed[name], strict=False)  # one may have left early
+        return median(other - mine for mine, other in rounds) <= spread(samples[best], samples[name])
+
+    chosen = models if models in times and ties(models) else next(filter(ties, times))
+    return Entry(chosen, times, spread(samples[chosen], samples.get(PEER)), peer_us)
 
 
 def spread(samples: Sequence[float], others: Sequence[float] | None = None) -> float:

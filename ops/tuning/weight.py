@@ -9,12 +9,14 @@ import torch
 from fp8fn.ops.cuda.gemm.operands import is_k_contiguous
 from fp8fn.ops.layout import Block
 from fp8fn.ops.products import WeightProduct
+from fp8fn.ops.targets import SM90, Target
 
 
 class WeightProblem(NamedTuple):
     """`out (batch, m, n) = x (batch, m, k) @ w (batch, k, n)` on `cores` multiprocessors.
 
     A scale holds for `block` of w. `k_lines`: the columns of w are lines in memory. `constant`: as of `fp8fn.gemm`.
+    `target`: whose kernels a sweep times.
     """
 
     m: int
@@ -26,6 +28,7 @@ class WeightProblem(NamedTuple):
     k_lines: bool = True
     constant: bool = False
     cores: int = 132
+    target: Target = SM90
 
 
 def weight_problem(product: WeightProduct) -> WeightProblem:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -13,7 +14,7 @@ from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.products import WeightProduct
-from fp8fn.ops.targets import Chip, chip_of
+from fp8fn.ops.targets import Chip, chip_of, fp8_dtypes, hopper_fault, target_of_chip
 from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
@@ -21,7 +22,12 @@ _TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in I
 
 
 def candidates(problem: WeightProblem) -> Mapping[str, Sequence[Any]]:
-    """The configurations of each kernel that computes a problem, whose operands lie as kernels take them."""
+    """The configurations of each kernel that computes a problem, whose operands lie as kernels take them.
+
+    Those in CUDA C++ on Hopper, elsewhere every tile that Triton's kernel has for some number of rows.
+    """
+    if hopper_fault(problem.target) is not None:
+        return {"triton_mm": _tiles(problem)} if fp8_dtypes(problem.target) else {}
     found = {
         "cuda_splitk": splitk_a16w8.candidates(problem),
         "cuda_tiles": a16w8_tiles.candidates(problem),
@@ -29,6 +35,17 @@ def candidates(problem: WeightProblem) -> Mapping[str, Sequence[Any]]:
         "cuda_many": mm_a16w8.candidates(problem),
     }
     return {name: configs for name, configs in found.items() if configs}
+
+
+def _tiles(problem: WeightProblem) -> Sequence[Any]:
+    """The default first, then narrower tiles, or deeper pipelines, of as many rows."""
+    from fp8fn.ops.triton.mm_a16w8 import choose_config
+
+    rows = (problem.m, *(rows for rows in (16, 32, 64, 128) if rows < 2 * problem.m))
+    tiles = [choose_config(m, problem.n, problem.block, problem.x_dtype, problem.target) for m in rows]
+    few = [tile for tile in tiles if tile.BN <= 64]
+    more = [replace(tile, BN=bn, num_stages=stages) for tile in few for bn in (32, 64) for stages in (2, 3)]
+    return tuple(dict.fromkeys((*tiles, *more)))
 
 
 def key_of(problem: WeightProblem) -> Key:
@@ -47,7 +64,9 @@ def _problem(key: Key, chip: Chip) -> WeightProblem:
         raise ValueError(f"has {dtype!r:.40} as x_type, which has to be one of {', '.join(_TYPES)}")
     if type(constant) is not bool:
         raise ValueError(f"has {constant!r:.40} as constant, which has to be true or false")
-    return WeightProblem(m, n, k, batch, block, _TYPES[dtype], True, constant, chip.multiprocessors)
+    sizes = WeightProblem(m, n, k, batch, block, _TYPES[dtype], True, constant, chip.multiprocessors)
+    target = target_of_chip(chip)
+    return sizes if hopper_fault(target) is None else sizes._replace(target=target)
 
 
 FORM: Final = Form(
@@ -64,6 +83,8 @@ def named(product: WeightProduct, chip: Chip | None = None) -> Named | None:
     problem = weight_problem(product)
     if chip is None or not problem.k_lines or problem.x_dtype not in INPUTS:
         return None
+    if hopper_fault(product.target) is not None:
+        problem = problem._replace(constant=False)  # it has no effect there
     found = lookup(FORM, chip, key_of(problem))
     if found is None:
         return None

@@ -305,6 +305,7 @@ def tuned_after(count: int, asked: list[Problem], monkeypatch: pytest.MonkeyPatc
     assert sweep.tune is tune.tune
     monkeypatch.setattr(tune, "tune", one)
     monkeypatch.setattr(tune, "_gpu_bench", lambda *_, **__: SimpleNamespace(chip=CHIP))
+    monkeypatch.setattr(tune, "_chip", lambda *_: CHIP)
 
 
 SHAPES = ("tune", "--shapes", "1024,512,256", "--products", "forward,dgrad,wgrad")

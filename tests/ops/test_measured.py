@@ -160,7 +160,7 @@ def test_a_file_that_is_none_is_left_out(text: str) -> None:
 
 
 def test_the_shapes_of_decoding_and_candidates_that_have_the_default() -> None:
-    keys = tune_op.keys_of("mm_a16w8", None)
+    keys = tune_op.keys_of("mm_a16w8", None, tune_op.Wanted(SM90))
     assert len(keys) == len(set(keys)) > 100
     for key in keys:
         problem = FORM.problem(key, CHIP)
@@ -230,7 +230,7 @@ def test_tables_of_mx_products(op: str, named: Any, problem: Any, elsewhere: Any
 @pytest.mark.parametrize("op", ["mx_mm", "moe_gemm"])
 def test_the_shapes_of_mx_decoding(op: str) -> None:
     form = tune_op.OPS[op].form
-    for key in tune_op.keys_of(op, None):
+    for key in tune_op.keys_of(op, None, tune_op.Wanted(SM90)):
         problem = form.problem(key, CHIP)
         names = {candidate_name(kernel, c) for kernel, configs in form.candidates(problem).items() for c in configs}
         assert tune_op.OPS[op].default(problem) in names
@@ -244,7 +244,7 @@ def test_the_bench_of_mx_products_runs_each_candidate_on_a_gpu(
     device = torch.device("cuda", torch.cuda.current_device())
     chip, tuned = chip_of(device, hopper), tune_op.OPS[op]
     assert chip is not None
-    for key in tuned.keys((4, 1536, 768)):
+    for key in tuned.keys((4, 1536, 768), tune_op.Wanted(hopper)):
         default = tuned.default(tuned.form.problem(key, chip))
         row = op_sweep.tune(tuned.form, key, tuned.bench(device, hopper, chip, clock_of(device)), default)
         assert row.us <= row.times[default]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,27 +28,73 @@ if TYPE_CHECKING:
     from fp8fn.ops.hip.launch import HipLaunch
 
 FOLDER: Final = "FP8FN_CDNA_EMULATOR"
+TINYGRAD_COMMIT: Final = "a9069c177a9d"  # that the tests pass with
 # One byte is 2 ** 40 as a scale and no NaN as FP8; more bytes are a huge number that no sum or maximum hides.
 _POISON_BYTE, _POISON_BYTES = 0xA7, 0x7F
 
 
+class Part(NamedTuple):
+    """A part of the emulator: what is wrong with it, or None, and how to get it."""
+
+    name: str
+    fault: str | None
+    remedy: str
+
+
+def parts() -> tuple[Part, ...]:
+    """All parts; without the folder only that one, since the others lie in it unless a variable says otherwise."""
+    folder = os.environ.get(FOLDER)
+    remedy = f"set {FOLDER} to the folder of the emulator"
+    if not folder:
+        fault = f"{FOLDER} is not set: it names the folder with run_hsaco.py and emu_patch.py of the CDNA emulator"
+        return (Part("emulator", fault, remedy),)
+    absent = [name for name in ("run_hsaco.py", "emu_patch.py") if not (Path(folder) / name).is_file()]
+    tinygrad, native = _tinygrad(folder), _native(folder)
+    no_tinygrad = not (tinygrad / "test" / "mockgpu").is_dir()
+    return (
+        Part("emulator", f"{FOLDER}={folder} has no {absent[0]}" if absent else None, remedy),
+        Part(
+            "tinygrad",
+            f"TINYGRAD={tinygrad} is not a checkout of tinygrad, whose test/mockgpu the emulator needs"
+            if no_tinygrad else None,
+            f"git clone https://github.com/tinygrad/tinygrad {tinygrad} and check out {TINYGRAD_COMMIT}, or set "
+            "TINYGRAD to a checkout; the package on PyPI has no test/mockgpu",
+        ),
+        Part(
+            "native",
+            None if native.is_file()
+            else f"CDNA_NATIVE={native} is not the library made of the emulator's native.c",
+            "python -m tests.support.cdna --build",
+        ),
+        Part(
+            "clang",
+            f"no clang in {FOLDER}/bin or on PATH, with which the emulator compiles instructions"
+            if shutil.which("clang", path=_path()) is None else None,
+            "pip install ziglang==0.16.0",
+        ),
+    )  # fmt: skip
+
+
 def missing() -> str | None:
     """Why the emulator cannot be used here; None where it can."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
-        return f"{FOLDER} is not set: it names the folder with run_hsaco.py and emu_patch.py of the CDNA emulator"
-    for name in ("run_hsaco.py", "emu_patch.py"):
-        if not (Path(folder) / name).is_file():
-            return f"{FOLDER}={folder} has no {name}"
-    tinygrad = os.environ.get("TINYGRAD")
-    if not tinygrad or not (Path(tinygrad) / "test" / "mockgpu").is_dir():
-        return f"TINYGRAD={tinygrad} is not a checkout of tinygrad, whose test/mockgpu the emulator needs"
-    native = os.environ.get("CDNA_NATIVE", str(Path(folder) / "native.so"))
-    if not Path(native).is_file():
-        return f"CDNA_NATIVE={native} is not the library made of the emulator's native.c"
-    if shutil.which("clang", path=_path()) is None:
-        return f"no clang in {FOLDER}/bin or on PATH, with which the emulator compiles instructions"
-    return None
+    return next((part.fault for part in parts() if part.fault is not None), None)
+
+
+def _tinygrad(folder: str) -> Path:
+    return Path(os.environ.get("TINYGRAD") or Path(folder) / "tinygrad")
+
+
+def _native(folder: str) -> Path:
+    return Path(os.environ.get("CDNA_NATIVE") or Path(folder) / "native.so")
+
+
+def build_native() -> Path:
+    """Compiles the emulator's native.c; CalledProcessError where the compiler fails, KeyError without a folder."""
+    folder = os.environ[FOLDER]
+    library = _native(folder)
+    flags = ("-shared", "-fPIC", "-O2", "-march=native", "-fno-sanitize=all", "-o", str(library))
+    subprocess.run([sys.executable, "-m", "ziglang", "cc", *flags, str(Path(folder) / "native.c")], check=True)
+    return library
 
 
 def _path() -> str:
@@ -57,6 +103,15 @@ def _path() -> str:
     if find_spec("ziglang"):
         folders.append(str(Path(sys.executable).parent))
     return os.pathsep.join([*folders, os.environ.get("PATH", "")])
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    """The emulator's variables, each with its default in the folder."""
+    found = {"TINYGRAD": str(_tinygrad(str(folder))), "CDNA_NATIVE": str(_native(str(folder)))}
+    found["PYTHONPATH"] = os.pathsep.join(
+        filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")))
+    )  # the worker imports `support`
+    return {**os.environ, **found, "PATH": _path(), FOLDER: str(folder)}
 
 
 class Worker:
@@ -68,7 +123,7 @@ class Worker:
             [sys.executable, str(worker)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env={**os.environ, "PATH": _path(), FOLDER: str(Path(os.environ[FOLDER]).resolve())},
+            env=_environment(Path(os.environ[FOLDER]).resolve()),
         )
         atexit.register(self.close)
         self._answer()

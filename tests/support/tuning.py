@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,3 +111,53 @@ class FakeBench:
 
     def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
         return [call() * self._random.uniform(0.999, 1.001) for _ in range(repeats)]
+
+
+class DriftingClock:
+    """Times of a chip whose clock drifts by 10 % either way, as the seeds report of MI355X, with noise in each run.
+
+    `times` are the true µs by name; `launches` counts the runs, those that are not counted as samples too.
+    """
+
+    DRIFT = 0.10
+    PERIOD_US = 3e6
+    FLUSH_US = 80.0
+
+    def __init__(self, times: Mapping[str, float], seed: int, noise: float = 0.02) -> None:
+        self.times, self.noise, self.launches = times, noise, 0
+        self._random = random.Random(seed)
+        self._now = self._random.uniform(0.0, self.PERIOD_US)
+
+    def warm(self, seconds: float) -> None:
+        """Warm or not, it drifts."""
+
+    def call(self, name: str) -> Call:
+        return lambda: self.times[name]
+
+    def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+        """As a GPU's, after one that is not counted."""
+        return [self._run(call()) for _ in range(repeats + 1)][1:]
+
+    def _run(self, us: float) -> float:
+        self.launches += 1
+        rate = 1.0 + self.DRIFT * math.sin(2.0 * math.pi * self._now / self.PERIOD_US)
+        self._now += us * rate + self.FLUSH_US
+        return us * rate * math.exp(self._random.gauss(0.0, self.noise))
+
+
+class DriftingBench:
+    """An `OpBench` on a drifting clock, whose candidates take what `time` says; may be interrupted at a problem."""
+
+    def __init__(self, chip: Chip, time: Callable[[str], float], seed: int = 0, fail_at: int | None = None) -> None:
+        self.chip, self.clock = chip, DriftingClock({}, seed)
+        self.asked: list[Any] = []
+        self.timed: list[set[str]] = []
+        self._time, self._fail_at = time, fail_at
+
+    def calls(self, problem: Any, candidates: Mapping[str, Any]) -> tuple[dict[str, Call], int]:
+        if len(self.asked) == self._fail_at:
+            raise KeyboardInterrupt
+        self.asked.append(problem)
+        self.timed.append(set(candidates))
+        self.clock.times = {name: self._time(name) for name in candidates}
+        return {name: self.clock.call(name) for name in candidates}, 1

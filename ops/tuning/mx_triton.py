@@ -1,0 +1,72 @@
+"""The MX products that Triton's kernels take, and their default tiles: pure functions of the problem."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Final
+
+from fp8fn.ops import targets
+from fp8fn.ops.tuning.mx import MxConfig, Problem
+
+# Rows of a tile of the kernel that shares a sum over K: the least that a matrix instruction has.
+_FEW: Final = 16
+_MOST_SPLITS: Final = 8
+
+
+def foreign(problem: Problem) -> str | None:
+    for dtype in (problem.a_dtype, problem.b_dtype):
+        if dtype not in targets.fp8_dtypes(problem.target):
+            return f"{dtype} has no kernel on {problem.target.name}"
+    return None
+
+
+def accepts_few(problem: Problem) -> str | None:
+    return foreign(problem) or (f"M={problem.m} is above {_FEW}" if problem.m > _FEW else None)
+
+
+def configure_few(problem: Problem) -> MxConfig:
+    """Narrow tiles and a sum over K in parts, until every core has a program: a weight is read at memory's speed."""
+    target = problem.target
+    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
+    bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
+    config = MxConfig(_FEW, bn, 128, 4, 2 if target.backend == "hip" else 4, options=options)
+    tiles, splits = -(-problem.n // bn) * problem.batch, 1
+    # Two steps of K for each part at least: the second pass costs a launch.
+    while splits < _MOST_SPLITS and tiles * splits < target.cores and problem.k >= 4 * splits * config.BK:
+        splits *= 2
+    return replace(config, SPLITS=splits)
+
+
+def accepts_scaled(problem: Problem) -> str | None:
+    if problem.target.arch not in (100, 103, "gfx950"):
+        return f"{problem.target.name} has no matrix instruction with scales"
+    return foreign(problem)
+
+
+def configure_scaled(problem: Problem) -> MxConfig:
+    if problem.target.backend == "hip":
+        if problem.m <= 32:
+            return MxConfig(32, 64, 256, 4, 2, options=(("matrix_instr_nonkdim", 16),))
+        options = (("matrix_instr_nonkdim", 32),)  # tiles of 16 would leave by 8 bytes
+        if problem.m <= 64:
+            return MxConfig(64, 64, 256, 4, 2, options=options)
+        return MxConfig(128, 128, 128, 8, 2, options=options)
+    if problem.k % 16:  # loads of single bytes take registers: 128 deep spills 28 to 172
+        return MxConfig(128, 64, 64, 8, 3)
+    return MxConfig(128, 64 if problem.m <= 128 else 128, 128, 8, 3)
+
+
+def configure_widened(problem: Problem) -> MxConfig:
+    """As of `mm_a16w8`: deep tiles up to 64 rows, where the weight's bytes decide, and wide ones beyond."""
+    target, m = problem.target, problem.m
+    options = (("matrix_instr_nonkdim", 16),) if target.backend == "hip" else ()
+    # If K is no multiple of 16, loads of single bytes take registers: wide tiles spill 18 to 80 on NVIDIA GPUs.
+    if m <= 64 or (problem.k % 16 and target.backend == "cuda"):
+        bm = 16 if m <= 16 else 32 if m <= 32 else 64
+        bn = 64 if -(-problem.n // 64) * problem.batch >= target.cores else 32
+        if target.backend == "hip":
+            return MxConfig(bm, bn, 128, 4, 2, options=options)
+        return MxConfig(bm, bn, 64 if bm == 64 else 128, 8 if bm == 64 else 4, 3)
+    if target.backend == "hip":
+        return MxConfig(128, 128, 64, 8, 2, options=options)
+    return MxConfig(128, 128, 64, 8, 3)
