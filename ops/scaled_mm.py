@@ -250,11 +250,15 @@ def _plan_triton_once(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
 
 def _named(product: ScaledProduct) -> Named | None:
     """The verdict of the table of the kernel in CUDA C++, or where that can't run, of the table of Triton's kernels."""
-    from fp8fn.ops.tuning import table, triton_table
+    from fp8fn.ops.tuning import table
 
-    found = table.named(product) if by_cuda(product) is None else None
-    if found is not None and (found.kernel != "cuda" or nvrtc.unavailable() is None):
-        return found
+    found = None
+    if by_cuda(product) is None:
+        found = table.named(product)
+        if nvrtc.unavailable() is None or (found is not None and found.kernel != "cuda"):
+            return found
+    from fp8fn.ops.tuning import triton_table
+
     return triton_table.named(product) or found
 
 

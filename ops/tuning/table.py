@@ -324,7 +324,8 @@ def beside(problem: Problem, known: tuple[Table, ...]) -> Beside | None:
 
 def named(product: ScaledProduct) -> Named | None:
     """The kernel and the configuration that a table of the product's chip names."""
-    found = measured(problem_of(product), tables(product.chip or chip_of(product.a.data.device, product.target)))
+    known = tables(product.chip or chip_of(product.a.data.device, product.target))
+    found = measured(problem_of(product), known) if known else None
     if found is None:
         return None
     if found.peer_wins and cublaslt.allowed() and cublaslt.accepts(product) is None:
