@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -26,7 +26,7 @@ from fp8fn.weights.quantize import (
 )
 
 # The names of the parameters that `gather_fp8` has wrapped, by the module that holds them.
-_WRAPPED: WeakKeyDictionary[nn.Module, dict[str, str]] = WeakKeyDictionary()
+_WRAPPED: WeakKeyDictionary[nn.Module, dict[str, GatherForm]] = WeakKeyDictionary()
 
 
 def _where(op: str, name: str, value: object) -> None:
@@ -76,7 +76,7 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
         for name in names:
             place = places[name]
             setattr(place.module, place.name, parameter)
-            _WRAPPED.setdefault(place.module, {})[place.name] = name
+            _WRAPPED.setdefault(place.module, {})[place.name] = cast(MasterWeight, _local(parameter))._form
     return QuantizedWeights(tuple(name for name in places if any(name in names for names in chosen.values())), kept)
 
 
@@ -116,7 +116,7 @@ def update_scales(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: A weight was replaced since `gather_fp8`, as `load_state_dict(assign=True)` does.
+        RuntimeError: A rank's weight was replaced since `gather_fp8`, as `load_state_dict(assign=True)` does.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
@@ -130,18 +130,32 @@ def update_scales(model: nn.Module) -> None:
         groups.setdefault(weight.group, []).append(weight)
     for group, weights in groups.items():
         largest = torch.cat([weight.amax().view(-1) for weight in weights])
-        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it.
-        dist.all_reduce(largest.view(torch.int32), dist.ReduceOp.MAX, group=group)
-        for weight, part in zip(weights, largest.split([weight.blocks for weight in weights]), strict=True):
+        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it. The last one is
+        # the number of a weight that some rank has lost: all raise, for the others would wait for that rank.
+        lost = max((number for number, weight in enumerate(weights, 1) if weight.replaced), default=0)
+        bits = torch.cat([largest.view(torch.int32), largest.new_full((1,), lost, dtype=torch.int32)])
+        dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
+        if any(weight.replaced or not weight.has_scales for weight in weights) and (found := int(bits[-1])):
+            raise RuntimeError(
+                f"update_scales: {weights[found - 1].form.name} was replaced since gather_fp8 on this rank or another, "
+                "by load_state_dict(assign=True) for one; load into the weights that are there, after "
+                "model.to_empty(device=…) if they are on meta"
+            )
+        parts = bits[:-1].view(torch.float32).split([weight.blocks for weight in weights])
+        for weight, part in zip(weights, parts, strict=True):
             weight.quantize(part)
 
 
 class _Placed:
-    """A shard on the device of its mesh, and its place in the matrix that FSDP has sharded."""
+    """A shard on the device of its mesh, and its place in the matrix that FSDP has sharded.
 
-    def __init__(self, parameter: DTensor, master: MasterWeight) -> None:
+    `replaced`: the parameter holds a plain tensor in the place of the master.
+    """
+
+    def __init__(self, parameter: DTensor, master: MasterWeight, *, replaced: bool = False) -> None:
         form, mesh = master._form, parameter.device_mesh
         self.master, self.form, self.device = master, form, torch.device(mesh.device_type)
+        self.replaced = replaced
         (self.shards, dim, self.group, rank) = _shard_of(parameter)
         step = -(-form.size[dim] // self.shards)
         self.start = [0, 0]
@@ -154,6 +168,11 @@ class _Placed:
     @property
     def values(self) -> Tensor:
         return self.master._tensor.to(self.device)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether this shard was quantized before, however old that is."""
+        return self.master._shard.mark is not None
 
     def amax(self) -> Tensor:
         """The largest magnitude of each block of the whole matrix, of this shard's part of it."""
@@ -219,19 +238,17 @@ def _shard_of(parameter: DTensor) -> tuple[int, int, dist.ProcessGroup, int]:
 def _sharded(model: nn.Module) -> Iterator[_Placed]:
     seen: set[int] = set()
     for module in model.modules():
-        for name, full_name in _WRAPPED.get(module, {}).items():
-            parameter = module._parameters[name]
-            master = _local(parameter)
-            if isinstance(master, Tensor) and not isinstance(master, MasterWeight) and isinstance(parameter, DTensor):
-                raise RuntimeError(
-                    f"update_scales: {full_name} was replaced since gather_fp8, by load_state_dict(assign=True) for "
-                    "one; load into the weights that are there, after model.to_empty(device=…) if they are on meta"
-                )
-        for parameter in module._parameters.values():
-            master = _local(parameter)
-            if isinstance(parameter, DTensor) and isinstance(master, MasterWeight) and id(parameter) not in seen:
+        forms = _WRAPPED.get(module, {})
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor) or id(parameter) in seen:
+                continue
+            local = _local(parameter)
+            if isinstance(local, MasterWeight):
                 seen.add(id(parameter))
-                yield _Placed(parameter, master)
+                yield _Placed(parameter, local)
+            elif name in forms:
+                seen.add(id(parameter))
+                yield _Placed(parameter, MasterWeight(local, forms[name]), replaced=True)
 
 
 def _local(parameter: Any) -> Any:

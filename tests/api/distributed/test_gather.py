@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 import fp8fn
@@ -224,6 +224,24 @@ def _stale() -> None:
     model(x)
 
 
+def _replaced(ranks: tuple[int, ...]) -> None:
+    """A weight that some ranks have lost: all raise, before a gather or after one."""
+    for gathered in (False, True):
+        model = _model(304)
+        gather_fp8(model)
+        _sharded(model, {})
+        if gathered:
+            update_scales(model)
+        if dist.get_rank() in ranks:
+            parameter = model[1].up.weight
+            plain = DTensor.from_local(parameter.to_local() + 0, parameter.device_mesh, parameter.placements)
+            model[1].up.weight = nn.Parameter(plain)
+        if gathered and len(ranks) < RANKS:
+            continue  # the other ranks' weights have their scales: FSDP's gather is what fails
+        with pytest.raises(RuntimeError, match=r"1\.up\.weight was replaced since gather_fp8 on this rank or another"):
+            update_scales(model)
+
+
 def _plain_products() -> None:
     """PyTorch's own products take unquantized activations, and their gradients reach the masters."""
     model, whole = _model(304), _model(304)
@@ -284,6 +302,8 @@ def _run(rank: int, folder: str) -> None:
         for name in CASES:
             _same_training(name)
         _stale()
+        _replaced((0, 1))
+        _replaced((1,))
         _plain_products()
         _meta_and_checkpoints(f"{folder}/checkpoint")
     finally:
