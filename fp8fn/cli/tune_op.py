@@ -1,6 +1,6 @@
 """`python -m fp8fn tune --op NAME`: times every candidate of an op's kernels at the op's own shapes, or at others.
 
-What is measured goes into the user's table of the op, which comes before what is shipped. An interrupted run goes on
+The times go into the user's table of the op, which comes before what is shipped. An interrupted run goes on
 where it was. On Hopper a weight is measured as a constant and as another. `--dry-run` lists the candidates instead.
 """
 

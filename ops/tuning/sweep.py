@@ -27,7 +27,7 @@ _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
 # The least spread, as a part of the median: one kernel's times in two sweeps of a warm H200 mostly differ by more.
 _LEAST_SPREAD: Final = 0.005
-# Of more candidates than these, the others leave by halves in rounds of few repeats: a sweep of 144 costs a fifth.
+# More candidates than these leave by halves in rounds of few repeats: a sweep of 144 costs a fifth.
 _FINALISTS: Final = 8
 _HEAT: Final = 4  # a heat repeats a call this many times less than a full round
 _BURST_US: Final = 6000.0
@@ -98,7 +98,7 @@ def tune(problem: Problem, bench: Bench) -> Entry:
 def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> dict[str, list[float]]:
     """The times of each call's turns; one far behind the best after a round has that turn alone, but for `stays`.
 
-    Of many calls only those that `heats` leaves have times, in more and shorter turns: they differ by less than the
+    Only those of many calls that `heats` leaves have times, in more and shorter turns: they differ by less than the
     clock of the chip drifts during a long one.
     """
     finalists = heats(calls, clock, turns, stays)

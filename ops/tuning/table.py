@@ -79,7 +79,7 @@ class Table:
 
     @cached_property
     def neighbours(self) -> tuple[Neighbour, ...]:
-        """What the entries say of problems beside them."""
+        """The entries as neighbours of other problems."""
         cores = self.chip.multiprocessors
         return tuple(neighbour(problem, entry.times, cores) for problem, entry in self.entries.items())
 
@@ -314,7 +314,7 @@ class Beside:
 
 
 def beside(problem: Problem, known: tuple[Table, ...]) -> Beside | None:
-    """What the `known` tables say of a problem by those that were measured near it, the first table's first."""
+    """The times of a problem by those of the `known` tables near it; the first table's row of a problem counts."""
     found = {n.problem: n for table in reversed(known) for n in table.neighbours if near(problem, n.problem)}
     if not found:
         return None

@@ -13,7 +13,7 @@ RUNS: Final = (".cu", ".cuh", ".h", ".hip", ".py", ".typed")
 
 
 def faults(wheel: Path, source: Path) -> list[str]:
-    """What is wrong with a wheel that was built from the files in `source`."""
+    """Faults of a wheel that was built from the files in `source`."""
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("fp8fn/")}
     wanted = set()
