@@ -25,7 +25,7 @@ from fp8fn.weights.quantize import (
     why_not_by_shape,
 )
 
-# The names of the parameters that `gather_fp8` has wrapped, by the module that holds them.
+# The forms of the parameters that `gather_fp8` has wrapped, by the module that holds them and by name.
 _WRAPPED: WeakKeyDictionary[nn.Module, dict[str, GatherForm]] = WeakKeyDictionary()
 
 

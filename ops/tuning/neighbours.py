@@ -5,14 +5,15 @@ multiplied by that factor, the mean over the nearest problems of a table that ti
 distance: the root of the squared logarithms of the sizes' ratios. Where they are few or far, the factor is closer to
 that of all configurations.
 
-Where all rows of a problem's shape are left out of the table, the choices have 99.2 % of the best speed in the
-geometric mean on an H100 and 99.3 % on an H200, the model's 93.7 % and 99.0 % (`compare.left_out`, `compare.regret`).
+Where all rows of a problem's shape are left out of the table, the choices have 99.3 % of the best speed in the
+geometric mean on an H100 and 99.4 % on an H200, the model's 93.7 % and 99.0 % (`compare.left_out`, `compare.regret`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from math import dist, exp, log
 from statistics import fmean
 from typing import Final
@@ -48,18 +49,19 @@ def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[
     ordered = sorted(
         ((_distance(problem, other.problem), other.corrections) for other in known), key=lambda item: item[0]
     )
-    of_all = _mean([(away, fmean(by.values())) for away, by in ordered], 0.0)
+    of_all = _mean([(away, fmean(by.values())) for away, by in ordered[:_NEAREST]], 0.0)
     times = {}
     for config in candidates(problem, cores):
         name = config_name(config)
-        correction = _mean([(away, by[name]) for away, by in ordered if name in by], of_all)
+        timed = ((away, by[name]) for away, by in ordered if name in by)
+        correction = _mean(list(islice(timed, _NEAREST)), of_all)
         times[name] = microseconds(problem, config, cores) * exp(correction)
     return dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
 
 
 def _mean(corrections: Sequence[tuple[float, float]], otherwise: float) -> float:
-    """The mean of the nearest of `(distance, correction)`, weighted by distance, and of what holds without them."""
-    weighed = [(1 / (away**2 + _SAME), by) for away, by in corrections[:_NEAREST]]
+    """The mean of `(distance, correction)`, weighted by distance, and of what holds without them."""
+    weighed = [(1 / (away**2 + _SAME), by) for away, by in corrections]
     return (sum(w * by for w, by in weighed) + _OTHERWISE * otherwise) / (sum(w for w, _ in weighed) + _OTHERWISE)
 
 
@@ -69,4 +71,4 @@ def near(one: Problem, other: Problem) -> bool:
 
 
 def _distance(one: Problem, other: Problem) -> float:
-    return dist(*((log(p.m), log(p.n), log(p.k)) for p in (one, other)))
+    return dist(one.place, other.place)

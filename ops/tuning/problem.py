@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import log
 from typing import Final
 
 import torch
@@ -43,6 +45,11 @@ class Problem:
     @property
     def blocks(self) -> tuple[Block, Block]:
         return _BLOCKS[self.a_scale], swap(_BLOCKS[self.b_scale])
+
+    @cached_property
+    def place(self) -> tuple[float, float, float]:
+        """The logarithms of the sizes, by whose distance problems are near each other."""
+        return log(self.m), log(self.n), log(self.k)
 
     @property
     def is_scaled_along_k(self) -> bool:

@@ -315,11 +315,15 @@ class Beside:
 
 def beside(problem: Problem, known: tuple[Table, ...]) -> Beside | None:
     """The times of a problem by those of the `known` tables near it; the first table's row of a problem counts."""
-    found = {n.problem: n for table in reversed(known) for n in table.neighbours if near(problem, n.problem)}
+    found: list[Neighbour] = []
+    names = []
+    for number, table in enumerate(known):
+        rows = [other for other in table.neighbours if near(problem, other.problem)]
+        names += [table.name] * bool(rows)
+        found += [row for row in rows if not any(row.problem in before.entries for before in known[:number])]
     if not found:
         return None
-    names = " and ".join(table.name for table in known if not found.keys().isdisjoint(table.entries))
-    return Beside(corrected(problem, found.values(), known[0].chip.multiprocessors), f"shapes near it in {names}")
+    return Beside(corrected(problem, found, known[0].chip.multiprocessors), f"shapes near it in {' and '.join(names)}")
 
 
 def named(product: ScaledProduct) -> Named | None:

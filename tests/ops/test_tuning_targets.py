@@ -150,7 +150,7 @@ def space_of_144(seed: int) -> tuple[dict[str, float], str]:
 
 
 def swept(times: dict[str, float], seed: int) -> tuple[str, float]:
-    """What a sweep chooses, and its launches over those of a full sweep."""
+    """The choice of a sweep, and its launches over those of a full sweep."""
     clock, default, turns = DriftingClock(times, seed), next(iter(times)), turns_for(US)
     entry = decide(measure({name: clock.call(name) for name in times}, clock, turns, default), default)
     return entry.config, clock.launches / (len(times) * turns.rounds * (turns.repeats + 1))
