@@ -74,7 +74,7 @@ def table(pairs: Sequence[Pair], *, speed: bool = True) -> str:
     return str(tabulate(rows, headers, disable_numparse=True, colalign=alignment))
 
 
-def left_alone(explanation: fp8fn.lowering.explain.Explanation) -> list[str]:
+def left_alone(explanation: fp8fn.lowering.explanation.Explanation) -> list[str]:
     """The products that stay as they are, one line for all layers that differ in their number only."""
     alone = [(row.weight, row.reason) for row in explanation.rows if row.reason]
     left = Counter((re.sub(r"\b\d+\b", "*", weight), reason) for weight, reason in (*alone, *explanation.outside))

@@ -14,7 +14,7 @@ from torch._inductor import compile_fx
 
 import fp8fn
 from fp8fn.lowering import backend
-from fp8fn.lowering.explain import Explanation
+from fp8fn.lowering.explanation import Explanation
 from fp8fn.lowering.recipe_pass import Decision, rewrite
 
 pytest.importorskip("transformers")
