@@ -151,6 +151,7 @@ def _row(decision: Decision, recipe: Recipe, target: str | None) -> Row:
         op=site.op,
         weight=site.weight,
         shape=(site.m, site.n, site.k) if gemm.groups is None else (gemm.groups.count, site.m, site.n, site.k),
+        batch=site.batch,
         kernel=_kernel_name(gemm, recipe, target) if decision.reason is None else None,
         reason=decision.reason,
         estimated=decision.times,

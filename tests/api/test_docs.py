@@ -170,13 +170,10 @@ def test_examples_of_the_readme_run(fresh_dynamo: None) -> None:
 
 
 def test_explain_of_the_demo_is_as_printed(fresh_dynamo: None) -> None:
-    """But for the names of nodes, which PyTorch gives."""
     text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- explain -->\n```\n(.*?)```\n<!-- /explain -->", text, re.DOTALL)
     assert found is not None
     preset = PRESETS["tiny"]
     model = GPT(preset.model)
     tokens = torch.zeros(preset.batch, preset.model.context, dtype=torch.int64)
-    explained = str(fp8fn.explain(model, tokens, show=False))
-    printed, expected = ([line.split()[1:] for line in text.splitlines()] for text in (found[1], explained))
-    assert printed == expected
+    assert found[1] == f"{fp8fn.explain(model, tokens, show=False)}\n"

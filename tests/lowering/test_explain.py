@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn.lowering import costs, recipe_pass
 from fp8fn.lowering import explain as module
+from fp8fn.lowering.explanation import Explanation
 from fp8fn.ops import targets
 from fp8fn.ops.recipe import BLOCKWISE_SQUARE, MXFP8
 from fp8fn.ops.targets import Chip
@@ -62,6 +63,10 @@ def reasons(model: Any, *args: Any, **options: Any) -> list[str | None]:
     return [row.reason for row in fp8fn.explain(model, *args, show=False, **options).rows]
 
 
+def unwrapped(explanation: Explanation) -> list[str]:
+    return str(explanation).replace("\n    ", " ").splitlines()
+
+
 def test_estimates_for_a_target() -> None:
     model, x = meta(8192)
     explanation = fp8fn.explain(model, x, target="sm90", where="*", show=False)
@@ -71,7 +76,9 @@ def test_estimates_for_a_target() -> None:
     ]  # fmt: skip
     assert all(row.kernel is not None and " sm90 (" in row.kernel for row in explanation.rows)
     assert explanation.chip == "NVIDIA H200"
-    head, _, *lines, count, unit, step = str(explanation).splitlines()
+    head, _, kernel, *lines, count, unit, step = unwrapped(explanation)
+    assert {kernel} == {row.brief for row in explanation.rows}
+    assert "BM=" not in kernel
     assert "estimated, µs" in head
     assert "measured" not in head
     for row, line in zip(explanation.rows, lines, strict=True):
@@ -85,6 +92,21 @@ def test_estimates_for_a_target() -> None:
     assert whole is not None
     assert (whole.products, whole.unknown, whole.backward) == (2, 0, True)
     assert step == f"whole step: {whole.describe()}; the rest of the step is not counted"
+
+
+def test_the_share_of_operations() -> None:
+    model, x = meta(8192)
+    explanation = fp8fn.explain(model, x, target="sm90", show=False)
+    assert [row.reason is None for row in explanation.rows] == [True, False]
+    assert [row.operations for row in explanation.rows] == [2.0 * 8192 * 2048 * 4096, 2.0 * 8192 * 512 * 2048]
+    assert explanation.share == pytest.approx(8 / 9)
+    assert "\n88.9 % of the operations of all products are in FP8\n" in str(explanation)
+
+    def batched(x: Tensor) -> Tensor:
+        return x @ x.mT
+
+    (row,) = fp8fn.explain(batched, torch.empty(3, 512, 256, device="meta"), show=False).rows
+    assert row.operations == 3 * 2.0 * 512 * 512 * 256
 
 
 def test_no_column_where_there_is_nothing_to_show() -> None:
@@ -247,9 +269,9 @@ def test_measured_times_are_shown_beside_estimates(monkeypatch: pytest.MonkeyPat
     explanation = fp8fn.explain(forward, x, where="wide*", measure=True, target="sm90", show=False)
     assert [(site.m, site.n, site.k) for site in asked] == [(8192, 2048, 4096), (8192, 512, 2048)]
     assert [row.measured for row in explanation.rows] == [FAST, None, FAST, None, None]
-    head, _, *lines = str(explanation).splitlines()
+    head, _, *lines = unwrapped(explanation)
     at = head.index("measured, µs")
-    assert [line[at : at + 15].strip() for line in lines[:2]] == ["60 → 30 (2.00x)", ""]
+    assert [line[at : at + 15] for line in lines if line.startswith("2x")] == ["60 → 30 (2.00x)", " " * 15]
 
 
 def test_what_a_pattern_made_has_not_the_recipes_times() -> None:

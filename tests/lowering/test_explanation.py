@@ -1,0 +1,95 @@
+"""The text, HTML and data frame of an `Explanation`, from rows that are given."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+
+from fp8fn.lowering.explanation import WIDTH, Explanation, Row
+from fp8fn.ops.tuning.estimate import Step, Times
+
+FAST = Times(Step(10.0, 20.0), Step(20.0, 40.0), "a table")
+KERNEL = "scaled_mm[BM=128,BN=256] grid=132x1x1 sm90 (cuda by h100.json)"
+UP = Row(
+    node="linear",
+    source="model.py:7",
+    op="linear",
+    weight="layers.0.up.weight",
+    shape=(4096, 512, 256),
+    kernel=KERNEL,
+    reason=None,
+    estimated=FAST,
+)
+HEAD = replace(UP, weight="head.weight", shape=(4096, 64, 256), kernel=None, reason="small: N=64 is under 128")
+MIXED = Explanation((UP, replace(UP, weight="layers.1.up.weight"), HEAD), "blockwise", 1)
+
+
+def test_a_section_for_each_kernel_and_reason() -> None:
+    assert (
+        str(MIXED)
+        == """\
+    weight, or node     M,N,K         estimated, µs    source
+--  ------------------  ------------  ---------------  ----------
+scaled_mm sm90 (cuda by h100.json)
+2x  layers.*.up.weight  4096,512,256  60 → 30 (2.00x)  model.py:7
+left alone: small: N=64 is under 128
+1x  head.weight         4096,64,256   60 → 30 (2.00x)  model.py:7
+2 of 3 products in FP8, recipe blockwise, 1 graph(s)
+94.1 % of the operations of all products are in FP8
+µs: forward and backward, bf16 → FP8 with quantization, estimated for None"""
+    )
+
+
+def test_a_hundred_columns_hold_every_name_by_its_end() -> None:
+    """The source gives first, then the widest; sentences are wrapped between words."""
+    weight = "model.language_model.decoder.layers.0.self_attention.query_projection.weight"
+    long = replace(
+        UP,
+        weight=weight,
+        source="modeling_of_a_model_with_a_long_name.py:1234",
+        kernel=None,
+        reason=" ".join(["reason"] * 30),
+        measured=FAST,
+    )
+    lines = str(Explanation((long,), "blockwise", 1)).splitlines()
+    assert max(map(len, lines)) <= WIDTH
+    cells = next(line for line in lines if line.startswith("1x"))
+    name, source = (cell for cell in cells.split() if cell.startswith("…"))
+    assert weight.endswith(name[1:])
+    assert len(name) > 20
+    assert long.source.endswith(source[1:])
+    assert " ".join(line.strip() for line in lines).count("reason") == 30
+
+
+def test_a_product_without_a_weight_has_its_nodes_name() -> None:
+    assert "\n1x  matmul_3         4096,512,256" in str(Explanation((replace(UP, node="matmul_3", weight=""),), "", 1))
+
+
+def test_html_has_the_kernels_configuration() -> None:
+    html = MIXED._repr_html_()
+    assert f'<td title="{KERNEL}">scaled_mm sm90 (cuda by h100.json)</td>' in html
+    assert ">- small: N=64 is under 128</td>" in html
+    assert html.count("<tr>") == 3
+
+
+def test_operations_and_their_share() -> None:
+    assert UP.operations == 2.0 * 4096 * 512 * 256
+    assert replace(UP, batch=4).operations == 4 * 2.0 * 4096 * 512 * 256
+    assert replace(UP, shape=(8, 4096, 512, 256)).operations == UP.operations  # groups share the rows
+    assert MIXED.share == pytest.approx(16 / 17)
+    assert replace(MIXED, rows=()).share is None
+    assert "% of the operations" not in str(replace(MIXED, rows=(UP,)))
+
+
+def test_a_data_frame_has_a_line_for_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """pandas is no package of the tests: its constructor takes a list of dicts."""
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=list))
+    lines = MIXED.to_dataframe()
+    assert [line["weight"] for line in lines] == ["layers.0.up.weight", "layers.1.up.weight", "head.weight"]
+    assert [line["reason"] for line in lines] == [None, None, "small: N=64 is under 128"]
+    assert {line["estimated_fp8_us"] for line in lines} == {30.0}
+    assert {line["measured_bf16_us"] for line in lines} == {None}
+    assert [line["operations"] for line in lines] == [row.operations for row in MIXED.rows]
