@@ -1,4 +1,4 @@
-"""README, CONTRIBUTING and `docs/`: generated tables, lengths, links, commands and examples."""
+"""README and `docs/`: generated tables, lengths, links, commands and examples."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.every_case
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = sorted((README, ROOT / "CONTRIBUTING.md", ROOT / "notebooks" / "README.md", *(ROOT / "docs").glob("*.md")))
+PAGES = sorted((README, *(ROOT / "docs").rglob("*.md")))
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -113,7 +113,7 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
 @pages
 def test_files_that_are_named_exist(page: Path) -> None:
     """Paths from the root in inline code, such as `tests/stress/stress_early_launches.py`."""
-    roots = "ops|meta|lowering|fp8fn|tests|docs|notebooks"
+    roots = "ops|meta|lowering|fp8fn|tests|docs"
     text = page.read_text(encoding="utf-8")
     for name in re.findall(rf"(?:^|[`\s])((?:{roots})/[\w./-]*\w)(?=[`\s)]|$)", text):
         assert (ROOT / name).exists() or "NAME" in name, f"{name_of(page)} names {name}"

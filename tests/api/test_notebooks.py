@@ -17,7 +17,7 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 nbclient = pytest.importorskip("nbclient")
 
-FOLDER = Path(__file__).parents[2] / "notebooks"
+FOLDER = Path(__file__).parents[2] / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 # The time for one cell: on shared cores Inductor's C++ takes a minute.
 TIMEOUT_S = 400
@@ -105,7 +105,7 @@ def test_links_between_notebooks() -> None:
 
 @pytest.mark.slow
 def test_api_reference_builds(tmp_path: Path) -> None:
-    """The command of notebooks/README.md, with warnings as errors."""
+    """The command of docs/notebooks/README.md, with warnings as errors."""
     pytest.importorskip("pdoc")
     readme = (FOLDER / "README.md").read_text(encoding="utf-8")
     command = re.search(r"^python -m pdoc (.*) -o \S+$", readme, re.MULTILINE)
