@@ -141,7 +141,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("compile", compiled),
     ),
     "distributed.md": (_committed("fsdp", fsdp), _committed("fsdp-one", fsdp)),
-    "usage.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
+    "command_line.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
     "tuning.md": (
         Table("tuned-h100", Path(tuning.__path__[0]) / "tables" / "h100.json", tuned),
         Table("tuned", Path(tuning.__path__[0]) / "tables" / "h200.json", tuned),

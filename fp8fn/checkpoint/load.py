@@ -78,9 +78,9 @@ def load_blockwise(
     """Loads a safetensors checkpoint, with FP8 weights and their scales as `ScaledTensor`s.
 
     The format is found from the files: DeepSeek's and Qwen's (`X.weight` with `X.weight_scale_inv`),
-    compressed-tensors', ModelOpt's, torchao's, and others that docs/usage.md lists. The block is the one that a
-    `config.json` beside the file declares, or follows from the shapes. Scales in bfloat16 and float16 become float32.
-    Other tensors are loaded unchanged. Needs `pip install safetensors`.
+    compressed-tensors', ModelOpt's, torchao's, and others that docs/guides/checkpoints.md lists. The block is the one
+    that a `config.json` beside the file declares, or follows from the shapes. Scales in bfloat16 and float16 become
+    float32. Other tensors are loaded unchanged. Needs `pip install safetensors`.
 
     Args:
         path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.

@@ -95,7 +95,7 @@ class FP8Weight(Tensor):
         torch.Size([4, 512])
     """
 
-    # Pickles and checkpoints name the class by its public name. pdoc evaluates annotations in the module of that name.
+    # Pickles and checkpoints name the class by its public name.
     __module__ = "fp8fn"
     __torch_function__ = cast(Any, torch._C._disabled_torch_function_impl)
     __torch_dispatch__ = cast(Any, classmethod(_dispatch))

@@ -44,8 +44,9 @@ def save_weights(
 ) -> None:
     """Writes a model's parameters and persistent buffers as a safetensors checkpoint, FP8 weights as they are.
 
-    The format decides the names of scales, their types and what config.json declares; docs/usage.md has a table of
-    formats. Checkpoints over 5 GB are sharded, with an index. A tied tensor is written once, under its first name.
+    The format decides the names of scales, their types and what config.json declares; docs/guides/checkpoints.md has a
+    table of formats. Checkpoints over 5 GB are sharded, with an index. A tied tensor is written once, under its first
+    name.
 
     Args:
         model: Module whose tensors are written.

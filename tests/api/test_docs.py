@@ -170,10 +170,26 @@ def test_examples_of_the_readme_run(fresh_dynamo: None) -> None:
 
 
 def test_explain_of_the_demo_is_as_printed(fresh_dynamo: None) -> None:
-    text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guides" / "explain.md").read_text(encoding="utf-8")
     found = re.search(r"<!-- explain -->\n```\n(.*?)```\n<!-- /explain -->", text, re.DOTALL)
     assert found is not None
     preset = PRESETS["tiny"]
     model = GPT(preset.model)
     tokens = torch.zeros(preset.batch, preset.model.context, dtype=torch.int64)
     assert found[1] == f"{fp8fn.explain(model, tokens, show=False)}\n"
+
+
+def test_messages_of_troubleshooting_are_ours() -> None:
+    """Each message of the page is in a string of the sources, but for those of other libraries."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    others = {"is not a valid DynamoBackend", "Invalid scalar type"}
+    assert others < set(quoted)
+    sources = "".join(path.read_text(encoding="utf-8") for folder in ("ops", "meta", "fp8fn", "lowering")
+                      for path in (ROOT / folder).rglob("*.py"))  # fmt: skip
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources)
+    forms = {
+        "0 of 12 products in FP8": "%d of %d products in FP8",
+        "so pass weight.mT for a weight of shape": "so pass weight.mT",
+    }
+    assert [each for each in quoted if each not in others and forms.get(each, each) not in joined] == []
