@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from fp8fn.ops import targets
+from fp8fn.ops import ranges, targets
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -231,6 +231,9 @@ class Dispatch:
         else:
             call = launches[0].call() if len(launches) == 1 else None
             call = call or triton_call(launches, dict(zip(self.inputs, tensors, strict=True)), outputs)
+        if ranges.ENABLED:
+            title = f"fp8fn::{self.op} {_shapes(operands)} {'; '.join(launch.describe() for launch in launches)}"
+            return keep(key, ranges.Named(call or _Planned(self, choice, values), title))(*tensors)  # type: ignore[no-any-return]
         if call is not None:
             return keep(key, call)(*tensors)  # type: ignore[no-any-return]
         keep(key, _Planned(self, choice, values))
