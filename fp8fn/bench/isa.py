@@ -38,7 +38,9 @@ _FIGURES: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the results of both architectures, or of the one that is named."""
-    parser = argparse.ArgumentParser(prog="python -m fp8fn bench isa", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m fp8fn bench isa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--arch", choices=TARGETS, help="the only architecture to compile for (default: both)")
     parser.add_argument(
         "--folder",

@@ -1,7 +1,8 @@
 """Figures of a committed or new run: `python -m fp8fn bench plot RUN.json FIGURE.png`.
 
 Products and quantizers are bars by shape. Products also stand in a roofline with the ceilings that the run measured.
-The 84 layers are speedups over bf16. Grays, hatches and markers tell cases apart, also in a print without colour.
+The 84 layers are speedups over bf16, and whole models (`bench train`) are bars of times and of peak memory. Grays,
+hatches and markers tell cases apart, also in a print without colour.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from fp8fn.bench.llm84 import pairs
 from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import LLM84
 from fp8fn.bench.tables import provenance, rate, rows_of
+from fp8fn.bench.train.figure import draw, shown
 from fp8fn.cli.options import output_file
 
-_DRAWN: Final = "dense, wgrad, linear or quant"
+_DRAWN: Final = "dense, wgrad, linear, quant or train"
 _HATCHES: Final = ("//", "..", "xx", "", "\\\\", "oo", "++", "--")
 _GRAYS: Final = ("0.55", "0.75", "0.9", "0.4", "0.65", "0.85", "0.5", "0.95")
 _MARKERS: Final = ("s", "^", "D", "v", "P", "X", "<", ">")
@@ -39,6 +41,9 @@ def write(run: dict[str, Any], path: str | Path) -> None:
     """Draw `run`, as `record.read` returns it, to `path` in the format of its ending."""
     from matplotlib.figure import Figure
 
+    if run["benchmark"] == "train":
+        draw(run, path)
+        return
     rows = rows_of(run)
     speedups = run["results"]["suite"] == "llm84"
     roofline = not speedups and any(row.operations and row.bytes for row in rows)
@@ -68,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(problem)
     try:
         run = record.read(args.run)
-        drawable = bool(rows_of(run) and run["results"]["suite"] and provenance(run))
+        train = run["benchmark"] == "train"
+        drawable = bool(shown(run) if train else rows_of(run) and run["results"]["suite"] and provenance(run))
     except OSError as error:
         parser.error(f"{args.run} can't be read: {error.strerror}; --json of {_DRAWN} writes such a file")
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):  # no JSON, or not a run's

@@ -96,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         "on the same batches: compiled by Inductor, and compiled by fp8fn with its products in FP8. Prints which "
         "products are in FP8, the final losses, the speeds and the bytes saved for the backward.",
         epilog="Exit status: 0 if the final validation loss in FP8 is at most 1 % above the baseline's (with --seeds, "
-        "in the mean over the pairs), else 1; 2 if the demo could not run; 130 if it was interrupted.",
+        "in the mean over the pairs), else 1; 2 if the demo could not run; 130 if it was interrupted. Examples: "
+        "python -m fp8fn demo --size tiny --steps 40; python -m fp8fn demo --model moe --where '*' --seeds 4",
     )
     parser.add_argument(
         "--device",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,20 @@ def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.
     text = capsys.readouterr().out
     assert [word for word in mentioned if word not in text] == []
     assert text.startswith(" ".join(("usage: python -m fp8fn", *argv)))
+
+
+def commands(group: cli.Group, names: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, found in group.commands.items():
+        yield from commands(found, (*names, name)) if isinstance(found, cli.Group) else [(*names, name)]
+
+
+@pytest.mark.parametrize("names", [*commands(cli.COMMANDS)], ids=" ".join)
+def test_help_of_each_command_has_an_example(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_status(*names, "--help") == 0
+    text = capsys.readouterr().out
+    call = " ".join(("python -m fp8fn", *names))
+    assert text.startswith(f"usage: {call}")
+    assert call in " ".join(text.split()).removeprefix(f"usage: {call}")
 
 
 @pytest.mark.parametrize(

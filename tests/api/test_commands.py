@@ -177,7 +177,7 @@ def test_plot_without_matplotlib_says_what_to_install(
 def test_plot_of_a_file_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path, why in ((tmp_path / "run.json", "No such file or directory"), (tmp_path, "Is a directory")):
         assert stopped("bench", "plot", str(path), str(tmp_path / "x.png")) == 2
-        assert f"{path} can't be read: {why}; --json of dense, wgrad, linear or quant" in capsys.readouterr().err
+        assert f"{path} can't be read: {why}; --json of dense, wgrad, linear, quant or train" in capsys.readouterr().err
 
 
 GOOD = json.loads((RESULTS / "forward.json").read_text(encoding="utf-8"))
@@ -199,7 +199,7 @@ GOOD = json.loads((RESULTS / "forward.json").read_text(encoding="utf-8"))
 def test_plot_of_another_file(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.json").write_bytes(content)
     assert stopped("bench", "plot", str(tmp_path / "run.json"), str(tmp_path / "x.png")) == 2
-    message = f"{tmp_path / 'run.json'} is not a run of dense, wgrad, linear or quant, as --json writes it"
+    message = f"{tmp_path / 'run.json'} is not a run of dense, wgrad, linear, quant or train, as --json writes it"
     assert message in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
 

@@ -14,6 +14,7 @@ from torch import nn
 import fp8fn
 from fp8fn import cli
 from fp8fn.bench import docs, record
+from fp8fn.bench.train import figure
 from fp8fn.demo.model import GPT
 from fp8fn.demo.presets import PRESETS
 
@@ -64,6 +65,18 @@ def test_a_stale_page_is_written_or_named(
     printed = capsys.readouterr().out
     assert printed == (f"{page} is stale: python -m fp8fn bench docs\n" if argv else f"wrote {page}\n")
     assert page.read_text() == (stale if argv else fresh)
+
+
+def test_picture_of_whole_models_has_the_committed_figures(tmp_path: Path) -> None:
+    """`python -m fp8fn bench plot docs/results/train.json docs/whole_models.svg` makes it again."""
+    document = json.loads((record.RESULTS / "train.json").read_text(encoding="utf-8"))
+    text = (ROOT / "docs" / "whole_models.svg").read_text(encoding="utf-8")
+    found = re.findall(r"> ([\d.]+(?:, [\d.]+x[ \w]*)?)</text>", text)
+    assert found == [label for run in figure.shown(document) for each in figure.bars(run) for _, label in each]
+    assert len(found) == 12
+    assert [run["device"] in text for run in figure.shown(document)] == [True, True]
+    figure.draw(document, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").stat().st_size > 10_000
 
 
 def test_every_committed_result_has_a_table() -> None:
