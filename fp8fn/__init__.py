@@ -6,7 +6,15 @@ from fp8fn.cli import needs_torch
 from fp8fn.version import __version__
 
 if needs_torch():  # False where the command line prints only its help or version
-    import fp8fn.meta.declarations  # noqa: F401  registers the ops
+    try:
+        import fp8fn.meta.declarations  # noqa: F401  registers the ops
+    except ModuleNotFoundError as missing:
+        if missing.name != "fp8fn.meta":
+            raise
+        raise ImportError(
+            "fp8fn/meta, fp8fn/ops and fp8fn/lowering are symbolic links to folders, and files in this checkout: clone"
+            " it with git clone -c core.symlinks=true (under Windows in developer mode), or install the wheel"
+        ) from None
     from fp8fn.checkpoint import load_blockwise
     from fp8fn.checkpoint.format import CheckpointLayout
     from fp8fn.grouped import expert_mlp, grouped_gemm

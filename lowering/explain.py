@@ -110,7 +110,7 @@ def explain(
         chips.extend(chip_for(decision.gemm.site.device, target) for decision in decisions if decision.times)
         return seen.watch(forward)
 
-    with _unchanged(model):
+    with _unchanged(model), _without_cache(model):
         torch._dynamo.reset()
         if "transformers.integrations.finegrained_fp8" in sys.modules:
             from fp8fn.lowering.patterns import transformers_fp8
@@ -249,6 +249,20 @@ def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: R
     scales, kind = scale_shape(shape, block), scale_dtype(recipe.scale)
     strides = matrix_strides(scales, scale_is_column_major(column_major, block), 16 // kind.itemsize)
     return Quantized(data, torch.empty_strided(scales, strides, dtype=kind, device="meta"), block)
+
+
+@contextmanager
+def _without_cache(model: Callable[..., Any]) -> Iterator[None]:
+    """Runs a transformers model on meta without its cache of keys, whose first tensor Dynamo can't trace there."""
+    config: Any = getattr(model, "config", None)
+    if not isinstance(model, nn.Module) or not getattr(config, "use_cache", False):
+        yield
+        return
+    config.use_cache = not any(parameter.is_meta for parameter in model.parameters())
+    try:
+        yield
+    finally:
+        config.use_cache = True
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -40,6 +42,22 @@ def test_size(tmp_path: Path) -> None:
         archive.writestr("other", bytes(1_500_000))
     (fault,) = faults(wheel, tmp_path)
     assert fault.endswith("at most 1500000 are allowed")
+
+
+def test_a_checkout_without_symlinks_says_what_to_do(tmp_path: Path) -> None:
+    """git then writes a file with the link's target; nothing else finds the folders for this process."""
+    package = Path(__file__).parents[2] / "fp8fn"
+    links = ("ops", "meta", "lowering")
+    shutil.copytree(package, tmp_path / "fp8fn", ignore=lambda folder, names: links if Path(folder) == package else [])
+    for name in links:
+        (tmp_path / "fp8fn" / name).write_text(f"../{name}")
+    code = "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]\nimport fp8fn"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
+    assert process.returncode == 1
+    assert "git clone -c core.symlinks=true" in process.stderr.splitlines()[-1]
 
 
 def test_an_import_without_extras_prints_nothing() -> None:

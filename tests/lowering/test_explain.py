@@ -109,6 +109,21 @@ def test_the_share_of_operations() -> None:
     assert row.operations == 3 * 2.0 * 512 * 512 * 256
 
 
+def test_a_transformers_model_with_its_cache_on_meta() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=512, hidden_size=512, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    assert config.use_cache
+    with torch.device("meta"):
+        model, tokens = transformers.LlamaForCausalLM(config).bfloat16(), torch.zeros(1, 32, dtype=torch.long)
+    explanation = fp8fn.explain(model, tokens, where="*", show=False)
+    assert [row.op for row in explanation.rows] == ["linear"] * 8
+    assert explanation.graphs == 1
+    assert model.config.use_cache
+
+
 def test_no_column_where_there_is_nothing_to_show() -> None:
     model, x = meta(8192)
     for options in ({}, {"target": "sm90", "recipe": MXFP8}):

@@ -68,6 +68,16 @@ def test_a_product_without_a_weight_has_its_nodes_name() -> None:
     assert "\n1x  matmul_3         4096,512,256" in str(Explanation((replace(UP, node="matmul_3", weight=""),), "", 1))
 
 
+def test_reasons_that_differ_in_their_times_share_a_section() -> None:
+    """The times stand in the row."""
+    reasons = [
+        f"slower: {us} µs in FP8 with quantization, 20 in bf16, forward and backward by the model;" for us in (42, 51)
+    ]
+    alone = Explanation(tuple(replace(HEAD, reason=f"{each} where='*' takes it too") for each in reasons), "", 1)
+    assert str(alone).count("left alone: slower: estimated by the model; where='*' takes it too\n") == 1
+    assert [row.reason for row in alone.rows] == [f"{each} where='*' takes it too" for each in reasons]
+
+
 def test_html_has_the_kernels_configuration() -> None:
     html = MIXED._repr_html_()
     assert f'<td title="{KERNEL}">scaled_mm sm90 (cuda by h100.json)</td>' in html

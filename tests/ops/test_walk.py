@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 import fp8fn
 from fp8fn.meta import bypass
-from fp8fn.ops import quantize, scaled_mm, targets
+from fp8fn.ops import kernel, quantize, scaled_mm, targets
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -52,6 +52,9 @@ def hopper(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyP
     for name, op in (("quantize", quantize.quantize_kernel), ("scaled_mm", scaled_mm.scaled_mm_kernel)):
         monkeypatch.setattr(torch.ops.fp8fn, name, op)
     monkeypatch.setattr(bypass, "shortest", lambda dispatched, direct, *_, **__: direct)
+    kernel._choice_by_value.cache_clear()  # of another test's product of the same shape
+    # What a process loads and computes once: the tables, the model's tiles.
+    fp8fn.gemm(torch.empty(512, 512, dtype=BF16), torch.empty(512, 512, dtype=BF16).mT)
 
 
 def walk(call: Callable[[], object]) -> Counter[str]:
@@ -92,6 +95,6 @@ def test_a_product_of_bf16_passes_through_the_quantizer_and_the_product(hopper: 
     assert "ops/cuda/quantize/quantize.py" in cold
     assert "ops/cuda/gemm/scaled_mm.py" in cold
     assert len(cold) <= 27, cold
-    assert cold.total() <= 630, cold
+    assert cold.total() <= 690, cold  # 151 of them choose the product's configuration, once a process
     assert len(warm) <= 12, warm
     assert warm.total() <= 42, warm
