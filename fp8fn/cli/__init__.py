@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 
@@ -94,6 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found, names, rest = _find(sys.argv[1:] if argv is None else argv)
     program = " ".join(("python -m fp8fn", *names))
     if isinstance(found, Command):
+        if _asks_for_help(rest):
+            print(_kept_help(" ".join(names)), end="")
+            raise SystemExit(0)  # as argparse does
         try:
             return int(importlib.import_module(found.module).main(rest))
         except KeyboardInterrupt:
@@ -118,7 +123,17 @@ def needs_torch() -> bool:
         ours = sys.orig_argv[: len(sys.orig_argv) - len(sys.argv[1:])][-2:] == ["-m", "fp8fn"]
     else:
         ours = os.path.basename(program) == "fp8fn"
-    return not ours or isinstance(_find(sys.argv[1:])[0], Command)
+    found, _, rest = _find(sys.argv[1:])
+    return not ours or (isinstance(found, Command) and not _asks_for_help(rest))
+
+
+def _asks_for_help(rest: Sequence[str]) -> bool:
+    return [*rest] in (["-h"], ["--help"])
+
+
+def _kept_help(name: str) -> str:
+    """What a command's parser prints for `--help`, from the file that `fp8fn.cli.help` makes."""
+    return str(json.loads(Path(__file__).with_name("help.json").read_text(encoding="utf-8"))[name])
 
 
 def _find(argv: Sequence[str]) -> tuple[Command | Group, list[str], list[str]]:

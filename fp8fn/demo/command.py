@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         type=options.device,
         default=_default_device(),
-        help="cpu, cuda or cuda:N (default here: %(default)s)",
+        help="cpu, cuda or cuda:N (default: cuda where there is a GPU)",
     )
     parser.add_argument(
         "--model", choices=MODELS, default="gpt", help="gpt, or moe: with 8 experts in each layer (default: gpt)"
