@@ -239,8 +239,11 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    op = mx_mm.MX_MM if mx_mm.is_mx(a.scale, a.block, b.scale, b.block) else scaled_mm.SCALED_MM
-    launches = op.plan(ScaledProduct(a=a, b=b, out=out, target=on, chip=chip))
+    fast = recipe.accumulate == "fast"
+    op = scaled_mm.SCALED_MM_FAST if fast else scaled_mm.SCALED_MM
+    if mx_mm.is_mx(a.scale, a.block, b.scale, b.block):
+        op = mx_mm.MX_MM
+    launches = op.plan(ScaledProduct(a=a, b=b, out=out, target=on, fast=fast, chip=chip))
     return launches[0].describe() if launches else "reference (plain PyTorch)"
 
 

@@ -43,7 +43,7 @@ def quantize_rms_norm_dual(info: Any, in_dims: Any, *args: Any) -> Any:
 
 
 def scaled_mm(info: Any, in_dims: Any, *args: Any) -> Any:
-    a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, *rest = args[:9] if len(args) > 8 else _padded(args, 8)
+    a, a_scale, a_block, b, b_scale, b_block, bias, out_dtype, *rest = args if len(args) > 8 else _padded(args, 8)
     a_dim, a_scale_dim, _, b_dim, b_scale_dim, _, bias_dim, *_ = _padded(in_dims, 8)
 
     def product(bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:

@@ -89,8 +89,12 @@ def _on_hopper(x: Tensor, block: Block) -> bool:
 
 
 def product(
-    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False
-) -> Tensor:
+    a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False,
+    *, fast: bool = False,
+) -> Tensor:  # fmt: skip
+    if fast:
+        quick: Tensor = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype, False, True)
+        return quick
     if batch_invariant:
         out: Tensor = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype, True)
     elif is_mx(a.scale, a.block, b.scale, b.block):
@@ -109,7 +113,8 @@ def forward(
     b_args = (b, recipe.weight_block, recipe.weight_dtype, recipe.scale)
     a_row, a_col = quantize_both(*a_args, dual_block=recipe.wgrad_block) if wgrad else (quantize(*a_args), None)
     b_col, b_row = quantize_both(*b_args, sums_rows=True) if dgrad else (quantize(*b_args, sums_rows=True), None)
-    return product(a_row, b_col, bias, out_dtype, recipe.batch_invariant), a_col, b_row
+    fast = recipe.accumulate == "fast"
+    return product(a_row, b_col, bias, out_dtype, recipe.batch_invariant, fast=fast), a_col, b_row
 
 
 def quantize_again(b: Quantized | Tensor | None, recipe: Recipe) -> Quantized | None:

@@ -55,6 +55,8 @@ class ScaledProduct(_Product):
     b: Quantized
     bias: Tensor | None = None
     constant: bool = False
+    fast: bool = False
+    """Whether sums over K may stay in the tensor core's accumulator, which keeps some 14 bits."""
     chip: Chip | None = None
     """The chip whose tables are read; by default that of the tensors' device."""
 

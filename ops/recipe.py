@@ -15,6 +15,8 @@ from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_square, known_bloc
 
 Save = Literal["all", "exact", "fp8"]
 SAVES: Final[tuple[Save, ...]] = get_args(Save)
+Accumulate = Literal["promoted", "fast"]
+ACCUMULATES: Final[tuple[Accumulate, ...]] = get_args(Accumulate)
 _FLAGS: Final = ("second_order", "keep_weights", "batch_invariant")
 _DTYPES: Final = {short_name(dtype): dtype for dtype in FP8_DTYPES}
 _NAMES: Final[dict[str, str]] = {}
@@ -59,19 +61,19 @@ class Recipe:
         wgrad_activation_block: Block of `A (M, K)` in `dB = Aᵀ @ dC`; None: `activation_block` transposed,
             as for groups.
         activation_dtype: FP8 type of `A`; None is the device's own e4m3.
-        weight_dtype: FP8 type of `B`; None is the device's own e4m3.
-        gradient_dtype: FP8 type of `dC`; None is the device's own e4m3.
+        weight_dtype: FP8 type of `B`, likewise.
+        gradient_dtype: FP8 type of `dC`, likewise.
         scale: "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
         second_order: Keeps the unquantized operands for second derivatives outside of nested `torch.func` transforms.
         keep_weights: Keeps the FP8 forms of weights for the backward, one byte an element.
-        save: What a compiled graph keeps for its backward: "exact" less than PyTorch's partitioner, with the same bits;
-            "fp8" also the inputs of an MLP's activation in FP8; "all" the partitioner's choice.
-        batch_invariant: A row's result has the same bits whatever the other rows. Activations and gradients must have a
-            scale for each row.
+        save: What a compiled graph keeps for its backward: "exact" less than PyTorch, with the same bits; "fp8" also
+            the inputs of an MLP's activation in FP8; "all" PyTorch's choice.
+        batch_invariant: A row's result has the same bits whatever the other rows. Rows must have their own scales.
+        accumulate: "fast" lets the forward keep sums over all of K in the tensor core. Blocks must be whole along K.
 
     Raises:
         TypeError: A field is given by its position, or a flag is not a bool.
-        ValueError: A block, a type or a scale format does not exist or does not fit its place.
+        ValueError: A value does not exist or does not fit its place.
 
     Example:
         >>> fp8fn.Recipe(scale="pow2").key
@@ -93,6 +95,7 @@ class Recipe:
     keep_weights: bool = False
     save: Save = "exact"
     batch_invariant: bool = False
+    accumulate: Accumulate = "promoted"
     key: str = field(init=False, repr=False, compare=False)
 
     def __new__(cls, *positional: object, **values: object) -> Recipe:
@@ -144,6 +147,10 @@ class Recipe:
                 raise ValueError(f"Recipe: batch_invariant=True, and rows share scales in {name}={block}; use (1, 128)")
         if self.save not in SAVES:
             raise ValueError(f"Recipe: save={self.save!r} is not a way to save; use one of {SAVES}")
+        if self.accumulate not in ACCUMULATES:
+            raise ValueError(f"Recipe: accumulate={self.accumulate!r} is no way to add; use one of {ACCUMULATES}")
+        if self.accumulate == "fast":
+            check_fast("Recipe: accumulate='fast'", self.activation_block, self.weight_block, self.batch_invariant)
         changed = [f for f in fields(self) if f.init and getattr(self, f.name) != f.default]
         written = ",".join(f"{f.name}={_write(getattr(self, f.name))}" for f in changed)
         # Not a cached property: Dynamo traces reads of the key, and cannot trace the lock of one.
@@ -197,6 +204,17 @@ BACKEND_DEFAULT: Final = BLOCKWISE_SQUARE
 PRESETS: Final = {
     preset.key: preset for preset in (BLOCKWISE, BLOCKWISE_POW2, HYBRID, ROWWISE, TENSORWISE, MXFP8, BLOCKWISE_SQUARE)
 }
+
+
+def check_fast(name: str, a_block: Block, b_block: Block, batch_invariant: bool) -> None:
+    """ValueError where sums can't stay in the tensor core's accumulator."""
+    if batch_invariant:
+        raise ValueError(f"{name}, and batch_invariant=True asks for one order of sums; leave one of them out")
+    if (a_block[1], b_block[0]) != (WHOLE, WHOLE):
+        raise ValueError(
+            f"{name}, and blocks {a_block} and {b_block} have several scales along K, each of which needs a promotion; "
+            "use the blocks of ROWWISE or TENSORWISE"
+        )
 
 
 def is_batch_invariant(recipe: Recipe | str) -> bool:

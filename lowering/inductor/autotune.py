@@ -77,7 +77,7 @@ def peer(node: Node) -> str | None:
     given: dict[str, Any] = {
         name: value(each) if isinstance(each, Node) else each for name, each in arguments_of(node).items()
     }
-    if given["batch_invariant"]:
+    if given["batch_invariant"] or given["fast_accumulation"]:
         return None
     out: Tensor = node.meta["val"]
     tensors = [each for each in (*given.values(), out) if isinstance(each, Tensor)]

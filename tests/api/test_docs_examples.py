@@ -5,6 +5,7 @@ A block behind `<!-- not run: reason -->` is only compiled. Names that a page do
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -132,6 +133,7 @@ SETUPS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "guides/compile.md": of_compile,
     "guides/explain.md": of_explain,
     "guides/functions.md": of_functions,
+    "guides/recipes.md": lambda folder: {**of_compile(folder), "dataclasses": dataclasses},
     "guides/experts.md": of_experts,
     "guides/checkpoints.md": of_checkpoints,
     "guides/serving.md": of_serving,

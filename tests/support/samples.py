@@ -256,6 +256,7 @@ def scaled_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]
         Sample("plain_columns", (*_operand(x(64, 256), row), *_operand(x(256, 96), col)), {"out_dtype": FP32}),
         Sample("ragged", (*_operand(x(33, 190), row), *_operand(x(190, 65), square), x(65)), {}),
         Sample("invariant", (*_operand(x(33, 96), row), *_operand(x(96, 40), square)), {"batch_invariant": True}),
+        Sample("fast", (*_operand(x(32, 96), (1, -1)), *_operand(x(96, 48), (-1, 1))), {"fast_accumulation": True}),
         Sample("batched", (*_operand(x(2, 48, 80), (1, -1)), *_operand(x(2, 80, 32), (-1, 1)), x(32, dtype=FP32)), {}),
         Sample("batched_left", (*_operand(x(3, 24, 160), row), *_operand(x(160, 32), col)), {"out_dtype": FP16}),
         Sample("strided", (*_operand(x(160, 48).mT, whole), *_operand(x(64, 160).mT, whole)), {}),

@@ -1,8 +1,8 @@
 """cuBLASLt through PyTorch as a launch, for products where a table says that it is faster than this library's kernels.
 
-Scales by tensor or by row go through `torch._scaled_mm` without fast accumulation, those of blocks through
-`torch._scaled_mm_v2`, the op below `torch.nn.functional.scaled_mm`, which alone writes to an output that is there. What
-each asks for is in PyTorch's `ScaledBlas.cpp`, restated in `accepts`.
+Scales by tensor or by row go through `torch._scaled_mm`, with fast accumulation where a product allows it, those of
+blocks through `torch._scaled_mm_v2`, the op below `torch.nn.functional.scaled_mm`, which alone writes to an output that
+is there. What each asks for is in PyTorch's `ScaledBlas.cpp`, restated in `accepts`.
 """
 
 from __future__ import annotations
@@ -62,21 +62,24 @@ class LibraryLaunch(Launch):
 
     def describe(self) -> str:
         """One line: function, recipe, target."""
-        return f"{self.name}[{self.recipe}] {self.target.name}{self._because()}"
+        fast = ", fast accumulation" if self.product.fast else ""
+        return f"{self.name}[{self.recipe}{fast}] {self.target.name}{self._because()}"
 
     def run(self) -> None:
         """Writes `out` on the current stream of its device."""
         (a, a_scale, _), (b, b_scale, _), out = self.product.a, self.product.b, self.product.out
         name, given = arguments(self.recipe, a, a_scale, b, b_scale, self.product.bias, out.dtype)
+        if self.product.fast:
+            given = (*given[:-1], True)
         getattr(torch, name)(*given, out=out)
 
     def call(self) -> Callable[..., tuple[Tensor]]:
         """The launch on other tensors of the same kinds: `(a, a_scale, b, b_scale)`, and `bias` if it has one."""
-        recipe, dtype = self.recipe, self.product.out.dtype
+        recipe, dtype, fast = self.recipe, self.product.out.dtype, self.product.fast
 
         def call(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None) -> tuple[Tensor]:
             name, given = arguments(recipe, a, a_scale, b, b_scale, bias, dtype)
-            return (getattr(torch, name)(*given),)
+            return (getattr(torch, name)(*(*given[:-1], True) if fast else given),)
 
         return call
 

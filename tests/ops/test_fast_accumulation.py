@@ -1,0 +1,163 @@
+"""`accumulate="fast"`: what it asks of blocks, which kernel it lets serve, and that only the forward takes it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fp8fn
+from fp8fn.ops import scaled_mm
+from fp8fn.ops.cuda.gemm import cublaslt
+from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.recipe import Recipe, parse_recipe
+from fp8fn.ops.targets import SM90
+from fp8fn.ops.tuning.problem import Problem
+from support.accuracy import snr
+from support.tuning import operands, quantized
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+FAST_ROWS = replace(fp8fn.ROWWISE, accumulate="fast")
+FAST_TENSORS = replace(fp8fn.TENSORWISE, accumulate="fast")
+BF16 = torch.bfloat16
+
+
+def rows(m: int = 4096, n: int = 4096, k: int = 4096, kind: str = "LINE") -> ScaledProduct:
+    return replace(operands(Problem(m, n, k, kind, kind)).product(SM90), fast=True)
+
+
+def test_the_key_of_a_recipe_keeps_it() -> None:
+    for recipe in (FAST_ROWS, FAST_TENSORS):
+        assert parse_recipe(recipe.key) == recipe
+        assert recipe.dgrad.accumulate == "fast"
+    assert "accumulate" not in fp8fn.ROWWISE.key
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"accumulate": "fast"}, r"blocks \(1, 128\) and \(128, 128\) have several scales along K"),
+        ({"accumulate": "quick"}, r"accumulate='quick' is no way to add; use one of \('promoted', 'fast'\)"),
+        (
+            {"activation_block": (1, -1), "weight_block": (-1, 1), "gradient_block": (1, -1), "accumulate": "fast",
+             "batch_invariant": True},
+            "leave one of them out",
+        ),
+    ],
+)  # fmt: skip
+def test_recipes_that_can_not(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Recipe(**fields)
+
+
+def test_the_op_says_what_it_needs() -> None:
+    a, b = fp8fn.quantize(torch.randn(32, 128), (1, 128)), fp8fn.quantize(torch.randn(128, 32), (128, 128))
+    args = (a.data, a.scale, a.block, b.data, b.scale, b.block, None, BF16)
+    with pytest.raises(ValueError, match="scaled_mm: fast_accumulation=True, and blocks"):
+        torch.ops.fp8fn.scaled_mm(*args, False, True)
+    with pytest.raises(ValueError, match="batch_invariant=True asks for one order of sums"):
+        torch.ops.fp8fn.scaled_mm(*args, True, True)
+
+
+def test_rows_go_to_cublaslt_and_tensors_where_the_tables_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    (launch,) = scaled_mm.SCALED_MM_FAST.plan(rows())
+    assert launch.describe().startswith("torch._scaled_mm[rowwise, fast accumulation] sm90 (cublaslt by default")
+    assert scaled_mm.SCALED_MM.choose(replace(rows(), fast=False)).name == "cuda"
+    whole = rows(kind="WHOLE")
+    chosen, ever = scaled_mm.SCALED_MM_FAST.choose(whole), scaled_mm.SCALED_MM.choose(whole)
+    assert (chosen.name, chosen.config, chosen.source) == (ever.name, ever.config, ever.source)
+
+
+def test_what_cublaslt_can_not_take_is_promoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    choice = scaled_mm.SCALED_MM_FAST.choose(rows(n=4104))
+    assert choice.name == "cuda"
+    assert ("cublaslt", "K is 4096 and N 4104, not both multiples of 16") in choice.refused
+    with cublaslt.left_out():
+        assert scaled_mm.SCALED_MM_FAST.choose(rows()).name == "cuda"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_pytorch_is_asked_for_it(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = quantized(Problem(48, 64, 160, "LINE", "LINE"))
+    (launch,) = cublaslt.plan(replace(made.product(SM90), fast=fast))
+    asked: list[bool] = []
+    op = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *args, **out: asked.append(args[-1]) or op(*args, **out))
+    launch.run()
+    (again,) = launch.call()(made.a, made.a_scale, made.b, made.b_scale)
+    assert asked == [fast, fast]
+    assert torch.equal(again, made.out)
+
+
+class Flags(TorchDispatchMode):
+    """The last argument of each scaled product that runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.fp8fn.scaled_mm.default:
+            self.found.append(len(args) > 9 and args[9])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recipe", [FAST_ROWS, FAST_TENSORS], ids=["rows", "tensors"])
+def test_the_forward_alone_is_fast(recipe: Recipe) -> None:
+    """The reference has float32 sums: values and gradients are those of the promoted recipe."""
+    x, w = torch.randn(64, 256).bfloat16(), torch.randn(256, 128).bfloat16()
+
+    def run(recipe: Recipe) -> tuple[list[bool], list[Tensor]]:
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        with Flags() as flags:
+            out = fp8fn.gemm(a, b, recipe=recipe)
+            out.float().square().sum().backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        return flags.found, [out, a.grad, b.grad]
+
+    found, fast = run(recipe)
+    promoted, values = run(replace(recipe, accumulate="promoted"))
+    assert found == [True, False, False]
+    assert promoted == [False, False, False]
+    assert all(map(torch.equal, fast, values))
+
+
+def test_under_the_backend(fresh_dynamo: None) -> None:
+    layer, x = torch.nn.Linear(512, 512, bias=False).bfloat16(), torch.randn(64, 512).bfloat16()
+    compiled = torch.compile(layer, backend="fp8fn", options={"recipe": FAST_ROWS})
+    out, (code, *_) = run_and_get_code(compiled, x)
+    (call,) = re.findall(r"torch\.ops\.fp8fn\.scaled_mm\.default\((.*)\)", code)
+    assert call.split(", ")[-2:] == ["False", "True"]
+    assert torch.equal(out, fp8fn.linear(x, layer.weight, recipe="rowwise"))
+
+
+def test_explain_names_it() -> None:
+    with torch.device("meta"):
+        layer, x = torch.nn.Linear(4096, 4096, bias=False, dtype=BF16), torch.empty(8192, 4096, dtype=BF16)
+    (row,) = fp8fn.explain(layer, x, recipe=FAST_ROWS, target="h200", where="*", show=False).rows
+    assert row.kernel is not None
+    assert row.kernel.startswith("torch._scaled_mm[rowwise, fast accumulation] sm90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", [FAST_ROWS, FAST_TENSORS], ids=["rows", "tensors"])
+@pytest.mark.parametrize("k", [512, 16384])
+def test_on_a_gpu(recipe: Recipe, k: int) -> None:
+    x = torch.randn(256, k, device="cuda", dtype=BF16)
+    w = torch.randn(512, k, device="cuda", dtype=BF16)
+    expected = x.double() @ w.double().mT
+    fast = fp8fn.linear(x, w, recipe=recipe)
+    promoted = fp8fn.linear(x, w, recipe=replace(recipe, accumulate="promoted"))
+    assert snr(fast, expected) > 25
+    assert snr(fast, promoted.double()) > 35
