@@ -258,19 +258,20 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape, b.shape[1], offsets.shape[0]
     spread = a_block[1] != WHOLE
+    size = a_block[1] if spread else ROWS
     config = config or _k_config(m, n, ceil_div(k, groups), spread, target)
     return TritonLaunch(
         kernel=grouped_k_mm,
         grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
             "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
-            "M": m, "N": n, "K": k, "T": most_tokens(k, groups) if spread else k, "E": groups,
+            "M": m, "N": n, "K": k, "T": most_tokens(k, groups, size) if spread else k, "E": groups,
             "a_m": a.stride(0), "a_k": a.stride(1), "b_k": b.stride(0), "b_n": b.stride(1),
             "out_e": out.stride(0), "out_m": out.stride(1), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
             "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1), "bias_e": 0 if bias is None else bias.stride(0),
         },
         constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": ROWS, "UNIT": unit_of(k, groups), "GROUP": config.GROUP,
+            "BM": config.BM, "BN": config.BN, "BK": size, "UNIT": unit_of(k, groups, size), "GROUP": config.GROUP,
             "SPREAD": spread, "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
             "WIDE": is_wide(a, b, out[0], a_scale, b_scale), "HALVES": config.HALVES,
         },

@@ -12,10 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import fp8fn
 from support.accuracy import differing, snr
+from support.operands.groups import ends, spans
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -91,6 +92,57 @@ def test_linear_multiplies_the_published_operands(dtype: torch.dtype) -> None:
     assert snr(out.detach(), multiplied(x, w)) > bound
     assert snr(dx, multiplied(grad, w.T)) > bound
     assert snr(dw, multiplied(grad.T, x.T)) > bound
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_groups_multiply_the_published_operands(dtype: torch.dtype) -> None:
+    """Each group's rows alone, whose last block of tokens is partial; rows past the last group are zeros."""
+    sizes, left, k, n = (0, 1, 31, 33, 96, 70), 5, 72, 104
+    offsets, m = ends(sizes), sum(sizes) + left
+    x, grad, w = outliers(m, k, seed=0), outliers(m, n, seed=1), outliers(len(sizes) * n, k, seed=2)
+    x, grad, w = x.to(dtype), grad.to(dtype), w.to(dtype).unflatten(0, (len(sizes), n))
+    a, b = x.clone().requires_grad_(), w.mT.clone().requires_grad_()
+    out = fp8fn.grouped_gemm(a, b, offsets, recipe="mxfp8")
+    dx, dw = torch.autograd.grad(out, (a, b), grad)
+    bound = 100 if dtype == FP32 else 45
+    for group, (start, end) in enumerate(spans(offsets)):
+        tokens, grads = x[start:end], grad[start:end]
+        assert snr(out[start:end].detach(), multiplied(tokens, w[group])) > bound
+        assert snr(dx[start:end], multiplied(grads, w[group].T)) > bound
+        assert snr(dw[group], multiplied(tokens.T, grads.T)) > bound
+    assert not out[m - left :].any()
+    assert not dx[m - left :].any()
+
+
+class Layer(nn.Module):
+    """A linear layer and experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 160)
+        self.experts = nn.Parameter(torch.randn(3, 160, 128) / 8)
+
+    def forward(self, x: Tensor, offsets: Tensor) -> Tensor:
+        return torch._grouped_mm(F.relu(self.linear(x)), self.experts, offs=offsets)
+
+
+def test_a_compiled_step_has_the_bits_of_the_eager_one(fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+    layer, x, offsets = Layer().to(BF16), torch.randn(100, 128, dtype=BF16), ends((33, 0, 67))
+    grad = torch.randn(100, 128, dtype=BF16)
+
+    def eager(x: Tensor, offsets: Tensor) -> Tensor:
+        hidden = fp8fn.linear(x, layer.linear.weight, layer.linear.bias, recipe="mxfp8")
+        return fp8fn.grouped_gemm(F.relu(hidden), layer.experts, offsets, recipe="mxfp8")
+
+    compiled = torch.compile(layer, backend="fp8fn", options={"recipe": "mxfp8", "where": "*"}, fullgraph=True)
+    steps = []
+    for forward in (eager, compiled):
+        a = x.clone().requires_grad_()
+        out = forward(a, offsets)
+        steps.append((out, *torch.autograd.grad(out, (a, *layer.parameters()), grad)))
+    for got, want in zip(*steps, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_rounding_up_loses_no_largest_element() -> None:

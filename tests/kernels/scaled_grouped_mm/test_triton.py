@@ -98,7 +98,7 @@ def test_rows_blocks(a_block: Block, b_block: Block) -> None:
     assert not out[170:].any()
 
 
-@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("block", [128, -1, 32])
 def test_k_blocks(block: int) -> None:
     out = assert_near(by_k(70, 130, 173, ends_of(*ENDS), block))
     assert not out[[0, 2]].any()
@@ -109,7 +109,7 @@ def test_k_blocks(block: int) -> None:
 sizes = st.lists(st.one_of(st.sampled_from([0, 1, 3, 127, 128, 129]), st.integers(0, 70)), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("kind", ["rows", "k", "k_whole"])
+@pytest.mark.parametrize("kind", ["rows", "k", "k_whole", "k_mx"])
 def test_drawn_groups(kind: str) -> None:
     @settings(max_examples=8, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(sizes, st.one_of(st.integers(0, 130), st.just(700)), st.integers(1, 140), st.integers(1, 140))
@@ -121,11 +121,12 @@ def test_drawn_groups(kind: str) -> None:
         if kind == "rows":
             assert_near(by_rows(tokens, n, m, offsets))
         else:
-            assert_near(by_k(m, n, tokens, offsets, 128 if kind == "k" else -1))
+            assert_near(by_k(m, n, tokens, offsets, {"k": 128, "k_whole": -1, "k_mx": 32}[kind]))
 
     check()
 
 
+@pytest.mark.parametrize("size", [128, 32])
 @pytest.mark.parametrize("multiply", ["reference", "kernel"])
 @pytest.mark.parametrize(
     "sizes",
@@ -135,7 +136,7 @@ def test_drawn_groups(kind: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...], multiply: str) -> None:
+def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...], multiply: str, size: int) -> None:
     """Each second group begins with one; the others are those of a loop in float64, and equal whatever the NaN."""
     offsets, tokens = ends_of(*itertools.accumulate(sizes)), sum(sizes) + 40
     clean = torch.randn(tokens, 33), torch.randn(tokens, 40)
@@ -146,14 +147,14 @@ def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...]
             x[start] = torch.nan
     outs = []
     for x, y in (clean, bad):
-        left, right = (reference.quantize_grouped(side, offsets, (128, 1), E4M3, "fp32") for side in (x, y))
-        operands = (left[0].mT, left[1].mT, (1, 128), *right, (128, 1), offsets, None)
+        left, right = (reference.quantize_grouped(side, offsets, (size, 1), E4M3, "fp32") for side in (x, y))
+        operands = (left[0].mT, left[1].mT, (1, size), *right, (size, 1), offsets, None)
         outs.append(expected(operands) if multiply == "reference" else interpreted(operands))
         rows, columns = (
-            reference.dequantize_grouped(*side, offsets, (128, 1), tokens).double() for side in (left, right)
+            reference.dequantize_grouped(*side, offsets, (size, 1), tokens).double() for side in (left, right)
         )
-        for group, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            want = rows[start : start + size].mT @ columns[start : start + size]
+        for group, (start, count) in enumerate(zip(starts, sizes, strict=True)):
+            want = rows[start : start + count].mT @ columns[start : start + count]
             torch.testing.assert_close(outs[-1][group].double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert torch.equal(outs[0][::2], outs[1][::2])
     assert all(outs[1][group].isnan().all() for group in range(1, len(sizes), 2) if sizes[group])
