@@ -1,8 +1,9 @@
 """Training in MXFP8: the operands of all three products, bit for bit, against the published conversion.
 
 The conversion is that of cuBLAS's 1D block scaling and of torchao's training recipe (`ScaleCalculationMode.RCEIL`): a
-block of 32 along the contraction has the scale `2 ** ceil(log2(amax / fp8_max))`, the quotient rounded to float32, in
-E8M0; the data is `x / scale`, rounded to nearest even. It is written here from `frexp` and `ldexp`.
+block of 32 along the contraction has the scale `2 ** ceil(log2(amax / fp8_max))` in E8M0, of a quotient in float32 that
+torchao computes as `amax * (1 / fp8_max)`; the data is `x / scale`, rounded to nearest even. It is written here from
+`frexp` and `ldexp`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FLOOR = replace(fp8fn.MXFP8, scale="e8m0")
 def published(x: Tensor, dtype: torch.dtype = E4M3) -> tuple[Tensor, Tensor]:
     """`x (..., K)` → its data and the bytes of its scales `(..., ceil(K / 32))`."""
     blocks = F.pad(x.float(), (0, -x.shape[-1] % 32)).unflatten(-1, (-1, 32))
-    quotient = blocks.abs().amax(-1) / torch.tensor(torch.finfo(dtype).max)
+    quotient = blocks.abs().amax(-1) * (1 / torch.finfo(dtype).max)
     mantissa, exponent = torch.frexp(quotient)  # quotient = mantissa * 2 ** exponent, with 0.5 <= mantissa < 1
     exponent = (exponent - (mantissa == 0.5).int()).masked_fill(quotient == 0, -127).clamp_min(-127)
     data = torch.ldexp(blocks.double(), -exponent[..., None]).to(FP32)
@@ -40,9 +41,9 @@ def back(data: Tensor, scale: Tensor) -> Tensor:
     return data.double() * powers[..., : data.shape[-1]]
 
 
-def multiplied(a: Tensor, b: Tensor) -> Tensor:
+def multiplied(a: Tensor, b: Tensor, a_dtype: torch.dtype = E4M3) -> Tensor:
     """`a (M, K) @ b (N, K)ᵀ` of operands in the published format."""
-    return back(*published(a)) @ back(*published(b)).T
+    return back(*published(a, a_dtype)) @ back(*published(b)).T
 
 
 def outliers(*shape: int, seed: int) -> Tensor:
@@ -75,8 +76,9 @@ def test_float32_next_to_each_border_has_the_published_scale(dtype: torch.dtype)
     assert differs.tolist() == [torch.finfo(dtype).max * 2.0**-127 * (1 + 2.0**-22 / 3.5)]
 
 
+@pytest.mark.parametrize("gradient", [E4M3, E5M2], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_linear_multiplies_the_published_operands(dtype: torch.dtype) -> None:
+def test_linear_multiplies_the_published_operands(dtype: torch.dtype, gradient: torch.dtype) -> None:
     """Output and both gradients, for sizes that are no multiples of 32."""
     m, n, k = 80, 72, 136
     x, w, grad = (outliers(*shape, seed=i).to(dtype) for i, shape in enumerate([(m, k), (n, k), (m, n)]))
@@ -86,12 +88,12 @@ def test_linear_multiplies_the_published_operands(dtype: torch.dtype) -> None:
         assert differing(q.data.contiguous(), data) == 0
         assert differing(q.scale.view(torch.uint8).contiguous(), scale) == 0
     a, b = (t.clone().requires_grad_() for t in (x, w))
-    out = fp8fn.linear(a, b, recipe="mxfp8")
+    out = fp8fn.linear(a, b, recipe=replace(fp8fn.MXFP8, gradient_dtype=gradient))
     dx, dw = torch.autograd.grad(out, (a, b), grad)
     bound = 100 if dtype == FP32 else 45  # the results are rounded to bfloat16
     assert snr(out.detach(), multiplied(x, w)) > bound
-    assert snr(dx, multiplied(grad, w.T)) > bound
-    assert snr(dw, multiplied(grad.T, x.T)) > bound
+    assert snr(dx, multiplied(grad, w.T, gradient)) > bound
+    assert snr(dw, multiplied(grad.T, x.T, gradient)) > bound
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
