@@ -19,7 +19,7 @@ from torch import Tensor
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops.activations import check_activations
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_FORMATS
-from fp8fn.ops.groups import ROWS, check_ends
+from fp8fn.ops.groups import ROWS, STEP, check_ends
 from fp8fn.ops.layout import WHOLE, known_block, unknown_block
 from fp8fn.scaled_tensor import ScaledTensor
 
@@ -191,10 +191,10 @@ def optional_block(op: str, name: str, value: object) -> None:
 
 def tokens_block(op: str, name: str, value: object) -> None:
     """The block of tokens in groups: a number."""
-    remedy = f"use {ROWS}, or {WHOLE} for all tokens of a group"
+    remedy = f"use {ROWS}, {STEP}, or {WHOLE} for all tokens of a group"
     if not isinstance(value, int):
         raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
-    if value not in (ROWS, WHOLE):
+    if value not in (ROWS, STEP, WHOLE):
         raise ValueError(f"{op}: {name}={value} is not a block of grouped tokens; {remedy}")
 
 

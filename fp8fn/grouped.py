@@ -44,8 +44,8 @@ def grouped_gemm(
         b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0.
         offsets: int32, ascending: the end of each group; groups may be empty. A GPU does not check them, and leaves
             rows unwritten where they descend. None for a batch and for `GroupedScaledTensor`s.
-        recipe: `Recipe` or name of a preset, with blocks `(1, 128)` or `(1, -1)` of activations and gradients; read for
-            two tensors only.
+        recipe: `Recipe` or name of a preset, with blocks `(1, 128)`, `(1, -1)` or `(1, 32)` of activations and
+            gradients; read for two tensors only.
         bias: Tensor with one row for each group.
         out_dtype: Type of the result; by default that of the tensor `a`, autocast's, or bfloat16.
 

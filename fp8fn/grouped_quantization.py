@@ -39,15 +39,15 @@ def quantize_grouped(
         offsets: int32, ascending: the end of each group along `axis`. Groups may be empty; tokens past the last offset
             become zeros. A GPU does not check the ends, and leaves elements unwritten where they descend.
         axis: 0 where rows are tokens, 1 where columns are.
-        block: 128 spreads the tokens so that each group begins at a multiple of a unit of rows (see
+        block: 128, or 32 for MX, spreads the tokens so that each group begins at a multiple of a unit of rows (see
             `GroupedScaledTensor`), as a weight's gradient contracts them; -1 has one scale for each group and column
             and leaves tokens in place, as `torch._scaled_grouped_mm` contracts them.
         dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
         scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
 
     Shape:
-        `x (M, N)`, `offsets (E)` → data `(unit * (M // unit + E), N)` with scale `(M // 128 + E, N)` for 128, data `(M,
-        N)` with scale `(E, N)` for -1; both transposed for `axis=1`.
+        `x (M, N)`, `offsets (E)` → data `(unit * (M // unit + E), N)` with scale `(M // block + E, N)` for 128 and 32,
+        data `(M, N)` with scale `(E, N)` for -1; both transposed for `axis=1`.
 
     Returns:
         A `GroupedScaledTensor`, contiguous along the tokens.
@@ -78,7 +78,7 @@ def quantize_grouped_dual(
     dtype: torch.dtype | None = None,
     scale: ScaleFormat = "fp32",
 ) -> tuple[ScaledTensor, GroupedScaledTensor]:
-    """Quantizes tokens by rows and by groups, for a block of 128 in one launch with one read.
+    """Quantizes tokens by rows and by groups, for a block of 128 or 32 in one launch with one read.
 
     A layer of experts needs both forms: rows for the forward and for its input's gradient, blocks of one group for its
     weights' gradient.
@@ -87,7 +87,7 @@ def quantize_grouped_dual(
         x: bfloat16, float16 or float32, any strides.
         offsets: int32, ascending: the row where each group ends. Rows past the last offset are quantized in the first
             result and zeros in the second.
-        block: 128, or -1 for whole rows and whole groups.
+        block: 128, 32 for MX, or -1 for whole rows and whole groups.
         dtype: FP8 type; by default the device's own e4m3 (e4m3fnuz on gfx942, e4m3fn elsewhere).
         scale: Scale format, "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
 

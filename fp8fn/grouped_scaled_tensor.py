@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp8fn.ops import reference
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES, short_name
-from fp8fn.ops.groups import ROWS, spread_blocks, spread_rows
+from fp8fn.ops.groups import ROWS, STEP, spread_blocks, spread_rows
 from fp8fn.ops.layout import WHOLE, moved
 from fp8fn.scaled_tensor import check_device, check_parts
 
@@ -21,22 +21,22 @@ class GroupedScaledTensor:
     """FP8 data of tokens in groups, with scales that hold for tokens of one group: a frozen pytree.
 
     `x ≈ data.float() * scale`, with each scale repeated over its tokens. Group `g` is tokens `offsets[g-1]` to
-    `offsets[g]`. With `block` 128 group `g` begins at row `unit * (start // unit + g)` of `data`, where `start` is its
-    first token and `unit` is 128 rows where `size // 128 >= 4 * E`, else 32; its scales, one for 128 tokens, begin at
-    row `start // 128 + g`. With `block` -1 tokens stay in place. Bytes of rows without a token are zero. No value is
-    read to check this; `==` and `hash` go by identity.
+    `offsets[g]`. With `block` 128 or 32 group `g` begins at row `unit * (start // unit + g)` of `data`, where `start`
+    is its first token and `unit` is 128 rows for `block` 128 where `size // 128 >= 4 * E`, else 32; its scales, one for
+    `block` tokens, begin at row `start // block + g`. With `block` -1 tokens stay in place. Bytes of rows without a
+    token are zero. No value is read to check this; `==` and `hash` go by identity.
 
     Args:
         data: Tensor of one of the four FP8 types.
         scale: Tensor of float32 or float8_e8m0fnu.
         offsets: int32, ascending; an offset past `size` counts as `size`.
         axis: 0 where rows are tokens; with 1 both matrices are transposed.
-        block: 128 tokens of a group share a scale, or -1 for all tokens of the group.
+        block: 128 or 32 tokens of a group share a scale, or -1 for all tokens of the group.
         size: Number of tokens.
 
     Shape:
-        `data (unit * (size // unit + E), N)`, `scale (size // 128 + E, N)` for `block` 128; `data (size, N)`, `scale
-        (E, N)` for -1; `offsets (E)`.
+        `data (unit * (size // unit + E), N)`, `scale (size // block + E, N)` for `block` 128 and 32; `data (size, N)`,
+        `scale (E, N)` for -1; `offsets (E)`.
 
     Raises:
         TypeError: A part has another type.
@@ -134,8 +134,9 @@ def _check(q: GroupedScaledTensor) -> None:
             raise TypeError(f"{name}: {field}={value!r} is a {type(value).__name__}; use an int")
     if q.axis not in (0, 1):
         raise ValueError(f"{name}: axis={q.axis} is none of a matrix; use 0 for groups of rows, 1 for columns")
-    if q.block not in (ROWS, WHOLE):
-        raise ValueError(f"{name}: block={q.block} is no block of grouped tokens; use {ROWS}, or {WHOLE} for a group")
+    if q.block not in (ROWS, STEP, WHOLE):
+        remedy = f"use {ROWS}, {STEP}, or {WHOLE} for a group"
+        raise ValueError(f"{name}: block={q.block} is no block of grouped tokens; {remedy}")
     if q.data.dtype not in FP8_DTYPES:
         raise TypeError(f"{name}: data has dtype {q.data.dtype}, not an FP8 type; fp8fn.quantize_grouped makes one")
     if q.scale.dtype not in SCALE_DTYPES:
@@ -147,7 +148,7 @@ def _check(q: GroupedScaledTensor) -> None:
         raise ValueError(f"{name}: data has shape {given[0]} and offsets {given[1]}; use (P, N) and (E,)")
     tokens, scales = q.size, q.groups
     if q.block != WHOLE:
-        tokens, scales = spread_rows(q.size, q.groups), spread_blocks(q.size, q.groups)
+        tokens, scales = spread_rows(q.size, q.groups, q.block), spread_blocks(q.size, q.groups, q.block)
     if q.data.shape[-2 + q.axis] != tokens:
         raise ValueError(
             f"{name}: data has shape {tuple(q.data.shape)}; size={q.size} in {q.groups} groups and blocks of {q.block} "

@@ -3,14 +3,16 @@
 Where a product sums over the tokens (the gradient of the experts' weights), neither what one instruction multiplies nor
 what has one scale may hold tokens of two groups. There the tokens are *spread*: each group begins at a multiple of a
 `unit` of rows, and zeros follow its tokens up to where the next begins, in its last token's unit and at most one more.
-A group's first `ROWS` tokens have one scale, the next have another. Where the unit is `STEP`, a group's last block ends
-with the `STEP` rows of its last token: what follows is the next group's, and a product must not multiply it.
+A group's first `block` tokens have one scale, the next have another. Where the unit is less than the block, a group's
+last block ends with the `STEP` rows of its last token: what follows is the next group's, and a product must not
+multiply it.
 
-The unit is `ROWS` for groups of 4 blocks or more in the mean, `M // ROWS >= 4 * E`, and `STEP` for smaller ones. In
-multiples of 128 rows 64 groups of 260 tokens would take 24,576, in those of 32 they take 18,688; of large groups that
-is little, and a block that begins at a whole line of memory is read faster.
+In blocks of `ROWS` the unit is `ROWS` for groups of 4 blocks or more in the mean, `M // ROWS >= 4 * E`, and `STEP` for
+smaller ones. In multiples of 128 rows 64 groups of 260 tokens would take 24,576, in those of 32 they take 18,688; of
+large groups that is little, and a block that begins at a whole line of memory is read faster. In MX's blocks of `STEP`
+the unit is always `STEP`, so that the scales of row `r` are in row `r // STEP`, as they are in a plain matrix.
 
-With `start_g = offsets[g-1]`, group `g` begins at row `unit * (start_g // unit + g)`, and at row `start_g // ROWS + g`
+With `start_g = offsets[g-1]`, group `g` begins at row `unit * (start_g // unit + g)`, and at row `start_g // block + g`
 of the scales. That needs no sum over the groups before it, and leaves room enough, with `R` for either:
 `⌊(s + n) / R⌋ + 1 - ⌊s / R⌋ ≥ ⌈n / R⌉` for all `s` and `n`. So the unit and the extents depend on the number of tokens
 and of groups alone, and nothing waits for the device.
@@ -30,7 +32,7 @@ from fp8fn.ops.values import can_be_read
 
 # Tokens with one scale, and the bytes of a line of memory.
 ROWS: Final = 128
-# The K of one FP8 product of a tensor core, and the bytes of a sector of memory: no two groups share either.
+# Tokens with one scale in MX, the K of one FP8 product of a tensor core, and the bytes of a sector of memory.
 STEP: Final = 32
 # The blocks of a group, in the mean, from which on it begins at a multiple of `ROWS`.
 LARGE: Final = 4
@@ -62,18 +64,18 @@ def check_ends(op: str, offsets: Tensor) -> None:
             )
 
 
-def spread_unit(rows: int, groups: int) -> int:
-    """At multiples of how many rows the groups of `rows` tokens begin: the one place that decides.
+def spread_unit(rows: int, groups: int, block: int = ROWS) -> int:
+    """At multiples of how many rows the groups of `rows` tokens in blocks of `block` begin: the one place that decides.
 
     No branch, hence no guard on symbolic sizes: what is compiled for one unit serves the other. No `min` and no `max`
     either: where a graph comes from a cache, torch evaluates its guards by Python's own, which branch.
     """
-    return _unit_for(rows // (ROWS * LARGE * groups))
+    return STEP if block == STEP else _unit_for(rows // (ROWS * LARGE * groups))
 
 
-def unit_of(spread: int, groups: int) -> int:
+def unit_of(spread: int, groups: int, block: int = ROWS) -> int:
     """The unit of a layout whose extent is `spread`: below 17/4 blocks a group it is `STEP`, from 5 on it is `ROWS`."""
-    return _unit_for(spread // (ROWS * (LARGE + 1) * groups))
+    return STEP if block == STEP else _unit_for(spread // (ROWS * (LARGE + 1) * groups))
 
 
 def _unit_for(times: int) -> int:
@@ -81,20 +83,20 @@ def _unit_for(times: int) -> int:
     return ROWS - (ROWS - STEP) * (1 // (1 + times))
 
 
-def spread_rows(rows: int, groups: int) -> int:
+def spread_rows(rows: int, groups: int, block: int = ROWS) -> int:
     """The extent of `rows` tokens in `groups` groups once they are spread."""
-    unit = spread_unit(rows, groups)
+    unit = spread_unit(rows, groups, block)
     return unit * (rows // unit + groups)
 
 
-def spread_blocks(rows: int, groups: int) -> int:
+def spread_blocks(rows: int, groups: int, block: int = ROWS) -> int:
     """The number of blocks, each with its scales, of `rows` tokens in `groups` groups; some may be of no token."""
-    return rows // ROWS + groups
+    return rows // block + groups
 
 
-def most_tokens(spread: int, groups: int) -> int:
+def most_tokens(spread: int, groups: int, block: int = ROWS) -> int:
     """The largest number of tokens in `groups` groups whose spread extent is `spread`."""
-    unit = unit_of(spread, groups)
+    unit = unit_of(spread, groups, block)
     return spread - unit * groups + unit - 1
 
 
@@ -104,14 +106,14 @@ def group_of(offsets: Tensor, rows: int) -> Tensor:
     return torch.searchsorted(offsets, tokens, right=True)
 
 
-def spread_place(offsets: Tensor, rows: int) -> Tensor:
+def spread_place(offsets: Tensor, rows: int, block: int = ROWS) -> Tensor:
     """`(rows,)`: the row of the spread layout in which each token lies; those past the last group's end follow it."""
-    return _place(offsets, rows, spread_unit(rows, offsets.shape[0]))
+    return _place(offsets, rows, spread_unit(rows, offsets.shape[0], block))
 
 
-def block_of(offsets: Tensor, rows: int) -> Tensor:
+def block_of(offsets: Tensor, rows: int, block: int = ROWS) -> Tensor:
     """`(rows,)`: the block, of `spread_blocks`, whose scales hold for each token."""
-    return _place(offsets, rows, ROWS) // ROWS
+    return _place(offsets, rows, block) // block
 
 
 def _place(offsets: Tensor, rows: int, unit: int) -> Tensor:
@@ -123,14 +125,14 @@ def _place(offsets: Tensor, rows: int, unit: int) -> Tensor:
 
 
 def empty_grouped(x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    """Uninitialised data and scales of the tokens `x (M, N)` in blocks `(ROWS, 1)`, spread, or `(-1, 1)`, as they are.
+    """Uninitialised data and scales of tokens `x (M, N)`: in `(128, 1)` or `(32, 1)` spread, in `(-1, 1)` in place.
 
     They lie as those of `quantize` in the same block do; of `(-1, 1)` there is one row of scales a group.
     """
     rows, columns = x.shape
     scale_rows = groups
     if block[0] != WHOLE:
-        rows, scale_rows = spread_rows(rows, groups), spread_blocks(rows, groups)
+        rows, scale_rows = spread_rows(rows, groups, block[0]), spread_blocks(rows, groups, block[0])
     stored = scale_dtype(scale)
     strides = matrix_strides((rows, columns), True, 16)
     scale_strides = matrix_strides((scale_rows, columns), False, 16 // stored.itemsize)

@@ -13,7 +13,7 @@ from fp8fn.ops.cuda.quantize import quantize as cuda_blocks
 from fp8fn.ops.cuda.quantize import quantize_columns as cuda_columns
 from fp8fn.ops.cuda.quantize import stream_columns as cuda_stream
 from fp8fn.ops.cuda.quantize import walk_columns as cuda_walk
-from fp8fn.ops.groups import ROWS, check_ends, check_offsets, empty_grouped
+from fp8fn.ops.groups import ROWS, STEP, check_ends, check_offsets, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel, Named
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
@@ -28,8 +28,8 @@ QUANTIZE_GROUPED_DUAL_SCHEMA: Final = (
     "quantize_grouped_dual(Tensor x, Tensor offsets, int[2] block=[1, 128], ScalarType? dtype=None,"
     ' str scale="fp32") -> (Tensor, Tensor, Tensor, Tensor)'
 )
-GROUPED_BLOCKS: Final[tuple[Block, ...]] = ((ROWS, 1), (WHOLE, 1))
-DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
+GROUPED_BLOCKS: Final[tuple[Block, ...]] = ((ROWS, 1), (WHOLE, 1), (STEP, 1))
+DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE), (1, STEP))
 
 
 def checked_block(name: str, block: Sequence[int], blocks: tuple[Block, ...]) -> Block:

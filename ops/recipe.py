@@ -195,7 +195,7 @@ ROWWISE: Final = _preset("rowwise", activation_block=(1, WHOLE), weight_block=(W
 TENSORWISE: Final = _preset(
     "tensorwise", activation_block=(WHOLE, WHOLE), weight_block=(WHOLE, WHOLE), gradient_block=(WHOLE, WHOLE)
 )
-MXFP8: Final = _preset("mxfp8", activation_block=(1, 32), weight_block=(32, 1), gradient_block=(1, 32), scale="e8m0")
+MXFP8: Final = _preset("mxfp8", activation_block=(1, 32), weight_block=(32, 1), gradient_block=(1, 32), scale="rceil")
 BLOCKWISE_SQUARE: Final = _preset("blockwise_square", wgrad_activation_block=(128, 128))
 
 # The fastest preset whose losses keep to the bar of `bench loss`.

@@ -38,8 +38,8 @@ SCALED_GROUPED_MM_SCHEMA: Final = (
 # No scale holds for two rows of tokens, since the border of a group may lie between them, unless it holds for all.
 TOKEN_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] == 1 or block == (WHOLE, WHOLE))
 EXPERT_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] != 1)
-# Blocks of tokens that are summed over: 128 tokens of the spread layout, or all tokens of a group.
-SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE))
+# Blocks of tokens that are summed over: 128 or 32 tokens of the spread layout, or all tokens of a group.
+SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE), (1, STEP))
 
 _NAME: Final = "scaled_grouped_mm"
 
@@ -127,16 +127,22 @@ def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], 
     (summed, other) = (data.shape[1], data.shape[0]) if name == "a" else (data.shape[0], data.shape[1])
     parts = groups
     if WHOLE not in pair:
-        unit = unit_of(summed, groups)
+        size = max(pair)
+        unit = unit_of(summed, groups, size)
         tokens = summed - unit * groups
-        if _holds(tokens < 0) or _holds(tokens % unit != 0) or _holds(spread_unit(tokens, groups) != unit):
+        if _holds(tokens < 0) or _holds(tokens % unit != 0) or _holds(spread_unit(tokens, groups, size) != unit):
             many = LARGE * ROWS * groups
+            needed = f"a multiple of {STEP} of at least {STEP * groups}"
+            if size == ROWS:
+                needed = (
+                    f"a multiple of {STEP} from {STEP * groups} to {spread_rows(many - 1, groups)}, or one of {ROWS} "
+                    f"of at least {spread_rows(many, groups)}"
+                )
             raise ValueError(
-                f"{_NAME}: {name} has {summed} rows of spread tokens; {groups} groups need a multiple of {STEP} from "
-                f"{STEP * groups} to {spread_rows(many - 1, groups)}, or one of {ROWS} of at least "
-                f"{spread_rows(many, groups)}, as fp8fn.quantize_grouped makes it"
+                f"{_NAME}: {name} has {summed} rows of spread tokens; {groups} groups need {needed}, as "
+                "fp8fn.quantize_grouped makes it"
             )
-        parts = spread_blocks(tokens, groups)
+        parts = spread_blocks(tokens, groups, size)
     expected = (other, parts) if name == "a" else (parts, other)
     if scale.ndim != 2 or any(map(_holds, map(operator.ne, scale.shape, expected))):
         raise ValueError(

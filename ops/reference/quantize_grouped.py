@@ -15,13 +15,13 @@ from fp8fn.ops.reference.quantize import quantize
 
 
 def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    """`x (M, N)` in groups of rows → data and scales in blocks `(128, 1)`, spread, or `(-1, 1)`, one a group."""
+    """`x (M, N)` in groups of rows → data and scales in `(128, 1)` or `(32, 1)`, spread, or `(-1, 1)`, one a group."""
     rows, groups = x.shape[0], offsets.shape[0]
     offsets = offsets.clamp(0, rows)
     data, scales = empty_grouped(x, groups, block, dtype, scale)
     whole, parts = block[0] == WHOLE, scales.shape[0]
     group = group_of(offsets, rows)
-    part = torch.where(group == groups, parts, group if whole else block_of(offsets, rows))
+    part = torch.where(group == groups, parts, group if whole else block_of(offsets, rows, block[0]))
     values = x.float()
     # As bits, which order as magnitudes do with NaN above Inf: a maximum of integers is the same in any order.
     bits = values.view(torch.int32) & 0x7FFFFFFF
@@ -36,7 +36,7 @@ def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtyp
     if whole:
         data.view(torch.uint8).copy_(quantized)
     else:
-        data.view(torch.uint8).zero_().index_copy_(0, spread_place(offsets, rows), quantized)
+        data.view(torch.uint8).zero_().index_copy_(0, spread_place(offsets, rows, block[0]), quantized)
     return data, scales
 
 
@@ -54,6 +54,6 @@ def dequantize_grouped(data: Tensor, scale: Tensor, offsets: Tensor, block: Bloc
     if block[0] == WHOLE:
         values = data.float() * scale.float().index_select(0, group.clamp_max(groups - 1))
     else:
-        scales = scale.float().index_select(0, block_of(offsets, rows))
-        values = data.float().index_select(0, spread_place(offsets, rows)) * scales
+        scales = scale.float().index_select(0, block_of(offsets, rows, block[0]))
+        values = data.float().index_select(0, spread_place(offsets, rows, block[0])) * scales
     return values.masked_fill(group[:, None] == groups, 0)

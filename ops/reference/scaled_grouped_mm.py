@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops.groups import ROWS, most_tokens, unit_of
+from fp8fn.ops.groups import most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
@@ -68,8 +68,9 @@ def _by_k(left: Quantized, right: Quantized, offsets: Tensor, bias: Tensor | Non
     (a, a_scale, a_block), (b, b_scale, _) = left, right
     (rows, summed), columns, groups = a.shape, b.shape[1], offsets.shape[0]
     out = a.new_zeros((groups, rows, columns), dtype=torch.float32)
-    spread = a_block[1] != WHOLE
-    tokens = most_tokens(summed, groups) if spread else summed
+    size = a_block[1]
+    spread = size != WHOLE
+    tokens = most_tokens(summed, groups, size) if spread else summed
     if tokens > 0:
         pieces = _pieces(offsets, tokens)
         # The place of each token, and the place of its scales.
@@ -77,9 +78,9 @@ def _by_k(left: Quantized, right: Quantized, offsets: Tensor, bias: Tensor | Non
         if spread:
             starts, _ = _borders(offsets, tokens)
             start, group = starts[pieces.group][:, None], pieces.group[:, None]
-            unit = unit_of(summed, groups)
+            unit = unit_of(summed, groups, size)
             place = (unit * (start // unit + group) + pieces.rank).clamp_max(summed - 1)
-            block = (start // ROWS + group + pieces.rank // ROWS).clamp_max(a_scale.shape[1] - 1)
+            block = (start // size + group + pieces.rank // size).clamp_max(a_scale.shape[1] - 1)
         wide_a, wide_b, a_scale, b_scale = _widened(a), _widened(b), a_scale.float(), b_scale.float()
         for i in range(pieces.group.shape[0]):
             # Not a product with zeros: the tokens of another group may be NaN.

@@ -16,7 +16,7 @@ from fp8fn.ops.triton.tile_order import grouped_tile
 from fp8fn.ops.triton.views import batched, ceil_div, is_wide
 from fp8fn.ops.tuning.mx import MxConfig
 
-_FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+FORMATS: Final = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
 @triton.jit
@@ -75,7 +75,7 @@ def mx_mm_scaled(
 def plan_mx_mm_scaled(product: ScaledProduct, config: MxConfig) -> tuple[TritonLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, as of `plan_mx_mm`; OCP types only."""
     target, bias, out = product.target, product.bias, batched(product.out)
-    formats = {"A_FORMAT": _FORMATS[product.a.data.dtype], "B_FORMAT": _FORMATS[product.b.data.dtype]}
+    formats = {"A_FORMAT": FORMATS[product.a.data.dtype], "B_FORMAT": FORMATS[product.b.data.dtype]}
     a, a_scale = batched(product.a.data), batched(storage(product.a.scale))
     b, b_scale = batched(product.b.data), batched(storage(product.b.scale))
     batch, m, n = out.shape

@@ -1,4 +1,4 @@
-"""Quantization of grouped tokens: blocks of 128 tokens of one group, alone or beside row blocks, and scales of groups.
+"""Quantization of grouped tokens: blocks of 128 or 32 tokens of a group, alone or beside row blocks, and whole groups.
 
 A program takes one block of the spread layout (`fp8fn.ops.groups`) and a tile of columns. It finds its tokens from the
 offsets, which stay on the device. So groups of any sizes make programs of one size, and each group has at least one
@@ -31,7 +31,7 @@ _DUAL_BINDS: Final = {"row_data": "data", "row_scales": "scale", "data": "dual_d
 
 @dataclass(frozen=True)
 class GroupedTile:
-    """The columns of 128 tokens that one program takes: for the dual kernel a multiple of 128."""
+    """The columns of one block of tokens that one program takes: for the dual kernel a multiple of the block's rows."""
 
     columns: int
     num_warps: int
@@ -40,6 +40,8 @@ class GroupedTile:
 # 64 elements a thread spill on no target, also for ragged sizes and a column-major `x`; twice as many spill on sm90.
 TILE: Final = GroupedTile(64, 4)
 DUAL_TILE: Final = GroupedTile(128, 8)
+# Of blocks of 32 tokens.
+MX_TILE: Final = GroupedTile(128, 4)
 
 
 @triton.jit
@@ -232,6 +234,8 @@ def quantize_by_group(
 
 def default_tile(q: Quantization) -> GroupedTile:
     """The tile that serves where no table has the tokens."""
+    if 32 in q.block:
+        return MX_TILE
     if not q.dual:
         return TILE
     even = q.n % DUAL_TILE.columns == 0
@@ -266,7 +270,7 @@ def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> t
 
 
 def plan_quantize_grouped_dual(q: Quantization, tile: GroupedTile | None = None) -> tuple[TritonLaunch]:
-    """The launch that fills rows in blocks `(1, 128)` and spread columns in `(128, 1)` from `x (M, N)`, not empty."""
+    """The launch that fills rows in blocks `(1, c)` and spread columns in `(c, 1)` from `x (M, N)`, not empty."""
     if q.x.numel() == 0:
         raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
     tile = tile or default_tile(q)
@@ -340,10 +344,11 @@ def _plan_by_group(q: Quantization, tile: GroupedTile) -> tuple[TritonLaunch, ..
 def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dict[str, int], dict[str, Any]]:
     """The number of programs, and the arguments of every kernel over the blocks of the spread layout."""
     assert q.offsets is not None
-    programs = spread_blocks(q.m, q.groups) * ceil_div(q.n, tile.columns)
+    rows = _block_rows(q)
+    programs = spread_blocks(q.m, q.groups, rows) * ceil_div(q.n, tile.columns)
     args = {"M": q.m, "N": q.n, "E": q.groups, **_strides("x", q.x), "o_e": q.offsets.stride(0)}
     constexprs = {
-        "BM": ROWS,
+        "BM": rows,
         "BN": tile.columns,
         "GROUPS": triton.next_power_of_2(q.groups),
         "WIDE": is_wide(q.x, data),
@@ -353,7 +358,12 @@ def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dic
 
 def _spread(q: Quantization, tile: GroupedTile) -> dict[str, Any]:
     """The further arguments of the kernels that write spread tokens."""
-    return {"EVEN": q.n % tile.columns == 0, "UNIT": spread_unit(q.m, q.groups)}
+    return {"EVEN": q.n % tile.columns == 0, "UNIT": spread_unit(q.m, q.groups, _block_rows(q))}
+
+
+def _block_rows(q: Quantization) -> int:
+    """The tokens that one program takes: those of a block, or for the scales of whole groups as many."""
+    return ROWS if WHOLE in q.block else max(q.block)
 
 
 def _strides(prefix: str, x: Tensor) -> dict[str, int]:

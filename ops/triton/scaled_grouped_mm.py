@@ -3,6 +3,9 @@
 Nothing of a launch depends on where the groups end. For rows a program finds its group on the device: with tiles of
 `BM` rows group `g` takes the places from `start_g // BM + g` on (ops/groups.py says why that is room enough), and what
 lies past the last group is one group more, of zeros.
+
+Where the matrix instruction takes scales (sm100's `tcgen05.mma`, gfx950's MFMA), it takes those of MX, and a K tile
+holds several blocks. Elsewhere a K tile is one block, whose scales multiply its product.
 """
 
 from __future__ import annotations
@@ -14,15 +17,19 @@ import triton.language as tl
 
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.mx_mm import is_mx
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
+from fp8fn.ops.triton.mx_mm_scaled import FORMATS
 from fp8fn.ops.triton.scale import storage
 from fp8fn.ops.triton.scaled_mm import choose_config
 from fp8fn.ops.triton.tile_order import grouped_tile, scaled, tile_scales
 from fp8fn.ops.triton.views import ceil_div, is_wide
 from fp8fn.ops.tuning.amd_kernels import GROUPED_K
+from fp8fn.ops.tuning.mx import Problem
+from fp8fn.ops.tuning.mx_triton import accepts_scaled, configure_scaled
 
 
 @triton.jit
@@ -31,9 +38,13 @@ def grouped_rows_mm(
     as_m, as_k, bs_e, bs_k, bs_n, bias_e,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
+    A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`."""
+    """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`.
+
+    `A_FORMAT` and `B_FORMAT` are the types where the matrix instruction takes the scales, else None.
+    """
     place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
     group, first = group_at(offsets, place, M, E, BM, GROUPS)
     start, end = borders(offsets, group, M, E)
@@ -66,8 +77,13 @@ def grouped_rows_mm(
             b_tile = tl.load(b_pointers, mask=offset_n[None, :] < N, other=0.0)
         else:
             b_tile = tl.load(b_pointers, mask=(offset_k[:, None] < K - k * BK) & (offset_n[None, :] < N), other=0.0)
-        product = tl.dot(a_tile, b_tile)
-        if A_K == -1 and B_K == -1:
+        if A_FORMAT is None:
+            product = tl.dot(a_tile, b_tile)
+        if A_FORMAT is not None:
+            a_stored = mx_scales(a_scale, offset_m, end, k * BK, K, as_m, as_k, BK)
+            b_stored = mx_scales(b_scale, offset_n, N, k * BK, K, bs_n, bs_k, BK)
+            acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
+        elif A_K == -1 and B_K == -1:
             acc += product
         elif A_K == -1:
             b_value = tile_scales(b_scale + k * BK // B_K * bs_k, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
@@ -98,14 +114,16 @@ def grouped_rows_mm(
 def grouped_k_mm(
     a, b, out, a_scale, b_scale, bias, offsets, M, N, K, T, E, a_m, a_k, b_k, b_n, out_e, out_m,
     as_m, as_k, bs_k, bs_n, bias_e,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
-    SPREAD: tl.constexpr, EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
+    SPREAD: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
+    EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of one group's product, summed over its tokens; there are `T` at most in `K` places.
 
-    Spread tokens come in blocks of `BK` with a vector of scales for either side, the last of which ends with the
-    group's last `UNIT` rows. Others lie where they are, and have one vector for the whole group; a tile begins at a
-    multiple of 16 of them, so that loads are wide.
+    Spread tokens come in blocks of `SIZE` with a vector of scales for either side, the last of which ends with the
+    group's last `UNIT` rows. A K tile is one block, or with formats, as of `grouped_rows_mm`, several. Others lie
+    where they are, and have one vector for the whole group; a tile begins at a multiple of 16 of them, so that loads
+    are wide.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -113,7 +131,7 @@ def grouped_k_mm(
     tile_m, tile_n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
     start, end = borders(offsets, group, T, E)
     if SPREAD:
-        block = start // BK + group
+        block = start // SIZE + group
         origin = (start // UNIT + group) * UNIT
         stop = origin + tl.cdiv(end - start, UNIT) * UNIT
         blocks = tl.cdiv(end - start, BK)
@@ -145,12 +163,17 @@ def grouped_k_mm(
                 b_tile = tl.load(b_pointers, mask=inside[:, None], other=0.0)
             else:
                 b_tile = tl.load(b_pointers, mask=inside[:, None] & (offset_n[None, :] < N), other=0.0)
-            product = tl.dot(a_tile, b_tile)
-            a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, 1, BM, EVEN_M)
-            b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, 1, BN, EVEN_N)
-            acc += scaled(product, a_value, b_value, True, True)
-            a_scale += as_k
-            b_scale += bs_k
+            if A_FORMAT is not None:
+                a_stored = mx_scales(a_scale, offset_m, M, k * BK, stop - origin, as_m, as_k, BK)
+                b_stored = mx_scales(b_scale, offset_n, N, k * BK, stop - origin, bs_n, bs_k, BK)
+                acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
+            else:
+                product = tl.dot(a_tile, b_tile)
+                a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, 1, BM, EVEN_M)
+                b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, 1, BN, EVEN_N)
+                acc += scaled(product, a_value, b_value, True, True)
+                a_scale += as_k
+                b_scale += bs_k
         else:
             token = offset_k + k * BK
             a_tile = tl.load(a_pointers, mask=(offset_m[:, None] < M) & (token[None, :] < K), other=0.0)
@@ -169,6 +192,14 @@ def grouped_k_mm(
         row = bias + group.to(tl.int64) * bias_e
         acc += tl.load(row + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
     _store(out + group.to(tl.int64) * out_e, acc, offset_m, tile_n * BN, M, N, out_m, BM, BN, HALVES)
+
+
+@triton.jit
+def mx_scales(scales, lines, end, first, K, step, step_k, BK: tl.constexpr):
+    """The stored scales `(lines, BK // 32)` of a K tile from `first` on; those of no line or no element are 0."""
+    block_k = (first // 32 + tl.arange(0, BK // 32)).to(lines.dtype)
+    inside = (lines[:, None] < end) & (block_k[None, :] * 32 < K)
+    return tl.load(scales + lines[:, None] * step + block_k[None, :] * step_k, mask=inside, other=0)
 
 
 @triton.jit
@@ -227,9 +258,13 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
     bias, offsets, target = product.bias, product.group_ends, product.target
     a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape, b.shape[2], offsets.shape[0]
-    config = config or _rows_config(ceil_div(m, groups), n, k, b.stride(1) == 1, target)
-    finite = [size for size in (a_block[1], b_block[0]) if size != WHOLE]
-    bk = min(finite, default=128)
+    formats, rows = formats_of(product), ceil_div(m, groups)
+    if formats["A_FORMAT"] is not None:
+        tile, bk = _scaled_config(product, rows, k)
+    else:
+        tile = _rows_config(rows, n, k, b.stride(1) == 1, target)
+        bk = min((size for size in (a_block[1], b_block[0]) if size != WHOLE), default=128)
+    config = config or tile
     return TritonLaunch(
         kernel=grouped_rows_mm,
         grid=((m // config.BM + groups + 1) * ceil_div(n, config.BN), 1, 1),
@@ -243,7 +278,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
         },
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": places_of(groups),
-            "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1],
+            "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1], **formats,
             "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
             "WIDE": is_wide(a, b[0], out, a_scale, b_scale[0]), "HALVES": config.HALVES,
         },
@@ -258,25 +293,52 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape, b.shape[1], offsets.shape[0]
     spread = a_block[1] != WHOLE
-    config = config or _k_config(m, n, ceil_div(k, groups), spread, target)
+    size = a_block[1] if spread else ROWS
+    formats = formats_of(product)
+    if formats["A_FORMAT"] is not None:
+        tile, bk = _scaled_config(product, m, k)
+    else:
+        tile, bk = _k_config(m, n, ceil_div(k, groups), spread, target), size
+    config = config or tile
     return TritonLaunch(
         kernel=grouped_k_mm,
         grid=(groups * ceil_div(m, config.BM) * ceil_div(n, config.BN), 1, 1),
         args={
             "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
-            "M": m, "N": n, "K": k, "T": most_tokens(k, groups) if spread else k, "E": groups,
+            "M": m, "N": n, "K": k, "T": most_tokens(k, groups, size) if spread else k, "E": groups,
             "a_m": a.stride(0), "a_k": a.stride(1), "b_k": b.stride(0), "b_n": b.stride(1),
             "out_e": out.stride(0), "out_m": out.stride(1), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
             "bs_k": b_scale.stride(0), "bs_n": b_scale.stride(1), "bias_e": 0 if bias is None else bias.stride(0),
         },
         constexprs={
-            "BM": config.BM, "BN": config.BN, "BK": ROWS, "UNIT": unit_of(k, groups), "GROUP": config.GROUP,
-            "SPREAD": spread, "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
+            "BM": config.BM, "BN": config.BN, "BK": bk, "SIZE": size,
+            "UNIT": unit_of(k, groups, size), "GROUP": config.GROUP, "SPREAD": spread, **formats,
+             "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
             "WIDE": is_wide(a, b, out[0], a_scale, b_scale), "HALVES": config.HALVES,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
     )  # fmt: skip
+
+
+def formats_of(product: ScaledProduct) -> dict[str, str | None]:
+    """The types of both sides if they are in MX and the matrix instruction of the target takes their scales."""
+    a, b = product.a, product.b
+    if not is_mx(a.scale, a.block, b.scale, b.block) or accepts_scaled(_problem(product, 0, 0)) is not None:
+        return {"A_FORMAT": None, "B_FORMAT": None}
+    return {"A_FORMAT": FORMATS[a.data.dtype], "B_FORMAT": FORMATS[b.data.dtype]}
+
+
+def _problem(product: ScaledProduct, m: int, k: int) -> Problem:
+    """A group's product as MX kernels are configured for it."""
+    a_dtype, b_dtype = product.a.data.dtype, product.b.data.dtype
+    return Problem(m, product.b.data.shape[-1], k, product.target, a_dtype=a_dtype, b_dtype=b_dtype)
+
+
+def _scaled_config(product: ScaledProduct, m: int, k: int) -> tuple[GemmConfig, int]:
+    """The tile of `m` rows that the MX product takes, and the elements of its K tile."""
+    of = configure_scaled(_problem(product, m, k))
+    return GemmConfig(of.BM, of.BN, of.num_warps, of.num_stages, of.GROUP, options=of.options), of.BK
 
 
 def _rows_config(m: int, n: int, k: int, along_k: bool, target: Target) -> GemmConfig:

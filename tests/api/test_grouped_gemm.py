@@ -584,9 +584,8 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
     ),
     "tensorwise": (
         lambda: fp8fn.grouped_gemm(A, B, ENDS, recipe="tensorwise"), ValueError,
-        ("activation_block=(-1, -1)", "use one of ((1, 128), (1, -1))", "fp8fn.ROWWISE"),
+        ("activation_block=(-1, -1)", "use one of ((1, 128), (1, -1), (1, 32))", "fp8fn.ROWWISE"),
     ),
-    "mxfp8": (lambda: fp8fn.grouped_gemm(A, B, ENDS, recipe="mxfp8"), ValueError, ("(1, 32)", "fp8fn.BLOCKWISE")),
     "two kinds of blocks": (
         lambda: fp8fn.grouped_gemm(A, B, ENDS, recipe=Recipe(gradient_block=(1, -1))), ValueError,
         ("gradient_block=(1, -1)", "use one of ((1, 128),)"),
@@ -622,7 +621,11 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
     "summed scale": (
         lambda: summed(b_scale=RIGHT_K.scale[:2]), ValueError, ("b_scale has shape (2, 64)", "needs (3, 64)"),
     ),
-    "summed block": (lambda: summed(b_block=(32, 1)), ValueError, ("b_block=(32, 1)", "((128, 1), (-1, 1))")),
+    "spread in MX": (
+        lambda: summed(a=LEFT_K.data[:, :64], a_scale=LEFT_K.scale[:, :2], a_block=(1, 32)), ValueError,
+        ("a has 64 rows of spread tokens", "3 groups need a multiple of 32 of at least 96"),
+    ),
+    "summed block": (lambda: summed(b_block=(1, 1)), ValueError, ("b_block=(1, 1)", "((128, 1), (-1, 1), (32, 1))")),
     "ways to lie": (
         lambda: summed(b_block=(-1, 1)), ValueError, ("a_block=(1, 128)", "use b_block=(128, 1)"),
     ),

@@ -198,7 +198,7 @@ def tokens(columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 @BY_TARGET
 @pytest.mark.parametrize(("columns", "tile"), [(72, None), (128, None), (72, GroupedTile(32, 8))], ids=str)
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
-@pytest.mark.parametrize("block", [(ROWS, 1), (-1, 1)], ids=str)
+@pytest.mark.parametrize("block", [(ROWS, 1), (-1, 1), (32, 1)], ids=str)
 def test_quantize_grouped(block: Block, scale: str, columns: int, tile: GroupedTile | None, target: Target) -> None:
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     data, scales = empty_grouped(x, len(ENDS), block, dtype, scale)
@@ -215,7 +215,7 @@ def test_quantize_grouped_dual(scale: str, columns: int, tile: GroupedTile | Non
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     row, row_scales = empty_data(x, (1, ROWS), dtype), empty_scale(x, (1, ROWS), scale)
     data, scales = empty_grouped(x, len(ENDS), (ROWS, 1), dtype, scale)
-    launch = plan_quantize_grouped_dual(x, offsets, (row, row_scales, data, scales), scale, target, tile)
+    launch = plan_quantize_grouped_dual(x, offsets, (row, row_scales, data, scales), scale, target, tile=tile)
     run([launch], [x, offsets])
     expected = reference.quantize_grouped_dual(x, offsets, (1, ROWS), dtype, scale)
     for actual, wanted in zip((row, row_scales, data, scales), expected, strict=True):

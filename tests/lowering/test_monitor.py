@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import fp8fn
 from fp8fn.lowering.operand_statistics import UNDERFLOW
 from fp8fn.ops.monitor import PENDING
-from fp8fn.ops.recipe import PRESETS, Recipe
+from fp8fn.ops.recipe import MXFP8, PRESETS, Recipe
 
 TOKENS, WIDTH, HIDDEN = 320, 256, 512
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -115,17 +115,17 @@ def expected(x: Tensor, block: tuple[int, int], recipe: Recipe, dtype: torch.dty
     return {"saturated": found.saturated, "flushed": found.flushed, "amax": amax, "snr_db": found.snr_db}
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_statistics_of_a_layer(name: str) -> None:
-    """The tensors have outliers: some elements are flushed in every format, and some saturate in MXFP8."""
-    recipe, layer = PRESETS[name], nn.Linear(WIDTH, HIDDEN, bias=False)
+@pytest.mark.parametrize("recipe", [*PRESETS.values(), replace(MXFP8, scale="e8m0")], ids=lambda recipe: recipe.key)
+def test_statistics_of_a_layer(recipe: Recipe) -> None:
+    """The tensors have outliers: larger blocks than MX has flush some elements; scales rounded down saturate some."""
+    layer = nn.Linear(WIDTH, HIDDEN, bias=False)
     generator = torch.Generator().manual_seed(0)
     x, out_grad = (
         torch.randn(TOKENS, width, generator=generator) * torch.logspace(-40, 6, width, base=2)
         for width in (WIDTH, HIDDEN)
     )
     x.requires_grad_(True)
-    model = compiled(layer, recipe=name)
+    model = compiled(layer, recipe=recipe)
     model(x).backward(out_grad)
     found = fp8fn.read_monitor(model)["weight"]
     assert list(found) == ["activation", "weight", "gradient"]
@@ -137,8 +137,8 @@ def test_statistics_of_a_layer(name: str) -> None:
     }
     for operand, values in wanted.items():
         assert asdict(found[operand]) == pytest.approx({**values, "exact": True, "step": 0}, rel=1e-6), operand
-    assert (found["activation"].flushed > 0.001) == (name != "mxfp8")
-    assert (found["activation"].saturated > 0.001) == (name == "mxfp8")
+    assert (found["activation"].flushed > 0.001) == (32 not in recipe.activation_block)
+    assert (found["activation"].saturated > 0.001) == (recipe.scale == "e8m0")
 
 
 def test_known_shares() -> None:

@@ -43,7 +43,7 @@ RECIPES = st.builds(
         (fp8fn.HYBRID, "hybrid", ((1, 128), (128, 128), (1, 128)), torch.float8_e5m2, "fp32"),
         (fp8fn.ROWWISE, "rowwise", ((1, -1), (-1, 1), (1, -1)), None, "fp32"),
         (fp8fn.TENSORWISE, "tensorwise", ((-1, -1), (-1, -1), (-1, -1)), None, "fp32"),
-        (fp8fn.MXFP8, "mxfp8", ((1, 32), (32, 1), (1, 32)), None, "e8m0"),
+        (fp8fn.MXFP8, "mxfp8", ((1, 32), (32, 1), (1, 32)), None, "rceil"),
         (fp8fn.BLOCKWISE_SQUARE, "blockwise_square", ((1, 128), (128, 128), (1, 128)), None, "fp32"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -17,6 +17,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
+from fp8fn.ops.quantize_grouped import GROUPED_BLOCKS
 from fp8fn.ops.reference.statistics import statistics
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.statistics import WIDTH, Column, Watched
@@ -126,22 +127,22 @@ def _moe_gemm(place: Place, target: Target) -> Forms:
 
 
 SIZES, REST = (0, 1, 40, 33, 129), 5
-GROUPED: Final = ("forward", "rowwise")
+GROUPED: Final = ("forward", "rowwise", "MX")
 
 
 def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
     offsets_, tokens, experts = ends(SIZES), sum(SIZES) + REST, len(SIZES)
     config = GemmConfig(32, 64, 4, 2, GROUP=2)
     for kind in GROUPED:
-        (a_block, b_block, _), operands = PAIRS[kind], Operands(place)
+        (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
-        a = operands.quantized("a", (tokens, K), a_block, column_major=False)
-        b = operands.quantized("b", (experts, K, N), b_block, column_major=True)
+        a = operands.quantized("a", (tokens, K), a_block, column_major=False, scale=scale)
+        b = operands.quantized("b", (experts, K, N), b_block, column_major=True, scale=scale)
         bias, out = operands.input("bias", (experts, N), BF16), operands.output("out", (tokens, N), FP32)
         given = ScaledProduct(a=a, b=b, bias=bias, offsets=offsets, out=out, target=target)
         operands.expected = partial(kernel_info.grouped_product, given)
         yield Form(f"rows {kind}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
-    for block in ((128, 1), (-1, 1)):
+    for block in GROUPED_BLOCKS:
         operands = Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
         a, b = (
@@ -238,24 +239,25 @@ def _quantize_dual(place: Place, target: Target) -> Forms:
 
 
 def _quantize_grouped(place: Place, target: Target) -> Forms:
-    for block in ((128, 1), (-1, 1)):
+    for block in GROUPED_BLOCKS:
         operands, q = _tokens(place, target, block)
-        made = partial(reference.quantize_grouped, q.x, operands.inputs["offsets"], block, E4M3, "fp32")
+        made = partial(reference.quantize_grouped, q.x, operands.inputs["offsets"], block, E4M3, q.scale)
         operands.expected = partial(_parts, q, made)
         yield Form(f"{block}", plan_quantize_grouped(q), operands)
-    operands, q = _tokens(place, target, (1, 128), dual=True)
-    made = partial(reference.quantize_grouped_dual, q.x, operands.inputs["offsets"], (1, 128), E4M3, "fp32")
-    operands.expected = partial(_parts, q, made)
-    yield Form("dual", plan_quantize_grouped_dual(q), operands)
+    for block in ((1, 128), (1, 32)):
+        operands, q = _tokens(place, target, block, dual=True)
+        made = partial(reference.quantize_grouped_dual, q.x, operands.inputs["offsets"], block, E4M3, q.scale)
+        operands.expected = partial(_parts, q, made)
+        yield Form(f"dual {block}", plan_quantize_grouped_dual(q), operands)
 
 
 def _tokens(place: Place, target: Target, block: Block, *, dual: bool = False) -> tuple[Operands, Quantization]:
     operands = Operands(place)
     offsets = operands.input("offsets", (len(SIZES),), torch.int32, values=ends(SIZES))
     x = operands.input("x", (sum(SIZES) + REST, N), BF16)
-    return operands, kernel_info.with_outputs(
-        operands, quantization(x, block, dual=dual, offsets=offsets, target=target)
-    )
+    scale = "rceil" if 32 in block else "fp32"
+    q = quantization(x, block, scale=scale, dual=dual, offsets=offsets, target=target)
+    return operands, kernel_info.with_outputs(operands, q)
 
 
 def _statistics(place: Place, target: Target) -> Forms:
@@ -299,7 +301,7 @@ def _parts(q: Quantization, made: Callable[[], tuple[Tensor, ...]]) -> dict[str,
 _NAN: Final = ("a", "a_scale", "b", "b_scale", "bias")
 _FAR: Final = (("a", -2), ("b", -1))
 _SCALED: Final = ("forward", "wgrad", "rowwise", "tensorwise")
-_TOKENS: Final = ("rows", "tokens (128", "tokens (-1")
+_TOKENS: Final = ("rows", *(f"tokens {block}" for block in GROUPED_BLOCKS))
 
 TRITON: Final = (
     KernelInfo("scaled_mm.py", _scaled_mm, 1e-5, 2.0**-10, emulated=tuple(PAIRS), nan=_NAN, far=_FAR),
@@ -335,7 +337,8 @@ TRITON: Final = (
         far=(("x", -2),),
     ),
     KernelInfo(
-        "quantize_grouped.py", _quantize_grouped, emulated=("(128", "(-1", "dual"), nan=("x",), far=(("x", -2),),
+        "quantize_grouped.py", _quantize_grouped, emulated=(*map(str, GROUPED_BLOCKS), "dual"), nan=("x",),
+        far=(("x", -2),),
     ),
     KernelInfo(
         "statistics.py", _statistics, 1e-6, 1e-5, far=(("x", -2), ("data", -2)),

@@ -290,24 +290,27 @@ def with_outputs(operands: Operands, q: Quantization) -> Quantization:
 
 
 def spread(operands: Operands, name: str, tokens: int, width: int, offsets: Tensor, block: Block) -> Quantized:
-    """Random tokens in groups, quantized and, in blocks of 128, spread with the zeros that the format asks for."""
-    like = empty_grouped(torch.empty(tokens, width, device="meta"), len(offsets), block, FP8[0], "fp32")
+    """Random tokens in groups, quantized and, but for whole groups, spread with the zeros that the format asks for."""
+    scale = "rceil" if 32 in block else "fp32"
+    like = empty_grouped(torch.empty(tokens, width, device="meta"), len(offsets), block, FP8[0], scale)
     values: Any = (None, None)
     if operands.place.device.type != "meta":
         values = reference.quantize_grouped(
-            random_values((tokens, width), torch.float32), offsets, block, FP8[0], "fp32"
+            random_values((tokens, width), torch.float32), offsets, block, FP8[0], scale
         )
-    data, scale = (
+    data, scales = (
         operands.input(part, of.shape, of.dtype, strides=of.stride(), values=given)
         for part, of, given in zip((name, f"{name}_scale"), like, values, strict=True)
     )
-    return Quantized(data, scale, block)
+    return Quantized(data, scales, block)
 
 
 def grouped_product(given: ScaledProduct) -> dict[str, Expected]:
     """`out` of a grouped product by the reference in float32, whose rounding is a thousandth of a kernel's bound."""
 
     def magnitude(x: Tensor) -> Tensor:
+        if x.dtype == torch.float8_e8m0fnu:  # which has no sign
+            return x
         return x.abs() if x.dtype == torch.float32 else (x.view(torch.uint8) & 0x7F).view(x.dtype)
 
     def magnitudes(q: Quantized) -> Quantized:

@@ -90,12 +90,13 @@ def plan_quantize_grouped(
 
 
 def plan_quantize_grouped_dual(
-    x: Tensor, offsets: Tensor, outs: Sequence[Tensor], scale: str, target: Target, tile: Any = None
-) -> TritonLaunch:
-    """Triton's launch that fills rows, and then spread columns."""
+    x: Tensor, offsets: Tensor, outs: Sequence[Tensor], scale: str, target: Target, block: Block = (1, 128),
+    tile: Any = None,
+) -> TritonLaunch:  # fmt: skip
+    """Triton's launch that fills rows in `block`, and then spread columns in the transposed one."""
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped_dual as plan
 
-    (launch,) = plan(_dual(x, outs, (1, 128), scale=scale, target=target, offsets=offsets), tile)
+    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target, offsets=offsets), tile)
     return launch
 
 

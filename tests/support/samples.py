@@ -126,6 +126,7 @@ def quantize_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[
         Sample("ragged_large", (x(1030, 20), _ends(500 + seed % 7, 1025, device=device)), {}),
         Sample("strided", (x(64, 160).mT, few), {"scale": "e8m0"}),
         Sample("strided_whole", (x(160, 64)[:, ::2], few, (-1, 1)), {"dtype": torch.float8_e4m3fnuz}),
+        Sample("mx", (x(131, 99), many, (32, 1)), {"scale": "rceil"}),
         Sample("one_group", (x(30, 40, dtype=FP16), _ends(30, device=device)), {}),
         Sample("empty", (x(0, 40), few), {}),
     ]
@@ -140,6 +141,7 @@ def quantize_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> 
         Sample("ragged_large", (x(1030, 20), _ends(500 + seed % 7, 1025, device=device)), {}),
         Sample("strided", (x(64, 160).mT, few), {"dtype": torch.float8_e5m2}),
         Sample("whole", (x(77, 40, dtype=FP16), many, (1, -1)), {}),
+        Sample("mx", (x(131, 99), many, (1, 32)), {"scale": "rceil"}),
         Sample("empty", (x(7, 0), few), {}),
     ]
 
@@ -270,8 +272,9 @@ def _summed(
     a: Tensor, b: Tensor, offsets: Tensor, block: int = 128
 ) -> tuple[Tensor, Tensor, Block, Tensor, Tensor, Block, Tensor]:
     """Operands of a product that sums over each group's tokens: `a (M, R)` and `b (M, N)`."""
-    data, scale = torch.ops.fp8fn.quantize_grouped(a, offsets, (block, 1))
-    return data.mT, scale.mT, (1, block), *torch.ops.fp8fn.quantize_grouped(b, offsets, (block, 1)), (block, 1), offsets
+    form: Any = offsets, (block, 1), None, "rceil" if block == 32 else "fp32"
+    data, scale = torch.ops.fp8fn.quantize_grouped(a, *form)
+    return data.mT, scale.mT, (1, block), *torch.ops.fp8fn.quantize_grouped(b, *form), (block, 1), offsets
 
 
 def mx_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
@@ -338,6 +341,7 @@ def scaled_grouped_mm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("ragged", (*_operand(x(41, 190), row), *_operand(x(4, 190, 65), square), many, x(4, 65)), {}),
         Sample("ragged_summed", (*_summed(x(41, 33), x(41, 70), many), x(4, 70)), {}),
         Sample("ragged_summed_large", _summed(x(1030, 33), x(1030, 20), large), {}),
+        Sample("ragged_summed_mx", _summed(x(41, 33), x(41, 70), many, 32), {}),
         Sample("ragged_summed_whole", _summed(x(41, 33), x(41, 70), many, -1), {"out_dtype": FP32}),
         Sample("strided", (*_operand(x(80, 64).mT, whole), *_operand(x(3, 48, 80).mT, (-1, 1)), few), {}),
         Sample("strided_whole", (*_operand(x(40, 80), (-1, -1)), *_operand(x(4, 80, 48), (-1, -1)), many), {}),
@@ -355,6 +359,7 @@ def grouped_gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Samp
         Sample("plain_bias", (x(70, 128), x(3, 128, 48), few, x(3, 48, dtype=FP32)), {"recipe": "hybrid"}),
         Sample("ragged", (x(41, 190), x(4, 190, 65), many, x(4, 65)), {"out_dtype": FP32}),
         Sample("ragged_whole", (x(41, 70, dtype=FP16), x(4, 70, 33, dtype=FP16), many), {"recipe": "rowwise"}),
+        Sample("ragged_mx", (x(41, 70), x(4, 70, 33), many), {"recipe": "mxfp8"}),
         Sample("ragged_k", (x(33, 41), x(41, 70), many, x(4, 70)), {"recipe": "blockwise_pow2"}),
         Sample("ragged_k_whole", (x(33, 41), x(41, 70), many), {"recipe": "rowwise"}),
         Sample("strided", (x(96, 64).mT, x(3, 96, 80)[..., ::2], few), {}),

@@ -40,28 +40,29 @@ from support.quantizers import plan_quantize_grouped, plan_quantize_grouped_dual
 
 E4M3 = torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SPREAD, WHOLE = GROUPED_BLOCKS
+SPREAD, WHOLE, MX = GROUPED_BLOCKS
 Quantize = Callable[[Tensor, Tensor, Block, torch.dtype, str], tuple[Tensor, Tensor]]
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
 
-def unit_for(tokens: int, groups: int) -> int:
+def unit_for(tokens: int, groups: int, block: int = 128) -> int:
     """At multiples of how many rows groups begin."""
-    return 128 if tokens // 128 >= 4 * groups else 32
+    return 128 if block == 128 and tokens // 128 >= 4 * groups else 32
 
 
 def by_loop(x: Tensor, sizes: Sequence[int], block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
     """The definition: `quantize` of each group's rows alone, put where `fp8fn.ops.groups` says, zeros elsewhere."""
-    (m, n), unit = x.shape, unit_for(x.shape[0], len(sizes))
+    (m, n), rows = x.shape, block[0]
+    unit, spread = unit_for(m, len(sizes), rows), block != WHOLE
     nothing = reference.quantize(torch.zeros(1, n), (-1, 1), dtype, scale)[1].float()
-    data = torch.zeros(unit * (m // unit + len(sizes)) if block == SPREAD else m, n, dtype=torch.uint8)
-    scales = nothing.repeat((m // 128 if block == SPREAD else 0) + len(sizes), 1)
+    data = torch.zeros(unit * (m // unit + len(sizes)) if spread else m, n, dtype=torch.uint8)
+    scales = nothing.repeat((m // rows if spread else 0) + len(sizes), 1)
     start = 0
     for group, size in enumerate(sizes):
         values, group_scales = reference.quantize(x[start : start + size], block, dtype, scale)
-        at = unit * (start // unit + group) if block == SPREAD else start
+        at = unit * (start // unit + group) if spread else start
         data[at : at + size] = values.view(torch.uint8)
-        at = (start // 128 if block == SPREAD else 0) + group
+        at = (start // rows if spread else 0) + group
         if size:
             scales[at : at + group_scales.shape[0]] = group_scales.float()
         start += size
@@ -89,9 +90,9 @@ def interpreted(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, sc
     return out
 
 
-def interpreted_dual(x: Tensor, offsets: Tensor, dtype: torch.dtype, scale: str) -> tuple[Tensor, ...]:
-    out = poisoned(empty_grouped_dual(x, offsets.shape[0], (1, 128), dtype, scale))
-    plan_quantize_grouped_dual(x, offsets, out, scale, SM90).interpret()
+def interpreted_dual(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, ...]:
+    out = poisoned(empty_grouped_dual(x, offsets.shape[0], block, dtype, scale))
+    plan_quantize_grouped_dual(x, offsets, out, scale, SM90, block).interpret()
     return out
 
 
@@ -103,7 +104,7 @@ def poisoned(out: T) -> T:
 
 
 def assert_all_equal_the_loop(x: Tensor, sizes: Sequence[int], dtype: torch.dtype, scale: str) -> None:
-    """The reference, and where there is something to launch the kernels, in both blocks and the dual form."""
+    """The reference, and where there is something to launch the kernels, in each block and the dual forms."""
     offsets = ends(sizes)
     for block in GROUPED_BLOCKS:
         expected = by_loop(x, sizes, block, dtype, scale)
@@ -114,9 +115,10 @@ def assert_all_equal_the_loop(x: Tensor, sizes: Sequence[int], dtype: torch.dtyp
             for got, want, like in zip(found, expected, layout, strict=True):
                 assert_same_bits(got, want)
                 assert (got.dtype, got.stride()) == (like.dtype, like.stride())
-    if x.numel():
-        both = (*reference.quantize(x, (1, 128), dtype, scale), *by_loop(x, sizes, SPREAD, dtype, scale))
-        for got, want in zip(interpreted_dual(x, offsets, dtype, scale), both, strict=True):
+    for block in (SPREAD, MX) if x.numel() else ():
+        dual = (1, block[0])
+        both = (*reference.quantize(x, dual, dtype, scale), *by_loop(x, sizes, block, dtype, scale))
+        for got, want in zip(interpreted_dual(x, offsets, dual, dtype, scale), both, strict=True):
             assert_same_bits(got, want)
 
 
@@ -186,14 +188,15 @@ GROUPS: dict[str, tuple[tuple[int, ...], int]] = {
 }
 
 
+@pytest.mark.parametrize("block", [128, 32])
 @pytest.mark.parametrize("groups", [1, 2, 3, 64])
-def test_the_extents_tell_the_unit(groups: int) -> None:
+def test_the_extents_tell_the_unit(groups: int, block: int) -> None:
     for tokens in range(0, 1024 * groups, 1 if groups < 3 else 31):
-        unit, rows = unit_for(tokens, groups), spread_rows(tokens, groups)
+        unit, rows = unit_for(tokens, groups, block), spread_rows(tokens, groups, block)
         assert rows == unit * (tokens // unit + groups)
-        assert unit_of(rows, groups) == unit
-        assert 0 <= most_tokens(rows, groups) - tokens < unit
-        assert spread_blocks(rows - unit * groups, groups) == spread_blocks(tokens, groups)
+        assert unit_of(rows, groups, block) == unit
+        assert 0 <= most_tokens(rows, groups, block) - tokens < unit
+        assert spread_blocks(rows - unit * groups, groups, block) == spread_blocks(tokens, groups, block)
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -232,8 +235,8 @@ def test_a_nan_or_inf_stays_inside_its_group(
     offsets = ends(sizes)
     data, scales = quantize(x, offsets, block, E4M3, "fp32")
     expected, expected_scales = quantize(clean, offsets, block, E4M3, "fp32")
-    rows = spread if block == SPREAD else slice(130, 135)
-    row = 2 if block == SPREAD else 1
+    rows = {SPREAD: spread, WHOLE: slice(130, 135), MX: slice(160, 192)}[block]
+    row = {SPREAD: 2, WHOLE: 1, MX: 5}[block]
     hit, hit_scales = torch.zeros(data.shape, dtype=torch.bool), torch.zeros(scales.shape, dtype=torch.bool)
     hit[rows, 7], hit_scales[row, 7] = True, True
     assert torch.equal(scales[~hit_scales], expected_scales[~hit_scales])
@@ -326,8 +329,10 @@ def launches(target: Target, x: Tensor, groups: int) -> list[TritonLaunch]:
     for block in GROUPED_BLOCKS:
         out = empty_grouped(x, groups, block, dtype, "fp32")
         planned += plan_quantize_grouped(x, offsets, out, block, "fp32", target)
-    both = empty_grouped_dual(x, groups, (1, 128), dtype, "fp32")
-    return [*planned, plan_quantize_grouped_dual(x, offsets, both, "fp32", target)]
+    for dual in ((1, 128), (1, 32)):
+        both = empty_grouped_dual(x, groups, dual, dtype, "fp32")
+        planned.append(plan_quantize_grouped_dual(x, offsets, both, "fp32", target, dual))
+    return planned
 
 
 @pytest.mark.parametrize("block", GROUPED_BLOCKS, ids=str)
@@ -354,11 +359,11 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
             assert got.stride() == want.stride()
     whole = ["block_amax", "group_scales", "quantize_by_group"]
     assert names == (
-        ["quantize_spread", "quantize_spread_dual"] if block == SPREAD else [*whole, "quantize_rows", *whole]
+        ["quantize_spread", "quantize_spread_dual"] if block != WHOLE else [*whole, "quantize_rows", *whole]
     )
 
 
-# Ragged for two targets, even for two, and of either the first in large units: five kernels take 3 s each time.
+# Ragged for two targets, even for two, and of either the first in large units: seven kernels take 4 s each time.
 @pytest.mark.parametrize(
     ("target", "shape"),
     [(SM89, (2**19, 2048)), (SM90, (2**19 + 1, 2045)), (GFX942, (8192, 4096)), (GFX950, (8191, 4093))],
@@ -373,10 +378,11 @@ def test_compiles_without_spills(target: Target, shape: tuple[int, int]) -> None
 def test_launches_and_their_grids_depend_on_shapes_alone() -> None:
     x = torch.empty(1000, 300, dtype=BF16, device="meta")
     kernels = [(launch.name, launch.grid[0]) for launch in launches(SM90, x, 8)]
-    blocks = spread_blocks(1000, 8)
+    blocks, mx_blocks = spread_blocks(1000, 8), spread_blocks(1000, 8, 32)
     assert kernels == [
         ("quantize_spread", 5 * blocks), ("block_amax", 5 * blocks), ("group_scales", 5 * 8),
-        ("quantize_by_group", 5 * blocks), ("quantize_spread_dual", 3 * blocks),
+        ("quantize_by_group", 5 * blocks), ("quantize_spread", 3 * mx_blocks),
+        ("quantize_spread_dual", 3 * blocks), ("quantize_spread_dual", 3 * mx_blocks),
     ]  # fmt: skip
 
 
@@ -465,7 +471,7 @@ def tokens(tail: int = 9, n: int = 40, dtype: torch.dtype = BF16) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
-@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("block", [128, -1, 32])
 @pytest.mark.parametrize("axis", [0, 1])
 @EACH_TAIL
 def test_dequantize_gives_the_tokens_back(tail: int, axis: int, block: int, scale: str) -> None:
@@ -484,7 +490,7 @@ def test_dequantize_gives_the_tokens_back(tail: int, axis: int, block: int, scal
     assert q.dequantize().dtype == BF16
 
 
-@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("block", [128, -1, 32])
 @EACH_TAIL
 def test_groups_of_columns_are_those_of_rows_transposed(tail: int, block: int) -> None:
     x, offsets = tokens(tail)
@@ -500,7 +506,7 @@ def test_groups_of_columns_are_those_of_rows_transposed(tail: int, block: int) -
     assert_same_bits(again.data, rows.data)
 
 
-@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("block", [128, -1, 32])
 def test_dual(block: int) -> None:
     """The rows past the last offset are quantized as any, and are zeros in the groups."""
     x, offsets = tokens()
@@ -608,7 +614,7 @@ def test_needs_no_values_of_the_offsets() -> None:
             assert back.shape == x.shape
 
 
-@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("block", [128, -1, 32])
 def test_one_graph_serves_every_number_of_tokens(block: int, fresh_dynamo: None) -> None:
     def call(x: Tensor, offsets: Tensor) -> tuple[GroupedScaledTensor, Tensor]:
         row, _ = fp8fn.quantize_grouped_dual(x * 2, offsets, block=block)
@@ -631,7 +637,7 @@ def test_one_graph_serves_every_number_of_tokens(block: int, fresh_dynamo: None)
 
 def test_a_compiled_function_takes_one(fresh_dynamo: None) -> None:
     compiled = torch.compile(lambda q: q.mT.dequantize(FP32) * 2, fullgraph=True, dynamic=True, backend="aot_eager")
-    for block, sizes in itertools.product((128, -1), ((100, 30, 70), (5, 0, 300), (5, 800, 900))):
+    for block, sizes in itertools.product((128, -1, 32), ((100, 30, 70), (5, 0, 300), (5, 800, 900))):
         q = fp8fn.quantize_grouped(random(sum(sizes) + 3, 40), ends(sizes), block=block)
         assert torch.equal(compiled(q), q.mT.dequantize(FP32) * 2)
 
@@ -648,13 +654,13 @@ def test_same_bits_every_run() -> None:
 X, ENDS = random(10, 4), ends((4, 6))
 MADE = fp8fn.quantize_grouped(X, ENDS)
 FAULTS: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
-    ("block", lambda: fp8fn.quantize_grouped(X, ENDS, block=64), ValueError, ("block=64", "use 128, or -1")),
-    ("dual block", lambda: fp8fn.quantize_grouped_dual(X, ENDS, block=1), ValueError, ("block=1 ", "use 128, or -1")),
+    ("block", lambda: fp8fn.quantize_grouped(X, ENDS, block=64), ValueError, ("block=64", "use 128, 32, or -1")),
+    ("dual block", lambda: fp8fn.quantize_grouped_dual(X, ENDS, block=1), ValueError, ("block=1 ", "128, 32, or -1")),
     (
         "block of the op",
         lambda: torch.ops.fp8fn.quantize_grouped(X, ENDS, (1, 128)),
         ValueError,
-        ("quantize_grouped: block=(1, 128)", "use one of ((128, 1), (-1, 1))"),
+        ("quantize_grouped: block=(1, 128)", "use one of ((128, 1), (-1, 1), (32, 1))"),
     ),
     ("axis", lambda: fp8fn.quantize_grouped(X, ENDS, 2), ValueError, ("axis=2", "use 0", "1 for columns")),
     ("integers", lambda: fp8fn.quantize_grouped(X.int(), ENDS), TypeError, ("x has dtype torch.int32", "use bfloat16")),
@@ -691,7 +697,7 @@ def test_errors_name_the_argument_and_the_remedy(
         ({"size": 1024}, ValueError, "needs 1280 along axis 0"),
         ({"scale": MADE.scale[:1]}, ValueError, r"scale has shape \(1, 4\); data \(64, 4\) needs \(2, 4\)"),
         ({"block": -1}, ValueError, "needs 10 along axis 0"),
-        ({"block": 64}, ValueError, "block=64 is no block of grouped tokens; use 128, or -1"),
+        ({"block": 64}, ValueError, "block=64 is no block of grouped tokens; use 128, 32, or -1"),
         ({"axis": 1}, ValueError, "along axis 1"),
         ({"axis": 2}, ValueError, "axis=2 is none of a matrix"),
         ({"data": MADE.data[0]}, ValueError, r"data has shape \(4,\)"),

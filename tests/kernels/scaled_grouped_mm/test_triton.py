@@ -19,7 +19,7 @@ from fp8fn.ops.groups import empty_grouped
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.scaled_grouped_mm import empty_grouped_output
-from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
+from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, SM100, Target, native_e4m3
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch, resources
 from fp8fn.ops.triton.scaled_grouped_mm import plan_scaled_grouped_mm
@@ -65,11 +65,12 @@ def by_k(
 
 
 def interpreted(
-    operands: Operands, out_dtype: torch.dtype = torch.float32, config: GemmConfig = SMALL, wide: bool = False
-) -> Tensor:
+    operands: Operands, out_dtype: torch.dtype = torch.float32, config: GemmConfig = SMALL, wide: bool = False,
+    target: Target = SM90,
+) -> Tensor:  # fmt: skip
     *flat, offsets, bias = operands
     out = empty_grouped_output(flat[0], flat[3], offsets, out_dtype).fill_(7.0)
-    product = Parts(*flat, bias, out).product(SM90, offsets=offsets)  # type: ignore[arg-type]
+    product = Parts(*flat, bias, out).product(target, offsets=offsets)  # type: ignore[arg-type]
     (launch,) = plan_scaled_grouped_mm(product, config)
     if wide:
         launch.constexprs["WIDE"] = True  # type: ignore[index]
@@ -98,7 +99,7 @@ def test_rows_blocks(a_block: Block, b_block: Block) -> None:
     assert not out[170:].any()
 
 
-@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("block", [128, -1, 32])
 def test_k_blocks(block: int) -> None:
     out = assert_near(by_k(70, 130, 173, ends_of(*ENDS), block))
     assert not out[[0, 2]].any()
@@ -106,10 +107,22 @@ def test_k_blocks(block: int) -> None:
     assert_near(by_k(70, 130, 1030, ends_of(353, 1025), block))
 
 
+@pytest.mark.parametrize(("k", "dtypes"), [(200, (E5M2, E4M3)), (320, (E4M3, E4M3))], ids=str)
+def test_scales_of_the_matrix_instruction(k: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """MX where an instruction takes the scales of a K tile of several blocks: groups of rows, and of tokens."""
+    mx: Any = {"scale": "rceil", "dtypes": dtypes, "bias": torch.float32}
+    for operands in (
+        by_rows(173, 70, k, ends_of(*ENDS), (1, 32), (32, 1), **mx),
+        by_k(70, 130, 173, ends_of(*ENDS), 32, **mx),
+        by_k(33, 40, 1030, ends_of(353, 353, 1025), 32, **mx),
+    ):
+        assert_near(operands, target=SM100, wide=k == 320)
+
+
 sizes = st.lists(st.one_of(st.sampled_from([0, 1, 3, 127, 128, 129]), st.integers(0, 70)), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("kind", ["rows", "k", "k_whole"])
+@pytest.mark.parametrize("kind", ["rows", "k", "k_whole", "k_mx"])
 def test_drawn_groups(kind: str) -> None:
     @settings(max_examples=8, deadline=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(sizes, st.one_of(st.integers(0, 130), st.just(700)), st.integers(1, 140), st.integers(1, 140))
@@ -121,12 +134,15 @@ def test_drawn_groups(kind: str) -> None:
         if kind == "rows":
             assert_near(by_rows(tokens, n, m, offsets))
         else:
-            assert_near(by_k(m, n, tokens, offsets, 128 if kind == "k" else -1))
+            assert_near(by_k(m, n, tokens, offsets, {"k": 128, "k_whole": -1, "k_mx": 32}[kind]))
 
     check()
 
 
-@pytest.mark.parametrize("multiply", ["reference", "kernel"])
+@pytest.mark.parametrize(
+    ("multiply", "size"),
+    [("reference", 128), ("kernel", 128), ("reference", 32), ("kernel", 32), ("instruction", 32)],
+)
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -135,7 +151,7 @@ def test_drawn_groups(kind: str) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...], multiply: str) -> None:
+def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...], multiply: str, size: int) -> None:
     """Each second group begins with one; the others are those of a loop in float64, and equal whatever the NaN."""
     offsets, tokens = ends_of(*itertools.accumulate(sizes)), sum(sizes) + 40
     clean = torch.randn(tokens, 33), torch.randn(tokens, 40)
@@ -144,16 +160,17 @@ def test_a_nan_in_the_next_groups_first_token_stays_there(sizes: tuple[int, ...]
     for start in (*starts[1::2], offsets[-1]):
         for x in bad:
             x[start] = torch.nan
-    outs = []
+    outs, scale = [], "rceil" if size == 32 else "fp32"
     for x, y in (clean, bad):
-        left, right = (reference.quantize_grouped(side, offsets, (128, 1), E4M3, "fp32") for side in (x, y))
-        operands = (left[0].mT, left[1].mT, (1, 128), *right, (128, 1), offsets, None)
-        outs.append(expected(operands) if multiply == "reference" else interpreted(operands))
+        left, right = (reference.quantize_grouped(side, offsets, (size, 1), E4M3, scale) for side in (x, y))
+        operands = (left[0].mT, left[1].mT, (1, size), *right, (size, 1), offsets, None)
+        target = SM100 if multiply == "instruction" else SM90
+        outs.append(expected(operands) if multiply == "reference" else interpreted(operands, target=target))
         rows, columns = (
-            reference.dequantize_grouped(*side, offsets, (128, 1), tokens).double() for side in (left, right)
+            reference.dequantize_grouped(*side, offsets, (size, 1), tokens).double() for side in (left, right)
         )
-        for group, (start, size) in enumerate(zip(starts, sizes, strict=True)):
-            want = rows[start : start + size].mT @ columns[start : start + size]
+        for group, (start, count) in enumerate(zip(starts, sizes, strict=True)):
+            want = rows[start : start + count].mT @ columns[start : start + count]
             torch.testing.assert_close(outs[-1][group].double(), want, rtol=1e-4, atol=1e-4, equal_nan=True)
     assert torch.equal(outs[0][::2], outs[1][::2])
     assert all(outs[1][group].isnan().all() for group in range(1, len(sizes), 2) if sizes[group])
@@ -274,18 +291,20 @@ def product(
 ) -> TritonLaunch:
     dtype = native_e4m3(target)
     offsets = torch.empty(groups, dtype=torch.int32, device="meta")
+    scale = "rceil" if kind.endswith("mx") else "fp32"
     if kind.startswith("wgrad"):
-        block: Block = (-1, 1) if kind.endswith("rowwise") else (128, 1)
+        block: Block = (-1, 1) if kind.endswith("rowwise") else (32, 1) if kind.endswith("mx") else (128, 1)
         x, y = (torch.empty(tokens, size, device="meta") for size in (k, n))
-        (a, a_scale), b = (empty_grouped(t, groups, block, dtype, "fp32") for t in (x, y))
+        (a, a_scale), b = (empty_grouped(t, groups, block, dtype, scale) for t in (x, y))
         a_args, b_args = (a.mT, a_scale.mT, (1, block[0])), (*b, block)
     else:
-        a_block, b_block = ((1, -1), (-1, 1)) if kind == "rowwise" else ((1, 128), (128, 128))
+        blocks = {"rowwise": ((1, -1), (-1, 1)), "mx": ((1, 32), (32, 1))}
+        a_block, b_block = blocks.get(kind, ((1, 128), (128, 128)))
         x = torch.empty(tokens, k, device="meta")
         w = torch.empty(groups, k, n, device="meta")
-        a_args = (empty_data(x, a_block, dtype), empty_scale(x, a_block, "fp32"), a_block)
+        a_args = (empty_data(x, a_block, dtype), empty_scale(x, a_block, scale), a_block)
         along_k = kind != "dgrad"
-        b_args = (empty_data(w, b_block, dtype, along_k), empty_scale(w, b_block, "fp32", along_k), b_block)
+        b_args = (empty_data(w, b_block, dtype, along_k), empty_scale(w, b_block, scale, along_k), b_block)
     out = empty_grouped_output(a_args[0], b_args[0], offsets, None)
     product = Parts(*a_args, *b_args, None, out).product(target, offsets=offsets)
     return plan_scaled_grouped_mm(product, config)[0]
@@ -309,6 +328,21 @@ def test_fp8_instructions_and_wide_loads_without_spills(target: Target, kind: st
     assert re.search(INSTRUCTIONS[target.name], text)
     assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10|_load_dwordx4", text)
     assert not re.search(r"ld\.global(\.\w+)*\.b8|_load_(u|s)byte", text)
+
+
+SCALED = {
+    "sm100": r"tcgen05\.mma\.cta_group::1\.kind::mxf8f6f4\.block_scale", "gfx950": r"v_mfma_scale_f32_32x32x64_f8f6f4",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["mx", "wgrad_mx"])
+@pytest.mark.parametrize("target", [SM89, SM90, SM100, GFX942, GFX950], ids=lambda target: target.name)
+def test_mx_takes_the_instruction_with_scales_where_there_is_one(target: Target, kind: str) -> None:
+    compiled = product(target, kind).compile()
+    used, text = resources(compiled), compiled.asm["ptx" if target.backend == "cuda" else "amdgcn"]
+    assert (used.spills, used.scratch) == (0, 0), used
+    assert re.search({**INSTRUCTIONS, **SCALED}[target.name], text)
+    assert re.search(r"cp\.async\.cg\.shared\.global \[.*\], \[.*\], 0x10|_load_dwordx4", text)
 
 
 @pytest.mark.parametrize("kind", ["forward", "dgrad", "wgrad"])
