@@ -72,11 +72,14 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     parsed = parse_recipe(recipe_key(recipe))
     places, chosen, kept = choose("gather_fp8", model, where, _why_not)
     for weight, names in chosen.items():
-        parameter = _wrapped(weight, names[0], parsed)
+        form = GatherForm(names[0], tuple(_local(weight).shape), parsed.weight_block, parsed.weight_dtype, parsed.scale)
+        parameter = _wrapped(weight, form)
         for name in names:
             place = places[name]
             setattr(place.module, place.name, parameter)
-            _WRAPPED.setdefault(place.module, {})[place.name] = cast(MasterWeight, _local(parameter))._form
+            if place.module not in _WRAPPED:
+                place.module.register_load_state_dict_pre_hook(_wrap_assigned)
+            _WRAPPED.setdefault(place.module, {})[place.name] = form
     return QuantizedWeights(tuple(name for name in places if any(name in names for names in chosen.values())), kept)
 
 
@@ -91,15 +94,23 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
     return why_not_by_shape(name, weight, module, where)
 
 
-def _wrapped(weight: Tensor, name: str, recipe: Recipe) -> nn.Parameter:
-    local = _local(weight)
-    form = GatherForm(name, tuple(local.shape), recipe.weight_block, recipe.weight_dtype, recipe.scale)
-    master: Tensor = MasterWeight(local.detach(), form)
+def _wrapped(weight: Tensor, form: GatherForm) -> nn.Parameter:
+    master: Tensor = MasterWeight(_local(weight).detach(), form)
     if isinstance(weight, DTensor):  # of tensor parallelism
         master = DTensor.from_local(
             master, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
     return nn.Parameter(master, requires_grad=weight.requires_grad)
+
+
+def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object) -> None:
+    """Before `load_state_dict(assign=True)` puts plain tensors in the place of masters: makes masters of them."""
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module._parameters.items():
+        old, new = _local(parameter), state.get(prefix + name)
+        if isinstance(old, MasterWeight) and type(_local(new)) in (Tensor, nn.Parameter):
+            state[prefix + name] = _wrapped(cast(Tensor, new), old._form)
 
 
 @checked(model=check_module)
@@ -116,7 +127,7 @@ def update_scales(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: A rank's weight was replaced since `gather_fp8`, as `load_state_dict(assign=True)` does.
+        RuntimeError: A rank's weight was replaced since `gather_fp8`, by another parameter of its module.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
@@ -138,8 +149,7 @@ def update_scales(model: nn.Module) -> None:
         if any(weight.replaced or not weight.has_scales for weight in weights) and (found := int(bits[-1])):
             raise RuntimeError(
                 f"update_scales: {weights[found - 1].form.name} was replaced since gather_fp8 on this rank or another, "
-                "by load_state_dict(assign=True) for one; load into the weights that are there, after "
-                "model.to_empty(device=…) if they are on meta"
+                "by another parameter; write into the weights that are there, or load by model.load_state_dict"
             )
         parts = bits[:-1].view(torch.float32).split([weight.blocks for weight in weights])
         for weight, part in zip(weights, parts, strict=True):

@@ -130,6 +130,17 @@ class MasterWeight(Tensor):
         """Checkpoints hold plain tensors."""
         return self._tensor.__reduce_ex__(protocol)
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """PyTorch's own setter changes the wrapper's type and leaves the values: accelerate widens masters by it."""
+        master = value if isinstance(value, MasterWeight) else MasterWeight(value.detach(), self._form)
+        Tensor.data.__set__(self, master)  # type: ignore[attr-defined]
+        self._tensor, self._shard = master._tensor, master._shard
+
     def data_ptr(self) -> int:
         """Where the values lie: accelerate tells an optimizer's parameters apart by it, and a wrapper's own is 0."""
         return self._tensor.data_ptr()
