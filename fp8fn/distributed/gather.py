@@ -72,7 +72,7 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     parsed = parse_recipe(recipe_key(recipe))
     places, chosen, kept = choose("gather_fp8", model, where, _why_not)
     for weight, names in chosen.items():
-        form = GatherForm(names[0], tuple(_local(weight).shape), parsed.weight_block, parsed.weight_dtype, parsed.scale)
+        form = GatherForm(names[0], parsed.weight_block, parsed.weight_dtype, parsed.scale)
         parameter = _wrapped(weight, form)
         for name in names:
             place = places[name]
@@ -166,13 +166,13 @@ class _Placed:
         form, mesh = master._form, parameter.device_mesh
         self.master, self.form, self.device = master, form, torch.device(mesh.device_type)
         self.replaced = replaced
-        (self.shards, dim, self.group, rank) = _shard_of(parameter)
-        step = -(-form.size[dim] // self.shards)
+        (size, shards, dim, self.group, rank) = _shard_of(parameter)
+        step = -(-size[dim] // shards)
         self.start = [0, 0]
-        self.start[dim] = min(rank * step, form.size[dim])
-        self.padded = list(form.size)
+        self.start[dim] = min(rank * step, size[dim])
+        self.padded = size.copy()
         self.padded[dim] = step
-        self.grid = scale_shape(form.size, form.block)
+        self.grid = scale_shape(size, form.block)
         self.blocks = self.grid[0] * self.grid[1]
 
     @property
@@ -235,14 +235,19 @@ def _cuts(size: int, start: int, block: int) -> list[tuple[slice, slice]]:
     return found
 
 
-def _shard_of(parameter: DTensor) -> tuple[int, int, dist.ProcessGroup, int]:
-    """The number of FSDP's shards, the dimension that it cuts, and the group and the rank among the shards."""
-    mesh = parameter.device_mesh
-    for axis, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():  # FSDP's dimensions come first: replicas, then shards
-            dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard, or PyTorch's private strided one
-            return mesh.size(axis), dim, mesh.get_group(axis), mesh.get_local_rank(axis)
-    return 1, 0, mesh.get_group(0), 0
+def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGroup, int]:
+    """The matrix that FSDP shards, the number of shards, the dimension that is cut, and the group and rank."""
+    mesh, size = parameter.device_mesh, list(parameter.shape)
+    cuts: list[tuple[int, Any]] = [
+        (axis, placement) for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    ]
+    if not cuts:
+        return size, 1, 0, mesh.get_group(0), 0
+    (axis, cut), *inner = cuts  # FSDP's dimensions come first: replicas, then shards; then those of tensor parallelism
+    for other, placement in inner:
+        step = -(-size[placement.dim] // mesh.size(other))
+        size[placement.dim] = max(0, min(step, size[placement.dim] - mesh.get_local_rank(other) * step))
+    return size, mesh.size(axis), cut.dim, mesh.get_group(axis), mesh.get_local_rank(axis)
 
 
 def _sharded(model: nn.Module) -> Iterator[_Placed]:

@@ -23,10 +23,9 @@ aten = torch.ops.aten
 
 
 class GatherForm(NamedTuple):
-    """How a weight is quantized for the gather: its name, the matrix that FSDP shards, and the format."""
+    """How a weight is quantized for the gather: its name, and the format."""
 
     name: str
-    size: tuple[int, ...]
     block: Block
     dtype: torch.dtype | None
     scale: str
