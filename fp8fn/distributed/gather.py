@@ -16,6 +16,7 @@ from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight
 from fp8fn.ops.layout import WHOLE, is_square, scale_shape, turned
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.sharded import local_of
 from fp8fn.site import Where, check_where
 from fp8fn.weights.form import bytes_of
 from fp8fn.weights.quantize import (
@@ -84,7 +85,7 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
 
 
 def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str | None:
-    local = _local(weight)
+    local = local_of(weight)
     if isinstance(local, MasterWeight):
         return "it is gathered in FP8 already"
     if type(local) not in (Tensor, nn.Parameter):
@@ -95,7 +96,7 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
 
 
 def _wrapped(weight: Tensor, form: GatherForm) -> nn.Parameter:
-    master: Tensor = MasterWeight(_local(weight).detach(), form)
+    master: Tensor = MasterWeight(local_of(weight).detach(), form)
     if isinstance(weight, DTensor):  # of tensor parallelism
         master = DTensor.from_local(
             master, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
@@ -108,8 +109,8 @@ def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metada
     if not metadata.get("assign_to_params_buffers", False):
         return
     for name, parameter in module._parameters.items():
-        old, new = _local(parameter), state.get(prefix + name)
-        if isinstance(old, MasterWeight) and type(_local(new)) in (Tensor, nn.Parameter):
+        old, new = local_of(parameter), state.get(prefix + name)
+        if isinstance(old, MasterWeight) and type(local_of(new)) in (Tensor, nn.Parameter):
             state[prefix + name] = _wrapped(cast(Tensor, new), old._form)
 
 
@@ -257,15 +258,10 @@ def _sharded(model: nn.Module) -> Iterator[_Placed]:
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, DTensor) or id(parameter) in seen:
                 continue
-            local = _local(parameter)
+            local = local_of(parameter)
             if isinstance(local, MasterWeight):
                 seen.add(id(parameter))
                 yield _Placed(parameter, local)
             elif name in forms:
                 seen.add(id(parameter))
                 yield _Placed(parameter, MasterWeight(local, forms[name]), replaced=True)
-
-
-def _local(parameter: Any) -> Any:
-    with torch.no_grad():
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter

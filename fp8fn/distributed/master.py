@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.ops.layout import Block
+from fp8fn.ops.sharded import local_of
 from fp8fn.weights.form import Form
 from fp8fn.weights.fp8_weight import weight_of
 
@@ -178,8 +179,9 @@ class MasterWeight(Tensor):
         size = metadata.size
         data = outputs[0].reshape(-1)[: math.prod(size)].view(size).view(metadata.dtype)
         if out is not None:
-            with torch.no_grad():  # otherwise the local tensor of a DTensor would be a view of it
-                weight = out.to_local() if hasattr(out, "to_local") else out
+            weight = local_of(
+                out
+            )  # `to_local` of a parameter is a view from PyTorch 2.13 on, whose attributes are lost
             weight._data, weight._scale = data, metadata.scale
             return None
         form = Form(metadata.block, param_dtype or self.dtype, gathered=True)
