@@ -16,6 +16,7 @@ from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight
 from fp8fn.ops.layout import WHOLE, is_square, scale_shape, turned
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
+from fp8fn.ops.sharded import local_of
 from fp8fn.site import Where, check_where
 from fp8fn.weights.form import bytes_of
 from fp8fn.weights.quantize import (
@@ -72,16 +73,19 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     parsed = parse_recipe(recipe_key(recipe))
     places, chosen, kept = choose("gather_fp8", model, where, _why_not)
     for weight, names in chosen.items():
-        parameter = _wrapped(weight, names[0], parsed)
+        form = GatherForm(names[0], parsed.weight_block, parsed.weight_dtype, parsed.scale)
+        parameter = _wrapped(weight, form)
         for name in names:
             place = places[name]
             setattr(place.module, place.name, parameter)
-            _WRAPPED.setdefault(place.module, {})[place.name] = cast(MasterWeight, _local(parameter))._form
+            if place.module not in _WRAPPED:
+                place.module.register_load_state_dict_pre_hook(_wrap_assigned)
+            _WRAPPED.setdefault(place.module, {})[place.name] = form
     return QuantizedWeights(tuple(name for name in places if any(name in names for names in chosen.values())), kept)
 
 
 def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str | None:
-    local = _local(weight)
+    local = local_of(weight)
     if isinstance(local, MasterWeight):
         return "it is gathered in FP8 already"
     if type(local) not in (Tensor, nn.Parameter):
@@ -91,15 +95,23 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
     return why_not_by_shape(name, weight, module, where)
 
 
-def _wrapped(weight: Tensor, name: str, recipe: Recipe) -> nn.Parameter:
-    local = _local(weight)
-    form = GatherForm(name, tuple(local.shape), recipe.weight_block, recipe.weight_dtype, recipe.scale)
-    master: Tensor = MasterWeight(local.detach(), form)
+def _wrapped(weight: Tensor, form: GatherForm) -> nn.Parameter:
+    master: Tensor = MasterWeight(local_of(weight).detach(), form)
     if isinstance(weight, DTensor):  # of tensor parallelism
         master = DTensor.from_local(
             master, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
     return nn.Parameter(master, requires_grad=weight.requires_grad)
+
+
+def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object) -> None:
+    """Before `load_state_dict(assign=True)` puts plain tensors in the place of masters: makes masters of them."""
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for name, parameter in module._parameters.items():
+        old, new = local_of(parameter), state.get(prefix + name)
+        if isinstance(old, MasterWeight) and type(local_of(new)) in (Tensor, nn.Parameter):
+            state[prefix + name] = _wrapped(cast(Tensor, new), old._form)
 
 
 @checked(model=check_module)
@@ -116,7 +128,7 @@ def update_scales(model: nn.Module) -> None:
 
     Raises:
         TypeError: `model` is no module.
-        RuntimeError: A rank's weight was replaced since `gather_fp8`, as `load_state_dict(assign=True)` does.
+        RuntimeError: A rank's weight was replaced since `gather_fp8`, by another parameter of its module.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(256, 512), torch.nn.Linear(512, 256))
@@ -138,8 +150,7 @@ def update_scales(model: nn.Module) -> None:
         if any(weight.replaced or not weight.has_scales for weight in weights) and (found := int(bits[-1])):
             raise RuntimeError(
                 f"update_scales: {weights[found - 1].form.name} was replaced since gather_fp8 on this rank or another, "
-                "by load_state_dict(assign=True) for one; load into the weights that are there, after "
-                "model.to_empty(device=…) if they are on meta"
+                "by another parameter; write into the weights that are there, or load by model.load_state_dict"
             )
         parts = bits[:-1].view(torch.float32).split([weight.blocks for weight in weights])
         for weight, part in zip(weights, parts, strict=True):
@@ -156,13 +167,13 @@ class _Placed:
         form, mesh = master._form, parameter.device_mesh
         self.master, self.form, self.device = master, form, torch.device(mesh.device_type)
         self.replaced = replaced
-        (self.shards, dim, self.group, rank) = _shard_of(parameter)
-        step = -(-form.size[dim] // self.shards)
+        (size, shards, dim, self.group, rank) = _shard_of(parameter)
+        step = -(-size[dim] // shards)
         self.start = [0, 0]
-        self.start[dim] = min(rank * step, form.size[dim])
-        self.padded = list(form.size)
+        self.start[dim] = min(rank * step, size[dim])
+        self.padded = size.copy()
         self.padded[dim] = step
-        self.grid = scale_shape(form.size, form.block)
+        self.grid = scale_shape(size, form.block)
         self.blocks = self.grid[0] * self.grid[1]
 
     @property
@@ -225,14 +236,19 @@ def _cuts(size: int, start: int, block: int) -> list[tuple[slice, slice]]:
     return found
 
 
-def _shard_of(parameter: DTensor) -> tuple[int, int, dist.ProcessGroup, int]:
-    """The number of FSDP's shards, the dimension that it cuts, and the group and the rank among the shards."""
-    mesh = parameter.device_mesh
-    for axis, placement in enumerate(parameter.placements):
-        if not placement.is_replicate():  # FSDP's dimensions come first: replicas, then shards
-            dim: int = placement.dim  # type: ignore[attr-defined]  # a Shard, or PyTorch's private strided one
-            return mesh.size(axis), dim, mesh.get_group(axis), mesh.get_local_rank(axis)
-    return 1, 0, mesh.get_group(0), 0
+def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGroup, int]:
+    """The matrix that FSDP shards, the number of shards, the dimension that is cut, and the group and rank."""
+    mesh, size = parameter.device_mesh, list(parameter.shape)
+    cuts: list[tuple[int, Any]] = [
+        (axis, placement) for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()
+    ]
+    if not cuts:
+        return size, 1, 0, mesh.get_group(0), 0
+    (axis, cut), *inner = cuts  # FSDP's dimensions come first: replicas, then shards; then those of tensor parallelism
+    for other, placement in inner:
+        step = -(-size[placement.dim] // mesh.size(other))
+        size[placement.dim] = max(0, min(step, size[placement.dim] - mesh.get_local_rank(other) * step))
+    return size, mesh.size(axis), cut.dim, mesh.get_group(axis), mesh.get_local_rank(axis)
 
 
 def _sharded(model: nn.Module) -> Iterator[_Placed]:
@@ -242,15 +258,10 @@ def _sharded(model: nn.Module) -> Iterator[_Placed]:
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, DTensor) or id(parameter) in seen:
                 continue
-            local = _local(parameter)
+            local = local_of(parameter)
             if isinstance(local, MasterWeight):
                 seen.add(id(parameter))
                 yield _Placed(parameter, local)
             elif name in forms:
                 seen.add(id(parameter))
                 yield _Placed(parameter, MasterWeight(local, forms[name]), replaced=True)
-
-
-def _local(parameter: Any) -> Any:
-    with torch.no_grad():
-        return parameter.to_local() if isinstance(parameter, DTensor) else parameter

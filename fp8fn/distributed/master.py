@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.ops.layout import Block
+from fp8fn.ops.sharded import local_of
 from fp8fn.weights.form import Form
 from fp8fn.weights.fp8_weight import weight_of
 
@@ -23,10 +24,9 @@ aten = torch.ops.aten
 
 
 class GatherForm(NamedTuple):
-    """How a weight is quantized for the gather: its name, the matrix that FSDP shards, and the format."""
+    """How a weight is quantized for the gather: its name, and the format."""
 
     name: str
-    size: tuple[int, ...]
     block: Block
     dtype: torch.dtype | None
     scale: str
@@ -130,6 +130,17 @@ class MasterWeight(Tensor):
         """Checkpoints hold plain tensors."""
         return self._tensor.__reduce_ex__(protocol)
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        """PyTorch's own setter changes the wrapper's type and leaves the values: accelerate widens masters by it."""
+        master = value if isinstance(value, MasterWeight) else MasterWeight(value.detach(), self._form)
+        Tensor.data.__set__(self, master)  # type: ignore[attr-defined]
+        self._tensor, self._shard = master._tensor, master._shard
+
     def data_ptr(self) -> int:
         """Where the values lie: accelerate tells an optimizer's parameters apart by it, and a wrapper's own is 0."""
         return self._tensor.data_ptr()
@@ -168,8 +179,9 @@ class MasterWeight(Tensor):
         size = metadata.size
         data = outputs[0].reshape(-1)[: math.prod(size)].view(size).view(metadata.dtype)
         if out is not None:
-            with torch.no_grad():  # otherwise the local tensor of a DTensor would be a view of it
-                weight = out.to_local() if hasattr(out, "to_local") else out
+            weight = local_of(
+                out
+            )  # `to_local` of a parameter is a view from PyTorch 2.13 on, whose attributes are lost
             weight._data, weight._scale = data, metadata.scale
             return None
         form = Form(metadata.block, param_dtype or self.dtype, gathered=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.sharded import local_of
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights import fsdp
 from fp8fn.weights.form import Form, bytes_of
@@ -217,7 +218,8 @@ class FP8Weight(Tensor):
         """The whole weight over the gathered bytes; `out` is that of an earlier gather."""
         data, scale = fsdp.after_gather(outputs, metadata)
         if out is not None:
-            out._data, out._scale = data, scale
+            weight = local_of(out)
+            weight._data, weight._scale = data, scale
             return None
         form = metadata.form._replace(dtype=param_dtype or metadata.form.dtype, shares=False)
         return weight_of(data, scale, form), outputs

@@ -221,16 +221,22 @@ def _wire() -> None:
         assert 0 < gathered["fp8fn"] < 0.55 * gathered.get("torch", 8 * x.numel())
 
 
-def _two_dimensions(replicas: int, *, fp8_wire: bool = False, compiled: bool = False) -> None:
-    """FSDP2 beside tensor parallelism. All ranks of FSDP2 have one batch, whose gradients their mean is."""
+def _two_dimensions(replicas: int, *, fp8_wire: str = "", compiled: bool = False) -> None:
+    """FSDP2 beside tensor parallelism, before or after which weights are prepared for a gather in FP8.
+
+    All ranks of FSDP2 have one batch, whose gradients their mean is.
+    """
     reference, expected = _trained()
     tokens, targets = _batch()
     _forget_graphs()
     mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "tp"))
-    model: Any = _parallel(_plain() if compiled else _model(), mesh["tp"], torch_styles, local_loss=False)
+    model: Any = _plain() if compiled else _model()
+    if fp8_wire == "before":
+        assert len(gather_fp8(model.block, recipe="blockwise_pow2").quantized) == 7
+    _parallel(model, mesh["tp"], torch_styles, local_loss=False)
     if compiled:
         _compile(model, whole=False)
-    if fp8_wire:
+    if fp8_wire == "after":
         assert len(gather_fp8(model.block, recipe="blockwise_pow2").quantized) == 7
     fully_shard(model.block, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
@@ -241,6 +247,12 @@ def _two_dimensions(replicas: int, *, fp8_wire: bool = False, compiled: bool = F
     assert _was_compiled() == compiled
     assert abs(loss.item() - expected) < 1e-5
     _same(reference, model, 35)
+    if fp8_wire:  # a step: no scale stays as it was at the first gather
+        with torch.no_grad():
+            for parameter in (*model.block.parameters(), *reference.block.parameters()):
+                parameter.mul_(2)
+        update_scales(model)
+        assert abs(_loss(model(tokens), targets) - _loss(reference(tokens), targets)) < 1e-5
 
 
 def _of_two() -> None:
@@ -259,8 +271,8 @@ def _of_four() -> None:
     _styles("torch", local_loss=True, compiled="whole")
     _wire()
     _two_dimensions(2)
-    _two_dimensions(2, fp8_wire=True)
-    _two_dimensions(2, fp8_wire=True, compiled=True)
+    _two_dimensions(2, fp8_wire="before")
+    _two_dimensions(2, fp8_wire="after", compiled=True)
 
 
 def _run(rank: int, store: str, cases: Callable[[], None], ranks: int) -> None:

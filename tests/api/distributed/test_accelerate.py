@@ -27,9 +27,10 @@ class Case(NamedTuple):
     mixed_precision: str = "no"
     backend: str | None = None
     tolerance: float = 1e-6
+    rank_0_loads: bool = False
 
 
-CASES = (Case(), Case("bf16", tolerance=1e-3), Case(backend="fp8fn", tolerance=1e-3))
+CASES = (Case(), Case("bf16", tolerance=1e-3), Case(backend="fp8fn", tolerance=1e-3), Case(rank_0_loads=True))
 
 
 def _model() -> Any:
@@ -76,9 +77,13 @@ def _prepared(case: Case) -> tuple[Any, Any, Any]:
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     model = _model()
+    if case.rank_0_loads and dist.get_rank() > 0:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=False,
+        cpu_ram_efficient_loading=case.rank_0_loads,
     )  # fmt: skip
     accelerator = Accelerator(cpu=True, mixed_precision=case.mixed_precision)
     # accelerate shards on accelerators only, and says nothing on a CPU.

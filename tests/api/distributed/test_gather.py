@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -292,6 +293,37 @@ def _meta_and_checkpoints(folder: str) -> None:
     assert torch.equal(other(x), expected)
 
 
+def _assigned() -> None:
+    """Weights that come by assignment, sharded or from rank 0 alone, are gathered in FP8 as those before."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    x, whole = _tokens(0, 0), _model(309)
+    state = {name: value.detach() + 1 for name, value in whole.state_dict().items()}
+    expected = _model(309)
+    expected.load_state_dict(state)
+    _in_fp8(expected, "blockwise")
+    with torch.device("meta"):
+        model = nn.Sequential(*(Block(309, False) for _ in range(2)))
+    gather_fp8(model)
+    _in_fp8(model, "blockwise")
+    _sharded(model, {})
+    for loaded in (state, whole.state_dict()):  # the second one after a forward
+        set_model_state_dict(model, dict(loaded) if dist.get_rank() == 0 else {}, options=options)
+        with pytest.raises(RuntimeError, match=r"has no scales yet|changed since"):
+            model(x)
+        update_scales(model)
+        expected.load_state_dict(loaded)
+        torch.testing.assert_close(model(x), expected(x), rtol=1e-6, atol=1e-6)
+        _same_bits(model, Case(309))
+    sharded = {name: value.detach() * 2 for name, value in model.state_dict().items()}
+    model.load_state_dict(sharded, assign=True)
+    with pytest.raises(RuntimeError, match="has no scales yet"):
+        model(x)
+    update_scales(model)
+    model(x)
+    _same_bits(model, Case(309))
+    torch.testing.assert_close(model[0].up.weight.full_tensor() + 0, whole[0].up.weight.detach() * 2)
+
+
 def _run(rank: int, folder: str) -> None:
     warnings.simplefilter("error")
     for kind in (FutureWarning, DeprecationWarning, UserWarning):  # PyTorch's own
@@ -306,6 +338,7 @@ def _run(rank: int, folder: str) -> None:
         _replaced((1,))
         _plain_products()
         _meta_and_checkpoints(f"{folder}/checkpoint")
+        _assigned()
     finally:
         dist.destroy_process_group()
 
@@ -362,3 +395,16 @@ def test_masters_lie_at_addresses_of_their_own() -> None:
 def test_a_recipe_whose_weights_have_two_forms() -> None:
     with pytest.raises(ValueError, match=r"gather_fp8: recipe has weight_block=\(-1, 1\), whose data for the forward"):
         gather_fp8(nn.Linear(256, 256), recipe="rowwise")
+
+
+def test_the_values_of_a_master_are_replaced() -> None:
+    """As accelerate does, which widens a model's masters under mixed precision."""
+    model = nn.Sequential(nn.Linear(256, 512, bias=False)).bfloat16()
+    gather_fp8(model)
+    weight = model[0].weight
+    weight.data = weight.data.float() * 3
+    assert {weight.dtype, weight.detach().dtype, (weight.detach() + 0).dtype} == {torch.float32}
+    weight.data.fill_(2)
+    assert torch.equal(model(torch.ones(256)), torch.full((512,), 512.0))
+    assert weight.is_leaf
+    assert weight.requires_grad
