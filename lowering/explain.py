@@ -214,7 +214,7 @@ def _with_substitutions(
     for found in (*by_origin.values(), *backward):
         op = f"{found.target}, backward of {found.origin}" if found.backward else found.target
         merged.append(Row(node=found.node, source=found.source, op=op, weight="", shape=found.shape,
-                          kernel=_made(found), reason=found.reason))  # fmt: skip
+                          kernel=_made(found), reason=found.reason, backward=found.backward))  # fmt: skip
     return merged
 
 
@@ -257,15 +257,17 @@ def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: R
 @contextmanager
 def _without_cache(model: Callable[..., Any]) -> Iterator[None]:
     """Runs a transformers model on meta without its cache of keys, whose first tensor Dynamo can't trace there."""
-    config: Any = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or not getattr(config, "use_cache", False):
-        yield
-        return
-    config.use_cache = not any(parameter.is_meta for parameter in model.parameters())
+    configs: list[tuple[Any, Any]] = []
+    if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
+        found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        configs = [(config, config.use_cache) for config in found.values() if getattr(config, "use_cache", False)]
     try:
+        for config, _ in configs:
+            config.use_cache = False
         yield
     finally:
-        config.use_cache = True
+        for config, before in configs:
+            config.use_cache = before
 
 
 @contextmanager

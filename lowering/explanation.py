@@ -26,7 +26,8 @@ class Row:
     """One product: its node, source line and sizes, and its kernel or the reason to leave it alone.
 
     `shape` is `(M, N, K)`, or `(E, M, N, K)` for a product of E groups, where M or K sums over the groups; `batch` is
-    the number of such products. `estimated` and `measured` are the µs of forward and backward, in FP8 with all
+    the number of such products. `backward`: a pattern found it in the backward; other rows are forward products, which
+    the backward follows. `estimated` and `measured` are the µs of forward and backward, in FP8 with all
     quantization and in bf16; None if the recipe cannot take the product, or if the time is unknown or was not
     requested.
     """
@@ -39,6 +40,7 @@ class Row:
     kernel: str | None
     reason: str | None
     batch: int = 1
+    backward: bool = False
     estimated: Times | None = None
     measured: Times | None = None
 
@@ -52,8 +54,8 @@ class Row:
     def brief(self) -> str:
         """The kernel without its configuration and grid, or the reason without the times, which stand beside it."""
         if self.reason:
-            return re.sub(r"\d+ µs in FP8 [^:;]*? by ", "estimated by ", self.reason)
-        return re.sub(r"\[[^]]*\]| grid=\S+", "", self.kernel or "")
+            return re.sub(r"\d+ µs in FP8 [^:;]*? and backward by ", "estimated by ", self.reason)
+        return re.sub(r"\[[^]]*\]| \w+=\S+|(?<=\()\S+ modelled; ", "", self.kernel or "")
 
 
 @dataclass(frozen=True, repr=False)
@@ -79,8 +81,8 @@ class Explanation:
 
     @property
     def share(self) -> float | None:
-        """The part of all products' operations that is in FP8; None where a size is not known, or all are 0."""
-        counts = [(row.operations, row.reason is None) for row in self.rows]
+        """The part of all forward products' operations that is in FP8; None where a size is not known, or all are 0."""
+        counts = [(row.operations, row.reason is None) for row in self.rows if not row.backward]
         whole = sum(count or 0.0 for count, _ in counts)
         if not whole or any(count is None for count, _ in counts):
             return None
@@ -116,12 +118,12 @@ class Explanation:
         return f"Explanation({self._foot()[0]})"
 
     def _repr_html_(self) -> str:
-        """The same in one table for a notebook, whose pointer over a kernel's name shows its configuration."""
+        """The same in one table for a notebook, whose last column shows all of a kernel or reason under the pointer."""
         lines = ["".join(f"<th>{escape(cell)}</th>" for cell in (*self._head(), "kernel, or why not"))]
         for rows in self._alike():
             cells = "".join(f"<td>{escape(cell)}</td>" for cell in self._cells(rows))
             outcome = rows[0].brief if rows[0].kernel else f"- {rows[0].brief}"
-            lines.append(f'{cells}<td title="{escape(rows[0].kernel or "")}">{escape(outcome)}</td>')
+            lines.append(f'{cells}<td title="{escape(rows[0].kernel or rows[0].reason or "")}">{escape(outcome)}</td>')
         table = "".join(f"<tr>{line}</tr>" for line in lines)
         return f"<table>{table}</table>" + "".join(f"<p>{escape(line)}</p>" for line in self._foot())
 

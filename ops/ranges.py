@@ -32,4 +32,4 @@ class Named:
 
 
 def _nvtx(title: str) -> AbstractContextManager[Any]:
-    return torch.cuda.nvtx.range(title) if torch.cuda.is_available() else nullcontext()
+    return torch.cuda.nvtx.range("{}", title) if torch.cuda.is_available() else nullcontext()

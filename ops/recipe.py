@@ -169,6 +169,7 @@ class Recipe:
             activation_block=self.gradient_block,
             wgrad_activation_block=None,
             activation_dtype=self.gradient_dtype,
+            accumulate="promoted",
         )
 
     @property
@@ -180,6 +181,7 @@ class Recipe:
             wgrad_activation_block=None,
             weight_block=swap(self.gradient_block),
             weight_dtype=self.gradient_dtype,
+            accumulate="promoted",
         )
 
 

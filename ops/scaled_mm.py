@@ -27,6 +27,7 @@ SCALED_MM_SCHEMA: Final = (
     " -> Tensor"
 )
 _FAST: Final = "scaled_mm: fast_accumulation=True"
+_FAST_TILES: Final = 1024
 
 
 Parts: TypeAlias = tuple[Tensor, Tensor, Sequence[int]]
@@ -231,9 +232,10 @@ def _by_cublaslt(product: ScaledProduct) -> str | None:
 
 
 def _rows_by_cublaslt(product: ScaledProduct) -> str | None:
-    """Why cuBLASLt's fast accumulation does not serve, or None: its products by rows are the faster ones."""
-    if product.a.block == (WHOLE, WHOLE):
-        return "scales of whole tensors, which it does not multiply faster"
+    """Why cuBLASLt's fast accumulation is not known to be faster than the promoting kernel, or None."""
+    tiles = -(-product.m // 128) * -(-product.n // 128)
+    if product.a.block == (WHOLE, WHOLE) or tiles < _FAST_TILES:
+        return f"it was measured to be faster by rows, with {_FAST_TILES} tiles of 128x128 or more"
     return _by_cublaslt(product) if cublaslt.allowed() else "it is left out here"
 
 
@@ -303,15 +305,16 @@ SCALED_MM: Final = Dispatch(
     named=_named,
 )
 
-# On an H200 (`bench dense`, docs/benchmarks.md) cuBLASLt's fast accumulation has 1360 TFLOP/s by rows, where the kernel
-# that promotes has 1219; by tensors 1260 and 1299, and the tables decide as ever.
+# By rows cuBLASLt's fast accumulation has 1360 TFLOP/s on an H200 in the geometric mean of five shapes, of which the
+# smallest is 4096,4096,4096, and the kernel that promotes 1219; below, and by tensors, the latter is no slower
+# (`bench dense`, also `--suite small`, docs/benchmarks.md) and the tables decide as ever.
 SCALED_MM_FAST: Final = dataclasses.replace(
     SCALED_MM,
     op="scaled_mm, fast accumulation",
     operands=_fast_operands,
     kernels=(
-        dataclasses.replace(SCALED_MM.kernels[0], accepts=_rows_by_cublaslt, named_only=False),
-        *SCALED_MM.kernels[1:],
+        Kernel("cublaslt_fast", _rows_by_cublaslt, no_config, lambda product, _: cublaslt.plan(product)),
+        *SCALED_MM.kernels,
     ),
     named=lambda product: None if _rows_by_cublaslt(product) is None else _named(product),
     faults={},

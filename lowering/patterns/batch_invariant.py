@@ -31,6 +31,8 @@ def mark(graph: Graph) -> None:
             given = arguments_of(node)
             if not given["batch_invariant"]:
                 given["batch_invariant"] = True
+                if given.get("fast_accumulation"):  # a permission, which one order of sums overrules
+                    given["fast_accumulation"] = False
                 _replace(graph, node, node.target, tuple(given.values()))
 
 

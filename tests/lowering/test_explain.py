@@ -124,6 +124,26 @@ def test_a_transformers_model_with_its_cache_on_meta() -> None:
     assert model.config.use_cache
 
 
+def test_a_config_that_can_not_be_written_is_left_alone() -> None:
+    model = nn.Linear(512, 512)
+
+    class Frozen:
+        use_cache = property(lambda self: True)
+
+    model.config = Frozen()  # type: ignore[assignment]
+    assert fp8fn.explain(model, torch.randn(32, 512), show=False).substituted == 1
+
+
+def test_the_caches_of_both_halves_on_meta() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=128, num_layers=1, num_heads=2)
+    with torch.device("meta"):
+        model, tokens = transformers.T5ForConditionalGeneration(config), torch.zeros(1, 8, dtype=torch.long)
+    explanation = fp8fn.explain(model, input_ids=tokens, decoder_input_ids=tokens, show=False)
+    assert len(explanation.rows) > 10
+    assert model.decoder.config.use_cache
+
+
 def test_no_column_where_there_is_nothing_to_show() -> None:
     model, x = meta(8192)
     for options in ({}, {"target": "sm90", "recipe": MXFP8}):

@@ -35,7 +35,7 @@ def hopper(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyP
 
 
 def profiled() -> list[str]:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         for _ in range(2):
             quantize.quantize_kernel(torch.empty(256, 512, dtype=torch.bfloat16), (1, 128))
     return [event.name for event in profile.events() if event.name.startswith("fp8fn::")]
@@ -77,7 +77,7 @@ def test_nvtx_and_values_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ranges, "ENABLED", True)
     monkeypatch.setattr(call_cache, "_kept", OrderedDict())
     range_of = torch.cuda.nvtx.range
-    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda title: pushed.append(title) or range_of(title))
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda form, title: pushed.append(title) or range_of(form, title))
     found = fp8fn.quantize(x, (1, 128))
     assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8))
     assert [title.split()[0] for title in pushed] == ["fp8fn::quantize"]
