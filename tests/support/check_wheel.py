@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 LARGEST: Final = 1_500_000  # bytes
-RUNS: Final = (".cu", ".cuh", ".h", ".hip", ".py", ".typed")
+RUNS: Final = (".cu", ".cuh", ".h", ".hip", ".py", ".typed", "cli/help.json")
 
 
 def faults(wheel: Path, source: Path) -> list[str]:
@@ -18,7 +18,8 @@ def faults(wheel: Path, source: Path) -> list[str]:
         held = {name for name in archive.namelist() if name.startswith("fp8fn/")}
     wanted = set()
     for folder, _, names in os.walk(source / "fp8fn", followlinks=True):
-        wanted |= {(Path(folder) / name).relative_to(source).as_posix() for name in names if name.endswith(RUNS)}
+        paths = {(Path(folder) / name).relative_to(source).as_posix() for name in names}
+        wanted |= {path for path in paths if path.endswith(RUNS)}
     found = [f"the wheel lacks {name}" for name in sorted(wanted - held)]
     tables = "fp8fn/ops/tuning/tables/"
     found += [f"the wheel has {name}" for name in sorted(held - wanted) if not name.startswith(tables)]
