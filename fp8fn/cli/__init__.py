@@ -132,7 +132,7 @@ def _asks_for_help(rest: Sequence[str]) -> bool:
 
 
 def _kept_help(name: str) -> str:
-    """What a command's parser prints for `--help`, from the file that `fp8fn.cli.help` makes."""
+    """The output of a command's parser for `--help`, from the file that `fp8fn.cli.help` makes."""
     return str(json.loads(Path(__file__).with_name("help.json").read_text(encoding="utf-8"))[name])
 
 

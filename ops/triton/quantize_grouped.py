@@ -40,7 +40,7 @@ class GroupedTile:
 # 64 elements a thread spill on no target, also for ragged sizes and a column-major `x`; twice as many spill on sm90.
 TILE: Final = GroupedTile(64, 4)
 DUAL_TILE: Final = GroupedTile(128, 8)
-# Of blocks of 32 tokens.
+# The tile for blocks of 32 tokens.
 MX_TILE: Final = GroupedTile(128, 4)
 
 

@@ -53,7 +53,7 @@ def hopper(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(torch.ops.fp8fn, name, op)
     monkeypatch.setattr(bypass, "shortest", lambda dispatched, direct, *_, **__: direct)
     kernel._choice_by_value.cache_clear()  # of another test's product of the same shape
-    # What a process loads and computes once: the tables, the model's tiles.
+    # A process loads the tables and computes the model's tiles once: here.
     fp8fn.gemm(torch.empty(512, 512, dtype=BF16), torch.empty(512, 512, dtype=BF16).mT)
 
 
