@@ -92,15 +92,11 @@ def product(
     a: Quantized, b: Quantized, bias: Tensor | None, out_dtype: torch.dtype, batch_invariant: bool = False,
     *, fast: bool = False,
 ) -> Tensor:  # fmt: skip
-    if fast:
-        quick: Tensor = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype, False, True)
-        return quick
-    if batch_invariant:
-        out: Tensor = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype, True)
-    elif is_mx(a.scale, a.block, b.scale, b.block):
-        out = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
+    flags = (batch_invariant, True) if fast else (True,) * batch_invariant
+    if not flags and is_mx(a.scale, a.block, b.scale, b.block):
+        out: Tensor = torch.ops.fp8fn.mx_mm(a.data, a.scale, b.data, b.scale, bias, out_dtype)
     else:
-        out = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype)
+        out = torch.ops.fp8fn.scaled_mm(*a, *b, bias, out_dtype, *flags)
     return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
 from typing import Any, Final, Literal, get_args
@@ -208,14 +209,14 @@ PRESETS: Final = {
 }
 
 
-def check_fast(name: str, a_block: Block, b_block: Block, batch_invariant: bool) -> None:
+def check_fast(name: str, a_block: Sequence[int], b_block: Sequence[int], batch_invariant: bool) -> None:
     """ValueError where sums can't stay in the tensor core's accumulator."""
     if batch_invariant:
         raise ValueError(f"{name}, and batch_invariant=True asks for one order of sums; leave one of them out")
     if (a_block[1], b_block[0]) != (WHOLE, WHOLE):
         raise ValueError(
-            f"{name}, and blocks {a_block} and {b_block} have several scales along K, each of which needs a promotion; "
-            "use the blocks of ROWWISE or TENSORWISE"
+            f"{name}, and blocks {tuple(a_block)} and {tuple(b_block)} have several scales along K, each of "
+            "which needs a promotion; use the blocks of ROWWISE or TENSORWISE"
         )
 
 

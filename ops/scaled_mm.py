@@ -140,7 +140,7 @@ def scaled_mm_reference(  # noqa: PLR0913 - an op's signature
 ) -> Tensor:  # fmt: skip
     left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     if fast_accumulation:
-        check_fast(_FAST, left.block, right.block, batch_invariant)
+        check_fast(_FAST, a_block, b_block, batch_invariant)
     return reference.scaled_mm(left, right, bias, out_dtype or torch.bfloat16, batch_invariant)
 
 
@@ -150,9 +150,9 @@ def scaled_mm_fake(  # noqa: PLR0913  an op's signature
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, batch_invariant: bool = False,
     fast_accumulation: bool = False,
 ) -> Tensor:  # fmt: skip
-    left, right = check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
+    check_scaled_mm((a, a_scale, a_block), (b, b_scale, b_block), bias, out_dtype)
     if fast_accumulation:
-        check_fast(_FAST, left.block, right.block, batch_invariant)
+        check_fast(_FAST, a_block, b_block, batch_invariant)
     return empty_output(a, b, out_dtype)
 
 
@@ -162,8 +162,8 @@ def scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, batch_invariant: bool = False,
     fast_accumulation: bool = False,
 ) -> Tensor:  # fmt: skip
-    if fast_accumulation and batch_invariant:
-        check_fast(_FAST, (1, WHOLE), (WHOLE, 1), batch_invariant)
+    if fast_accumulation:
+        check_fast(_FAST, a_block, b_block, batch_invariant)
     dispatch = SCALED_MM_INVARIANT if batch_invariant else SCALED_MM_FAST if fast_accumulation else SCALED_MM
     return dispatch((a, a_scale, b, b_scale, bias), (tuple(a_block), tuple(b_block), out_dtype))[0]
 
@@ -176,9 +176,7 @@ def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
 
 
 def _fast_operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
-    product = _operands(tensors, values)
-    check_fast(_FAST, product.a.block, product.b.block, batch_invariant=False)
-    return dataclasses.replace(product, fast=True)
+    return dataclasses.replace(_operands(tensors, values), fast=True)
 
 
 def foreign_types(product: ScaledProduct) -> str | None:

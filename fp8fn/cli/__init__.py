@@ -33,6 +33,8 @@ class Group:
     commands: Mapping[str, Command | Group]
 
 
+HELP: Final = Path(__file__).with_name("help.json")  # written by `fp8fn.cli.help`
+
 # The status that a shell reports for a process that SIGINT ended. Status 1 is a command's own verdict: in the demo, FP8
 # is worse.
 INTERRUPTED: Final = 130
@@ -132,8 +134,8 @@ def _asks_for_help(rest: Sequence[str]) -> bool:
 
 
 def _kept_help(name: str) -> str:
-    """The output of a command's parser for `--help`, from the file that `fp8fn.cli.help` makes."""
-    return str(json.loads(Path(__file__).with_name("help.json").read_text(encoding="utf-8"))[name])
+    """The output of a command's parser for `--help`."""
+    return str(json.loads(HELP.read_text(encoding="utf-8"))[name])
 
 
 def _find(argv: Sequence[str]) -> tuple[Command | Group, list[str], list[str]]:

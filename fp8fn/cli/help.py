@@ -11,25 +11,18 @@ import io
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Final
+from unittest.mock import patch
 
 from fp8fn import cli
 
-FILE: Final = Path(__file__).with_name("help.json")
 _WIDTH: Final = "100"  # columns
 
 
 def text() -> str:
     """The content of the file: the output of each command's `--help`, by the words that name the command."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = _WIDTH
-    try:
+    with patch.dict(os.environ, COLUMNS=_WIDTH):
         found = {" ".join(names): _printed(command) for names, command in commands(cli.COMMANDS)}
-    finally:
-        os.environ.pop("COLUMNS")
-        if before is not None:
-            os.environ["COLUMNS"] = before
     return json.dumps(found, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -50,5 +43,5 @@ def _printed(command: cli.Command) -> str:
 
 
 if __name__ == "__main__":
-    FILE.write_text(text(), encoding="utf-8")
-    print(f"wrote {FILE}")
+    cli.HELP.write_text(text(), encoding="utf-8")
+    print(f"wrote {cli.HELP}")

@@ -47,7 +47,7 @@ def test_help(argv: tuple[str, ...], mentioned: tuple[str, ...], capsys: pytest.
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="argparse's layout is that of Python 3.11")
 def test_kept_help_is_that_of_the_parsers() -> None:
     """`python -m fp8fn.cli.help` writes it again."""
-    kept = help_texts.FILE.read_text(encoding="utf-8")
+    kept = cli.HELP.read_text(encoding="utf-8")
     assert kept == help_texts.text()
     assert not re.search(r"/(home|root|work|tmp|usr)/", kept)
 

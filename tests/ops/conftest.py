@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -55,3 +56,17 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> OrderedDict[Any, Any]:
     store: OrderedDict[Any, Any] = OrderedDict()
     monkeypatch.setattr(call_cache, "_kept", store)
     return store
+
+
+@pytest.fixture
+def hopper_starts_nothing(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of the CPU pass for a Hopper GPU's: launches are planned, prepared and kept, and start nothing."""
+    from fp8fn.ops import targets
+    from fp8fn.ops.cuda.runtime import call_cache, nvrtc
+    from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+
+    loaded = SimpleNamespace(device=torch.device("cpu"), settles=True)
+    monkeypatch.setattr(targets, "target_of", lambda device: targets.SM90)
+    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
+    monkeypatch.setattr(CudaLaunch, "prepare", lambda launch: loaded)
+    monkeypatch.setattr(call_cache, "start", lambda launch, addresses: None)

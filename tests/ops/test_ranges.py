@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 from collections import OrderedDict
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,23 +13,8 @@ import torch
 pytest.importorskip("triton")
 
 import fp8fn
-from fp8fn.ops import quantize, ranges, targets
-from fp8fn.ops.cuda.runtime import call_cache, nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-
-
-class Loaded:
-    device = torch.device("cpu")
-    settles = True
-
-
-@pytest.fixture
-def hopper(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantizers of tensors on the CPU plan what they would on a Hopper GPU, and start nothing."""
-    monkeypatch.setattr(targets, "target_of", lambda device: targets.SM90)
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    monkeypatch.setattr(CudaLaunch, "prepare", lambda launch: Loaded())
-    monkeypatch.setattr(call_cache, "start", lambda launch, addresses: None)
+from fp8fn.ops import quantize, ranges
+from fp8fn.ops.cuda.runtime import call_cache
 
 
 def profiled() -> list[str]:
@@ -41,7 +24,7 @@ def profiled() -> list[str]:
     return [event.name for event in profile.events() if event.name.startswith("fp8fn::")]
 
 
-def test_a_range_says_op_shape_and_kernel(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_range_says_op_shape_and_kernel(hopper_starts_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call and those that are kept, and none of them is joined with others."""
     monkeypatch.setattr(ranges, "ENABLED", True)
     with call_cache.record() as tape:
@@ -54,7 +37,7 @@ def test_a_range_says_op_shape_and_kernel(hopper: None, monkeypatch: pytest.Monk
     assert tape == []
 
 
-def test_no_range_by_default(hopper: None) -> None:
+def test_no_range_by_default(hopper_starts_nothing: None) -> None:
     assert not ranges.ENABLED
     with call_cache.record() as tape:
         assert profiled() == []

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -23,29 +22,16 @@ pytest.importorskip("triton")
 
 import fp8fn
 from fp8fn.meta import bypass
-from fp8fn.ops import kernel, quantize, scaled_mm, targets
+from fp8fn.ops import kernel, quantize, scaled_mm
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.runtime import call_cache, nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 
 BF16 = torch.bfloat16
 ROOT = f"{Path(fp8fn.__file__).parent}{os.sep}"
 
 
-class Loaded:
-    """A launch that is prepared and starts nothing."""
-
-    device = torch.device("cpu")
-    settles = True
-
-
 @pytest.fixture
-def hopper(kept: OrderedDict[Any, Any], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hopper(hopper_starts_nothing: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops on tensors of the CPU plan and keep what they would on a Hopper GPU of which no table is known."""
-    monkeypatch.setattr(targets, "target_of", lambda device: targets.SM90)
-    monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
-    monkeypatch.setattr(CudaLaunch, "prepare", lambda launch: Loaded())
-    monkeypatch.setattr(call_cache, "start", lambda launch, addresses: None)
     monkeypatch.setattr(scaled_mm, "by_cuda", cuda.accepts)
     kernels = (replace(k, accepts=cuda.accepts) if k.name == "cuda" else k for k in scaled_mm.SCALED_MM.kernels)
     monkeypatch.setattr(scaled_mm, "SCALED_MM", replace(scaled_mm.SCALED_MM, kernels=tuple(kernels)))
