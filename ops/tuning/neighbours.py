@@ -18,7 +18,7 @@ from math import dist, exp, log
 from statistics import fmean
 from typing import Final
 
-from fp8fn.ops.tuning.model import candidates, config_name, config_of, microseconds
+from fp8fn.ops.tuning.model import banded, candidates, config_name, config_of, microseconds
 from fp8fn.ops.tuning.problem import Problem
 
 _NEAREST: Final = 4
@@ -51,7 +51,9 @@ def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[
     )
     of_all = _mean([(away, fmean(by.values())) for away, by in ordered[:_NEAREST]], 0.0)
     times = {}
-    for config in candidates(problem, cores):
+    there = candidates(problem, cores)
+    bands = (config for tile in there for config in banded(problem, tile, cores))
+    for config in (*there, *(config for config in bands if any(config_name(config) in by for _, by in ordered))):
         name = config_name(config)
         timed = ((away, by[name]) for away, by in ordered if name in by)
         correction = _mean(list(islice(timed, _NEAREST)), of_all)
@@ -67,7 +69,8 @@ def _mean(corrections: Sequence[tuple[float, float]], otherwise: float) -> float
 
 def near(one: Problem, other: Problem) -> bool:
     """Whether one's time says something of the other's: scales of one kind, as many products, sizes not far off."""
-    return one.kinds == other.kinds and one.batch == other.batch and _distance(one, other) < _REACH
+    alike = (one.kinds, one.batch, one.fast) == (other.kinds, other.batch, other.fast)
+    return alike and _distance(one, other) < _REACH
 
 
 def _distance(one: Problem, other: Problem) -> float:

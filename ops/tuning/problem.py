@@ -24,8 +24,8 @@ _BLOCKS: Final[dict[str, Block]] = {"VECTOR": (1, BK), "BLOCK": (BK, BK), "LINE"
 class Problem:
     """`out (batch, m, n) = a (batch, m, k) @ b (batch, k, n)`.
 
-    `a_scale` and `b_scale` are the kinds of `scaled_mm.cu`; tables hold the pairs of `KINDS`. A bias is no part of the
-    problem: it adds to each candidate alike.
+    `a_scale` and `b_scale` are the kinds of `scaled_mm.cu`; tables hold the pairs of `KINDS`, and no `fast` product,
+    whose sums over K may stay in the tensor core. A bias is no part of the problem: it adds to each candidate alike.
     """
 
     m: int
@@ -37,6 +37,7 @@ class Problem:
     a_type: torch.dtype = torch.float8_e4m3fn
     b_type: torch.dtype = torch.float8_e4m3fn
     out_type: torch.dtype = torch.bfloat16
+    fast: bool = False
 
     @property
     def kinds(self) -> tuple[str, str]:
@@ -68,7 +69,8 @@ class Problem:
     def __str__(self) -> str:
         batch = f"{self.batch}x" if self.batch > 1 else ""
         (a_rows, a_k), (b_k, b_columns) = (("all" if s == WHOLE else s for s in block) for block in self.blocks)
-        return f"{batch}{self.m},{self.n},{self.k} {a_rows}x{a_k}·{b_k}x{b_columns}"
+        fast = " fast" if self.fast else ""
+        return f"{batch}{self.m},{self.n},{self.k} {a_rows}x{a_k}·{b_k}x{b_columns}{fast}"
 
 
 def problem_of(product: ScaledProduct) -> Problem:
@@ -78,7 +80,7 @@ def problem_of(product: ScaledProduct) -> Problem:
         m=a.data.shape[-2], n=product.n, k=product.k,
         a_scale=scale_kind(*a.block), b_scale=scale_kind(b.block[1], b.block[0]),
         batch=product.batch if product.offsets is None else product.offsets.shape[0],
-        a_type=a.data.dtype, b_type=b.data.dtype, out_type=product.out.dtype,
+        a_type=a.data.dtype, b_type=b.data.dtype, out_type=product.out.dtype, fast=product.fast,
     )  # fmt: skip
 
 
@@ -122,4 +124,4 @@ def empty_product(
     left = Quantized(a, empty_scale(a, a_block, "fp32", column_major=False), a_block)
     right = Quantized(b, empty_scale(b, b_block, "fp32", column_major=True), b_block)
     out = torch.empty(*batch, problem.m, problem.n, dtype=problem.out_type, device=device)
-    return ScaledProduct(a=left, b=right, out=out, target=target, chip=chip)
+    return ScaledProduct(a=left, b=right, out=out, target=target, fast=problem.fast, chip=chip)

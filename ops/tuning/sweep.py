@@ -16,13 +16,14 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
-from fp8fn.ops.tuning.model import SMALLEST, W, X, candidates, config_name, microseconds, ranked
+from fp8fn.ops.tuning.model import SMALLEST, W, X, banded, candidates, config_name, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import PEER, Entry
 
 Call: TypeAlias = Callable[[], Any]
 
 _BEST: Final = 4
+_BANDED: Final = 2
 _FEW_ROWS: Final = 128
 _BEHIND: Final = 1.15
 # The least spread, as a part of the median: one kernel's times in two sweeps of a warm H200 mostly differ by more.
@@ -76,10 +77,14 @@ def turns_for(us: float) -> Turns:
 
 
 def shortlist(problem: Problem, cores: int) -> list[ScaledMmConfig]:
-    """The model's best few, and the two tiles that win most large products, or the smallest where rows are few."""
-    there = candidates(problem, cores)
-    others = (X, W) if problem.m > _FEW_ROWS else (SMALLEST,)
-    return list(dict.fromkeys([*ranked(problem, cores)[:_BEST], *(tile for tile in others if tile in there)]))
+    """The model's best few, and the two tiles that win most large products, or the smallest where rows are few.
+
+    Those two and the model's best two of a large product are there in bands of several heights too.
+    """
+    there, best = candidates(problem, cores), ranked(problem, cores)
+    others = [tile for tile in ((X, W) if problem.m > _FEW_ROWS else (SMALLEST,)) if tile in there]
+    bands = [config for tile in (*best[:_BANDED], *others) for config in banded(problem, tile, cores)]
+    return list(dict.fromkeys([*best[:_BEST], *others, *bands]))
 
 
 def tune(problem: Problem, bench: Bench) -> Entry:

@@ -197,9 +197,10 @@ def test_clusters_that_share_k_keep_to_one_wave_and_leave_blocks_for_the_pipelin
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kinds", KINDS)
-def test_no_candidate_spills(kinds: tuple[str, str]) -> None:
+def test_no_candidate_spills(kinds: tuple[str, str], fast: bool) -> None:
     pytest.importorskip("triton")  # brings cuobjdump
-    problem = Problem(128, 512, 16384, *kinds)
+    problem = Problem(128, 512, 16384, *kinds, fast=fast)
     for config in candidates(problem, 132):
         assert cuda.plan(operands(problem).product(SM90), config)[0].resources().spills == 0, config

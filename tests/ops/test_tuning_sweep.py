@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -86,7 +87,16 @@ def test_the_shortlist_is_the_models_best_and_the_largest_tiles_or_the_smallest(
         short = shortlist(problem, 132)
         assert short[:4] == list(ranked(problem, 132)[:4])
         assert ({X, W} if shape[0] > 128 else {SMALLEST}) <= set(short)
-        assert len(short) <= 6
+        assert len({replace(config, GROUP=8) for config in short}) <= 6
+
+
+def test_large_products_are_tuned_in_bands_of_several_heights() -> None:
+    def heights(problem: Problem, tile: ScaledMmConfig) -> set[int]:
+        return {config.GROUP for config in shortlist(problem, 132) if replace(config, GROUP=8) == tile}
+
+    assert heights(Problem(16384, 4096, 4096), X) == {4, 5, 8, 12}
+    assert heights(Problem(1024, 4096, 4096), X) == {8}  # not two waves of tiles
+    assert heights(Problem(1024, 65536, 4096), X) == {4, 5, 8}  # six rows of tiles
 
 
 def test_tuning_finds_what_is_faster_than_the_model_has_it() -> None:

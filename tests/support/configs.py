@@ -16,6 +16,8 @@ from fp8fn.ops.cuda.quantize.quantize_columns import ColumnsConfig
 from fp8fn.ops.cuda.quantize.stream_columns import StreamConfig
 from fp8fn.ops.cuda.quantize.walk_columns import WalkConfig
 from fp8fn.ops.layout import Block
+from fp8fn.ops.tuning.model import tiles
+from fp8fn.ops.tuning.problem import Problem
 
 # Configurations that a tuning table may choose, and clusters.
 SCALED_MM: dict[str, ScaledMmConfig] = {
@@ -38,6 +40,8 @@ SCALED_MM: dict[str, ScaledMmConfig] = {
     "128x128 depth 1": ScaledMmConfig(DEPTH=1),
     "128x192 depth 2": ScaledMmConfig(BN=192),
     "192x128 depth 2": ScaledMmConfig(MATH=3),
+    **{f"{config.BM}x{config.BN} depth 0": config for config in tiles(Problem(1, 1, 1, "LINE", "LINE", fast=True))},
+    "64x64 split depth 0": ScaledMmConfig(MATH=1, BN=64, DEPTH=0, SPLIT=4),
 }
 
 KINDS: dict[str, tuple[Block, Block]] = {
@@ -55,12 +59,15 @@ OTHER_PAIRS: dict[str, tuple[Block, Block]] = {
     if (a, b) not in KINDS.values()
 }
 
-# Variants that spill, which are never chosen: two temporaries spill nothing only if no scale changes along K.
-SPILLING = {("192x128 cluster", "wgrad"), ("split", "wgrad")} | {
-    (config, kind) for config in ("128x192 depth 2", "192x128 depth 2") for kind in ("forward", "wgrad")
+# Variants that are never chosen. With scales along K two temporaries may spill, and there has to be one.
+UNFIT = {("192x128 cluster", "wgrad"), ("split", "wgrad")} | {
+    (config, kind)
+    for config in SCALED_MM
+    if config in ("128x192 depth 2", "192x128 depth 2") or config.endswith("depth 0")
+    for kind in ("forward", "wgrad")
 }
 
-VARIANTS = [(config, kind) for config in SCALED_MM for kind in KINDS if (config, kind) not in SPILLING]
+VARIANTS = [(config, kind) for config in SCALED_MM for kind in KINDS if (config, kind) not in UNFIT]
 
 every_variant = pytest.mark.parametrize(
     ("config", "kind"), VARIANTS, ids=[f"{config}-{kind}" for config, kind in VARIANTS]

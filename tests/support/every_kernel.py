@@ -141,6 +141,9 @@ def _dense(place: Place, target: Target) -> Forms:
     for kinds in KINDS:
         for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
             yield form(kinds, shape, config)
+    for kinds, shape in ((KINDS[2], "ragged"), (KINDS[3], "even")):
+        for config in tiles(Problem(1, 1, 1, *kinds, fast=True)):
+            yield form(kinds, shape, config)
     for kinds in (("BLOCK", "BLOCK"), ("BLOCK", "VECTOR")):
         for config, shape in zip(tiles(Problem(1, 1, 1, *kinds)), cycle(("ragged", "even")), strict=False):
             yield form(kinds, shape, config)

@@ -10,7 +10,8 @@
 //
 // Promotion. A product goes into the temporary `d`, and `scale * d` is added to the accumulators: the tensor core's own
 // accumulator keeps about 14 bits, and scales change from K tile to K tile. With DEPTH 2 there are two temporaries: one
-// is promoted while the other is computed.
+// is promoted while the other is computed. With DEPTH 0 there is none: where no scale changes along K, all of K may stay
+// in the tensor core's accumulator, and nothing is promoted.
 //
 // Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
 // the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
@@ -55,7 +56,8 @@ static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK &&
 static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
               "tokens that are summed over are spread");
 static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && !GROUPED), "the 64 rows of a warpgroup lie in one block of A");
-static_assert(DEPTH == 1 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
+static_assert(DEPTH < 2 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
+static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to a temporary");
 
 // Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -387,7 +389,25 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 return bits;
             };
 
-            if constexpr (!SCALED && DEPTH == 2) {
+            if constexpr (DEPTH == 0) {
+                // Main loop without temporaries: a K tile's products are added while those of the one before run.
+                for (; k < tile.k_stop; ++k, ring.advance()) {
+                    const int s = ring.stage;
+                    barrier_wait(full(s), ring.parity);
+#pragma unroll
+                    for (int p = 0; p < PRODUCTS; ++p) start(acc[p], s, p / SLICES_N, p % SLICES_N, true);
+                    if (k > tile.k_start) {
+                        wgmma_wait<PRODUCTS>();
+                        release(s == 0 ? STAGES - 1 : s - 1);
+                    }
+                }
+                if (tile.k_start < tile.k_stop) {
+                    wgmma_wait<0>();
+                    release(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
+                }
+#pragma unroll
+                for (int p = 0; p < PRODUCTS; ++p) fence_registers(acc[p]);
+            } else if constexpr (!SCALED && DEPTH == 2) {
                 // Main loop without scales along K: PROMOTE K tiles accumulate in the tensor core, two groups in
                 // flight.
                 float d[PRODUCTS][WIDTH / 2];

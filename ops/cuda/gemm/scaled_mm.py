@@ -31,10 +31,10 @@ KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("W
 class ScaledMmConfig:
     """The tile of a block and how it is computed; `scaled_mm.cu` says what each does.
 
-    `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries, `STAGES`
-    k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks that share B (or A), or `SPLIT` blocks that share K
-    of a tile (2, 4 or 8), `GROUP` rows of tiles walked together, `PROMOTE` k-blocks a promotion where scales hold for
-    all K.
+    `MATH` warpgroups of `SLICES_M` x 64 rows, `BN` columns in `SLICES_N` products, `DEPTH` temporaries (0: all of K
+    stays in the tensor core's accumulator), `STAGES` k-blocks in shared memory (0: as many as fit), `CLUSTER` blocks
+    that share B (or A), or `SPLIT` blocks that share K of a tile (2, 4 or 8), `GROUP` rows of tiles walked together,
+    `PROMOTE` k-blocks a promotion where scales hold for all K.
     """
 
     MATH: int = 2

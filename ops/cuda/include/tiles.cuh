@@ -41,16 +41,22 @@ struct Tile {
     INLINE int whole_stop() const { return k_stop; }
 #endif
 
-    // Sets m and n of tile `index` among `tiles_m` x `tiles_n`. Tiles are ordered for reuse in the L2: GROUP rows of
-    // tiles at a time, column by column.
+    // Sets m and n of tile `index` among `tiles_m` x `tiles_n`. Tiles are ordered for reuse in the L2: a band of about
+    // GROUP rows of tiles at a time, column by column. All bands are as high, to within a row: a last one of a few rows
+    // would read all of b for them.
     INLINE void place(int index, int tiles_m, int tiles_n) {
         if constexpr (B_ONCE) {  // one or two rows of tiles; the first load waits for this
             m = index & tiles_m - 1;
             n = index >> tiles_m - 1;
         } else {
-            const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);
-            index %= GROUP * tiles_n;
-            m = first + index % height;
+            const int bands = max(1, (tiles_m + GROUP / 2) / GROUP);
+            const int low = tiles_m / bands, higher = tiles_m % bands * (low + 1);  // rows of tiles in higher bands
+            const bool high = index < higher * tiles_n;
+            const int height = low + high, before = high ? 0 : higher;
+            index -= before * tiles_n;
+            m = before + index / (height * tiles_n) * height;
+            index %= height * tiles_n;
+            m += index % height;
             n = index / height;
         }
         if constexpr (CLUSTER > 1) {

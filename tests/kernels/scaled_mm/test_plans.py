@@ -198,7 +198,8 @@ def test_all_that_may_be_chosen_is_among_what_is_tested_here(kind: str) -> None:
     (a_line, a_along_k), (b_along_k, b_line) = KINDS[kind]
     kinds = cuda.scale_kind(a_line, a_along_k), cuda.scale_kind(b_line, b_along_k)
     tested = {SCALED_MM[config] for config, of in VARIANTS if of == kind}
-    assert set(tiles(TunedProblem(1, 1, 1, *kinds))) <= tested
+    for fast in (False, True):
+        assert set(tiles(TunedProblem(1, 1, 1, *kinds, fast=fast))) <= tested
 
 
 @needs_nvrtc
@@ -571,9 +572,10 @@ def walk(m: int, n: int, k: int, batches: int, config: ScaledMmConfig, programs:
         rank = block % together
         for index in range(block // together, tiles_m * tiles_n * batches, programs // together):
             batch, within = divmod(index, tiles_m * tiles_n)
-            group, within = divmod(within, config.GROUP * tiles_n)
-            height = min(tiles_m - group * config.GROUP, config.GROUP)
-            tile_m, tile_n = group * config.GROUP + within % height, within // height
+            heights = _bands(tiles_m, config.GROUP)
+            while within >= heights[0] * tiles_n:
+                within -= heights.pop(0) * tiles_n
+            tile_m, tile_n = tiles_m - sum(heights) + within % heights[0], within // heights[0]
             if config.CLUSTER == 1 and m <= 2 * config.BM:  # B_ONCE
                 tile_m, tile_n = index % (tiles_m * tiles_n) & tiles_m - 1, index % (tiles_m * tiles_n) >> tiles_m - 1
             if config.CLUSTER > 1:
@@ -589,6 +591,18 @@ def walk(m: int, n: int, k: int, batches: int, config: ScaledMmConfig, programs:
     return visited
 
 
+def _bands(tiles_m: int, group: int) -> list[int]:
+    """The rows of tiles in each band: as many bands as come nearest to `group` rows, the higher ones first."""
+    bands = max(1, (tiles_m + group // 2) // group)
+    return [len(range(band, tiles_m, bands)) for band in range(bands)]
+
+
+def test_bands_are_as_high_as_each_other() -> None:
+    assert _bands(11, 8) == [11]
+    assert _bands(86, 8) == [8] * 9 + [7] * 2
+    assert _bands(11, 3) == [3, 3, 3, 2]
+
+
 def test_the_walk_is_the_one_of_the_source() -> None:
     """`walk` mirrors these lines, so that a change of the source asks for a change of the mirror."""
     source = "".join(nvrtc.sources()[name].read_text() for name in ("tiles.cuh", "scaled_mm.cu"))
@@ -596,9 +610,14 @@ def test_the_walk_is_the_one_of_the_source() -> None:
         "batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);",
         "m = index & tiles_m - 1;",
         "n = index >> tiles_m - 1;",
-        "const int first = index / (GROUP * tiles_n) * GROUP, height = min(tiles_m - first, GROUP);",
-        "index %= GROUP * tiles_n;",
-        "m = first + index % height;",
+        "const int bands = max(1, (tiles_m + GROUP / 2) / GROUP);",
+        "const int low = tiles_m / bands, higher = tiles_m % bands * (low + 1);",
+        "const bool high = index < higher * tiles_n;",
+        "const int height = low + high, before = high ? 0 : higher;",
+        "index -= before * tiles_n;",
+        "m = before + index / (height * tiles_n) * height;",
+        "index %= height * tiles_n;",
+        "m += index % height;",
         "n = index / height;",
         "m = SHARE_B ? m * CLUSTER + cluster_rank() : m;",
         "n = SHARE_B ? n : n * CLUSTER + cluster_rank();",
