@@ -31,7 +31,7 @@ def _write(value: object) -> str:
     return str(value)
 
 
-def _read(name: str, text: str) -> object:
+def read_field(name: str, text: str) -> object:
     if name.endswith("_block"):
         found = re.fullmatch(r"(-?\d+)x(-?\d+)", text)
         if found is None:
@@ -255,7 +255,7 @@ def parse_recipe(key: str) -> Recipe:
             raise ValueError(f"recipe={key!r}: Recipe has no field {name!r}; did you mean {near[0]!r}?")
         if name in values:
             raise ValueError(f"recipe={key!r} names the field {name!r} twice; give it once")
-        values[name] = _read(name, text)
+        values[name] = read_field(name, text)
     return Recipe(**values)  # type: ignore[arg-type]
 
 

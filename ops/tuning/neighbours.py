@@ -5,15 +5,14 @@ multiplied by that factor, the mean over the nearest problems of a table that ti
 distance: the root of the squared logarithms of the sizes' ratios. Where they are few or far, the factor is closer to
 that of all configurations.
 
-Where all rows of a problem's shape are left out of the table, the choices have 99.3 % of the best speed in the
-geometric mean on an H100 and 99.4 % on an H200, the model's 93.7 % and 99.0 % (`compare.left_out`, `compare.regret`).
+Where all rows of a problem's shape are left out of the table, the choices have 99.0 % of the best speed in the
+geometric mean on an H100 and 99.4 % on an H200, the model's 94.4 % and 99.0 % (`compare.left_out`, `compare.regret`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import dist, exp, log
 from statistics import fmean
 from typing import Final
@@ -51,14 +50,21 @@ def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[
     )
     of_all = _mean([(away, fmean(by.values())) for away, by in ordered[:_NEAREST]], 0.0)
     times = {}
-    there = candidates(problem, cores)
-    bands = (config for tile in there for config in banded(problem, tile, cores))
-    for config in (*there, *(config for config in bands if any(config_name(config) in by for _, by in ordered))):
-        name = config_name(config)
-        timed = ((away, by[name]) for away, by in ordered if name in by)
-        correction = _mean(list(islice(timed, _NEAREST)), of_all)
-        times[name] = microseconds(problem, config, cores) * exp(correction)
+    for tile in candidates(problem, cores):
+        base = config_name(tile)
+        correction = _nearest([(away, by[base]) for away, by in ordered if base in by], of_all)
+        times[base] = microseconds(problem, tile, cores) * exp(correction)
+        for config in banded(problem, tile, cores):
+            name = config_name(config)
+            gains = [(away, by[name] - by[base]) for away, by in ordered if name in by and base in by]
+            if gains:  # what other bands are worth beside the tile's own
+                times[name] = microseconds(problem, config, cores) * exp(correction + _nearest(gains, 0.0))
     return dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
+
+
+def _nearest(corrections: Sequence[tuple[float, float]], otherwise: float) -> float:
+    """The mean of the nearest few of `(distance, correction)`, which are in order."""
+    return _mean(corrections[:_NEAREST], otherwise)
 
 
 def _mean(corrections: Sequence[tuple[float, float]], otherwise: float) -> float:

@@ -122,15 +122,15 @@ def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -
 
 
 def heats(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> list[str]:
-    """The calls that are worth full rounds, in their order: all of a few, and of many what halving leaves.
+    """The calls that are worth full rounds, in their order: all of a few, and of many what halving leaves, and `PEER`.
 
     Each heat times all that are left, a few repeats each, and keeps the faster half by what it has of all heats. The
     clock of the chip drifts during a heat of a hundred calls by more than they differ, so `stays` is timed between
     every few of them, and each time is divided by that of the `stays` before and after.
     """
-    left, shuffle = list(calls), random.Random(0).shuffle
+    left, shuffle = [name for name in calls if name != PEER], random.Random(0).shuffle
     if stays not in calls or len(left) <= _FINALISTS:
-        return left
+        return list(calls)
     repeats = max(1, turns.repeats // _HEAT)
     ratios: dict[str, list[float]] = {name: [] for name in left}
     while len(left) > _FINALISTS:
@@ -147,7 +147,7 @@ def heats(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> 
         ranked = sorted(order, key=lambda name: median(ratios[name]))
         kept = {stays, *ranked[: max(len(left) // 2, _FINALISTS) - 1]}
         left = [name for name in left if name in kept]
-    return left
+    return [name for name in calls if name in left or name == PEER]
 
 
 def _turn(call: Call, clock: Clock, repeats: int) -> float:

@@ -94,6 +94,9 @@ def test_names_of_variants() -> None:
         "recipe": "rowwise",
         "max_autotune": True,
     }
+    # A field that the default recipe could not have.
+    fast = dict(variants.parse("fp8fn:TENSORWISE,accumulate=fast").options)
+    assert fast == {"recipe": replace(fp8fn.TENSORWISE, accumulate="fast").key}
 
 
 def test_options_of_variants_are_the_backends() -> None:

@@ -186,9 +186,13 @@ def test_the_bench_runs_each_candidate_on_a_gpu(
     for m, n, k in ((4, 1536, 768), (16, 384, 6144), (64, 2304, 1024)):
         key = (m, n, k, 1, (128, 128), "bfloat16", constant)
         problem = FORM.problem(key, chip)
-        candidates = FORM.candidates(problem)
+        candidates = {
+            candidate_name(kernel, config): (kernel, config)
+            for kernel, configs in FORM.candidates(problem).items()
+            for config in configs
+        }
         calls, _ = bench.calls(problem, candidates)
-        assert calls.keys() == {candidate_name(kernel, c) for kernel, configs in candidates.items() for c in configs}
+        assert calls.keys() == candidates.keys()
         row = op_sweep.tune(FORM, key, bench, weight_default(problem))
         assert row.times.keys() <= calls.keys()  # those that `heats` leaves
         assert row.us <= row.times[weight_default(problem)]

@@ -13,7 +13,7 @@ from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
 from fp8fn.ops.tuning.model import SMALLEST, W, X, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
-from fp8fn.ops.tuning.sweep import Call, Turns, decide, measure, shortlist, spread, tune, turns_for
+from fp8fn.ops.tuning.sweep import Call, Turns, decide, heats, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER
 from support.tuning import CHIP, PROBLEM, FakeBench, expected, quantized
 
@@ -60,6 +60,14 @@ def test_the_spread_of_a_gain_is_that_of_the_differences_in_each_round() -> None
     assert spread(mine, others) == pytest.approx(0.005 * 10.6)
     assert decide({"64x128d2": mine, "128x64d2": others}, "128x64d2").config == "64x128d2"
     assert spread(mine, others[:1]) == pytest.approx(0.005 * 10.6)
+
+
+def test_cublaslt_is_timed_among_the_finalists_of_many() -> None:
+    bench = FakeBench()
+    times = {**{f"64x64d2g{group}": 10.0 + group for group in range(20)}, PEER: 50.0}
+    calls = {name: bench._call(name, time) for name, time in times.items()}
+    found = heats(calls, bench, Turns(5, 4), "64x64d2g0")
+    assert found == [*(f"64x64d2g{group}" for group in range(8)), PEER]
 
 
 def test_calls_take_turns_and_what_is_far_behind_leaves() -> None:

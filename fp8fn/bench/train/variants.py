@@ -13,7 +13,7 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from fp8fn.ops.recipe import PRESETS, Recipe, parse_recipe
+from fp8fn.ops.recipe import PRESETS, Recipe, read_field
 from fp8fn.weights import quantize_weights
 
 BF16: Final = "bf16"
@@ -99,7 +99,7 @@ def parse(text: str) -> Variant:
         if name in BACKEND_OPTIONS or name.replace("-", "_") in torch._inductor.list_options():
             options[name] = _value(value)
         elif name in known_fields:
-            changes[name] = getattr(parse_recipe(item), name)
+            changes[name] = read_field(name, value)
         else:
             raise ValueError(
                 f"{text!r}: {name!r} is no option of the backend {BACKEND_OPTIONS}, of Inductor, or field of a Recipe"
