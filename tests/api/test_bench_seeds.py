@@ -231,13 +231,25 @@ def test_published_figures_stand_beside_ours() -> None:
     assert _cells(text, "16,8192,5120", "MI300X later")[:4] == ["500.0", "400.0", "4604.8 → 2940.5", "1762.8 → 1453.5"]
     assert _cells(text, "16,16640,5120")[-1] == "292.4 → 248.4"
     assert _cells(text, "128,1536,6144") == ["", "", "50.0 (100.0, 2.00x)", "", "", "up to 64 rows"]
-    assert "- fp8fn forward (1 shapes): n/a: `no such kernel`" in text
+    assert "- fp8fn forward (1 shape): n/a: `no such kernel`" in text
     assert "- H100: torchao pull request 3952, a comment: after gating." in text
     assert "a GPU; torch 2.11, Triton 3.6; commit 1; 2026-11-26." in text
     assert [line for line in text.splitlines() if line.startswith("## ")] == [
         f"## Seed {seed}: {SEEDS[seed].title}" for seed in ("000", "001", "003", "004")
     ]
     assert "Measured: 1 of 8 shapes E,N,K, 1 of 6 shapes G,M,N." in text
+
+
+def test_the_same_gpu_is_compared_in_one_figure() -> None:
+    """On an H100 torchao's kernels take 1171.2 and 1466.27 µs, and 9374.42 and 9786.64."""
+    label = "fp8fn a scale for each row of N"
+    rows = [entry("003", "weights", (e, *sides), {label: 585.6}) for e, *sides in ((16, 8192, 5120), (8, 1408, 2048))]
+    rows.append(entry("003", "weights", (128, 5120, 8192), {label: 9374.42}))
+    mean = "published for the same model of GPU: 1.41x, geometric mean (lowest 1.00x)."
+    assert f"Over the faster of torchao's two kernels at each of 2 shapes, {mean}" in report(
+        {**RUN, "device": "NVIDIA H100 80GB HBM3", "rows": rows}
+    )
+    assert "same model" not in report({**RUN, "device": "NVIDIA H200", "rows": rows})
 
 
 def test_products_of_decoding() -> None:
@@ -326,6 +338,38 @@ def test_a_wrong_result_is_the_exit_status(clock: list[str], tmp_path: Path, mon
     assert run(tmp_path / "b.json", "--seed", "002", "--minutes", "1") == 1  # but 001's are not asked for
     rows[0] = Row((8, 8), "fp8fn", "a", "TB/s", 0.0, 1.0, unavailable="not here")
     assert run(tmp_path / "c.json", "--seed", "001") == 1
+
+
+def test_a_shape_that_does_not_fit_is_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other shapes are measured all the same, and the report says why one is missing."""
+
+    def cases(shape: Shape, device: torch.device) -> list[Any]:
+        if shape[0] == 1:
+            raise torch.OutOfMemoryError("no memory for it")
+        return protocols.weight_cases(shape, device)
+
+    part = replace(SEEDS["003"].parts["weights"], cases=cases, shapes=((1, 8192, 5120), (8, 2048, 1408)))
+    monkeypatch.setitem(SEEDS, "003", replace(SEEDS["003"], parts={"weights": part}))
+    file = tmp_path / "seeds.md"
+    assert run(tmp_path / "seeds.json", "--seed", "003", "--report", str(file)) == 1
+    text = file.read_text(encoding="utf-8")
+    assert "- fp8fn all (1 shape): n/a: `OutOfMemoryError: no memory for it`" in text
+    assert _cells(text, "1,8192,5120") == ["", ""]
+    assert float(_cells(text, "8,2048,1408")[0]) >= 0
+
+
+def test_a_device_that_fails_ends_the_run(
+    clock: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def synchronize(self: CpuClock) -> None:
+        if len(clock) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(CpuClock, "synchronize", synchronize)
+    run(tmp_path / "seeds.json", "--seed", "001")
+    assert "the device has failed (RuntimeError: CUDA error: an illegal memory access" in capsys.readouterr().out
+    run(tmp_path / "seeds.json", "--seed", "001")  # from the third shape on
+    assert clock == [unit.label for unit in units(["001"])]
 
 
 def test_an_unknown_seed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from fp8fn.bench.seeds.report import report
 from fp8fn.bench.train.runs import Runs, key_of, revision
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
-from fp8fn.timing import Clock, clock_of
+from fp8fn.timing import Clock, clock_of, reason
 
 _PEERS: Final = ("fp8fn", "torch", "triton")
 # The bar on a CPU. Results have so few elements there that one saturated block of MX takes up to 5 dB.
@@ -83,6 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "rows": [dataclasses.asdict(row) for row in rows],
         })  # fmt: skip
         print(f"[{seconds:4.0f} s] {unit.label}: {_shown(rows)}", flush=True)
+        try:
+            clock.synchronize()
+        except RuntimeError as error:  # after which every other call of this process would fail too
+            print(f"the device has failed ({reason(error)}); run the same command again to go on", flush=True)
+            break
     text = report(runs.run)
     print(f"\n{text}", flush=True)
     if args.report:
@@ -100,9 +105,13 @@ def units(seeds: Sequence[str] | None) -> Iterator[Unit]:
 
 
 def _measured(unit: Unit, clock: Clock, small: bool) -> list[Row]:
+    """The rows of a shape; one row with the reason where the shape's tensors don't fit in memory."""
     part = unit.part
     shape = scaled_down(unit.shape) if small else unit.shape
-    cases = [case for case in part.cases(shape, clock.device) if case.peer in _PEERS]
+    try:
+        cases = [case for case in part.cases(shape, clock.device) if case.peer in _PEERS]
+    except RuntimeError as error:
+        return [Row(shape, "fp8fn", "all", "TFLOP/s", 0.0, 0.0, unavailable=reason(error))]
     if small:
         cases = [dataclasses.replace(case, snr_bar_db=_SMALL_BAR_DB) for case in cases]
     return measured(shape, cases, part.schedule, clock, part.graphs)

@@ -16,7 +16,7 @@ PART: Final = "layers"
 class _Work(NamedTuple):
     """What one table has: the name of the work, its labels in our rows, and its published source.
 
-    `factor`: operations in units of 2MNK. `loop` and `bf16` are labels of what is compared; "" where there is none.
+    `loop` and `bf16` are labels of what is compared; "" where there is none.
     """
 
     title: str
@@ -24,15 +24,14 @@ class _Work(NamedTuple):
     loop: str
     bf16: str
     source: str
-    factor: int
 
 
 WORKS: Final = (
     _Work("The product of quantized operands", "fp8fn product", "fp8fn product, expert by expert",
-          "torch rowwise product", "001-product", 1),
+          "torch rowwise product", "001-product"),
     _Work("Forward, quantization counted", "fp8fn forward", "fp8fn forward, expert by expert", "torch bf16 forward",
-          "001-forward", 1),
-    _Work("Forward and backward", "fp8fn forward and backward", "", "torch bf16 forward and backward", "001-step", 3),
+          "001-forward"),
+    _Work("Forward and backward", "fp8fn forward and backward", "", "torch bf16 forward and backward", "001-step"),
 )  # fmt: skip
 
 
@@ -49,7 +48,7 @@ def of_figures(figures: Figures) -> str:
         "(with M tokens for each expert, its bf16 would be above the GPU's peak). So milliseconds are compared, and "
         "TFLOP/s below are of 2·M·N·K."
     )
-    return paragraphs(*(_work(figures, found, work) for work in WORKS), note if found and figures.published else "")
+    return paragraphs(note if found and figures.published else "", *(_work(figures, found, work) for work in WORKS))
 
 
 def _work(figures: Figures, found: Sequence[Shape], work: _Work) -> str:

@@ -15,11 +15,12 @@ class Figures(NamedTuple):
     """What a run measured for a seed.
 
     `rows`: by part, by the seed's own shape, by label; a row's `shape` is the measured one, which is smaller on a CPU.
-    `published`: None where the shapes are scaled down, so that nothing can be compared.
+    `published`: None where the shapes are scaled down, so that nothing can be compared. `device`: the name of the GPU.
     """
 
     rows: Mapping[str, Mapping[Shape, Mapping[str, Row]]]
     published: Published | None
+    device: str = ""
 
     def row(self, part: str, shape: Shape, label: str) -> Row | None:
         """A row with a time, or None."""
@@ -45,7 +46,7 @@ def of_run(run: Mapping[str, Any], seed: str) -> Figures:
         if entry["seed"] == seed and entry["part"] in found:
             rows = [Row.of_json(row) for row in entry["rows"]]
             found[entry["part"]][tuple(entry["shape"])] = {row.label: row for row in rows}
-    return Figures(found, None if run["setting"]["scaled_down"] else published())
+    return Figures(found, None if run["setting"]["scaled_down"] else published(), run["device"])
 
 
 class Column(NamedTuple):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from fp8fn.bench import moe
@@ -15,15 +16,17 @@ _COPY: Final = "torch copy"
 
 def of_figures(figures: Figures) -> str:
     weights, tokens = figures.measured("weights", WEIGHTS), figures.measured("tokens", moe.TOKENS)
+    changed = "; torchao's before → after its new configurations" if figures.published else ""
     return paragraphs(
-        "Weights, µs of a quantizer; torchao's before → after its new configurations:" if weights else "",
+        f"Weights, µs of a quantizer{changed}:" if weights else "",
         table(figures, weights, _weights(figures, "µs", _us("weights", figures))),
+        _same_gpu(figures, weights),
         "Weights, GB/s. torchao's count, 5 bytes an element: two reads in 16 bits and a write in 8. fp8fn reads once "
         "where a row fits on chip, so that its figure is not its bandwidth. A copy counts 4 bytes:"
         if weights
         else "",
         table(figures, weights, _weights(figures, "GB/s", _gb_s("weights", figures))),
-        "Tokens in groups, µs; torchao's before → after its new configurations:" if tokens else "",
+        f"Tokens in groups, µs{changed}:" if tokens else "",
         table(
             figures,
             tokens,
@@ -42,6 +45,27 @@ def of_figures(figures: Figures) -> str:
             ],
         ),
     )
+
+
+def _same_gpu(figures: Figures, found: Sequence[Shape]) -> str:
+    """The geometric mean over torchao's faster kernel, where its figures are of this GPU's model."""
+    lines = []
+    for gpu, source in GPUS.items():
+        if gpu not in figures.device:
+            continue
+        pairs = []
+        for shape in found:
+            both = [figures.given(source, sizes(shape), f"{kernel} µs") for kernel in ("atomic", "reduction")]
+            fastest, ours = min(filter(None, both), default=None), figures.us("weights", shape, f"fp8fn {TRANSPOSED}")
+            if fastest and ours:
+                pairs.append(fastest / ours)
+        if pairs:
+            mean = statistics.geometric_mean(pairs)
+            lines.append(
+                f"Over the faster of torchao's two kernels at each of {len(pairs)} shapes, published for the same "
+                f"model of GPU: {mean:.2f}x, geometric mean (lowest {min(pairs):.2f}x)."
+            )
+    return "\n".join(lines)
 
 
 def _weights(figures: Figures, unit: str, ours: Callable[[str], Callable[[Shape], str]]) -> list[Column]:

@@ -38,7 +38,7 @@ def section(run: Mapping[str, Any], seed: str, heading: str) -> str:
     """A seed's section: what was measured, the tables, failures, and the sources of the published figures."""
     found, protocol = of_run(run, seed), SEEDS[seed]
     counts = [
-        f"{len(found.rows[name])} of {len(part.shapes)} shapes {part.axes}" for name, part in protocol.parts.items()
+        f"{_timed(found, name)} of {len(part.shapes)} shapes {part.axes}" for name, part in protocol.parts.items()
     ]
     return paragraphs(
         f"{heading} Seed {seed}: {protocol.title}",
@@ -60,6 +60,12 @@ def of_document(document: dict[str, Any]) -> str:
     return paragraphs(*(report(run, 3) for run in document["results"]["runs"]))
 
 
+def _timed(found: Figures, part: str) -> int:
+    """The number of shapes with a time of fp8fn's."""
+    rows = found.rows[part].values()
+    return sum(any(row.peer == "fp8fn" and row.us is not None for row in each.values()) for each in rows)
+
+
 def _missing(found: Figures) -> str:
     """Each reason for a missing figure, once, with its labels and the number of shapes."""
     reasons: dict[str, dict[str, int]] = {}
@@ -71,7 +77,8 @@ def _missing(found: Figures) -> str:
                     labels[label] = labels.get(label, 0) + 1
     lines = []
     for reason, labels in reasons.items():
-        lines.append(f"- {', '.join(f'{label} ({count} shapes)' for label, count in labels.items())}: n/a: `{reason}`")
+        counted = [f"{label} ({count} {'shape' if count == 1 else 'shapes'})" for label, count in labels.items()]
+        lines.append(f"- {', '.join(counted)}: n/a: `{reason}`")
     return "\n".join(lines)
 
 
