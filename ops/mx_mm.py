@@ -86,10 +86,10 @@ def named(problem: Problem, table: Table | None = None) -> Named | None:
     row = lookup(problem, shipped() if table is None else table)
     if row is None:
         return None
-    slower = {} if row.use_hip else dict.fromkeys(_HIP, "the table has use_hip=0")
+    slower = {} if row.use_hip else dict.fromkeys(_HIP, f"{row.source} has use_hip=0")
     fastest = None if row.kernel in slower else row.kernel
     changes: dict[str, Any] = dict(row.options)
-    return Named(fastest, "the table", lambda config: replace(config, **changes), slower)
+    return Named(fastest, row.source, lambda config: replace(config, **changes), slower)
 
 
 def problem_of(a: Tensor, b: Tensor, target: Target, *scales: Tensor, constant: bool = False) -> Problem:

@@ -62,8 +62,8 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     }
     rows: list[Row] = []
     for shape in args.shape or suite.shapes:
-        with cublaslt.left_out():  # fp8fn's own kernels: cuBLASLt is measured as a peer
-            found = _measured(shape, suite, schedule, clock, args.peers)
+        cases = [case for case in suite.cases(shape, device) if case.peer in ("fp8fn", *args.peers)]
+        found = measured(shape, cases, schedule, clock, suite.graphs)
         rows += found
         print(tables.terminal(found), end="\n\n", flush=True)
         results["rows"] = [dataclasses.asdict(row) for row in rows]
@@ -76,13 +76,13 @@ def main(benchmark: str, doc: str | None, suites: Mapping[str, Suite], argv: Seq
     return int(any(row.wrong or (row.peer == "fp8fn" and row.us is None) for row in rows))
 
 
-def _measured(
-    shape: tuple[int, ...], suite: Suite, schedule: Schedule, clock: Clock, peers: Sequence[str]
+def measured(
+    shape: tuple[int, ...], cases: list[Case], schedule: Schedule, clock: Clock, graphs: bool = False
 ) -> list[Row]:
-    """The rows of a shape. The shape's tensors are freed."""
-    cases = [case for case in suite.cases(shape, clock.device) if case.peer in ("fp8fn", *peers)]
-    rows = measure(shape, cases, clock, schedule, suite.graphs)
-    del cases
+    """The rows of a shape. The list of cases is emptied, and the shape's tensors are freed."""
+    with cublaslt.left_out():  # fp8fn's own kernels: cuBLASLt is measured as a peer
+        rows = measure(shape, cases, clock, schedule, graphs)
+    cases.clear()
     gc.collect()
     if clock.device.type == "cuda":
         torch.cuda.empty_cache()

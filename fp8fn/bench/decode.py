@@ -211,28 +211,36 @@ def cached(make: Callable[[], T]) -> Callable[[], T]:
 
 
 class Tokens:
-    """`T` tokens, each with `TOP_K` of `EXPERTS` experts of weights `(K, N)`; the output has `T * TOP_K` rows."""
+    """`T` tokens, each with `TOP_K` of `experts` experts of weights `(K, N)`; the output has `T * TOP_K` rows.
 
-    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+    `a_div` is `TOP_K` where the experts of a token share its row, as in an MLP's first product, and 1 where each has a
+    row of its own, as in the second. Without `weighted`, rows are not multiplied by their tokens' weights.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], device: torch.device, *, experts: int = EXPERTS, a_div: int = TOP_K,
+        weighted: bool = True,
+    ) -> None:  # fmt: skip
         self.T, self.N, self.K = shape
-        self.device = device
+        self.device, self.experts, self.a_div, self.weighted = device, experts, a_div, weighted
         generator = torch.Generator().manual_seed(0)
-        chosen = torch.rand(self.T, EXPERTS, generator=generator).topk(TOP_K).indices
+        chosen = torch.rand(self.T, experts, generator=generator).topk(TOP_K).indices
         self.chosen = chosen.to(device)
-        self.factors = torch.rand(self.T * TOP_K, generator=generator).to(device)
+        factors = torch.rand(self.T * TOP_K, generator=generator).to(device)
+        self.factors = factors if weighted else torch.ones_like(factors)
         self.used = len(chosen.unique())
 
     @cached_property
     def x(self) -> Tensor:
-        return normal(self.T, self.K, self.device, 0)
+        return normal(self.T * TOP_K // self.a_div, self.K, self.device, 0)
 
     @cached_property
     def w(self) -> Tensor:
-        return normal(EXPERTS * self.N, self.K, self.device, 1).view(EXPERTS, self.N, self.K).mT
+        return normal(self.experts * self.N, self.K, self.device, 1).view(self.experts, self.N, self.K).mT
 
     @cached_property
     def layout(self) -> tuple[Tensor, Tensor, Tensor]:
-        return fp8fn.sort_tokens(self.chosen, EXPERTS, BLOCK_M)
+        return fp8fn.sort_tokens(self.chosen, self.experts, BLOCK_M)
 
     @cached_property
     def a(self) -> ScaledTensor:
@@ -244,13 +252,14 @@ class Tokens:
 
     def ours(self) -> Call:
         given = self.a, self.b, *self.layout
-        return lambda: fp8fn.moe_gemm(*given, top_k=TOP_K, token_weights=self.factors)
+        factors = self.factors if self.weighted else None
+        return lambda: fp8fn.moe_gemm(*given, top_k=TOP_K, a_div=self.a_div, token_weights=factors)
 
     def dot_scaled(self) -> Call:
         from fp8fn.bench.dot_scaled import plan_routed
 
         out = self.x.new_zeros(self.T * TOP_K, self.N)
-        launch = plan_routed(self.a, self.b, self.layout, TOP_K, self.factors, out, target_of(self.device))
+        launch = plan_routed(self.a, self.b, self.layout, self.a_div, self.factors, out, target_of(self.device))
 
         def call() -> Tensor:
             launch.run()
@@ -261,13 +270,13 @@ class Tokens:
     def bf16(self) -> Call:
         """Gather the rows by expert, multiply them in one grouped product, and scatter the results."""
         order = self.chosen.flatten().sort(stable=True).indices
-        counts = torch.bincount(self.chosen.flatten(), minlength=EXPERTS)
+        counts = torch.bincount(self.chosen.flatten(), minlength=self.experts)
         offsets, w = counts.cumsum(0).to(torch.int32), self.w
-        factors, tokens = self.factors[order, None], order // TOP_K
+        factors, source = self.factors[order, None], order // self.a_div
         out = self.x.new_empty(self.T * TOP_K, self.N)
 
         def call() -> Tensor:
-            product = torch._grouped_mm(self.x[tokens], w, offs=offsets)
+            product = torch._grouped_mm(self.x[source], w, offs=offsets)
             out[order] = (product * factors).to(out.dtype)
             return out
 
@@ -278,21 +287,26 @@ class Tokens:
         least = []
         for token in (0, self.T - 1):
             rows = slice(token * TOP_K, (token + 1) * TOP_K)
-            exact = torch.stack([self.x[token].double() @ self.w[expert].double() for expert in self.chosen[token]])
+            source = (torch.arange(rows.start, rows.stop) // self.a_div).tolist()
+            pairs = zip(source, self.chosen[token].tolist(), strict=True)
+            exact = torch.stack([self.x[row].double() @ self.w[expert].double() for row, expert in pairs])
             least.append(snr_db(exact * self.factors[rows, None], found[rows]))
         return min(least)
 
 
 def mx_moe_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
     """The cases of one shape `(T, N, K)`."""
-    tokens = Tokens(shape, device)
+    return routed_cases(Tokens(shape, device))
+
+
+def routed_cases(tokens: Tokens) -> list[Case]:
     elements = float(tokens.used) * tokens.N * tokens.K
 
     def case(peer: str, name: str, size: int, build: Callable[[], Call]) -> Case:
         return Case(peer, name, build, lambda out: {"out": tokens.snr_db(out)}, 0.0, size * elements)
 
     found = [case("fp8fn", "MX-FP8", 1, tokens.ours), case("torch", "bf16", 2, tokens.bf16)]
-    if device.type == "cuda":
+    if tokens.device.type == "cuda":
         found.append(case("triton", "dot_scaled", 1, tokens.dot_scaled))
     return found
 

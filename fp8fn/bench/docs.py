@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from fp8fn.bench import compile_time, decode, generate, isa, loss, record, tables
 from fp8fn.bench.overhead import BARS
+from fp8fn.bench.seeds import report as seeds
 from fp8fn.bench.tables import provenance
 from fp8fn.bench.train import table as train
 from fp8fn.demo import results as demo
@@ -139,6 +140,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("host", host),
         _committed("overhead", overhead),
         _committed("compile", compiled),
+        _committed("seeds", seeds.of_document, optional=True),
     ),
     "distributed.md": (_committed("fsdp", fsdp), _committed("fsdp-one", fsdp)),
     "command_line.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),

@@ -105,14 +105,15 @@ def pairs(rows: Iterable[Row]) -> dict[tuple[int, ...], Pair]:
         by_shape.setdefault(row.shape, {})[row.label] = row
     found = {}
     for shape, by_label in by_shape.items():
-        ours, theirs = _times(by_label, "fp8fn"), _times(by_label, "torch bf16")
+        ours, theirs = times(by_label, "fp8fn"), times(by_label, "torch bf16")
         snr = worst(value for label, row in by_label.items() if "square" not in label for value in row.snr_db.values())
         if ours is not None and theirs is not None and snr is not None:
             found[shape] = Pair(by_label["fp8fn forward"].operations, ours, theirs, snr)
     return found
 
 
-def _times(by_label: Mapping[str, Row], who: str) -> Times | None:
+def times(by_label: Mapping[str, Row], who: str) -> Times | None:
+    """The times of a layer by `who`: "fp8fn", "fp8fn square" or "torch bf16"; None where one is missing."""
     forward, backward = (by_label.get(f"{who} {way}") for way in ("forward", "backward"))
     if forward is None or backward is None or forward.us is None or backward.us is None:
         return None

@@ -112,8 +112,8 @@ def _bars(axes: Any, rows: Sequence[Row]) -> None:
                 places.append(j + (i - (len(labels) - 1) / 2) * width)
                 rates.append(row.rate)
                 # The quartiles of the time as rates: the first quartile of the time is the higher rate.
-                below.append(row.rate - row.rate * row.us / row.us_q3)
-                above.append(row.rate * row.us / row.us_q1 - row.rate)
+                below.append(row.rate * (1 - row.us / row.us_q3))
+                above.append(row.rate * (row.us / row.us_q1 - 1))
         axes.bar(places, rates, width, label=label, **look)
         axes.errorbar(places, rates, [below, above], linestyle="none", color="0.3", capsize=2, linewidth=1)
     axes.set_xticks(range(len(shapes)), [",".join(map(str, shape)) for shape in shapes])

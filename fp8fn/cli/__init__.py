@@ -79,6 +79,11 @@ COMMANDS: Final = Group(
                     "fp8fn.bench.loss",
                     "finished seeds are in the file of --json; run the same command again to resume",
                 ),
+                "seeds": Command(
+                    "published protocols on this machine, beside their published figures",
+                    "fp8fn.bench.seeds.command",
+                    "finished figures are in the file of --json; run the same command again to resume",
+                ),
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
                 "generate": Command("tokens per second of a compiled decoding loop", "fp8fn.bench.generate"),
                 "host": Command("host time of calls on a GPU, and of the first call", "fp8fn.bench.host"),

@@ -11,11 +11,15 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.layout import Block
 from fp8fn.ops.targets import Chip, Target
 
-COLUMNS: Final = ("arch", "K", "N", "M", "kernel", "options")
-FORMAT: Final = 1
+COLUMNS: Final = ("arch", "K", "N", "M", "kernel", "options", "source")
+FORMAT: Final = 2
+# From this number of rows on, a row of the table serves all M down to half of its own. Numbers below that the table
+# lacks have the same kernel by default, `hip_gemv`, so that their rows keep its order of sums.
+_ROUNDED_FROM: Final = 8
 _FILE: Final = Path(__file__).parent / "tables" / "mx_mm.json"
 
 
@@ -82,12 +86,14 @@ class MxConfig:
 class Row(NamedTuple):
     """The fastest measured kernel, by name, and its changes to the kernel's default configuration.
 
-    Without `use_hip` the kernel, in HIP, is the fastest of its kind, and one of Triton's is faster still.
+    Without `use_hip` the kernel, in HIP, is the fastest of its kind, and one of Triton's is as fast or faster. `source`
+    names the table that it is from, as `explain` and messages do.
     """
 
     kernel: str
     options: Mapping[str, int]
     use_hip: bool = True
+    source: str = "the table"
 
 
 Table = Mapping[tuple[str, int, int, int], Row]
@@ -95,12 +101,16 @@ Table = Mapping[tuple[str, int, int, int], Row]
 
 @cache
 def shipped() -> Table:
-    """By architecture, a row for each problem that was measured. None was yet: every product has its own default."""
+    """By architecture, a row for each problem that was measured.
+
+    The rows of gfx950 are those that aiter publishes for its kernels, which divide a product as fp8fn's in HIP do. No
+    product was measured with fp8fn's: `python -m fp8fn tune --op mx_mm` writes a table of the chip, which comes first.
+    """
     return parse(json.loads(_FILE.read_text(encoding="utf-8")))
 
 
 def parse(document: Any) -> Table:
-    """The table of a file's contents; ValueError for other columns.
+    """The table of a file's contents; ValueError for other columns, or a row without a source.
 
     Options are as `{"BN": 64, "SPLITS": 4}`, or as `{"n_sub": 2, "k_splits": 4, "use_hip": 0}` for a kernel in HIP.
     """
@@ -108,13 +118,17 @@ def parse(document: Any) -> Table:
         columns = document.get("columns")
         raise ValueError(f"a table of MX products has the columns {','.join(COLUMNS)}, this one {columns}")
     table = {}
-    for arch, k, n, m, kernel, given in document["rows"]:
+    names = {name: source["name"] for name, source in document["sources"].items()}
+    for arch, k, n, m, kernel, given, source in document["rows"]:
+        if source not in names:
+            raise ValueError(f"a table of MX products names the source {source!r}; its sources are {', '.join(names)}")
         options = dict(given)
-        row = Row(kernel, options, bool(options.pop("use_hip", 1)))
-        table[arch, k, n, m] = row
+        use_hip = bool(options.pop("use_hip", 1))
+        table[arch, k, n, m] = Row(kernel, options, use_hip, names[source])
     return table
 
 
 def lookup(problem: Problem, table: Table) -> Row | None:
-    """The row of a product of two matrices; a batch is never measured."""
-    return None if problem.batch > 1 else table.get((problem.target.name, problem.k, problem.n, problem.m))
+    """The row of a product of two matrices, with M up to the next power of two from 8 on; a batch is never measured."""
+    rows = problem.m if problem.m < _ROUNDED_FROM else ceil_power_of_two(problem.m)
+    return None if problem.batch > 1 else table.get((problem.target.name, problem.k, problem.n, rows))

@@ -36,7 +36,19 @@ DEVICES = {
     "convert": ("convert", "from", "to"),
     **{
         name: ("bench", name)
-        for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "generate", "quant", "train", "loss")
+        for name in (
+            "dense",
+            "wgrad",
+            "linear",
+            "moe",
+            "decode",
+            "decoder",
+            "generate",
+            "quant",
+            "train",
+            "loss",
+            "seeds",
+        )
     },
 }
 OUTPUTS = {
@@ -47,6 +59,7 @@ OUTPUTS = {
         name: (("bench", name), ("--json", "--plot"))
         for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "quant")
     },
+    "seeds": (("bench", "seeds"), ("--json", "--report")),
     **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train", "loss")},
 }
 
@@ -81,7 +94,7 @@ def test_every_command_with_such_an_option_is_tested_here(
 ) -> None:
     text = options_of(name, capsys)
     assert ("--device" in text) == (name[-1] in DEVICES and name != ("isa",))
-    written = [option for option in ("--json", "--plot", "--export") if f"{option} " in text]
+    written = [option for option in ("--json", "--plot", "--report", "--export") if f"{option} " in text]
     assert sorted(written) == sorted(next((o for argv, o in OUTPUTS.values() if argv == name), ()))
 
 
@@ -277,6 +290,7 @@ def test_ctrl_c_is_a_sentence_and_status_130(
     kept = {
         "tune": "what is tuned is kept; ", "aot": "what is compiled is kept; ", "convert": "",
         "train": "finished figures are in the file of --json; ",
+        "seeds": "finished figures are in the file of --json; ",
         "loss": "finished seeds are in the file of --json; ",
     }  # fmt: skip
     resume = f"{kept[name[-1]]}run the same command again to resume" if name[-1] in kept else "nothing more is written"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 LARGEST: Final = 1_500_000  # bytes
-RUNS: Final = (".cu", ".cuh", ".h", ".hip", ".py", ".typed", "cli/help.json")
+RUNS: Final = (".cu", ".cuh", ".h", ".hip", ".py", ".typed", "bench/seeds/published.json", "cli/help.json")
 
 
 def faults(wheel: Path, source: Path) -> list[str]:

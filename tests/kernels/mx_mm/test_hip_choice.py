@@ -31,7 +31,7 @@ from fp8fn.ops.mx_mm import KERNELS, MX_MM, _problem, choose, problem_of
 from fp8fn.ops.products import Routing, ScaledProduct
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM90, SM100, Target
 from fp8fn.ops.triton.launch import TritonLaunch
-from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row
+from fp8fn.ops.tuning.mx import MoeProblem, Problem, Row, Table, shipped
 from support.compilers import needs_hip_compiler
 from support.mx_tables import mx_table
 from support.operands.mx import DENSE, assert_near, on, operands
@@ -39,6 +39,7 @@ from support.products import mx_product, quantized, routed_product
 
 BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
 
+NO_TABLE: Final[Table] = {}
 # Fewer blocks of 16 columns than 256 compute units, and so much of K that two blocks can share it.
 SPLIT: Final = {
     (6144, 2304),
@@ -61,7 +62,7 @@ def meta(m: int, n: int, k: int, dtype: torch.dtype = E4M3) -> tuple[Tensor, ...
 def planned(
     m: int, n: int, k: int, table: str | None = None, out: torch.dtype = BF16
 ) -> tuple[TritonLaunch | HipLaunch, ...]:
-    rows = None if table is None else mx_table(table)
+    rows = mx_table(table or "")  # none but these: the defaults
     product = unwritten(torch.empty(m, n, dtype=out, device="meta"), k)
     return choose(_problem(product), rows).plan(product)  # type: ignore[return-value]
 
@@ -70,7 +71,7 @@ def planned(
 @pytest.mark.parametrize("shape", dict.fromkeys(DENSE), ids=str)
 def test_every_dense_shape_has_its_kernel_and_configuration(shape: tuple[int, int], m: int) -> None:
     k, n = shape
-    choice = choose(on(GFX950, m=m, n=n, k=k))
+    choice = choose(on(GFX950, m=m, n=n, k=k), NO_TABLE)
     assert choice.source == "default"
     launches = planned(m, n, k)
     if m < 8 or (m <= 16 and k == 192):  # 192 is no multiple of 128, which an instruction multiplies
@@ -98,9 +99,9 @@ def test_every_dense_shape_has_its_kernel_and_configuration(shape: tuple[int, in
 
 @pytest.mark.parametrize("m", [3, 5, 6, 7, 9, 11, 15])
 def test_other_numbers_of_rows_are_padded(m: int) -> None:
-    choice = choose(on(GFX950, m=m, k=96))
+    choice = choose(on(GFX950, m=m, k=96), NO_TABLE)
     assert (choice.name, choice.config) == ("hip_gemv", HipConfig(rows=4 if m < 4 else 8 if m < 8 else 16))
-    assert choose(on(GFX950, m=m)).name == ("hip_gemv" if m < 8 else "hip_mfma")
+    assert choose(on(GFX950, m=m), NO_TABLE).name == ("hip_gemv" if m < 8 else "hip_mfma")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_other_numbers_of_rows_are_padded(m: int) -> None:
 def test_blocks_for_every_core_and_parts_no_smaller_than_what_is_in_flight(
     n: int, k: int, batch: int, config: HipConfig
 ) -> None:
-    assert choose(on(GFX950, m=16, n=n, k=k, batch=batch)).config == config
+    assert choose(on(GFX950, m=16, n=n, k=k, batch=batch), NO_TABLE).config == config
 
 
 def test_fewer_cores_are_fewer_parts() -> None:
@@ -154,7 +155,7 @@ def test_every_refusal_leaves_the_next_kernel_and_its_reason(
 ) -> None:
     """Also where a table names the kernel."""
     assert (accepts_gemv(problem), accepts_mfma(problem)) == (gemv, mfma)
-    choice = choose(problem)
+    choice = choose(problem, NO_TABLE)
     reasons = dict(choice.refused)
     if gemv is None:
         assert choice.name == "hip_gemv"
@@ -164,7 +165,8 @@ def test_every_refusal_leaves_the_next_kernel_and_its_reason(
     if mfma is not None and gemv is not None:
         assert reasons["hip_mfma"] == mfma
     for name, reason in (("hip_gemv", gemv), ("hip_mfma", mfma)):
-        tuned = choose(problem, {(problem.target.name, problem.k, problem.n, problem.m): Row(name, {})})
+        rows = 32 if problem.m == 17 else problem.m
+        tuned = choose(problem, {(problem.target.name, problem.k, problem.n, rows): Row(name, {})})
         if reason is None:
             assert (tuned.name, tuned.source) == (name, "the table")
         elif problem.batch == 1:
@@ -240,6 +242,69 @@ def test_a_table_names_kernels_and_where_triton_is_faster(
     if m in (64, 8):
         assert choice.refused[:2] == (("hip_gemv", "the table has use_hip=0"), ("hip_mfma", "the table has use_hip=0"))
     assert mx_table(TABLE)["gfx950", 6144, 2304, 64] == Row("hip_mfma", {"n_sub": 1, "k_splits": 1}, use_hip=False)
+
+
+# (K, N) of one GPU by projection, at tensor parallelism 1, 2, 4 and 8; gate_up and mlp_down coincide at 1.
+AITER: Final = {
+    *((6144, 9216 // tp) for tp in (1, 2, 4, 8)), *((8192 // tp, 6144) for tp in (1, 2, 4, 8)),
+    *((6144, 6144 // tp) for tp in (1, 2, 4, 8)), *((6144 // tp, 6144) for tp in (1, 2, 4, 8)),
+}  # fmt: skip
+# Where aiter measured that Triton is as fast (o_proj at TP 4) or faster.
+TRITONS: Final = {(6144, 9216), (4096, 6144), (3072, 6144), (2048, 6144)}
+
+
+def test_the_shipped_table_has_the_shapes_of_aiters() -> None:
+    table = shipped()
+    assert len(AITER) == 15
+    assert set(table) == {("gfx950", *side, m) for side in AITER for m in (1, 2, 4, 8, 16, 32, 64)}
+    assert {row.source for row in table.values()} == {"aiter's table"}
+    assert {(k, n) for (_, k, n, m), row in table.items() if not row.use_hip} == TRITONS
+    assert {m for (_, _, _, m), row in table.items() if not row.use_hip} == {64}
+    for (_, _, _, m), row in table.items():
+        assert row.kernel == ("hip_gemv" if m < 8 else "hip_mfma")
+        assert set(row.options) == (set() if m < 8 else {"n_sub", "k_splits"})
+        assert row.options.get("n_sub", 1) in (1, 2, 4)
+        assert row.options.get("k_splits", 1) in (1, 2, 4, 8)
+
+
+@pytest.mark.parametrize("shape", sorted(AITER), ids=str)
+def test_shapes_of_the_shipped_table_are_chosen_by_it(shape: tuple[int, int]) -> None:
+    k, n = shape
+    for m in (1, 2, 4, 8, 16, 32, 64):
+        choice = choose(on(GFX950, m=m, n=n, k=k))
+        row = shipped()["gfx950", k, n, m]
+        if m == 64 and shape in TRITONS:
+            assert (choice.name, choice.source) == ("triton_scaled", "default")
+            assert choice.refused[:2] == (
+                ("hip_gemv", "aiter's table has use_hip=0"),
+                ("hip_mfma", "aiter's table has use_hip=0"),
+            )
+            continue
+        assert (choice.name, choice.source, choice.refused) == (row.kernel, "aiter's table", ())
+        config = HipConfig(rows=m) if m < 8 else HipConfig(**row.options)
+        assert choice.config == config
+        launches = choice.plan(unwritten(torch.empty(m, n, dtype=BF16, device="meta"), k))
+        assert [launch.name for launch in launches[1:]] == ["mxfp8_sum_parts"] * (config.k_splits > 1)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("m", "name", "config"),
+    [
+        (3, "hip_gemv", HipConfig(rows=4)), (7, "hip_gemv", HipConfig(rows=8)), (8, "hip_mfma", HipConfig(k_splits=2)),
+        (9, "hip_mfma", HipConfig(k_splits=8)), (16, "hip_mfma", HipConfig(k_splits=8)),
+        (17, "hip_mfma", HipConfig(n_sub=2, k_splits=8)), (33, "hip_mfma", HipConfig(n_sub=2, k_splits=4)),
+        (64, "hip_mfma", HipConfig(n_sub=2, k_splits=4)), (65, "triton_scaled", None),
+    ],
+)  # fmt: skip
+def test_numbers_of_rows_between_those_of_the_shipped_table(m: int, name: str, config: HipConfig | None) -> None:
+    choice = choose(on(GFX950, m=m, n=1536, k=6144))
+    assert choice.name == name
+    if config is not None:
+        assert choice.config == config
+    other = choose(on(GFX950, m=m, n=1536, k=6144, batch=2))
+    assert other.source == "default"
+    for target in (GFX942, SM90, SM100):
+        assert choose(on(target, m=m, n=1536, k=6144)).source == "default"
 
 
 def test_a_table_of_another_architecture_is_no_way_in() -> None:
