@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fp8fn
 from fp8fn import cli
 from fp8fn.bench import record
-from fp8fn.bench.train import attention, command, kept, kinds, models, runs, table, variants, worker
+from fp8fn.bench.train import attention, command, figure, kept, kinds, models, runs, table, variants, worker
 from fp8fn.lowering import backend
 
 CPU = torch.device("cpu")
@@ -540,3 +540,16 @@ def test_a_tiny_run_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "`fp8fn:TENSORWISE,where=*`" in out
     assert out.count("kept between forward and backward, bytes a token and layer") == 2
+
+
+def test_the_picture_has_the_largest_run_of_each_card() -> None:
+    def run(device: str, sequence: int, *variants: str) -> dict[str, Any]:
+        rows = [{"variant": name} for name in variants]
+        return {"device": device, "setting": {"batch": 2, "sequence": sequence}, "rows": rows}
+
+    all_of_them = ("bf16", "torchao:tensorwise", "fp8fn:BLOCKWISE_SQUARE", "fp8fn:ROWWISE")
+    runs = [
+        run("a", 64, *all_of_them), run("a", 128, *all_of_them), run("a", 128, *all_of_them[::-1]),
+        run("a", 256, "bf16"), run("b", 32, *all_of_them),
+    ]  # fmt: skip
+    assert figure.shown({"results": {"runs": runs}}) == [runs[2], runs[4]]
