@@ -46,8 +46,18 @@ TRAINING: Final = ((8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192))
 SMALL: Final = ((128, 7168, 2048), (64, 24576, 1536), (4096, 2112, 7168), (4096, 2176, 7168))
 
 
-# (K, N) of aiter's MX products for decoding.
+# (K, N) of aiter's MX products for decoding: of one GPU at tensor parallelism 4.
 MX_DECODE: Final = ((6144, 2304), (2048, 6144), (6144, 1536), (1536, 6144))
+
+# The same by projection and tensor parallelism; gate_up and mlp_down coincide at 1.
+MX_PARALLEL: Final[dict[str, dict[int, tuple[int, int]]]] = {
+    "qkv": {tp: (6144, 9216 // tp) for tp in (1, 2, 4, 8)},
+    "o_proj": {tp: (8192 // tp, 6144) for tp in (1, 2, 4, 8)},
+    "gate_up": {tp: (6144, 6144 // tp) for tp in (1, 2, 4, 8)},
+    "mlp_down": {tp: (6144 // tp, 6144) for tp in (1, 2, 4, 8)},
+}
+# The 15 weights of a GPU that the shipped table of MX products has.
+MX_WEIGHTS: Final = tuple(dict.fromkeys(side for sides in MX_PARALLEL.values() for side in sides.values()))
 
 
 def _decode() -> tuple[tuple[int, int], ...]:

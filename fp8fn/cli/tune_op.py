@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from fp8fn.bench.decode import BATCH_ROWS, BLOCK, BLOCK_M, EXPERTS, MX_ROWS, ROWS, TOP_K
-from fp8fn.bench.shapes import BATCH_DECODE, DECODE, LLM84, MX_DECODE, MX_MOE
+from fp8fn.bench.shapes import BATCH_DECODE, DECODE, LLM84, MX_MOE, MX_WEIGHTS
 from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
 from fp8fn.ops.tuning import (
@@ -130,7 +130,7 @@ OPS: Final[Mapping[str, Tuned]] = {
     "mx_mm": Tuned(
         form=mx_table.MX_FORM,
         keys=_mx_keys,
-        shapes=tuple((m, n, k) for k, n in MX_DECODE for m in MX_ROWS),
+        shapes=tuple((m, n, k) for k, n in MX_WEIGHTS for m in MX_ROWS),
         default=op_defaults.mx_default,
         bench=chain_device.mx_bench,
     ),

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple
 from fp8fn.bench import decode
 from fp8fn.bench.measure import Row
 from fp8fn.bench.seeds.figures import Column, Figures, number, paragraphs, ratio, significant, sizes, table
-from fp8fn.bench.seeds.protocols import BATCHED, PROJECTIONS, ROUTED, Shape
+from fp8fn.bench.seeds.protocols import BATCHED, ROUTED, Shape
+from fp8fn.bench.shapes import MX_PARALLEL
 
 _BATCHED, _DENSE, _EXPERTS = "products", "dense", "experts"
 _MX, _PLAIN, _BF16 = "fp8fn MX-FP8", "triton dot_scaled", "torch bf16"
@@ -68,7 +69,7 @@ class Weight(NamedTuple):
 
 
 WEIGHTS: Final = tuple(
-    Weight(name, parallel, k, n) for name, by_tp in PROJECTIONS.items() for parallel, (k, n) in by_tp.items()
+    Weight(name, parallel, k, n) for name, by_tp in MX_PARALLEL.items() for parallel, (k, n) in by_tp.items()
 )
 
 

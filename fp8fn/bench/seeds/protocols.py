@@ -48,17 +48,7 @@ def scaled_down(shape: Shape) -> Shape:
     return tuple(max(32, size // 64 // 32 * 32) if size >= 512 else size // 8 if size > 64 else size for size in shape)
 
 
-# The weights of a decoding step, (K, N) by projection and tensor parallelism. aiter's table of times has those of TP 4.
-PARALLEL: Final = (1, 2, 4, 8)
-PROJECTIONS: Final[dict[str, dict[int, tuple[int, int]]]] = {
-    "qkv": {tp: (6144, 9216 // tp) for tp in PARALLEL},
-    "o_proj": {tp: (8192 // tp, 6144) for tp in PARALLEL},
-    "gate_up": {tp: (6144, 6144 // tp) for tp in PARALLEL},
-    "mlp_down": {tp: (6144 // tp, 6144) for tp in PARALLEL},
-}
-DENSE: Final = tuple(
-    dict.fromkeys((m, n, k) for sides in PROJECTIONS.values() for k, n in sides.values() for m in decode.MX_ROWS)
-)
+DENSE: Final = tuple((m, n, k) for k, n in shapes.MX_WEIGHTS for m in decode.MX_ROWS)
 # (E, ids, N, K): the first product of an MLP at TP 4 and 8, and the second at TP 4; experts on 2, 4 and 8 GPUs.
 ROUTED_SIDES: Final = ((1536, 6144), (768, 6144), (6144, 768))
 ROUTED: Final = tuple(

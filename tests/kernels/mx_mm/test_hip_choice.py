@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 
 import fp8fn
 from fp8fn import ScaledTensor, cli
-from fp8fn.cli import aot
+from fp8fn.cli import aot, tune_op
 from fp8fn.ops import moe_gemm, mx_mm, reference
 from fp8fn.ops.hip import build, envelope, variants
 from fp8fn.ops.hip import launch as hip_launch
@@ -258,6 +258,7 @@ def test_the_shipped_table_has_the_shapes_of_aiters() -> None:
     assert len(AITER) == 15
     assert set(table) == {("gfx950", *side, m) for side in AITER for m in (1, 2, 4, 8, 16, 32, 64)}
     assert {row.source for row in table.values()} == {"aiter's table"}
+    assert {("gfx950", k, n, m) for m, n, k in tune_op.OPS["mx_mm"].shapes} == set(table)  # which tune measures again
     assert {(k, n) for (_, k, n, m), row in table.items() if not row.use_hip} == TRITONS
     assert {m for (_, _, _, m), row in table.items() if not row.use_hip} == {64}
     for (_, _, _, m), row in table.items():
