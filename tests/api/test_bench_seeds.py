@@ -225,7 +225,7 @@ def test_published_figures_stand_beside_ours() -> None:
         entry("004", "experts", (128, 16, 1536, 6144), {"fp8fn MX-FP8": 50.0, "triton dot_scaled": 100.0}),
     ]
     text = report({**RUN, "rows": rows})
-    assert _cells(text, "43")[-1] == "1291.9 → 1334.4"
+    assert _cells(text, "43")[-2:] == ["1291.9 → 1334.4", "+3.48 / +3.22 / +3.29"]
     assert _cells(text, "8,16640,8192,5120", "rowwise, ms")[-3:] == ["55.225", "40.689", "1.36x"]
     assert "Geometric means: 1.50x expert by expert." in text
     assert _cells(text, "16,8192,5120", "MI300X later")[:4] == ["500.0", "400.0", "4604.8 → 2940.5", "1762.8 → 1453.5"]
@@ -250,6 +250,43 @@ def test_the_same_gpu_is_compared_in_one_figure() -> None:
         {**RUN, "device": "NVIDIA H100 80GB HBM3", "rows": rows}
     )
     assert "same model" not in report({**RUN, "device": "NVIDIA H200", "rows": rows})
+
+
+# Sizes, what follows from the cells that are shown, and rates that count E times the operations.
+NOT_SHOWN = {
+    ("000", "M"), ("000", "N"), ("000", "K"), ("000", "layers"), ("000", "forward ms"), ("000", "backward ms"),
+    ("000", "forward TFLOP/s"), ("000", "backward TFLOP/s"), ("001", "TFLOP/s"), ("001", "loop TFLOP/s"),
+}  # fmt: skip
+
+
+def test_every_published_cell_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: set[tuple[str, str, str]] = set()
+
+    class Watched(Published):
+        def figure(self, source: str, of: str, name: str) -> float | None:
+            asked.add((source, of, name))
+            return super().figure(source, of, name)
+
+    watched = Watched({"format": FORMAT, "columns": list(COLUMNS), "sources": {}, "cells": []})
+    watched.sources, watched._cells = published().sources, published()._cells
+    monkeypatch.setattr(figures, "published", lambda: watched)
+    labels = {
+        "000": ("fp8fn forward", "fp8fn backward", "torch bf16 forward", "torch bf16 backward"),
+        "001": ("fp8fn product", "fp8fn forward", "fp8fn forward and backward"), "002": ("fp8fn w in 128x128",),
+        "003": (f"fp8fn {protocols.TRANSPOSED}", f"fp8fn {protocols.BY_GROUP}"),
+        "004": ("fp8fn MX-FP8", "triton dot_scaled"),
+    }  # fmt: skip
+    rows = [entry(u.seed, u.name, u.shape, dict.fromkeys(labels[u.seed], 1.0)) for u in units(None)]
+    for each in rows:
+        for row in each["rows"]:
+            row["bytes"] = 1e9
+    report({**RUN, "rows": rows})
+    cells = {(s, of, name) for s in watched.sources for of, found in watched.of(s).items() for name in found}
+    experts = {(s, of, name) for s, of, name in cells if s.startswith("004-experts") and "over Triton" in name}
+    # Section 4.4 has layers 6, 26 and 78 too, 6 with another change of the backward.
+    twice = {cell for cell in cells if cell[0] == "000-slower" and cell[1] in watched.of("000-least")}
+    missing = {(source, of, name) for source, of, name in cells - asked if (source[:3], name) not in NOT_SHOWN}
+    assert missing - twice == experts  # which stand in the caption
 
 
 def test_products_of_decoding() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from fp8fn.bench import llm84, shapes
 from fp8fn.bench.accuracy import worst
@@ -116,29 +116,55 @@ def _means(figures: Figures, found: Sequence[Measured]) -> str:
     )
 
 
-def _who(rate: Callable[[_Line, str], float | None]) -> list[Column]:
+def _who(rate: Callable[[Any, str], float | None]) -> list[Column]:
     names = {"fp8fn": "fp8fn", "square": "fp8fn, BLOCKWISE_SQUARE", "bf16": "bf16"}
     return [Column(name, lambda line, who=who: significant(rate(line, who))) for who, name in names.items()]  # type: ignore[misc]
 
 
+class _Model(NamedTuple):
+    """A model with the layers of it that were measured, without layer 47."""
+
+    name: str
+    group: Sequence[Measured]
+
+    def gain(self, way: str) -> str:
+        return number(statistics.fmean(each.gain(way) for each in self.group), "{:+.1f}")
+
+
 def _models(figures: Figures, found: Sequence[Measured]) -> str:
-    lines = []
-    for name in dict.fromkeys(layer.model for layer in shapes.LLM84):
-        group = [each for each in found if each.layer.model == name and each.layer.id != LEFT_OUT]
-        if group:
-            main, last = (figures.given("000-models", name, f"combined TFLOP/s{end}") for end in (", main", ""))
-            title = f"{name} ({len(group)})"
-            lines.append(_Line(title, {who: geomean(group, who, "combined") for who in WHO}, "", main, last))
+    """Combined rates of each model, and mean changes, which the report on an MI300X has."""
+    models = [
+        _Model(name, [each for each in found if each.layer.model == name and each.layer.id != LEFT_OUT])
+        for name in dict.fromkeys(layer.model for layer in shapes.LLM84)
+    ]
+    models = [model for model in models if model.group]
+
+    def given(source: str, figure: str, form: str) -> Callable[[_Model], str]:
+        return lambda model: number(figures.given(source, model.name, figure), form)
+
     return paragraphs(
         f"Combined TFLOP/s by model, geometric means, with the number of layers measured, without layer {LEFT_OUT}:",
         table(
             figures,
-            lines,
+            models,
             [
-                Column("model", lambda line: line.name),
-                *_who(lambda line, who: line.ours[who]),
-                Column("MI355X, main", _rates(lambda line: line.main), True),
-                Column("MI355X, Primus-Turbo", _rates(lambda line: line.published), True),
+                Column("model", lambda model: f"{model.name} ({len(model.group)})"),
+                *_who(lambda model, who: geomean(model.group, who, "combined")),
+                Column("MI355X, main", given("000-models", "combined TFLOP/s, main", "{:.0f}"), True),
+                Column("MI355X, Primus-Turbo", given("000-models", "combined TFLOP/s", "{:.0f}"), True),
+            ],
+        ),
+        "Mean changes of TFLOP/s by model, in percent, of fp8fn over bf16"
+        + (", and of Primus-Turbo over its main on an MI300X:" if figures.published else ":"),
+        table(
+            figures,
+            models,
+            [
+                Column("model", lambda model: model.name),
+                Column("forward, fp8fn", lambda model: model.gain("forward")),
+                Column("backward, fp8fn", lambda model: model.gain("backward")),
+                Column("forward, MI300X", given("000-mi300x-models", "forward change %", "{:+.2f}"), True),
+                Column("backward, MI300X", given("000-mi300x-models", "backward change %", "{:+.2f}"), True),
             ],
         ),
     )
@@ -191,9 +217,13 @@ def _layers(figures: Figures, found: Sequence[Measured]) -> str:
         return lambda each: significant(each.rate(who, way))
 
     def given(each: Measured, figure: str) -> float | None:
-        sources = ("000-most", "000-least", "000-47")
+        sources = ("000-most", "000-least", "000-slower", "000-47")
         cells = (figures.given(source, str(each.layer.id), figure) for source in sources)
         return next((value for value in cells if value is not None), None)
+
+    def changes(each: Measured) -> str:
+        values = [given(each, f"{way} change %") for way in WAYS]
+        return " / ".join(f"{value:+.2f}" for value in values if value is not None)
 
     return paragraphs(
         f"TFLOP/s of {len(found)} of {len(shapes.LLM84)} layers"
@@ -217,6 +247,7 @@ def _layers(figures: Figures, found: Sequence[Measured]) -> str:
                     lambda each: change(given(each, "combined TFLOP/s, main"), given(each, "combined TFLOP/s")),
                     True,
                 ),
+                Column("forward / backward / combined over main, %", changes, True),
             ],
         ),
     )

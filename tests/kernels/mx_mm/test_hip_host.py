@@ -21,6 +21,7 @@ from fp8fn.ops.hip.mx_mm import lines
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing
 from fp8fn.ops.targets import GFX950
+from fp8fn.ops.tuning.mx import shipped
 from support.hip_on_host import needs_compiler, run_on_host
 from support.hip_probes import check_probe, probe, probes
 from support.mx_decode import (
@@ -89,6 +90,18 @@ def on_host(product: Product) -> Tensor:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_dense_products(case: Dense) -> None:
     on_host(dense(case))
+
+
+# The divisions that the shipped table names, at their own M and K; N is a tile of 16 columns and three more.
+SHIPPED: Final = sorted(
+    {(m, k, row.options["n_sub"], row.options["k_splits"]) for (_, k, _, m), row in shipped().items() if row.options}
+)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("m", "k", "n_sub", "k_splits"), SHIPPED)
+def test_divisions_of_the_shipped_table(m: int, k: int, n_sub: int, k_splits: int) -> None:
+    on_host(dense(Dense("mfma", m, 19, k, HipConfig(n_sub=n_sub, k_splits=k_splits))))
 
 
 @needs_compiler
