@@ -366,6 +366,54 @@ def test_an_interrupted_run_goes_on(clock: list[str], tmp_path: Path, capsys: py
     assert len(record.read(path)["results"]["runs"]) == 2
 
 
+def test_runs_of_other_machines_are_added(clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the same machine and commit, shapes are added, and those of the other file are kept."""
+    first, second, third = (tmp_path / f"{name}.json" for name in ("first", "second", "third"))
+    run(first, "--seed", "001")
+    run(second, "--seed", "002")
+    run(second, "--seed", "001", "--minutes", "1")
+    other = record.read(second)
+    for row in other["results"]["runs"][0]["rows"]:
+        row["rows"][0]["us"] = 7.0
+    second.write_text(json.dumps(other))
+    cli.main(["bench", "seeds", "--device", "cpu", "--commit", "two", "--seed", "003", "--json", str(third)])
+    capsys.readouterr()
+    file = tmp_path / "all.md"
+    added = [f for path in (second, third) for f in ("--add", str(path))]
+    assert cli.main(["bench", "seeds", "--json", str(first), "--report", str(file), *added]) == 0
+    one, two = record.read(first)["results"]["runs"]
+    assert (one["commit"], two["commit"]) == ("one", "two")
+    assert {row["variant"] for row in one["rows"]} == {unit.label for unit in units(["001", "002"])}
+    again = {row["variant"] for row in other["results"]["runs"][0]["rows"]}
+    assert {row["variant"] for row in one["rows"] if row["rows"][0]["us"] == 7.0} == again
+    text = file.read_text(encoding="utf-8")
+    assert capsys.readouterr().out == text
+    assert text.count("# The seeds' protocols on a machine") == 2
+    assert text.count("## Seed 00") == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "is no file that bench seeds wrote (FileNotFoundError"),
+        ("x", "is no file that bench seeds wrote (JSONDecodeError"),
+        ('{"benchmark": "train"}', "has results of bench train; use a file that bench seeds wrote"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_added_is_refused(
+    content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "other.json"
+    if content is not None:
+        path.write_text(content)
+    for argv, said in ((("--json", str(tmp_path / "a.json")), message), ((), "--add needs --json")):
+        with pytest.raises(SystemExit) as leave:
+            cli.main(["bench", "seeds", *argv, "--add", str(path)])
+        assert leave.value.code == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "a.json").exists()
+
+
 def test_a_wrong_result_is_the_exit_status(clock: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [Row((8, 8), "torch", "a", "TB/s", 0.0, 1.0, unavailable="not here")]
     monkeypatch.setattr(command, "_measured", lambda *_: rows)

@@ -23,15 +23,18 @@ import argparse
 import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
+from fp8fn.bench import record
 from fp8fn.bench.command import measured
 from fp8fn.bench.measure import Row
+from fp8fn.bench.seeds.figures import paragraphs
 from fp8fn.bench.seeds.protocols import SEEDS, Part, Shape, scaled_down
 from fp8fn.bench.seeds.report import report
-from fp8fn.bench.train.runs import Runs, key_of, revision
+from fp8fn.bench.train.runs import Runs, key_of, merge, revision
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
 from fp8fn.timing import Clock, clock_of, reason
@@ -58,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure each shape that the file does not have, then print and write the report; 1 where fp8fn failed."""
     began = time.perf_counter()
     args = _parsed(argv)
+    if args.add:
+        return _added(args)
     device: torch.device = args.device
     if device.index is not None:
         torch.cuda.set_device(device)
@@ -94,6 +99,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.report.write_text(f"{text}\n", encoding="utf-8")
     asked = {unit.label for unit in wanted}
     return int(any(_failed(entry) for entry in runs.rows if entry["variant"] in asked))
+
+
+def _added(args: argparse.Namespace) -> int:
+    """Add other files' runs to that of --json, and print the reports; nothing is measured."""
+    text = paragraphs(*(report(run) for run in merge(args.json, args.add, "seeds")))
+    print(text, flush=True)
+    if args.report:
+        args.report.write_text(f"{text}\n", encoding="utf-8")
+    return 0
 
 
 def units(seeds: Sequence[str] | None) -> Iterator[Unit]:
@@ -152,6 +166,25 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--report", type=options.output_file, metavar="FILE", help="write the report to FILE, in Markdown"
     )
+    parser.add_argument(
+        "--add", type=Path, metavar="FILE", action="append",
+        help="add the runs of FILE, which another machine wrote, to --json, and measure nothing; repeatable",
+    )  # fmt: skip
     args = parser.parse_args(argv)
-    options.check_machine(parser, args.device, ("tabulate",))
+    if args.add:
+        _check_added(parser, args)
+    else:
+        options.check_machine(parser, args.device, ("tabulate",))
     return args
+
+
+def _check_added(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.json is None:
+        parser.error("--add needs --json, the file that the runs are added to")
+    for file in args.add:
+        try:
+            found = record.read(file)["benchmark"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            parser.error(f"--add: {file} is no file that bench seeds wrote ({reason(error)})")
+        if found != "seeds":
+            parser.error(f"--add: {file} has results of bench {found}; use a file that bench seeds wrote")

@@ -85,6 +85,28 @@ class Runs:
             record.write(self.path, self.benchmark, {"runs": self.runs})
 
 
+def merge(path: Path, others: Sequence[Path], benchmark: str) -> list[dict[str, Any]]:
+    """Add the runs of other files to a file, and return all of it.
+
+    Two runs of one machine, commit and setting become one; of a variant that both have, the other file's row is kept.
+    Raises ValueError for a file of another benchmark.
+    """
+    found: list[dict[str, Any]] = record.read(path)["results"]["runs"] if path.exists() and path.stat().st_size else []
+    for other in others:
+        document = record.read(other)
+        if document.get("benchmark") != benchmark or "runs" not in document["results"]:
+            raise ValueError(f"{other} has results of {document.get('benchmark')!r}, not of {benchmark!r}")
+        for run in document["results"]["runs"]:
+            same = [each for each in found if all(each[name] == run[name] for name in ("device", "commit", "setting"))]
+            if not same:
+                found.append(run)
+                continue
+            rows = {row["variant"]: row for row in (*same[0]["rows"], *run["rows"])}
+            same[0].update({**run, "rows": list(rows.values())})
+    record.write(path, benchmark, {"runs": found})
+    return found
+
+
 def milliseconds(row: Mapping[str, Any], figure: str) -> float | None:
     """The median over rounds of `"forward_backward_ms"` or `"step_ms"`, or None for a row without times."""
     rounds = row.get("rounds")
