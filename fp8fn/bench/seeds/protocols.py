@@ -18,7 +18,7 @@ from fp8fn.timing import Schedule
 
 Shape = tuple[int, ...]
 
-# Short turns: all protocols together have 246 shapes, and a machine is often lent for ten minutes.
+# Short turns: all protocols together have 267 shapes, and a machine is often lent for ten minutes.
 _SHORT: Final = Schedule(rounds=3, burst_ms=10.0, warm_s=0.1)
 _READS: Final = replace(_SHORT, flush="reads")
 
