@@ -1,4 +1,4 @@
-"""A hook of mkdocs: pictures of notebooks get the `alt` of their cell, which nbconvert's template of JupyterLab drops."""
+"""A hook of mkdocs: pictures of notebooks get the `alt` of their cell, which nbconvert's template drops."""
 
 import html as escaping
 import json
