@@ -18,7 +18,7 @@ from fp8fn.bench import command, peers, tables
 from fp8fn.bench.command import Suite
 from fp8fn.bench.layer import Layer
 from fp8fn.bench.measure import Case
-from fp8fn.bench.shapes import ANCHORS, SMALL
+from fp8fn.bench.shapes import ANCHORS, DEEPGEMM, SMALL
 from fp8fn.timing import Call
 
 
@@ -61,6 +61,7 @@ def ceiling_case(layer: Layer) -> Case:
 SUITES = {
     "anchors": Suite(ANCHORS, cases, tables.forward),
     "small": Suite(SMALL, cases, tables.small, graphs=True),
+    "deepgemm": Suite(DEEPGEMM, cases, tables.layers),
 }
 
 

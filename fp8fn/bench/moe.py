@@ -3,6 +3,7 @@
 Suites:
 - "forward": tokens `(M, K)` by experts `(E, K, N)`, on quantized operands.
 - "few": the same of 16-bit tokens by FP8 experts, few for each expert, as in decoding.
+- "deepgemm", "deepgemm-wgrad": the first and the next at DeepGEMM's own shapes.
 - "wgrad": the gradient `(E, N, K)` of the experts, each summed over the expert's tokens.
 - "mlp": forward and backward of `expert_mlp`, quantization included; N is the intermediate size, K the hidden size.
 - "layer": one layer of experts: the product, then forward and backward with quantization, beside a loop over experts.
@@ -24,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fp8fn
-from fp8fn.bench import command, tables
+from fp8fn.bench import command, peers, tables
 from fp8fn.bench.command import Suite
 from fp8fn.bench.experts import Experts
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.quant import SCHEDULE, bytes_moved
+from fp8fn.bench.shapes import DEEPGEMM_GROUPS, DEEPGEMM_WGRAD
 from fp8fn.ops.groups import spread_blocks
 from fp8fn.timing import Call
 
@@ -69,6 +71,7 @@ def forward_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         if distribution == "balanced":
             found.append(case("torch", "bf16", partial(_torch_bf16, experts)))
             found.append(case("torch", "bf16, a loop over experts", partial(_loop, experts)))
+            found.append(case("deep_gemm", "1x128·128x128, balanced", partial(_deep_gemm, experts)))
     return found
 
 
@@ -95,6 +98,10 @@ def wgrad_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
 
         found.append(case("fp8fn", f"1x128·128x1, {distribution}", partial(_blockwise_wgrad, experts)))
         found.append(case("torch", f"bf16, {distribution}", partial(_torch_bf16_wgrad, experts)))
+        if distribution == "balanced":
+            found.append(
+                case("deep_gemm", "1x128·128x1, balanced, added to float32", partial(_deep_gemm_wgrad, experts))
+            )
     return found
 
 
@@ -250,6 +257,16 @@ def _unquantized(experts: Experts) -> Call:
     return partial(fp8fn.grouped_gemm, experts.x, fp8fn.quantize(experts.w, (128, 128)), experts.offsets)
 
 
+def _deep_gemm(experts: Experts) -> Call:
+    a, b = fp8fn.quantize(experts.x, (1, 128)), fp8fn.quantize(experts.w, (128, 128))
+    return peers.deep_gemm_groups(a, b, experts.sizes)
+
+
+def _deep_gemm_wgrad(experts: Experts) -> Call:
+    g, x = (fp8fn.quantize_grouped(tokens, experts.offsets) for tokens in (experts.g, experts.x))
+    return peers.deep_gemm_groups_wgrad(g, x, experts.sizes)
+
+
 def _torch_rowwise(experts: Experts) -> Call:
     a, b = fp8fn.quantize(experts.x, (1, -1)), fp8fn.quantize(experts.w, (-1, 1))
     args = (a.data, b.data, a.scale.squeeze(-1), b.scale.squeeze(-2).contiguous())
@@ -284,6 +301,8 @@ SUITES = {
     "forward": Suite(PRODUCTS, forward_cases, tables.forward, axes="E,M,N,K"),
     "few": Suite(FEW, few_cases, tables.layers, axes="E,M,N,K"),
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
+    "deepgemm": Suite(DEEPGEMM_GROUPS, forward_cases, tables.layers, axes="E,M,N,K"),
+    "deepgemm-wgrad": Suite(DEEPGEMM_WGRAD, wgrad_cases, tables.layers, axes="E,M,N,K"),
     "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
     "layer": Suite(LAYERS, layer_cases, tables.layers, axes="E,M,N,K"),
     "quant": Suite(TOKENS, quant_cases, tables.quant, SCHEDULE, axes="G,M,N"),

@@ -7,7 +7,7 @@ raises where the peer is not installed or refuses the operands.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fp8fn import ScaledTensor
+from fp8fn import GroupedScaledTensor, ScaledTensor
+from fp8fn.ops.groups import spread_unit
 from fp8fn.timing import Call
 
 PEERS: Final = ("torch", "torchao", "deep_gemm", "triton")
@@ -84,6 +85,74 @@ def deep_gemm(a: ScaledTensor, b: ScaledTensor) -> Call:
         return out
 
     return call
+
+
+def deep_gemm_wgrad(a: ScaledTensor, b: ScaledTensor) -> Call:
+    """DeepGEMM's `fp8_gemm_nt` of `a (M, K)` in (1, 128) and `b (K, N)` in (128, 1), added to a float32 output."""
+    module: Any = importlib.import_module("deep_gemm")
+    out = torch.zeros(a.shape[0], b.shape[1], device=a.device)
+    left, right = (a.data, a.scale), (b.data.mT, b.scale.mT)
+
+    def call() -> Tensor:
+        module.fp8_gemm_nt(left, right, out, c=out, recipe=(1, 1, 128), disable_ue8m0_cast=True)
+        return out
+
+    return call
+
+
+def deep_gemm_groups(a: ScaledTensor, b: ScaledTensor, sizes: Sequence[int]) -> Call:
+    """DeepGEMM's contiguous groups of rows: `a (M, K)` in (1, 128) by `b (E, K, N)` in (128, 128).
+
+    Raises ValueError for groups of other than whole 128 rows.
+    """
+    module: Any = importlib.import_module("deep_gemm")
+    _whole_blocks(sizes)
+    group = torch.arange(len(sizes), device=a.device, dtype=torch.int32)
+    rows = group.repeat_interleave(torch.tensor(sizes, device=a.device))
+    out = torch.empty(a.shape[0], b.shape[2], device=a.device, dtype=torch.bfloat16)
+    left = a.data, module.get_mn_major_tma_aligned_tensor(a.scale)
+    right = b.data.mT, b.scale.mT.contiguous()
+
+    def call() -> Tensor:
+        module.m_grouped_fp8_gemm_nt_contiguous(left, right, out, rows, disable_ue8m0_cast=True)
+        return out
+
+    return call
+
+
+def deep_gemm_groups_wgrad(a: GroupedScaledTensor, b: GroupedScaledTensor, sizes: Sequence[int]) -> Call:
+    """DeepGEMM's groups along K: `aᵀ b` of tokens `a (M, N)` and `b (M, K)` in (128, 1), added to float32 `(E, N, K)`.
+
+    Raises ValueError for groups of other than whole 128 tokens.
+    """
+    module: Any = importlib.import_module("deep_gemm")
+    _whole_blocks(sizes)
+    if spread_unit(sum(sizes), len(sizes)) != 128:
+        raise ValueError(f"groups of {sizes} tokens; with fewer than 4 blocks each they begin within blocks")
+    counts = torch.tensor(sizes, device=a.data.device, dtype=torch.int32)
+    out = torch.zeros(len(sizes), a.data.shape[1], b.data.shape[1], device=a.data.device)
+
+    starts = [sum(sizes[:group]) // 128 + group for group in range(len(sizes))]  # in blocks, as `ops.groups` has it
+
+    def laid(x: GroupedScaledTensor) -> tuple[Tensor, Tensor]:
+        places = list(zip(starts, sizes, strict=True))
+        rows = x.data.view(torch.uint8)
+        groups = [rows[128 * start : 128 * start + size].mT.flatten() for start, size in places]
+        scales = [x.scale[start : start + size // 128] for start, size in places]
+        return torch.cat(groups).view(x.data.dtype), torch.cat(scales).mT
+
+    left, right = laid(a), laid(b)
+
+    def call() -> Tensor:
+        module.k_grouped_fp8_gemm_nt_contiguous(left, right, out, list(sizes), counts, out)
+        return out
+
+    return call
+
+
+def _whole_blocks(sizes: Sequence[int]) -> None:
+    if any(size % 128 for size in sizes):
+        raise ValueError(f"groups of {sizes} tokens; DeepGEMM takes multiples of 128")
 
 
 def _torchao(name: str) -> Any:

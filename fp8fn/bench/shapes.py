@@ -39,6 +39,21 @@ LLM84: Final = _llm84()
 
 ANCHORS: Final = ((4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672))
 
+# DeepGEMM's own list: (M, N, K) of products; (E, M, N, K) of groups, M tokens in all; and those of wgrad by groups.
+DEEPGEMM: Final = tuple(
+    (m, n, k)
+    for m in (1, 128, 4096)
+    for n, k in (
+        (2112, 7168), (576, 7168), (24576, 1536), (32768, 512), (7168, 16384), (4096, 7168), (7168, 2048),
+    )
+)  # fmt: skip
+DEEPGEMM_GROUPS: Final = tuple(
+    (experts, 32768, n, k)
+    for experts in (4, 8)
+    for n, k in ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+)  # fmt: skip
+DEEPGEMM_WGRAD: Final = tuple((experts, 32768, n, k) for experts in (4, 8, 16) for n, k in ((4096, 7168), (7168, 2048)))
+
 # Layers for forward and backward; their wgrad is `(N, M) @ (M, K)`.
 TRAINING: Final = ((8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192))
 

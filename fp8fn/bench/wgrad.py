@@ -44,6 +44,7 @@ def cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         ),
         case("torch", "bf16", lambda: partial(torch.mm, layer.g.mT, layer.x), element=2),
         case("torchao", "Triton 1x128·128x1", lambda: peers.torchao_gemm(layer.g_col.mT, layer.x_col)),
+        case("deep_gemm", "1x128·128x1, added to float32", lambda: peers.deep_gemm_wgrad(layer.g_col.mT, layer.x_col)),
     ]
 
 

@@ -19,12 +19,13 @@ import torch.nn.functional as F
 
 import fp8fn
 from fp8fn import cli
-from fp8fn.bench import decoder, llm84, overhead, peers, plot, quant, record, tables
+from fp8fn.bench import decoder, llm84, moe, overhead, peers, plot, quant, record, tables
 from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
+from fp8fn.bench.experts import Experts
 from fp8fn.bench.layer import Layer, normal
 from fp8fn.bench.measure import Case, Row, measure
-from fp8fn.bench.shapes import ANCHORS, LLM84, QUANT, SILU_MUL, SMALL, TRAINING, Shape, shape
+from fp8fn.bench.shapes import ANCHORS, DEEPGEMM, LLM84, QUANT, SILU_MUL, SMALL, TRAINING, Shape, shape
 from fp8fn.cli.environment import device_name
 from fp8fn.timing import Call, CpuClock, GpuClock, Schedule, Timing, flush_bytes, interleaved, lead_us
 
@@ -246,6 +247,59 @@ class TestPeers:
         layer = Layer((256, 512, 384), CPU)
         assert layer.out.snr_db(peers.deep_gemm(layer.x_row, layer.w_square.mT)()) > 25
 
+    def test_deep_gemm_of_wgrad(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Both operands have a scale a row and 128 of K, and what the output holds is added to."""
+
+        def fp8_gemm_nt(a: Any, b: Any, out: torch.Tensor, c: Any, recipe: Any, disable_ue8m0_cast: bool) -> None:
+            assert (c is out, recipe, disable_ue8m0_cast) == (True, (1, 1, 128), True)
+            g, x = (fp8fn.ScaledTensor(*each, (1, 128)) for each in (a, b))
+            out += fp8fn.gemm(g, x.mT, out_dtype=torch.float32)
+
+        module = ModuleType("deep_gemm")
+        vars(module).update(fp8_gemm_nt=fp8_gemm_nt)
+        monkeypatch.setitem(sys.modules, "deep_gemm", module)
+        layer = Layer((256, 512, 384), CPU)
+        assert layer.dB.snr_db(peers.deep_gemm_wgrad(layer.g_col.mT, layer.x_col)()) > 25
+
+    def test_deep_gemm_of_groups(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Each row has the number of its group; along K a group is a matrix of its own."""
+        experts = Experts((2, 2048, 256, 384), "balanced", CPU)
+        experts.sizes = [1280, 768]
+        experts.offsets = torch.tensor([1280, 2048], dtype=torch.int32)
+
+        def by_rows(a: Any, b: Any, out: torch.Tensor, rows: torch.Tensor, disable_ue8m0_cast: bool) -> None:
+            assert b[1].is_contiguous()
+            assert (disable_ue8m0_cast, rows.dtype) == (True, torch.int32)
+            x, w = fp8fn.ScaledTensor(*a, (1, 128)), fp8fn.ScaledTensor(*b, (128, 128))
+            every = [fp8fn.gemm(x, each.mT) for each in w]
+            out.copy_(torch.stack(every)[rows.long(), torch.arange(2048)])
+
+        def along_k(a: Any, b: Any, out: torch.Tensor, sizes: Any, counts: torch.Tensor, c: torch.Tensor) -> None:
+            assert (sizes, counts.tolist(), c is out) == ([1280, 768], [1280, 768], True)
+            first = [0, 0]
+            for group, size in enumerate(sizes):
+                left, right = (
+                    fp8fn.ScaledTensor(
+                        data[first[0] * width : (first[0] + size) * width].view(width, size),
+                        scale[:, first[1] : first[1] + size // 128], (1, 128),
+                    )
+                    for (data, scale), width in ((a, 256), (b, 384))
+                )  # fmt: skip
+                out[group] += fp8fn.gemm(left, right.mT, out_dtype=torch.float32)
+                first = [first[0] + size, first[1] + size // 128]
+
+        module = ModuleType("deep_gemm")
+        vars(module).update(
+            m_grouped_fp8_gemm_nt_contiguous=by_rows, k_grouped_fp8_gemm_nt_contiguous=along_k,
+            get_mn_major_tma_aligned_tensor=lambda scale: scale,
+        )  # fmt: skip
+        monkeypatch.setitem(sys.modules, "deep_gemm", module)
+        assert experts.out_snr_db(moe._deep_gemm(experts)()) > 25
+        assert experts.wgrad_snr_db(moe._deep_gemm_wgrad(experts)()) > 25
+        experts.sizes = [1281, 767]
+        with pytest.raises(ValueError, match="DeepGEMM takes multiples of 128"):
+            moe._deep_gemm(experts)
+
     def test_torchao(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """torchao's functions get their own arguments; its quantizers keep the configurations with `num_stages` = 2."""
 
@@ -406,7 +460,7 @@ def cells(line: str) -> list[str]:
 RUNS = [
     (("dense", "--shape", "128,256,128"), 9, "forward", {"out"}),
     (("dense", "--suite", "small", "--shape", "100,132,128"), 9, "small", {"out"}),
-    (("wgrad", "--shape", "128,256,128"), 6, "wgrad", {"dB"}),
+    (("wgrad", "--shape", "128,256,128"), 7, "wgrad", {"dB"}),
     (("linear", "--shape", "128,256,128"), 6, "linear", {"out", "dA", "dB"}),
     (("linear", "--suite", "llm84", "--shape", "128,128,256"), 6, "llm84", {"out"}),
     (("quant", "--shape", "128,256"), 14, "quant", {"(1, 128)"}),
@@ -527,13 +581,21 @@ def test_suites(module: str) -> None:
     """The shapes that a suite's name on the command line stands for."""
     suites: dict[str, Suite] = importlib.import_module(f"fp8fn.bench.{module}").SUITES
     expected = {
-        "dense": {"anchors": ANCHORS, "small": SMALL},
+        "dense": {"anchors": ANCHORS, "small": SMALL, "deepgemm": DEEPGEMM},
         "wgrad": {"wgrad": TRAINING, "anchors": ANCHORS},
         "linear": {"linear": TRAINING, "llm84": llm84.SHAPES},
         "quant": {"quant": QUANT, "silu_mul": SILU_MUL},
     }
     assert {name: suite.shapes for name, suite in suites.items()} == expected[module]
     assert [name for name, suite in suites.items() if suite.graphs] == (["small"] if module == "dense" else [])
+
+
+def test_deepgemms_shapes() -> None:
+    """Its list: 1, 128 and 4096 rows of seven weights; groups of 8192 and 4096 rows; 8192, 4096 and 2048 along K."""
+    assert len(DEEPGEMM) == len(set(DEEPGEMM)) == 21
+    assert {m for m, _, _ in DEEPGEMM} == {1, 128, 4096}
+    assert {m // experts for experts, m, _, _ in moe.SUITES["deepgemm"].shapes} == {8192, 4096}
+    assert {m // experts for experts, m, _, _ in moe.SUITES["deepgemm-wgrad"].shapes} == {8192, 4096, 2048}
 
 
 def test_the_decoder_layer_of_the_bench() -> None:
