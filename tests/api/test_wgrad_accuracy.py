@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import fp8fn
 from fp8fn import Recipe
+from support.accuracy import snr
 from support.distributions import DISTRIBUTIONS
 
 # dB of dW, and of its worst column: what docs/numerics.md says, with a margin of half a dB.
@@ -103,9 +106,29 @@ def test_the_snr_of_an_experts_gradient(name: str) -> None:
             for rows, grad in zip(x.tensor_split(ends[:-1].tolist()), g.tensor_split(ends[:-1].tolist()), strict=True)
         ]
     )
-    snr = 10 * torch.log10(exact.square().sum() / (found.double() - exact).square().sum())
-    assert abs(float(snr) - SQUARE[name][0]) < 0.5
+    assert abs(snr(found, exact) - SQUARE[name][0]) < 0.5
     assert not found[1].any()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["nested transforms", "second_order"])
+def test_a_second_derivative_of_groups_reads_columns(eager: bool) -> None:
+    """As BLOCKWISE does: a product of groups of K quantizes both sides alike. The outermost level reads squares."""
+    ends = torch.tensor([100, 200], dtype=torch.int32)
+    x, w = torch.randn(200, 160), torch.randn(2, 160, 72)
+    found = []
+    for recipe in (fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_SQUARE):
+        given = dataclasses.replace(recipe, second_order=eager)
+
+        def loss(w: torch.Tensor, recipe: Recipe = given) -> torch.Tensor:
+            return fp8fn.grouped_gemm(x, w, ends, recipe=recipe).pow(3).sum()
+
+        if eager:
+            leaf = w.clone().requires_grad_()
+            (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+        else:
+            found.append(torch.func.grad(lambda w, loss=loss: torch.func.grad(loss)(w).square().sum())(w))
+    assert torch.equal(*found) if eager else snr(*found) > 25
 
 
 def test_other_squares_are_refused_for_groups_of_tokens() -> None:
