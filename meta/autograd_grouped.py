@@ -148,14 +148,16 @@ def _backward_of_operands(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor
     a, b, offsets = ctx.saved_tensors
     a_dtype, b_dtype, _ = ctx.dtypes
     op, recipe = torch.ops.fp8fn.grouped_gemm, ctx.recipe
+    # A product of groups of K quantizes both sides alike, in one-sided blocks.
+    wgrad = replace(recipe, wgrad_activation_block=None).wgrad
     grad_a = grad_b = None
     if ctx.rows:
         if ctx.needs_input_grad[0]:
             grad_a = op(grad, b.mT, offsets, None, recipe.dgrad.key, a_dtype)
         if ctx.needs_input_grad[1]:
-            grad_b = op(a.mT, grad, offsets, None, recipe.wgrad.key, b_dtype)
+            grad_b = op(a.mT, grad, offsets, None, wgrad.key, b_dtype)
         return grad_a, grad_b
-    by_gradient = recipe.wgrad  # its right operand is the gradient
+    by_gradient = wgrad  # its right operand is the gradient
     if ctx.needs_input_grad[0]:
         dgrad = replace(by_gradient, activation_dtype=recipe.weight_dtype)
         grad_a = op(b, grad.mT, offsets, None, dgrad.key, a_dtype).mT

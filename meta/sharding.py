@@ -181,7 +181,7 @@ _CONSTANT: Final[dict[str, Block]] = {"SAVED": SAVED_BLOCK, "MX_A": mx_mm_op.A_B
 _ONE: Final = ("*rc", "*rc/block")
 _TWO: Final = (*_ONE, "*rc", "*rc/dual_block")
 _GROUPED: Final = ("rc", "rc/block")
-_GROUPED_DUAL: Final = (*_GROUPED, "rc", "rc/block.T")
+_GROUPED_DUAL: Final = (*_GROUPED, "rc", "rc/dual_block")
 _TOKENS: Final = "r"
 _GATED: Final = {"gate": "*rc", "up": "*rc"}
 _GATED_TOKENS: Final = {"gate": "rc", "up": "rc"}
@@ -206,7 +206,9 @@ quantize_grouped_dual: Final = Rule(inputs={"x": "rc"}, outputs=_GROUPED_DUAL, u
 quantize_silu_mul_grouped: Final = Rule(inputs=_GATED_TOKENS, outputs=_GROUPED, uncut=_TOKENS)
 quantize_silu_mul_grouped_dual: Final = Rule(inputs=_GATED_TOKENS, outputs=_GROUPED_DUAL, uncut=_TOKENS)
 # `hidden` holds two halves: no part of it is the same part of each.
-quantize_silu_mul_grad_grouped_dual: Final = Rule(inputs={"grad": "rc"}, outputs=_GROUPED_DUAL, uncut="rc")
+quantize_silu_mul_grad_grouped_dual: Final = Rule(
+    inputs={"grad": "rc"}, outputs=(*_GROUPED, "rc", "rc/block.T"), uncut="rc"
+)
 scaled_mm: Final = Rule(
     inputs={**_PRODUCT, "a_scale": "*mk/a_block", "b_scale": "*kn/b_block"},
     outputs=("*mn",), reduces="sum", added=("bias",),

@@ -17,6 +17,7 @@ from fp8fn.ops.grouped_gemm import (
     rows_backward,
     rows_forward,
     rows_products,
+    wgrad_block,
 )
 from fp8fn.ops.layout import swap, unguarded
 from fp8fn.ops.operand import Quantized
@@ -83,10 +84,11 @@ def forward(
     block, *args = (recipe.activation_block, recipe.activation_dtype, recipe.scale)
     inner_col = None
     if needs.w_down:
+        beside = wgrad_block(recipe)
         inner, inner_scale, col, col_scale = torch.ops.fp8fn.quantize_silu_mul_grouped_dual(
-            gate, up, offsets, block, *args
+            gate, up, offsets, block, *args, *(() if beside is None else (beside,))
         )
-        inner_col = Quantized(col, col_scale, swap(block))
+        inner_col = Quantized(col, col_scale, beside or swap(block))
     else:
         inner, inner_scale = torch.ops.fp8fn.quantize_silu_mul(gate, up, block, *args)
     down_col, down_row = quantize_experts(w_down, recipe, both=needs.fp8_weights and (dgrad or wgrad))

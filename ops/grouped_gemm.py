@@ -12,7 +12,7 @@ from fp8fn.ops.gemm import quantize, quantize_both
 from fp8fn.ops.groups import group_of
 from fp8fn.ops.layout import Block, swap, unguarded
 from fp8fn.ops.operand import Quantized
-from fp8fn.ops.quantize import SQUARE
+from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, _holds, check_group_bias, check_grouping
 from fp8fn.ops.scaled_mm import check_product
@@ -53,7 +53,8 @@ def check_batch(op: str, a: Tensor, b: Tensor, bias: Tensor | None) -> None:
 def check_recipe(op: str, recipe: Recipe) -> None:
     """A wgrad sums over tokens that lie as `activation_block` and as `gradient_block` say: one way for both.
 
-    A square `wgrad_activation_block` is read as the transpose of `activation_block`: groups end within squares.
+    Squares of `wgrad_activation_block` begin at each group's first token, beside `(128, 1)` of the gradient; beside
+    other blocks they are read as the transpose of `activation_block`.
     """
     for name, block, allowed in (
         ("activation_block", recipe.activation_block, SUMMED_BLOCKS),
@@ -93,7 +94,10 @@ def rows_forward(
 ) -> tuple[Tensor, Quantized | None, Quantized | None]:  # fmt: skip
     """`a (M, K) @ b (E, K, N) + bias`, and what the backward needs: `b` for dgrad and `a`, by groups, for wgrad."""
     a_args = (recipe.activation_block, recipe.activation_dtype, recipe.scale)
-    a_row, a_col = quantize_grouped_both(a, offsets, *a_args) if needs.wgrad else (quantize(a, *a_args), None)
+    if needs.wgrad:
+        a_row, a_col = quantize_grouped_both(a, offsets, *a_args, dual_block=wgrad_block(recipe))
+    else:
+        a_row, a_col = quantize(a, *a_args), None
     b_col, b_row = quantize_experts(b, recipe, both=needs.dgrad)
     return product(a_row, b_col, offsets, bias, out_dtype), a_col, b_row
 
@@ -183,11 +187,18 @@ def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtyp
 
 
 def quantize_grouped_both(
-    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype | None, scale: str
+    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype | None, scale: str, dual_block: Block | None = None
 ) -> tuple[Quantized, Quantized]:
-    """`x (M, N)` in `block`, and `quantize_grouped` of it: one read where it fits on chip."""
-    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_grouped_dual(x, offsets, block, dtype, scale)
-    return Quantized(row, row_scale, block), Quantized(col, col_scale, swap(block))
+    """`x (M, N)` in `block`, and by groups in `dual_block`, by default the transpose: one read if it fits on chip."""
+    beside = () if dual_block is None else (dual_block,)
+    row, row_scale, col, col_scale = torch.ops.fp8fn.quantize_grouped_dual(x, offsets, block, dtype, scale, *beside)
+    return Quantized(row, row_scale, block), Quantized(col, col_scale, dual_block or swap(block))
+
+
+def wgrad_block(recipe: Recipe) -> Block | None:
+    """The block of a wgrad's activation by groups; None is the transpose of `activation_block`."""
+    square = recipe.wgrad_block == SQUARE and recipe.activation_block in BESIDE_SQUARE
+    return SQUARE if square else None
 
 
 def quantize_experts(b: Tensor, recipe: Recipe, *, both: bool) -> tuple[Quantized, Quantized | None]:

@@ -7,6 +7,8 @@ A group's first `block` tokens have one scale, the next have another. Where the 
 last block ends with the `STEP` rows of its last token: what follows is the next group's, and a product must not
 multiply it.
 
+Squares of 128 tokens and 128 columns begin at a group's first token too, and lie as blocks of 128 tokens do.
+
 In blocks of `ROWS` the unit is `ROWS` for groups of 4 blocks or more in the mean, `M // ROWS >= 4 * E`, and `STEP` for
 smaller ones. In multiples of 128 rows 64 groups of 260 tokens would take 24,576, in those of 32 they take 18,688; of
 large groups that is little, and a block that begins at a whole line of memory is read faster. In MX's blocks of `STEP`
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.formats import scale_dtype
-from fp8fn.ops.layout import WHOLE, Block, matrix_strides
+from fp8fn.ops.layout import WHOLE, Block, blocks_along, is_square, matrix_strides
 from fp8fn.ops.values import can_be_read
 
 # Tokens with one scale, and the bytes of a line of memory.
@@ -125,9 +127,10 @@ def _place(offsets: Tensor, rows: int, unit: int) -> Tensor:
 
 
 def empty_grouped(x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    """Uninitialised data and scales of tokens `x (M, N)`: in `(128, 1)` or `(32, 1)` spread, in `(-1, 1)` in place.
+    """Empty data and scales of `x (M, N)`: spread in `(128, 1)`, `(32, 1)`, `(128, 128)`; in `(-1, 1)` in place.
 
-    They lie as those of `quantize` in the same block do; of `(-1, 1)` there is one row of scales a group.
+    They lie as those of `quantize` in the same block do, in squares column-major; of `(-1, 1)` there is one row of
+    scales a group.
     """
     rows, columns = x.shape
     scale_rows = groups
@@ -135,8 +138,9 @@ def empty_grouped(x: Tensor, groups: int, block: Block, dtype: torch.dtype, scal
         rows, scale_rows = spread_rows(rows, groups, block[0]), spread_blocks(rows, groups, block[0])
     stored = scale_dtype(scale)
     strides = matrix_strides((rows, columns), True, 16)
-    scale_strides = matrix_strides((scale_rows, columns), False, 16 // stored.itemsize)
+    scale_shape = (scale_rows, blocks_along(columns, block[1]))
+    scale_strides = matrix_strides(scale_shape, is_square(block), 16 // stored.itemsize)
     return (
         torch.empty_strided((rows, columns), strides, dtype=dtype, device=x.device),
-        torch.empty_strided((scale_rows, columns), scale_strides, dtype=stored, device=x.device),
+        torch.empty_strided(scale_shape, scale_strides, dtype=stored, device=x.device),
     )

@@ -122,7 +122,7 @@ class Quantization:
             if self.offsets is None:
                 tensors = empty_dual(x, block, dtype, scale, self.dual_block)
             else:
-                tensors = empty_grouped_dual(x, self.groups, block, dtype, scale)
+                tensors = empty_grouped_dual(x, self.groups, block, dtype, scale, self.dual_block)
             return Quantized(*tensors[:2], block), Quantized(*tensors[2:], self.blocks[1])
         if self.offsets is not None:
             return (Quantized(*empty_grouped(x, self.groups, block, dtype, scale), block),)
@@ -144,8 +144,8 @@ def empty_dual(
 
 
 def empty_grouped_dual(
-    x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str
+    x: Tensor, groups: int, block: Block, dtype: torch.dtype, scale: str, dual_block: Block | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised outputs of `quantize_grouped_dual(x, offsets, block)`."""
+    """Uninitialised outputs of `quantize_grouped_dual(x, offsets, block, dual_block=dual_block)`."""
     row = empty_data(x, block, dtype), empty_scale(x, block, scale)
-    return *row, *empty_grouped(x, groups, swap(block), dtype, scale)
+    return *row, *empty_grouped(x, groups, dual_block or swap(block), dtype, scale)

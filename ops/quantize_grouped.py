@@ -18,7 +18,14 @@ from fp8fn.ops.kernel import Dispatch, Kernel, Named
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, swap
 from fp8fn.ops.quantization import Quantization, empty_grouped_dual
-from fp8fn.ops.quantize import check_quantize, no_config, quantize_kernel, unserved
+from fp8fn.ops.quantize import (
+    SQUARE,
+    check_quantize,
+    checked_dual_block,
+    no_config,
+    quantize_kernel,
+    unserved,
+)
 
 QUANTIZE_GROUPED_SCHEMA: Final = (
     "quantize_grouped(Tensor x, Tensor offsets, int[2] block=[128, 1], ScalarType? dtype=None,"
@@ -26,10 +33,11 @@ QUANTIZE_GROUPED_SCHEMA: Final = (
 )
 QUANTIZE_GROUPED_DUAL_SCHEMA: Final = (
     "quantize_grouped_dual(Tensor x, Tensor offsets, int[2] block=[1, 128], ScalarType? dtype=None,"
-    ' str scale="fp32") -> (Tensor, Tensor, Tensor, Tensor)'
+    ' str scale="fp32", int[2]? dual_block=None) -> (Tensor, Tensor, Tensor, Tensor)'
 )
-GROUPED_BLOCKS: Final[tuple[Block, ...]] = ((ROWS, 1), (WHOLE, 1), (STEP, 1))
+GROUPED_BLOCKS: Final[tuple[Block, ...]] = ((ROWS, 1), (WHOLE, 1), (STEP, 1), SQUARE)
 DUAL_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE), (1, STEP))
+_DUAL: Final = "quantize_grouped_dual"
 
 
 def checked_block(name: str, block: Sequence[int], blocks: tuple[Block, ...]) -> Block:
@@ -69,51 +77,59 @@ def quantize_grouped_fake(
 
 
 def quantize_grouped_dual_reference(
-    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
-    check_ends("quantize_grouped_dual", offsets)
-    return reference.quantize_grouped_dual(x, offsets, pair, fp8, scale)
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, _DUAL, DUAL_BLOCKS)
+    other = checked_dual_block(_DUAL, pair, dual_block)
+    check_ends(_DUAL, offsets)
+    return reference.quantize_grouped_dual(x, offsets, pair, fp8, scale, other)
 
 
 def quantize_grouped_dual_fake(
-    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
-    return empty_grouped_dual(x, offsets.shape[0], pair, fp8, scale)
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, _DUAL, DUAL_BLOCKS)
+    other = checked_dual_block(_DUAL, pair, dual_block)
+    return empty_grouped_dual(x, offsets.shape[0], pair, fp8, scale, other)
 
 
 def quantize_grouped_kernel(
     x: Tensor, offsets: Tensor, block: Sequence[int] = (128, 1), dtype: torch.dtype | None = None, scale: str = "fp32"
 ) -> tuple[Tensor, Tensor]:
     pair = checked_block("quantize_grouped", block, GROUPED_BLOCKS)
-    data, scales = QUANTIZE_GROUPED((x, offsets), (False, pair, dtype, scale))
+    data, scales = QUANTIZE_GROUPED((x, offsets), (False, pair, dtype, scale, None))
     return data, scales
 
 
 def quantize_grouped_dual_kernel(
-    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32"
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pair = checked_block("quantize_grouped_dual", block, DUAL_BLOCKS)
+    x: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None, scale: str = "fp32",
+    dual_block: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    pair = checked_block(_DUAL, block, DUAL_BLOCKS)
+    other = checked_dual_block(_DUAL, pair, dual_block)
     if pair[1] == WHOLE:  # a whole row and a whole group do not fit on chip together
-        check_quantize_grouped(x, offsets, pair, dtype, scale, "quantize_grouped_dual", DUAL_BLOCKS)
+        check_quantize_grouped(x, offsets, pair, dtype, scale, _DUAL, DUAL_BLOCKS)
         return *quantize_kernel(x, pair, dtype, scale), *quantize_grouped_kernel(x, offsets, swap(pair), dtype, scale)
-    row, row_scale, col, col_scale = QUANTIZE_GROUPED((x, offsets), (True, pair, dtype, scale))
+    row, row_scale, col, col_scale = QUANTIZE_GROUPED((x, offsets), (True, pair, dtype, scale, other))
     return row, row_scale, col, col_scale
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (x, offsets), (dual, block, dtype, scale) = tensors, values
-    op, blocks = ("quantize_grouped_dual", DUAL_BLOCKS) if dual else ("quantize_grouped", GROUPED_BLOCKS)
+    (x, offsets), (dual, block, dtype, scale, dual_block) = tensors, values
+    op, blocks = (_DUAL, DUAL_BLOCKS) if dual else ("quantize_grouped", GROUPED_BLOCKS)
     pair, fp8 = check_quantize_grouped(x, offsets, block, dtype, scale, op, blocks)
-    target = targets.target_of(x.device)
-    return Quantization(x=x, offsets=offsets, block=pair, dtype=fp8, scale=scale, target=target, dual=dual)
+    return Quantization(
+        x=x, offsets=offsets, block=pair, dtype=fp8, scale=scale, target=targets.target_of(x.device), dual=dual,
+        dual_block=dual_block,
+    )  # fmt: skip
 
 
 def _reference(q: Quantization) -> Sequence[Tensor]:
     assert q.offsets is not None
-    quantize = reference.quantize_grouped_dual if q.dual else reference.quantize_grouped
-    return quantize(q.x, q.offsets, q.block, q.dtype, q.scale)
+    form = q.x, q.offsets, q.block, q.dtype, q.scale
+    return reference.quantize_grouped_dual(*form, q.dual_block) if q.dual else reference.quantize_grouped(*form)
 
 
 def _accepts_triton(q: Quantization) -> str | None:

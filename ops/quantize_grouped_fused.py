@@ -20,7 +20,7 @@ from fp8fn.ops.groups import check_ends, empty_grouped
 from fp8fn.ops.kernel import Dispatch, Kernel
 from fp8fn.ops.layout import Block
 from fp8fn.ops.quantization import SILU_MUL, SILU_MUL_GRAD, Quantization, empty_grouped_dual
-from fp8fn.ops.quantize import unserved
+from fp8fn.ops.quantize import checked_dual_block, unserved
 from fp8fn.ops.quantize_grouped import (
     DUAL_BLOCKS,
     GROUPED_BLOCKS,
@@ -37,7 +37,9 @@ SILU_MUL_COLUMNS_SCHEMA: Final = (
     "quantize_silu_mul_grouped(Tensor gate, Tensor up, Tensor offsets, int[2] block=[128, 1], "
     f"{_TYPES}) -> (Tensor, Tensor)"
 )
-SILU_MUL_SCHEMA: Final = f"quantize_silu_mul_grouped_dual(Tensor gate, Tensor up, {_FORMAT}) -> {_RESULTS}"
+SILU_MUL_SCHEMA: Final = (
+    f"quantize_silu_mul_grouped_dual(Tensor gate, Tensor up, {_FORMAT}, int[2]? dual_block=None) -> {_RESULTS}"
+)
 SILU_MUL_GRAD_SCHEMA: Final = (
     f"quantize_silu_mul_grad_grouped_dual(Tensor grad, Tensor hidden, {_FORMAT}) -> {_RESULTS}"
 )
@@ -99,19 +101,21 @@ def quantize_silu_mul_grouped_fake(
 
 def quantize_silu_mul_grouped_dual_reference(
     gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", dual_block: Sequence[int] | None = None,
 ) -> Results:  # fmt: skip
     pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
+    other = checked_dual_block(_SILU_MUL, pair, dual_block)
     check_ends(_SILU_MUL, offsets)
-    return reference.quantize_grouped_dual(reference.silu_mul(gate, up), offsets, pair, fp8, scale)
+    return reference.quantize_grouped_dual(reference.silu_mul(gate, up), offsets, pair, fp8, scale, other)
 
 
 def quantize_silu_mul_grouped_dual_fake(
     gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", dual_block: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale)
-    return empty_grouped_dual(gate, offsets.shape[0], pair, fp8, scale)
+    other = checked_dual_block(_SILU_MUL, pair, dual_block)
+    return empty_grouped_dual(gate, offsets.shape[0], pair, fp8, scale, other)
 
 
 def quantize_silu_mul_grad_grouped_dual_reference(
@@ -136,16 +140,17 @@ def quantize_silu_mul_grouped_kernel(
     scale: str = "fp32",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     pair = checked_block(_SILU_MUL_COLUMNS, block, GROUPED_BLOCKS)
-    data, scales = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (False, pair, dtype, scale))
+    data, scales = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (False, pair, dtype, scale, None))
     return data, scales
 
 
 def quantize_silu_mul_grouped_dual_kernel(
     gate: Tensor, up: Tensor, offsets: Tensor, block: Sequence[int] = (1, 128), dtype: torch.dtype | None = None,
-    scale: str = "fp32",
+    scale: str = "fp32", dual_block: Sequence[int] | None = None,
 ) -> Results:  # fmt: skip
     pair = checked_block(_SILU_MUL, block, DUAL_BLOCKS)
-    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (True, pair, dtype, scale))
+    other = checked_dual_block(_SILU_MUL, pair, dual_block)
+    row, row_scale, col, col_scale = QUANTIZE_SILU_MUL_GROUPED((gate, up, offsets), (True, pair, dtype, scale, other))
     return row, row_scale, col, col_scale
 
 
@@ -159,12 +164,12 @@ def quantize_silu_mul_grad_grouped_dual_kernel(
 
 
 def _silu_mul_operands(tensors: Sequence[Any], values: Sequence[Any]) -> Quantization:
-    (gate, up, offsets), (dual, block, dtype, scale) = tensors, values
+    (gate, up, offsets), (dual, block, dtype, scale, dual_block) = tensors, values
     op = _SILU_MUL if dual else _SILU_MUL_COLUMNS
     pair, fp8 = check_silu_mul_grouped(gate, up, offsets, block, dtype, scale, op)
     return Quantization(
         x=gate, other=up, source=SILU_MUL, offsets=offsets, block=pair, dtype=fp8, scale=scale, dual=dual,
-        target=targets.target_of(gate.device),
+        dual_block=dual_block, target=targets.target_of(gate.device),
     )  # fmt: skip
 
 
@@ -186,11 +191,10 @@ def _reference(q: Quantization) -> Sequence[Tensor]:
     assert q.other is not None
     assert q.offsets is not None
     y = reference.silu_mul(q.x, q.other) if q.source is SILU_MUL else reference.silu_mul_grad(q.other, q.x)
+    form = y, q.offsets, q.block, q.dtype, q.scale
     if unserved(q) is not None:
-        quantize = reference.quantize_grouped_dual if q.dual else reference.quantize_grouped
-    else:
-        quantize = quantize_grouped_dual_kernel if q.dual else quantize_grouped_kernel
-    return quantize(y, q.offsets, q.block, q.dtype, q.scale)
+        return reference.quantize_grouped_dual(*form, q.dual_block) if q.dual else reference.quantize_grouped(*form)
+    return quantize_grouped_dual_kernel(*form, q.dual_block) if q.dual else quantize_grouped_kernel(*form)
 
 
 def _dispatch(op: str, inputs: tuple[str, str, str], operands: Callable[[Any, Any], Quantization]) -> Dispatch:

@@ -59,8 +59,7 @@ class Recipe:
         activation_block: Block of `A (M, K)`.
         weight_block: Block of `B (K, N)`.
         gradient_block: Block of `dC (M, N)` in `dA = dC @ Bᵀ`.
-        wgrad_activation_block: Block of `A (M, K)` in `dB = Aᵀ @ dC`; None: `activation_block` transposed,
-            as for groups.
+        wgrad_activation_block: Block of `A (M, K)` in `dB = Aᵀ @ dC`; None: `activation_block` transposed.
         activation_dtype: FP8 type of `A`; None is the device's own e4m3.
         weight_dtype: FP8 type of `B`, likewise.
         gradient_dtype: FP8 type of `dC`, likewise.

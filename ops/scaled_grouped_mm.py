@@ -25,7 +25,7 @@ from fp8fn.ops.groups import (
 )
 from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
-from fp8fn.ops.layout import BLOCKS, WHOLE, Block, known_block
+from fp8fn.ops.layout import BLOCKS, WHOLE, Block, blocks_along, known_block, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_product, configure_cuda, foreign_types
@@ -40,6 +40,8 @@ TOKEN_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if bloc
 EXPERT_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] != 1)
 # Blocks of tokens that are summed over: 128 or 32 tokens of the spread layout, or all tokens of a group.
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE), (1, STEP))
+# Of one of the two operands, a square has one scale.
+SUMMED_SQUARE: Final[Block] = (ROWS, ROWS)
 
 _NAME: Final = "scaled_grouped_mm"
 
@@ -61,11 +63,13 @@ def check_scaled_grouped_mm(
     else:
         left = _check_summed("a", a, a_scale, a_block, offsets)
         right = _check_summed("b", b, b_scale, b_block, offsets)
-        if left != (right[1], right[0]):
+        if left[1] != right[0]:
             raise ValueError(
                 f"{_NAME}: a_block={left} and b_block={right} lay the tokens differently; "
-                f"with a_block={left} use b_block={(left[1], left[0])}"
+                f"with a_block={left} use b_block={(left[1], 1)}"
             )
+        if left == right:
+            raise ValueError(f"{_NAME}: a_block and b_block are both {left}; use {(1, ROWS)} or {(ROWS, 1)} for one")
     check_product(_NAME, a, b, None, out_dtype)
     check_group_bias(_NAME, b, offsets.shape[0], bias)
     if a_scale.dtype != b_scale.dtype:
@@ -116,7 +120,7 @@ def check_group_bias(name: str, b: Tensor, groups: int, bias: Tensor | None) -> 
 def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], offsets: Tensor) -> Block:
     """The block of an operand whose tokens are summed over: columns of `a (R, P)`, rows of `b (P, N)`."""
     pair = known_block(block)
-    allowed = SUMMED_BLOCKS if name == "a" else tuple((along, across) for across, along in SUMMED_BLOCKS)
+    allowed = (*(SUMMED_BLOCKS if name == "a" else map(swap, SUMMED_BLOCKS)), SUMMED_SQUARE)
     if pair is None or pair not in allowed:
         raise ValueError(f"{_NAME}: {name}_block={tuple(block)} does not fit groups along K; use one of {allowed}")
     if data.dtype not in FP8_DTYPES:
@@ -143,7 +147,8 @@ def _check_summed(name: str, data: Tensor, scale: Tensor, block: Sequence[int], 
                 "fp8fn.quantize_grouped makes it"
             )
         parts = spread_blocks(tokens, groups, size)
-    expected = (other, parts) if name == "a" else (parts, other)
+    lines = blocks_along(other, pair[0 if name == "a" else 1])
+    expected = (lines, parts) if name == "a" else (parts, lines)
     if scale.ndim != 2 or any(map(_holds, map(operator.ne, scale.shape, expected))):
         raise ValueError(
             f"{_NAME}: {name}_scale has shape {tuple(scale.shape)}; {name} {tuple(data.shape)} in blocks of {pair} "

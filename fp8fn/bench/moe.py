@@ -97,6 +97,7 @@ def wgrad_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
             return Case(peer, name, build, lambda dB: {"dB": experts.wgrad_snr_db(dB)}, experts.operations)
 
         found.append(case("fp8fn", f"1x128·128x1, {distribution}", partial(_blockwise_wgrad, experts)))
+        found.append(case("fp8fn", f"1x128·128x128, {distribution}", partial(_square_wgrad, experts)))
         found.append(case("torch", f"bf16, {distribution}", partial(_torch_bf16_wgrad, experts)))
         if distribution == "balanced":
             found.append(
@@ -215,6 +216,12 @@ def quant_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         Case("fp8fn", "(128,1) by groups", lambda: lambda: fp8fn.quantize_grouped(x, offsets), bytes=spread),
         Case(
             "fp8fn",
+            "(1,128), and (128,128) by groups",
+            lambda: lambda: torch.ops.fp8fn.quantize_grouped_dual(x, offsets, (1, 128), dual_block=(128, 128)),
+            bytes=bytes_moved(m, n, [(1, 128)]) + 1.0 * m * n + 4.0 * blocks * (n / 128),
+        ),
+        Case(
+            "fp8fn",
             "(1,128), and (128,1) by groups",
             lambda: lambda: fp8fn.quantize_grouped_dual(x, offsets),
             bytes=spread + bytes_moved(m, n, [(1, 128)]) - 2.0 * m * n,
@@ -286,6 +293,13 @@ def _blockwise_wgrad(experts: Experts) -> Call:
     g, x = (fp8fn.quantize_grouped(tokens, experts.offsets) for tokens in (experts.g, experts.x))
     left = g.mT
     return lambda: fp8fn.grouped_gemm(left, x)
+
+
+def _square_wgrad(experts: Experts) -> Call:
+    ops, offsets = torch.ops.fp8fn, experts.offsets
+    g, g_scale = ops.quantize_grouped(experts.g, offsets, (128, 1))
+    x, x_scale = ops.quantize_grouped(experts.x, offsets, (128, 128))
+    return partial(ops.scaled_grouped_mm, g.mT, g_scale.mT, (1, 128), x, x_scale, (128, 128), offsets)
 
 
 def _torch_bf16_wgrad(experts: Experts) -> Call:

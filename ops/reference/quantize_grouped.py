@@ -11,11 +11,11 @@ from torch import Tensor
 from fp8fn.ops.formats import fp8_max
 from fp8fn.ops.groups import block_of, empty_grouped, group_of, spread_place
 from fp8fn.ops.layout import WHOLE, Block, swap
-from fp8fn.ops.reference.quantize import quantize
+from fp8fn.ops.reference.quantize import quantize, spread
 
 
 def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, Tensor]:
-    """`x (M, N)` in groups of rows → data and scales in `(128, 1)` or `(32, 1)`, spread, or `(-1, 1)`, one a group."""
+    """`x (M, N)` in groups of rows → data and scales, spread; in `(-1, 1)` in place, with one row of scales a group."""
     rows, groups = x.shape[0], offsets.shape[0]
     offsets = offsets.clamp(0, rows)
     data, scales = empty_grouped(x, groups, block, dtype, scale)
@@ -27,9 +27,11 @@ def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtyp
     bits = values.view(torch.int32) & 0x7FFFFFFF
     amax = bits.new_zeros(parts + 1, x.shape[1])
     amax.scatter_reduce_(0, part[:, None].expand_as(bits), bits, "amax")
-    # A part has the scale of a matrix of one row, its largest magnitudes.
+    # A part has the scales of a matrix of one row, its largest magnitudes.
     scales.copy_(quantize(amax[:parts, None].view(torch.float32), block, dtype, scale)[1].squeeze(1))
-    inverse = (1.0 / scales.float()).index_select(0, part.clamp_max(parts - 1))
+    inverse = (1.0 / spread(scales.float(), (parts, x.shape[1]), (1, block[1]))).index_select(
+        0, part.clamp_max(parts - 1)
+    )
     largest = fp8_max(dtype)
     quantized = (values * inverse).clamp_(-largest, largest).to(dtype).view(torch.uint8)
     quantized.masked_fill_(group[:, None] == groups, 0)
@@ -41,10 +43,11 @@ def quantize_grouped(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtyp
 
 
 def quantize_grouped_dual(
-    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str
+    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str, dual_block: Block | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize(x, (1, c))` of all rows, and `quantize_grouped(x, offsets, (c, 1))`."""
-    return *quantize(x, block, dtype, scale), *quantize_grouped(x, offsets, swap(block), dtype, scale)
+    """`quantize(x, (1, c))` of all rows, and `quantize_grouped(x, offsets, dual_block)`, by default in `(c, 1)`."""
+    columns = quantize_grouped(x, offsets, dual_block or swap(block), dtype, scale)
+    return *quantize(x, block, dtype, scale), *columns
 
 
 def dequantize_grouped(data: Tensor, scale: Tensor, offsets: Tensor, block: Block, rows: int) -> Tensor:
@@ -54,6 +57,6 @@ def dequantize_grouped(data: Tensor, scale: Tensor, offsets: Tensor, block: Bloc
     if block[0] == WHOLE:
         values = data.float() * scale.float().index_select(0, group.clamp_max(groups - 1))
     else:
-        scales = scale.float().index_select(0, block_of(offsets, rows, block[0]))
+        scales = spread(scale.float(), data.shape, (1, block[1])).index_select(0, block_of(offsets, rows, block[0]))
         values = data.float().index_select(0, spread_place(offsets, rows, block[0])) * scales
     return values.masked_fill(group[:, None] == groups, 0)

@@ -14,6 +14,7 @@ from torch import Tensor
 from fp8fn.ops.groups import most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operand import Quantized
+from fp8fn.ops.reference.quantize import spread as repeated
 from fp8fn.ops.reference.scaled_mm import _dequantized, _widened
 
 
@@ -65,7 +66,7 @@ def _by_rows(values: Tensor, experts: Quantized, offsets: Tensor, bias: Tensor |
 
 
 def _by_k(left: Quantized, right: Quantized, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    (a, a_scale, a_block), (b, b_scale, _) = left, right
+    (a, a_scale, a_block), (b, b_scale, b_block) = left, right
     (rows, summed), columns, groups = a.shape, b.shape[1], offsets.shape[0]
     out = a.new_zeros((groups, rows, columns), dtype=torch.float32)
     size = a_block[1]
@@ -81,7 +82,9 @@ def _by_k(left: Quantized, right: Quantized, offsets: Tensor, bias: Tensor | Non
             unit = unit_of(summed, groups, size)
             place = (unit * (start // unit + group) + pieces.rank).clamp_max(summed - 1)
             block = (start // size + group + pieces.rank // size).clamp_max(a_scale.shape[1] - 1)
-        wide_a, wide_b, a_scale, b_scale = _widened(a), _widened(b), a_scale.float(), b_scale.float()
+        wide_a, wide_b = _widened(a), _widened(b)
+        a_scale = repeated(a_scale.float(), a.shape, (a_block[0], 1))
+        b_scale = repeated(b_scale.float(), b.shape, (1, b_block[1]))
         for i in range(pieces.group.shape[0]):
             # Not a product with zeros: the tokens of another group may be NaN.
             part = wide_a.index_select(1, place[i]) * a_scale.index_select(1, block[i])

@@ -1,4 +1,4 @@
-"""Quantization of grouped tokens: blocks of 128 or 32 tokens of a group, alone or beside row blocks, and whole groups.
+"""Quantization of grouped tokens: 128 or 32 tokens of a group, alone or beside row blocks, and whole groups.
 
 A program takes one block of the spread layout (`fp8fn.ops.groups`) and a tile of columns. It finds its tokens from the
 offsets, which stay on the device. So groups of any sizes make programs of one size, and each group has at least one
@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp8fn.ops.groups import ROWS, spread_blocks, spread_unit
-from fp8fn.ops.layout import WHOLE
+from fp8fn.ops.layout import WHOLE, is_square
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.scale import cast, magnitude_bits, scale_constants, scale_of, storage
@@ -40,6 +40,8 @@ class GroupedTile:
 # 64 elements a thread spill on no target, also for ragged sizes and a column-major `x`; twice as many spill on sm90.
 TILE: Final = GroupedTile(64, 4)
 DUAL_TILE: Final = GroupedTile(128, 8)
+# Squares have a tile of their columns, or of several.
+SQUARE_TILE: Final = GroupedTile(128, 8)
 # The tile for blocks of 32 tokens.
 MX_TILE: Final = GroupedTile(128, 4)
 
@@ -74,12 +76,34 @@ def rows_of(token, end, group, M, E, UNIT: tl.constexpr):
 
 
 @triton.jit
+def column_scales(
+    bits, BM: tl.constexpr, BN: tl.constexpr, SQUARE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """The scales of `BN` columns from the bits of their largest magnitudes, or of their squares, and the inverses."""
+    if SQUARE:
+        stored, of_squares = scale_of(tl.max(tl.reshape(bits, (BN // BM, BM)), axis=1), LARGEST, EMAX, FLOOR, FORMAT)
+        inverse = tl.reshape(tl.broadcast_to(of_squares[:, None], (BN // BM, BM)), (BN,))
+    else:
+        stored, inverse = scale_of(bits, LARGEST, EMAX, FLOOR, FORMAT)
+    return stored, inverse
+
+
+@triton.jit
+def store_squares(scales, stored, tile_n, N, s_n, BM: tl.constexpr, BN: tl.constexpr):
+    """The scales of a tile's squares that have columns; `scales` points at those of the tile's tokens."""
+    squares = tile_n * (BN // BM) + tl.arange(0, BN // BM)
+    tl.store(scales + squares * s_n, stored, mask=squares * BM < N)
+
+
+@triton.jit
 def quantize_spread(
     x, offsets, data, scales, M, N, E, x_m, x_n, o_e, d_m, d_n, s_m, s_n, tiles_n,
     BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
-    UNIT: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+    UNIT: tl.constexpr, SQUARE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """One block of `BM` tokens and `BN` columns, in blocks `BM x 1`; rows without a token are zeros."""
+    """One block of `BM` tokens and `BN` columns, in `BM x 1` or if SQUARE `BM x BM`; rows without a token are zeros."""
     pid = tl.program_id(0)
     if WIDE:
         pid = pid.to(tl.int64)
@@ -96,7 +120,8 @@ def quantize_spread(
     else:
         values = tl.load(source, mask=taken & (columns < N), other=0.0).to(tl.float32)
 
-    stored, inverse = scale_of(tl.max(magnitude_bits(values), axis=0), LARGEST, EMAX, FLOOR, FORMAT)
+    bits = tl.max(magnitude_bits(values), axis=0)
+    stored, inverse = column_scales(bits, BM, BN, SQUARE, LARGEST, EMAX, FLOOR, FORMAT)
     # If the scale is NaN, the zeros of rows without a token would become NaN.
     scaled = tl.where(taken, values * inverse[None, :], 0.0)
     quantized = cast(scaled, LARGEST, data.dtype.element_ty)
@@ -105,9 +130,13 @@ def quantize_spread(
     written = first + row < limit
     if EVEN:
         tl.store(target, quantized, mask=written)
-        tl.store(scale_target, stored)
     else:
         tl.store(target, quantized, mask=written & (columns < N))
+    if SQUARE:
+        store_squares(scales + block * s_m, stored, pid % tiles_n, N, s_n, BM, BN)
+    elif EVEN:
+        tl.store(scale_target, stored)
+    else:
         tl.store(scale_target, stored, mask=column < N)
 
 
@@ -116,7 +145,8 @@ def quantize_spread_dual(
     x, offsets, row_data, row_scales, data, scales, M, N, E, x_m, x_n, o_e, row_m, row_n, rs_m, rs_n,
     d_m, d_n, s_m, s_n, tiles_n,
     BM: tl.constexpr, BN: tl.constexpr, GROUPS: tl.constexpr, WIDE: tl.constexpr, EVEN: tl.constexpr,
-    UNIT: tl.constexpr, LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
+    UNIT: tl.constexpr, SQUARE: tl.constexpr,
+    LARGEST: tl.constexpr, EMAX: tl.constexpr, FLOOR: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
     """As `quantize_spread`, and the same tokens in blocks `1 x BM` at their own rows of `row_data`."""
     pid = tl.program_id(0)
@@ -151,16 +181,21 @@ def quantize_spread_dual(
         tl.store(row_target, row_values, mask=inside & (columns < N))
 
     by_column = tl.where(taken, values, 0.0).to(tl.float32)
-    stored, inverse = scale_of(tl.max(magnitude_bits(by_column), axis=0), LARGEST, EMAX, FLOOR, FORMAT)
+    bits = tl.max(magnitude_bits(by_column), axis=0)
+    stored, inverse = column_scales(bits, BM, BN, SQUARE, LARGEST, EMAX, FLOOR, FORMAT)
     quantized = cast(tl.where(taken, by_column * inverse[None, :], 0.0), LARGEST, data.dtype.element_ty)
     target = data + (first + row) * d_m + columns * d_n
     scale_target = scales + block * s_m + column * s_n
     written = first + row < limit
     if EVEN:
         tl.store(target, quantized, mask=written)
-        tl.store(scale_target, stored)
     else:
         tl.store(target, quantized, mask=written & (columns < N))
+    if SQUARE:
+        store_squares(scales + block * s_m, stored, tile_n, N, s_n, BM, BN)
+    elif EVEN:
+        tl.store(scale_target, stored)
+    else:
         tl.store(scale_target, stored, mask=column < N)
 
 
@@ -237,7 +272,7 @@ def default_tile(q: Quantization) -> GroupedTile:
     if 32 in q.block:
         return MX_TILE
     if not q.dual:
-        return TILE
+        return SQUARE_TILE if _is_square(q) else TILE
     even = q.n % DUAL_TILE.columns == 0
     return replace(DUAL_TILE, num_warps=QUANTIZE_WARPS) if q.target.backend == "hip" and even else DUAL_TILE
 
@@ -270,7 +305,7 @@ def plan_quantize_grouped(q: Quantization, tile: GroupedTile | None = None) -> t
 
 
 def plan_quantize_grouped_dual(q: Quantization, tile: GroupedTile | None = None) -> tuple[TritonLaunch]:
-    """The launch that fills rows in blocks `(1, c)` and spread columns in `(c, 1)` from `x (M, N)`, not empty."""
+    """The launch that fills rows in `(1, c)` and spread columns in `(c, 1)` or `(c, c)` from `x (M, N)`, not empty."""
     if q.x.numel() == 0:
         raise ValueError(f"x has shape {tuple(q.x.shape)}: nothing to launch")
     tile = tile or default_tile(q)
@@ -358,7 +393,13 @@ def _grouped(q: Quantization, data: Tensor, tile: GroupedTile) -> tuple[int, dic
 
 def _spread(q: Quantization, tile: GroupedTile) -> dict[str, Any]:
     """The further arguments of the kernels that write spread tokens."""
-    return {"EVEN": q.n % tile.columns == 0, "UNIT": spread_unit(q.m, q.groups, _block_rows(q))}
+    unit = spread_unit(q.m, q.groups, _block_rows(q))
+    return {"EVEN": q.n % tile.columns == 0, "UNIT": unit, "SQUARE": _is_square(q)}
+
+
+def _is_square(q: Quantization) -> bool:
+    """Whether the output by groups has squares."""
+    return is_square(q.blocks[-1])
 
 
 def _block_rows(q: Quantization) -> int:

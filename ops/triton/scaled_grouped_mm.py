@@ -115,15 +115,15 @@ def grouped_k_mm(
     a, b, out, a_scale, b_scale, bias, offsets, M, N, K, T, E, a_m, a_k, b_k, b_n, out_e, out_m,
     as_m, as_k, bs_k, bs_n, bias_e,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr, GROUP: tl.constexpr,
-    SPREAD: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
+    SPREAD: tl.constexpr, A_M: tl.constexpr, B_N: tl.constexpr, A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
     EVEN_M: tl.constexpr, EVEN_N: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of one group's product, summed over its tokens; there are `T` at most in `K` places.
 
-    Spread tokens come in blocks of `SIZE` with a vector of scales for either side, the last of which ends with the
-    group's last `UNIT` rows. A K tile is one block, or with formats, as of `grouped_rows_mm`, several. Others lie
-    where they are, and have one vector for the whole group; a tile begins at a multiple of 16 of them, so that loads
-    are wide.
+    Spread tokens come in blocks of `SIZE`, the last of which ends with the group's last `UNIT` rows. `A_M` rows of a
+    block of a have one scale, and `B_N` columns of a block of b: 1, or `SIZE` in squares. A K tile is one block, or
+    with formats, as of `grouped_rows_mm`, several. Others lie where they are, and have one vector for the whole group;
+    a tile begins at a multiple of 16 of them, so that loads are wide.
     """
     tiles_m = tl.cdiv(M, BM)
     tiles_n = tl.cdiv(N, BN)
@@ -150,6 +150,8 @@ def grouped_k_mm(
     b_pointers = b + offset_k[:, None] * b_k + offset_n[None, :] * b_n
     a_scale += block.to(tl.int64) * as_k
     b_scale += block.to(tl.int64) * bs_k
+    A_VECTOR: tl.constexpr = A_M % BM != 0
+    B_VECTOR: tl.constexpr = B_N % BN != 0
 
     acc = tl.zeros((BM, BN), tl.float32)
     for k in range(blocks):
@@ -169,9 +171,9 @@ def grouped_k_mm(
                 acc = tl.dot_scaled(a_tile, a_stored, A_FORMAT, b_tile, b_stored, B_FORMAT, acc)
             else:
                 product = tl.dot(a_tile, b_tile)
-                a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, 1, BM, EVEN_M)
-                b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, 1, BN, EVEN_N)
-                acc += scaled(product, a_value, b_value, True, True)
+                a_value = tile_scales(a_scale, tile_m * BM, offset_m, M, as_m, A_M, BM, EVEN_M)
+                b_value = tile_scales(b_scale, tile_n * BN, offset_n, N, bs_n, B_N, BN, EVEN_N)
+                acc += scaled(product, a_value, b_value, A_VECTOR, B_VECTOR)
                 a_scale += as_k
                 b_scale += bs_k
         else:
@@ -288,7 +290,7 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
 
 
 def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
-    (a, a_scale, a_block), (b, b_scale, _), out = product.a, product.b, product.out
+    (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
     bias, offsets, target = product.bias, product.group_ends, product.target
     a_scale, b_scale = storage(a_scale), storage(b_scale)
     (m, k), n, groups = a.shape, b.shape[1], offsets.shape[0]
@@ -312,7 +314,8 @@ def _plan_k(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
         },
         constexprs={
             "BM": config.BM, "BN": config.BN, "BK": bk, "SIZE": size,
-            "UNIT": unit_of(k, groups, size), "GROUP": config.GROUP, "SPREAD": spread, **formats,
+            "UNIT": unit_of(k, groups, size), "GROUP": config.GROUP, "SPREAD": spread,
+            "A_M": a_block[0], "B_N": b_block[1], **formats,
              "EVEN_M": m % config.BM == 0, "EVEN_N": n % config.BN == 0,
             "WIDE": is_wide(a, b, out[0], a_scale, b_scale), "HALVES": config.HALVES,
         },

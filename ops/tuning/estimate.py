@@ -14,6 +14,7 @@ import torch
 
 from fp8fn.ops import targets
 from fp8fn.ops.formats import scale_dtype
+from fp8fn.ops.grouped_gemm import wgrad_block
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.recipe import Recipe
 from fp8fn.ops.targets import Chip
@@ -124,7 +125,7 @@ def grouped_parts(
     """The times of `x (m, k)` by `w (groups, k, n)`, each row by its group, as if all groups were equal."""
     if groups < 1:
         return None
-    by_groups = replace(recipe, wgrad_activation_block=None)
+    by_groups = replace(recipe, wgrad_activation_block=wgrad_block(recipe))
     times = linear_times(-(-m // groups), n, k, by_groups, chip, batch=groups, itemsize=itemsize)
     if times is None or times.parts is None:
         return None

@@ -93,7 +93,7 @@ def default(problem: GroupedProblem) -> str:
 
 def key_of(q: Quantization) -> Key | None:
     """The tokens up to the next power of two: their number changes from step to step."""
-    form = next((name for name, known in FORMS.items() if known == (q.block, q.dual)), None)
+    form = None if q.dual_block else next((name for name, of in FORMS.items() if of == (q.block, q.dual)), None)
     return None if form is None or not q.x.numel() else (form, ceil_power_of_two(q.m), q.n, q.groups)
 
 

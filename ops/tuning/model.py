@@ -236,6 +236,12 @@ def modelled(product: ScaledProduct) -> ScaledMmConfig:
     return ranked(problem, cores)[0]
 
 
+def grouped_tiles(problem: Problem, *, jagged_m: bool) -> tuple[ScaledMmConfig, ...]:
+    """The tiles for products of groups: 128x192 with squares of b spills 2 registers where it sums over tokens."""
+    left_out = ScaledMmConfig(BN=192, DEPTH=1) if not jagged_m and problem.b_scale == "BLOCK" else None
+    return tuple(tile for tile in tiles(problem) if tile != left_out)
+
+
 @lru_cache(maxsize=4096)
 def grouped_config(problem: Problem, cores: int, *, jagged_m: bool) -> ScaledMmConfig:
     """The tile of the least time, for `problem.batch` groups of m rows together, or of k where not `jagged_m`.
@@ -244,7 +250,7 @@ def grouped_config(problem: Problem, cores: int, *, jagged_m: bool) -> ScaledMmC
     half a tile that is its own.
     """
     best = min(
-        tiles(problem),
+        grouped_tiles(problem, jagged_m=jagged_m),
         key=lambda config: (grouped_microseconds(problem, config, cores, jagged_m=jagged_m), str(config)),
     )
     return replace(best, GROUP=_GROUP_OF_GROUPS.get(best, best.GROUP)) if jagged_m else best

@@ -625,7 +625,18 @@ ERRORS: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = 
         lambda: summed(a=LEFT_K.data[:, :64], a_scale=LEFT_K.scale[:, :2], a_block=(1, 32)), ValueError,
         ("a has 64 rows of spread tokens", "3 groups need a multiple of 32 of at least 96"),
     ),
-    "summed block": (lambda: summed(b_block=(1, 1)), ValueError, ("b_block=(1, 1)", "((128, 1), (-1, 1), (32, 1))")),
+    "summed block": (
+        lambda: summed(b_block=(1, 1)), ValueError, ("b_block=(1, 1)", "((128, 1), (-1, 1), (32, 1), (128, 128))"),
+    ),
+    "squares of both": (
+        lambda: summed(
+            a_block=(128, 128), a_scale=LEFT_K.scale[:1], b_block=(128, 128), b_scale=RIGHT_K.scale[:, :1]
+        ),
+        ValueError, ("are both (128, 128)", "use (1, 128) or (128, 1) for one"),
+    ),
+    "summed squares' scale": (
+        lambda: summed(b_block=(128, 128)), ValueError, ("b_scale has shape (3, 64)", "needs (3, 1)"),
+    ),
     "ways to lie": (
         lambda: summed(b_block=(-1, 1)), ValueError, ("a_block=(1, 128)", "use b_block=(128, 1)"),
     ),

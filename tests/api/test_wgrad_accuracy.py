@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
 import fp8fn
 from fp8fn import Recipe
+from support.accuracy import snr
 from support.distributions import DISTRIBUTIONS
 
 # dB of dW, and of its worst column: what docs/numerics.md says, with a margin of half a dB.
@@ -63,17 +66,69 @@ def test_only_the_weights_gradient_differs() -> None:
     assert torch.equal(by_transform, found[1][2])
 
 
-def test_groups_of_tokens_have_no_squares() -> None:
-    """Groups end within squares, so that both recipes give the same bits."""
-    ends = torch.tensor([100, 100, 390], dtype=torch.int32)
-    x, w, g = torch.randn(400, 160), torch.randn(3, 160, 72), torch.randn(400, 72)
+@pytest.mark.parametrize("column_major", [False, True], ids=["row-major", "column-major"])
+@pytest.mark.parametrize("sizes", [(100, 0, 290), (1, 127, 128, 129)], ids=str)
+def test_squares_of_groups_begin_at_each_groups_first_row(sizes: tuple[int, ...], column_major: bool) -> None:
+    """The output and the gradient of x have the same bits, and dW is that of each group's rows alone."""
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    m, k, n = sum(sizes) + 10, 160, 72
+    x, g = torch.randn(m, k), torch.randn(m, n)
+    w = torch.randn(len(sizes), n, k).mT if column_major else torch.randn(len(sizes), k, n)
     found = []
     for recipe in (fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_SQUARE):
         leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
         out = fp8fn.grouped_gemm(*leaves, ends, recipe=recipe)
         found.append((out, *torch.autograd.grad(out, leaves, g)))
-    for square, plain in zip(found[1], found[0], strict=True):
-        assert torch.equal(square, plain)
+    (out, dx, dw), (square_out, square_dx, square_dw) = found
+    assert torch.equal(square_out, out)
+    assert torch.equal(square_dx, dx)
+    assert not torch.equal(square_dw, dw)
+    assert square_dw.stride() == dw.stride() == w.stride()
+    for got, rows, grad in zip(square_dw, x[: sum(sizes)].split(sizes), g[: sum(sizes)].split(sizes), strict=True):
+        want = fp8fn.quantize(rows, (128, 128)).dequantize(torch.float32).mT.double()
+        want = want @ fp8fn.quantize(grad, (128, 1)).dequantize(torch.float32).double()
+        assert (got.double() - want).norm() <= 1e-5 * want.norm()
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_the_snr_of_an_experts_gradient(name: str) -> None:
+    """Of ragged groups, as of a matrix: each group's rows fill squares."""
+    random = torch.Generator().manual_seed(0)
+    ends = torch.tensor([1500, 1500, 2700, 4096], dtype=torch.int32)
+    x = DISTRIBUTIONS[name]((4096, 512), random).bfloat16()
+    w = torch.randn(4, 512, 256, generator=random).bfloat16().requires_grad_()
+    g = torch.randn(4096, 256, generator=random).bfloat16()
+    out = fp8fn.grouped_gemm(x, w, ends, recipe=fp8fn.BLOCKWISE_SQUARE)
+    (found,) = torch.autograd.grad(out, w, g)
+    exact = torch.stack(
+        [
+            rows.double().mT @ grad.double()
+            for rows, grad in zip(x.tensor_split(ends[:-1].tolist()), g.tensor_split(ends[:-1].tolist()), strict=True)
+        ]
+    )
+    assert abs(snr(found, exact) - SQUARE[name][0]) < 0.5
+    assert not found[1].any()
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["nested transforms", "second_order"])
+def test_a_second_derivative_of_groups_reads_columns(eager: bool) -> None:
+    """As BLOCKWISE does: a product of groups of K quantizes both sides alike. The outermost level reads squares."""
+    ends = torch.tensor([100, 200], dtype=torch.int32)
+    x, w = torch.randn(200, 160), torch.randn(2, 160, 72)
+    found = []
+    for recipe in (fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_SQUARE):
+        given = dataclasses.replace(recipe, second_order=eager)
+
+        def loss(w: torch.Tensor, recipe: Recipe = given) -> torch.Tensor:
+            return fp8fn.grouped_gemm(x, w, ends, recipe=recipe).pow(3).sum()
+
+        if eager:
+            leaf = w.clone().requires_grad_()
+            (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), leaf)[0])
+        else:
+            found.append(torch.func.grad(lambda w, loss=loss: torch.func.grad(loss)(w).square().sum())(w))
+    assert torch.equal(*found) if eager else snr(*found) > 25
 
 
 def test_other_squares_are_refused_for_groups_of_tokens() -> None:

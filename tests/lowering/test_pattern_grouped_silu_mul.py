@@ -64,7 +64,9 @@ def of(name: str, reports: list[Substitution]) -> list[Substitution]:
     return [report for report in reports if report.pattern == name]
 
 
-@pytest.mark.parametrize("recipe", [fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_POW2, fp8fn.ROWWISE], ids=str)
+@pytest.mark.parametrize(
+    "recipe", [fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_POW2, fp8fn.BLOCKWISE_SQUARE, fp8fn.ROWWISE], ids=str
+)
 def test_values(recipe: fp8fn.Recipe) -> None:
     """Each rounds once, to FP8, and gradients do not depend on what the forward keeps."""
     model = made()
@@ -79,8 +81,10 @@ def test_values(recipe: fp8fn.Recipe) -> None:
     assert exact.nbytes < together.nbytes
 
 
+@pytest.mark.parametrize("recipe", [fp8fn.BLOCKWISE, fp8fn.BLOCKWISE_SQUARE], ids=lambda recipe: recipe.key)
 @pytest.mark.parametrize("plan", [EXACT, None, SavePlan("fp8")], ids=["exact", "all", "fp8"])
-def test_what_is_launched(plan: SavePlan | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched(plan: SavePlan | None, recipe: fp8fn.Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Squares within groups are written by the same launches."""
     found: list[Counter[str]] = []
     fuse = post_grad_pass.fuse
 
@@ -91,7 +95,7 @@ def test_what_is_launched(plan: SavePlan | None, monkeypatch: pytest.MonkeyPatch
         return reports
 
     monkeypatch.setattr(post_grad_pass, "fuse", counted)
-    step(plan, made())
+    step(plan, made(), recipe=recipe)
     forward, backward = found
     dual = "fp8fn.quantize_grouped_dual.default"  # of x in the forward, of the output's gradient in the backward
     assert forward == {dual: 1, (BOTH if plan is None else ROWS): 1}
@@ -142,8 +146,13 @@ def test_a_gradient_that_others_read_is_left_alone() -> None:
 
 @pytest.mark.parametrize(
     ("target", "recipe", "fuses"),
-    [(SM90, fp8fn.BLOCKWISE, True), (SM90, fp8fn.ROWWISE, False), (SM89, fp8fn.BLOCKWISE, False)],
-    ids=["sm90", "sm90 rowwise", "sm89"],
+    [
+        (SM90, fp8fn.BLOCKWISE, True),
+        (SM90, fp8fn.BLOCKWISE_SQUARE, True),
+        (SM90, fp8fn.ROWWISE, False),
+        (SM89, fp8fn.BLOCKWISE, False),
+    ],
+    ids=["sm90", "sm90 squares", "sm90 rowwise", "sm89"],
 )
 def test_where_a_device_has_kernels(
     target: Target, recipe: fp8fn.Recipe, fuses: bool, monkeypatch: pytest.MonkeyPatch

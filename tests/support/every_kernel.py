@@ -188,19 +188,24 @@ def _grouped(place: Place, target: Target) -> Forms:
         operands.expected = partial(kernel_info.grouped_product, given)
         yield Form(f"JAGGED_M {'x'.join(kinds)} {config}", dense.plan(given, config), operands)
     m, n = 200, 136
-    for (sizes, rest), config in product((GROUPS["units"], GROUPS["large gaps"]), (X, SMALLEST)):
+    summed = {"": (COLUMN, COLUMN), " squares of a": (SQUARE, COLUMN), " squares of b": (COLUMN, SQUARE)}
+    for (sizes, rest), (name, blocks), config in product(
+        (GROUPS["units"], GROUPS["large gaps"]), summed.items(), (X, SMALLEST)
+    ):
+        if (name, config) == (" squares of a", X):  # it spills, and is never chosen
+            continue
         operands = Operands(place)
         offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
         a, b = (
-            kernel_info.spread(operands, name, sum(sizes) + rest, width, ends(sizes), COLUMN)
-            for name, width in (("a", m), ("b", n))
+            kernel_info.spread(operands, side, sum(sizes) + rest, width, ends(sizes), block)
+            for side, width, block in zip("ab", (m, n), blocks, strict=True)
         )
         out = operands.output("out", (len(sizes), m, n), BF16)
         given = ScaledProduct(a=a.mT, b=b, out=out, offsets=offsets, target=target)
         operands.expected = partial(kernel_info.grouped_product, given)
         (launch,) = dense.plan(given, config)
         unit = dict(launch.kernel.macros)["SPREAD_UNIT"]
-        yield Form(f"JAGGED_K unit{unit} {config}", (launch,), operands)
+        yield Form(f"JAGGED_K unit{unit}{name} {config}", (launch,), operands)
 
 
 # ---- 16-bit rows by an FP8 weight -----------------------------------------------------------------------------------
@@ -418,7 +423,9 @@ def _largest(x: Tensor, rows: int) -> dict[str, Expected]:
 def _quantize_groups(place: Place, target: Target) -> Forms:
     for name, (sizes, rest) in {"small": GROUPS["units"], "large": GROUPS["large gaps"]}.items():
         sources = (PLAIN, SILU_MUL, SILU_MUL_GRAD)
-        for source, block in (*((source, ROW) for source in sources), (PLAIN, COLUMN), (SILU_MUL, COLUMN)):
+        alone = ((source, block, None) for source in (PLAIN, SILU_MUL) for block in (COLUMN, SQUARE))
+        beside = ((PLAIN, ROW, SQUARE), (SILU_MUL, ROW, SQUARE))
+        for source, block, dual_block in (*((source, ROW, None) for source in sources), *alone, *beside):
             operands, inner, tokens = Operands(place), 136, sum(sizes) + rest
             offsets = operands.input("offsets", (len(sizes),), torch.int32, values=ends(sizes))
             x = hidden = operands.input("x", (tokens, 2 * inner), BF16)
@@ -428,8 +435,9 @@ def _quantize_groups(place: Place, target: Target) -> Forms:
             elif source is SILU_MUL_GRAD:
                 other = operands.input("other", (tokens, inner), BF16)
             rest_: dict[str, Any] = {"source": source, "other": other, "offsets": offsets}
-            q = quantization(x, block, dual=block == ROW, target=target, **rest_)
+            q = quantization(x, block, dual=block == ROW, dual_block=dual_block, target=target, **rest_)
             form = source.macro if block == ROW else f"{block}" if source is PLAIN else f"{block} {source.macro}"
+            form += "" if dual_block is None else f" {dual_block}"
             yield _quantize_form(f"grouped {form} {name}", operands, q)
 
 

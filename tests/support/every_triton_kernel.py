@@ -145,8 +145,10 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
     for block in GROUPED_BLOCKS:
         operands = Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
+        beside = (block[0], 1)  # of one side only, squares have one scale
         a, b = (
-            kernel_info.spread(operands, name, tokens, width, offsets_, block) for name, width in (("a", M), ("b", N))
+            kernel_info.spread(operands, name, tokens, width, offsets_, of)
+            for name, width, of in (("a", M, beside), ("b", N, block))
         )
         out = operands.output("out", (experts, M, N), FP32)
         given = ScaledProduct(a=a.mT, b=b, offsets=offsets, out=out, target=target)
@@ -244,19 +246,24 @@ def _quantize_grouped(place: Place, target: Target) -> Forms:
         made = partial(reference.quantize_grouped, q.x, operands.inputs["offsets"], block, E4M3, q.scale)
         operands.expected = partial(_parts, q, made)
         yield Form(f"{block}", plan_quantize_grouped(q), operands)
-    for block in ((1, 128), (1, 32)):
-        operands, q = _tokens(place, target, block, dual=True)
-        made = partial(reference.quantize_grouped_dual, q.x, operands.inputs["offsets"], block, E4M3, q.scale)
+    for block, beside in (((1, 128), None), ((1, 32), None), ((1, 128), SQUARE)):
+        operands, q = _tokens(place, target, block, dual=True, dual_block=beside)
+        made = partial(reference.quantize_grouped_dual, q.x, operands.inputs["offsets"], block, E4M3, q.scale, beside)
         operands.expected = partial(_parts, q, made)
-        yield Form(f"dual {block}", plan_quantize_grouped_dual(q), operands)
+        yield Form(
+            f"dual {block}" if beside is None else f"dual {block} {beside}", plan_quantize_grouped_dual(q), operands
+        )
 
 
-def _tokens(place: Place, target: Target, block: Block, *, dual: bool = False) -> tuple[Operands, Quantization]:
+def _tokens(
+    place: Place, target: Target, block: Block, *, dual: bool = False, dual_block: Block | None = None
+) -> tuple[Operands, Quantization]:
     operands = Operands(place)
     offsets = operands.input("offsets", (len(SIZES),), torch.int32, values=ends(SIZES))
     x = operands.input("x", (sum(SIZES) + REST, N), BF16)
     scale = "rceil" if 32 in block else "fp32"
-    q = quantization(x, block, scale=scale, dual=dual, offsets=offsets, target=target)
+    form: dict[str, Any] = {"scale": scale, "dual": dual, "dual_block": dual_block}
+    q = quantization(x, block, offsets=offsets, target=target, **form)
     return operands, kernel_info.with_outputs(operands, q)
 
 

@@ -49,8 +49,11 @@ def accepts_rms_norm(x: Tensor, weight: Tensor, block: Block, dtype: torch.dtype
     return quantize.accepts(quantization(x, block, dtype=dtype, target=target, other=weight, source=RMS_NORM))
 
 
-def silu_mul_of_groups(gate: Tensor, up: Tensor, offsets: Tensor, block: Block = (1, 128)) -> Quantization:
-    return quantization(gate, block, other=up, source=SILU_MUL, offsets=offsets, dual=True)
+def silu_mul_of_groups(
+    gate: Tensor, up: Tensor, offsets: Tensor, block: Block = (1, 128), dual_block: Block | None = None
+) -> Quantization:
+    given: dict[str, Any] = {"offsets": offsets, "dual": True, "dual_block": dual_block}
+    return quantization(gate, block, other=up, source=SILU_MUL, **given)
 
 
 def silu_mul_grad_of_groups(grad: Tensor, hidden: Tensor, offsets: Tensor, block: Block = (1, 128)) -> Quantization:
@@ -91,12 +94,12 @@ def plan_quantize_grouped(
 
 def plan_quantize_grouped_dual(
     x: Tensor, offsets: Tensor, outs: Sequence[Tensor], scale: str, target: Target, block: Block = (1, 128),
-    tile: Any = None,
+    dual_block: Block | None = None,
 ) -> TritonLaunch:  # fmt: skip
-    """Triton's launch that fills rows in `block`, and then spread columns in the transposed one."""
+    """Triton's launch that fills rows in `block`, and then spread columns in `dual_block`, by default its transpose."""
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped_dual as plan
 
-    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target, offsets=offsets), tile)
+    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target, offsets=offsets, dual_block=dual_block))
     return launch
 
 

@@ -127,6 +127,8 @@ def quantize_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[
         Sample("strided", (x(64, 160).mT, few), {"scale": "e8m0"}),
         Sample("strided_whole", (x(160, 64)[:, ::2], few, (-1, 1)), {"dtype": torch.float8_e4m3fnuz}),
         Sample("mx", (x(131, 99), many, (32, 1)), {"scale": "rceil"}),
+        Sample("plain_square", (x(256, 256), few, (128, 128)), {}),
+        Sample("ragged_square", (x(131, 199), many, (128, 128)), {"scale": "pow2"}),
         Sample("one_group", (x(30, 40, dtype=FP16), _ends(30, device=device)), {}),
         Sample("empty", (x(0, 40), few), {}),
     ]
@@ -142,6 +144,8 @@ def quantize_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> 
         Sample("strided", (x(64, 160).mT, few), {"dtype": torch.float8_e5m2}),
         Sample("whole", (x(77, 40, dtype=FP16), many, (1, -1)), {}),
         Sample("mx", (x(131, 99), many, (1, 32)), {"scale": "rceil"}),
+        Sample("plain_square", (x(256, 256), few), {"dual_block": (128, 128)}),
+        Sample("ragged_square", (x(131, 199), many), {"scale": "pow2", "dual_block": (128, 128)}),
         Sample("empty", (x(7, 0), few), {}),
     ]
 
@@ -198,8 +202,14 @@ def quantize_silu_mul_backward(seed: int = 0, device: torch.device | str = "cpu"
 
 
 def quantize_silu_mul_grouped(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
-    samples = quantize_silu_mul_grouped_dual(seed, device)
-    return [sample._replace(args=(*sample.args[:3], (-1, 1)) if sample.args[3:] else sample.args) for sample in samples]
+    return [_by_groups_alone(sample) for sample in quantize_silu_mul_grouped_dual(seed, device)]
+
+
+def _by_groups_alone(sample: Sample) -> Sample:
+    """The same in the block of the groups."""
+    named = dict(sample.kwargs)
+    block = named.pop("dual_block", (-1, 1) if sample.args[3:] else (128, 1))
+    return sample._replace(args=(*sample.args[:3], block), kwargs=named)
 
 
 def quantize_silu_mul_grouped_dual(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
@@ -209,6 +219,7 @@ def quantize_silu_mul_grouped_dual(seed: int = 0, device: torch.device | str = "
         Sample("ragged", (x(140, 99), x(140, 99), many), {"scale": "pow2"}),
         Sample("strided", (x(64, 64)[:, :32], x(64, 64)[:, 32:], few), {"dtype": torch.float8_e5m2}),
         Sample("whole", (x(140, 40, dtype=FP16), x(140, 40, dtype=FP16), many, (1, -1)), {}),
+        Sample("square", (x(140, 200), x(140, 200), many), {"dual_block": (128, 128)}),
         Sample("empty", (x(0, 40), x(0, 40), few), {}),
     ]
 
@@ -269,12 +280,14 @@ def scaled_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]
 
 
 def _summed(
-    a: Tensor, b: Tensor, offsets: Tensor, block: int = 128
+    a: Tensor, b: Tensor, offsets: Tensor, block: int = 128, square: str = ""
 ) -> tuple[Tensor, Tensor, Block, Tensor, Tensor, Block, Tensor]:
-    """Operands of a product that sums over each group's tokens: `a (M, R)` and `b (M, N)`."""
-    form: Any = offsets, (block, 1), None, "rceil" if block == 32 else "fp32"
-    data, scale = torch.ops.fp8fn.quantize_grouped(a, *form)
-    return data.mT, scale.mT, (1, block), *torch.ops.fp8fn.quantize_grouped(b, *form), (block, 1), offsets
+    """Operands of a product that sums over each group's tokens: `a (M, R)` and `b (M, N)`, one of them in squares."""
+    columns = {name: block if name == square else 1 for name in ("a", "b")}
+    form: Any = None, "rceil" if block == 32 else "fp32"
+    data, scale = torch.ops.fp8fn.quantize_grouped(a, offsets, (block, columns["a"]), *form)
+    right = torch.ops.fp8fn.quantize_grouped(b, offsets, (block, columns["b"]), *form)
+    return data.mT, scale.mT, (columns["a"], block), *right, (block, columns["b"]), offsets
 
 
 def mx_mm(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample]:
@@ -341,6 +354,8 @@ def scaled_grouped_mm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("ragged", (*_operand(x(41, 190), row), *_operand(x(4, 190, 65), square), many, x(4, 65)), {}),
         Sample("ragged_summed", (*_summed(x(41, 33), x(41, 70), many), x(4, 70)), {}),
         Sample("ragged_summed_large", _summed(x(1030, 33), x(1030, 20), large), {}),
+        Sample("summed_square_a", _summed(x(41, 256), x(41, 70), many, square="a"), {}),
+        Sample("summed_square_b", (*_summed(x(41, 33), x(41, 270), many, square="b"), x(4, 270)), {}),
         Sample("ragged_summed_mx", _summed(x(41, 33), x(41, 70), many, 32), {}),
         Sample("ragged_summed_whole", _summed(x(41, 33), x(41, 70), many, -1), {"out_dtype": FP32}),
         Sample("strided", (*_operand(x(80, 64).mT, whole), *_operand(x(3, 48, 80).mT, (-1, 1)), few), {}),
@@ -360,6 +375,8 @@ def grouped_gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Samp
         Sample("ragged", (x(41, 190), x(4, 190, 65), many, x(4, 65)), {"out_dtype": FP32}),
         Sample("ragged_whole", (x(41, 70, dtype=FP16), x(4, 70, 33, dtype=FP16), many), {"recipe": "rowwise"}),
         Sample("ragged_mx", (x(41, 70), x(4, 70, 33), many), {"recipe": "mxfp8"}),
+        Sample("ragged_square", (x(41, 190), x(4, 190, 65), many), {"recipe": "blockwise_square"}),
+        Sample("plain_square", (x(64, 256), x(3, 96, 256).mT, few), {"recipe": "blockwise_square"}),
         Sample("ragged_k", (x(33, 41), x(41, 70), many, x(4, 70)), {"recipe": "blockwise_pow2"}),
         Sample("ragged_k_whole", (x(33, 41), x(41, 70), many), {"recipe": "rowwise"}),
         Sample("strided", (x(96, 64).mT, x(3, 96, 80)[..., ::2], few), {}),
@@ -377,6 +394,7 @@ def expert_mlp(seed: int = 0, device: torch.device | str = "cpu") -> list[Sample
         Sample("plain", (x(64, 128), x(3, 256, 128).mT, x(3, 128, 128).mT, few), {}),
         Sample("ragged", (x(41, 70), x(4, 70, 66), x(4, 33, 70), many), {"recipe": "blockwise_pow2"}),
         Sample("ragged_whole", (x(41, 70), x(4, 70, 66), x(4, 33, 40), many), {"recipe": "rowwise"}),
+        Sample("ragged_square", (x(41, 190), x(4, 190, 66), x(4, 33, 70), many), {"recipe": "blockwise_square"}),
         Sample("strided", (x(48, 64).mT, x(3, 48, 160)[..., ::2], x(3, 48, 40).mT, few), {"recipe": "hybrid"}),
         Sample("empty", (x(0, 64), x(3, 64, 32), x(3, 16, 64), few), {}),
     ]

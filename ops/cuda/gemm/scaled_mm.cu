@@ -53,9 +53,10 @@ constexpr bool SCALED = A_SCALE >= VECTOR || B_SCALE >= VECTOR;  // scales chang
 static_assert(!B_ONCE || CLUSTER == 1, "loads of a cluster have no policy");
 static_assert(SPLIT == 1 || (CLUSTER == 1 && SLICES_M == 1 && OUT_VIA != BULK && !GROUPED),
               "a cluster shares loads or K");
-static_assert(GROUPED != JAGGED_K || (A_SCALE == VECTOR && B_SCALE == VECTOR),
+static_assert(GROUPED != JAGGED_K || (A_SCALE >= VECTOR && B_SCALE >= VECTOR),
               "tokens that are summed over are spread");
-static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && !GROUPED), "the 64 rows of a warpgroup lie in one block of A");
+static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && GROUPED != JAGGED_M),
+              "the 64 rows of a warpgroup lie in one block of A");
 static_assert(DEPTH < 2 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to a temporary");
 
@@ -504,9 +505,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 float d[WIDTH / 2];
                 const int s = ring.stage;
                 barrier_wait(full(s), ring.parity);
+                Scales scales;
+                take_chunks(scales);
 #pragma unroll
                 for (int p = 0; p < PRODUCTS; ++p) {
-                    Scales scales;
                     take_rows(scales, s, p / SLICES_N);
                     start(d, s, p / SLICES_N, p % SLICES_N, false, tile.units);
                     wgmma_wait<0>();

@@ -25,6 +25,8 @@ _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # The pairs of scale kinds, of a and of b, that are tuned; `scale_kind` names them.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
+# The pairs with which it sums over tokens of groups.
+SUMMED_KINDS: Final = (("VECTOR", "VECTOR"), ("VECTOR", "BLOCK"), ("BLOCK", "VECTOR"))
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,9 @@ def accepts(product: ScaledProduct) -> str | None:
 def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
     a_block, b_block, bias = product.a.block, product.b.block, product.bias
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
-    if kinds not in KINDS:
-        return f"blocks {a_block} and {b_block} are no pair of this kernel"
-    if product.b.data.dim() == 2 and kinds != ("VECTOR", "VECTOR"):
-        return f"blocks {a_block} and {b_block}: tokens that are summed over have to be spread"
+    if kinds not in (KINDS if product.b.data.dim() == 3 else SUMMED_KINDS):
+        spread = "" if product.b.data.dim() == 3 else ": tokens that are summed over have to be spread"
+        return f"blocks {a_block} and {b_block} are no pair of this kernel{spread}"
     if not offsets.is_contiguous():
         return f"offsets has stride {offsets.stride(0)}, not 1"
     if bias is not None and not bias.is_contiguous():

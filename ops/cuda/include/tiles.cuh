@@ -112,7 +112,9 @@ struct Walk {
 
     INLINE Tile at(int index) const {
         Tile tile;
-        const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
+        int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
+        // Sizes of bands are computed again for each tile: no register holds them during the main loop.
+        if constexpr (GROUPED == JAGGED_K) asm volatile("" : "+r"(tiles_m), "+r"(tiles_n));
         tile.batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);
         tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
 #if GROUPED == JAGGED_K

@@ -31,7 +31,7 @@ constexpr bool SQUARE = ROW_SQUARE || COLUMN_SQUARE;  // one scale for the tile
 
 static_assert(TILE_M == 128 || (!BY_COLUMN && !SQUARE), "a tile is one block high");
 static_assert((BY_ROW || !ROW_SQUARE) && (BY_COLUMN || !COLUMN_SQUARE), "the blocks are those of an output");
-static_assert(!GROUPED || (BY_COLUMN && !SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
+static_assert(!GROUPED || (BY_COLUMN && !ROW_SQUARE && !EVEN), "tokens of groups are quantized along the tokens");
 
 // Whether the matrix has one scale, of the largest of the maxima that are given.
 constexpr bool ONE_SCALE = GIVEN != Element::NONE;
@@ -169,7 +169,7 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
         if constexpr (ONE_SCALE) {
             of_thread = given_amax(in.amax, in.first_amax, in.amax_count);
         } else {
-            of_thread = values.amax();
+            of_thread = none ? 0 : values.amax();
         }
         const uint32_t amax = __reduce_max_sync(~0u, of_thread);
         if (lane == 0) shared.warp_amax[warp] = amax;
@@ -217,7 +217,8 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
 #pragma unroll
         for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.warp_amax[w]);
         of_square = block_scale<FP8, FORMAT>(largest);
-        if (threadIdx.x == 0 && (!ONE_SCALE || (block_m == 0 && block_n == 0))) {
+        const bool has_scale = ONE_SCALE ? block_m == 0 && block_n == 0 : !GROUPED || tile_m < height;
+        if (threadIdx.x == 0 && has_scale) {
             if (ROW_SQUARE) out.row_scale[int64_t(block_m) * out.row_scale_lead + block_n] = of_square.stored;
             if (COLUMN_SQUARE) out.col_scale[int64_t(block_n) * out.col_scale_lead + block_m] = of_square.stored;
         }
@@ -231,11 +232,11 @@ INLINE void quantize_tile(const In& in, const Out& out, int block_m, int block_n
 
     if constexpr (BY_COLUMN) {
         float inverse[8];
+        if (none) values.clear();
         if constexpr (COLUMN_SQUARE) {
 #pragma unroll
             for (int c = 0; c < 8; ++c) inverse[c] = of_square.inverse;
         } else {
-            if (none) values.clear();
             if constexpr (!SQUARE) __syncthreads();
             if (threadIdx.x < TILE_N) {
                 uint32_t largest = 0;

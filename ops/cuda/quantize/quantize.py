@@ -201,11 +201,13 @@ def _sides(q: Quantization) -> tuple[Side | None, Side | None]:
     """The output in blocks along the rows that the kernel reads, or in square ones, and the output along its columns.
 
     The first has row-major data, the second column-major data. One output in square blocks lies as `x` does, unless
-    `column_major` is the other layout.
+    `column_major` is the other layout; that of groups is column-major.
     """
     if q.column_major not in (None, is_column_major(q.x)):
         out = Side(q.out, OUTPUTS[0])
         return None, out.mT if _is_turned(q) else out
+    if q.offsets is not None and not q.dual:  # tokens are summed over
+        return None, Side(q.out, OUTPUTS[0])
     first, second = (*map(Side, q.outs, OUTPUTS), None)[:2]
     row, column = (second, first) if contracts_rows(q.block) else (first, second)
     if not _is_turned(q):

@@ -25,7 +25,7 @@ from fp8fn import GroupedScaledTensor, ScaledTensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.formats import FP8_DTYPES, SCALE_FORMATS
 from fp8fn.ops.groups import empty_grouped, most_tokens, spread_blocks, spread_rows, unit_of
-from fp8fn.ops.layout import Block
+from fp8fn.ops.layout import Block, swap
 from fp8fn.ops.quantization import empty_grouped_dual
 from fp8fn.ops.quantize_grouped import (
     GROUPED_BLOCKS,
@@ -40,7 +40,9 @@ from support.quantizers import plan_quantize_grouped, plan_quantize_grouped_dual
 
 E4M3 = torch.float8_e4m3fn
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-SPREAD, WHOLE, MX = GROUPED_BLOCKS
+SPREAD, WHOLE, MX, SQUARES = GROUPED_BLOCKS
+# The block of rows of a dual form, and that of its columns where it is not the transpose.
+DUALS: tuple[tuple[Block, Block | None], ...] = (((1, 128), None), ((1, 32), None), ((1, 128), SQUARES))
 Quantize = Callable[[Tensor, Tensor, Block, torch.dtype, str], tuple[Tensor, Tensor]]
 T = TypeVar("T", bound=tuple[Tensor, ...])
 
@@ -54,7 +56,7 @@ def by_loop(x: Tensor, sizes: Sequence[int], block: Block, dtype: torch.dtype, s
     """The definition: `quantize` of each group's rows alone, put where `fp8fn.ops.groups` says, zeros elsewhere."""
     (m, n), rows = x.shape, block[0]
     unit, spread = unit_for(m, len(sizes), rows), block != WHOLE
-    nothing = reference.quantize(torch.zeros(1, n), (-1, 1), dtype, scale)[1].float()
+    nothing = reference.quantize(torch.zeros(1, -(-n // block[1])), (-1, 1), dtype, scale)[1].float()
     data = torch.zeros(unit * (m // unit + len(sizes)) if spread else m, n, dtype=torch.uint8)
     scales = nothing.repeat((m // rows if spread else 0) + len(sizes), 1)
     start = 0
@@ -90,9 +92,11 @@ def interpreted(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, sc
     return out
 
 
-def interpreted_dual(x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str) -> tuple[Tensor, ...]:
-    out = poisoned(empty_grouped_dual(x, offsets.shape[0], block, dtype, scale))
-    plan_quantize_grouped_dual(x, offsets, out, scale, SM90, block).interpret()
+def interpreted_dual(
+    x: Tensor, offsets: Tensor, block: Block, dtype: torch.dtype, scale: str, dual_block: Block | None
+) -> tuple[Tensor, ...]:
+    out = poisoned(empty_grouped_dual(x, offsets.shape[0], block, dtype, scale, dual_block))
+    plan_quantize_grouped_dual(x, offsets, out, scale, SM90, block, dual_block).interpret()
     return out
 
 
@@ -115,11 +119,14 @@ def assert_all_equal_the_loop(x: Tensor, sizes: Sequence[int], dtype: torch.dtyp
             for got, want, like in zip(found, expected, layout, strict=True):
                 assert_same_bits(got, want)
                 assert (got.dtype, got.stride()) == (like.dtype, like.stride())
-    for block in (SPREAD, MX) if x.numel() else ():
-        dual = (1, block[0])
-        both = (*reference.quantize(x, dual, dtype, scale), *by_loop(x, sizes, block, dtype, scale))
-        for got, want in zip(interpreted_dual(x, offsets, dual, dtype, scale), both, strict=True):
-            assert_same_bits(got, want)
+    for dual, columns in DUALS if x.numel() else ():
+        both = (*reference.quantize(x, dual, dtype, scale), *by_loop(x, sizes, columns or swap(dual), dtype, scale))
+        for found in (
+            interpreted_dual(x, offsets, dual, dtype, scale, columns),
+            reference.quantize_grouped_dual(x, offsets, dual, dtype, scale, columns),
+        ):
+            for got, want in zip(found, both, strict=True):
+                assert_same_bits(got, want)
 
 
 def stored(x: Tensor, storage: str) -> Tensor:
@@ -235,13 +242,14 @@ def test_a_nan_or_inf_stays_inside_its_group(
     offsets = ends(sizes)
     data, scales = quantize(x, offsets, block, E4M3, "fp32")
     expected, expected_scales = quantize(clean, offsets, block, E4M3, "fp32")
-    rows = {SPREAD: spread, WHOLE: slice(130, 135), MX: slice(160, 192)}[block]
-    row = {SPREAD: 2, WHOLE: 1, MX: 5}[block]
+    rows = {SPREAD: spread, WHOLE: slice(130, 135), MX: slice(160, 192), SQUARES: spread}[block]
+    row = {SPREAD: 2, WHOLE: 1, MX: 5, SQUARES: 2}[block]
+    columns, column = (slice(0, n), 0) if block == SQUARES else (slice(7, 8), 7)
     hit, hit_scales = torch.zeros(data.shape, dtype=torch.bool), torch.zeros(scales.shape, dtype=torch.bool)
-    hit[rows, 7], hit_scales[row, 7] = True, True
+    hit[rows, columns], hit_scales[row, column] = True, True
     assert torch.equal(scales[~hit_scales], expected_scales[~hit_scales])
     assert torch.equal(data.view(torch.uint8)[~hit], expected.view(torch.uint8)[~hit])
-    assert not scales[row, 7].isfinite()
+    assert not scales[row, column].isfinite()
     tokens = data.float()[rows, 7][:5]
     assert tokens.isnan().all() if value != value else tokens[2].isnan()
     # Rows without a token are zero bytes, also beside a NaN.
@@ -256,8 +264,7 @@ def test_every_row_of_very_different_groups_is_written(block: Block) -> None:
     sizes = (3, 600, 0, 1)
     x, offsets = torch.ones(sum(sizes), 3, dtype=BF16), ends(sizes)
     data, scales = interpreted(x, offsets, block, E4M3, "fp32")
-    q = GroupedScaledTensor(data, scales, offsets, 0, block[0], x.shape[0])
-    assert torch.equal(q.dequantize(), x)
+    assert torch.equal(reference.dequantize_grouped(data, scales, offsets, block, x.shape[0]).to(BF16), x)
     assert int((data.float() != 0).sum()) == x.numel()
 
 
@@ -329,9 +336,9 @@ def launches(target: Target, x: Tensor, groups: int) -> list[TritonLaunch]:
     for block in GROUPED_BLOCKS:
         out = empty_grouped(x, groups, block, dtype, "fp32")
         planned += plan_quantize_grouped(x, offsets, out, block, "fp32", target)
-    for dual in ((1, 128), (1, 32)):
-        both = empty_grouped_dual(x, groups, dual, dtype, "fp32")
-        planned.append(plan_quantize_grouped_dual(x, offsets, both, "fp32", target, dual))
+    for dual, columns in DUALS:
+        both = empty_grouped_dual(x, groups, dual, dtype, "fp32", columns)
+        planned.append(plan_quantize_grouped_dual(x, offsets, both, "fp32", target, dual, columns))
     return planned
 
 
@@ -347,12 +354,13 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
     monkeypatch.setattr(targets, "target_of", lambda device: SM89)
     monkeypatch.setattr(TritonLaunch, "run", run)
     tokens, offsets, dual = random(140, 33), ends((100, 0, 30)), (1, block[0])
+    columns = SQUARES if block == SQUARES else None
     for x, dtype in ((tokens, E4M3), (tokens, torch.float8_e4m3fnuz), (tokens[:0], E4M3)):
         out = quantize_grouped_kernel(x, offsets, block, dtype)
-        both = quantize_grouped_dual_kernel(x, offsets, dual, dtype)
+        both = quantize_grouped_dual_kernel(x, offsets, dual, dtype, dual_block=columns)
         expected = (
             *reference.quantize_grouped(x, offsets, block, dtype, "fp32"),
-            *reference.quantize_grouped_dual(x, offsets, dual, dtype, "fp32"),
+            *reference.quantize_grouped_dual(x, offsets, dual, dtype, "fp32", columns),
         )
         for got, want in zip((*out, *both), expected, strict=True):
             assert_same_bits(got, want)
@@ -363,7 +371,7 @@ def test_the_op_of_a_device_runs_these_kernels(block: Block, monkeypatch: pytest
     )
 
 
-# Ragged for two targets, even for two, and of either the first in large units: seven kernels take 4 s each time.
+# Ragged for two targets, even for two, and of either the first in large units: nine kernels take 4 s each time.
 @pytest.mark.parametrize(
     ("target", "shape"),
     [(SM89, (2**19, 2048)), (SM90, (2**19 + 1, 2045)), (GFX942, (8192, 4096)), (GFX950, (8191, 4093))],
@@ -381,8 +389,9 @@ def test_launches_and_their_grids_depend_on_shapes_alone() -> None:
     blocks, mx_blocks = spread_blocks(1000, 8), spread_blocks(1000, 8, 32)
     assert kernels == [
         ("quantize_spread", 5 * blocks), ("block_amax", 5 * blocks), ("group_scales", 5 * 8),
-        ("quantize_by_group", 5 * blocks), ("quantize_spread", 3 * mx_blocks),
+        ("quantize_by_group", 5 * blocks), ("quantize_spread", 3 * mx_blocks), ("quantize_spread", 3 * blocks),
         ("quantize_spread_dual", 3 * blocks), ("quantize_spread_dual", 3 * mx_blocks),
+        ("quantize_spread_dual", 3 * blocks),
     ]  # fmt: skip
 
 
@@ -420,18 +429,18 @@ def test_on_the_device(name: str, storage: str, scale: str) -> None:
     x, offsets = stored(random(sum(sizes) + tail, 300), storage), ends(sizes)
     there, there_ends = stored(x.cuda(), storage), offsets.cuda()
     for block in GROUPED_BLOCKS:
-        dual = (1, block[0])
+        dual, columns = (1, block[0]), SQUARES if block == SQUARES else None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that the mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
             one = torch.ops.fp8fn.quantize_grouped(there, there_ends, block, E4M3, scale)
-            both = torch.ops.fp8fn.quantize_grouped_dual(there, there_ends, dual, E4M3, scale)
+            both = torch.ops.fp8fn.quantize_grouped_dual(there, there_ends, dual, E4M3, scale, columns)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         expected = (
             *reference.quantize_grouped(x, offsets, block, E4M3, scale),
-            *reference.quantize_grouped_dual(x, offsets, dual, E4M3, scale),
+            *reference.quantize_grouped_dual(x, offsets, dual, E4M3, scale, columns),
         )
         for got, want in zip((*one, *both), expected, strict=True):
             assert got.stride() == want.stride()
@@ -660,7 +669,13 @@ FAULTS: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = 
         "block of the op",
         lambda: torch.ops.fp8fn.quantize_grouped(X, ENDS, (1, 128)),
         ValueError,
-        ("quantize_grouped: block=(1, 128)", "use one of ((128, 1), (-1, 1), (32, 1))"),
+        ("quantize_grouped: block=(1, 128)", "use one of ((128, 1), (-1, 1), (32, 1), (128, 128))"),
+    ),
+    (
+        "second block",
+        lambda: torch.ops.fp8fn.quantize_grouped_dual(X, ENDS, (1, 32), dual_block=(128, 128)),
+        ValueError,
+        ("quantize_grouped_dual: dual_block=(128, 128)", "use (32, 1)"),
     ),
     ("axis", lambda: fp8fn.quantize_grouped(X, ENDS, 2), ValueError, ("axis=2", "use 0", "1 for columns")),
     ("integers", lambda: fp8fn.quantize_grouped(X.int(), ENDS), TypeError, ("x has dtype torch.int32", "use bfloat16")),

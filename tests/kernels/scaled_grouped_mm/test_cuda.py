@@ -19,10 +19,11 @@ from fp8fn.ops.cuda.gemm import scaled_mm as products
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.layout import Block, empty_data, empty_scale
+from fp8fn.ops.layout import Block, empty_data, empty_scale, is_square, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.quantization import PLAIN, SILU_MUL, SILU_MUL_GRAD, Source
+from fp8fn.ops.quantize import SQUARE
 from fp8fn.ops.quantize_grouped import quantize_grouped_dual_kernel, quantize_grouped_kernel
 from fp8fn.ops.quantize_grouped_fused import (
     quantize_silu_mul_grad_grouped_dual_kernel,
@@ -30,7 +31,7 @@ from fp8fn.ops.quantize_grouped_fused import (
     quantize_silu_mul_grouped_kernel,
 )
 from fp8fn.ops.targets import GFX942, SM90, Target
-from fp8fn.ops.tuning.model import SMALLEST, X, grouped_config, tiles
+from fp8fn.ops.tuning.model import SMALLEST, X, grouped_config, grouped_tiles, tiles
 from fp8fn.ops.tuning.problem import Problem, problem_of
 from support.accuracy import relative_error, same_bits
 from support.compilers import needs_nvrtc
@@ -44,6 +45,10 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+COLUMN: Final[Block] = (128, 1)
+# Blocks of tokens that are summed over.
+COLUMNS: Final[tuple[Block, ...]] = (COLUMN, SQUARE)
+
 every_grouping = pytest.mark.parametrize(("sizes", "rest"), GROUPS.values(), ids=GROUPS)
 
 
@@ -56,17 +61,18 @@ every_grouping = pytest.mark.parametrize(("sizes", "rest"), GROUPS.values(), ids
 def test_quantizers_have_the_references_bits(sizes: list[int], rest: int, backwards: bool) -> None:
     offsets = ends(sizes)
     tokens = sum(sizes) + rest
-    cases = [(BF16, 136, "fp32", E4M3), (FP32, 129, "pow2", E5M2), (FP16, 40, "e8m0", E4M3)]
+    cases = [(BF16, 136, "fp32", E4M3), (FP32, 129, "pow2", E5M2), (FP16, 40, "e8m0", E4M3), (BF16, 256, "fp32", E4M3)]
     with hopper_on_cpu(backwards=backwards) as launches:
         for dtype, columns, scale, fp8 in cases:
             x = torch.randn(tokens, columns, dtype=dtype)
             x[sum(sizes) :] = torch.nan  # of no group's business
             assert quantize.accepts(quantization(x, (128, 1), dtype=fp8, scale=scale, offsets=offsets)) is None
-            one = quantize_grouped_kernel(x, offsets, (128, 1), fp8, scale)
-            both = quantize_grouped_dual_kernel(x, offsets, (1, 128), fp8, scale)
-            assert same_bits(one, reference.quantize_grouped(x, offsets, (128, 1), fp8, scale))
-            assert same_bits(both, reference.quantize_grouped_dual(x, offsets, (1, 128), fp8, scale))
-    assert len(launches) == 2 * len(cases)  # one each
+            for block in COLUMNS:
+                one = quantize_grouped_kernel(x, offsets, block, fp8, scale)
+                both = quantize_grouped_dual_kernel(x, offsets, (1, 128), fp8, scale, block)
+                assert same_bits(one, reference.quantize_grouped(x, offsets, block, fp8, scale))
+                assert same_bits(both, reference.quantize_grouped_dual(x, offsets, (1, 128), fp8, scale, block))
+    assert len(launches) == 2 * len(COLUMNS) * len(cases)  # one each
 
 
 @needs_compiler
@@ -77,25 +83,53 @@ def test_hard_values_stay_in_their_blocks() -> None:
     x[:, 8:16] = 0
     x[:, 16:24] *= 1e-39
     x[:, 24:32] *= 1e38
-    with hopper_on_cpu():
-        found = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3)
-    assert same_bits(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32"))
-    scales = found[3]
-    assert scales.isfinite().sum() == scales.numel() - 3
+    for block, hit in ((COLUMN, 3), (SQUARE, 3)):
+        with hopper_on_cpu():
+            found = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3, dual_block=block)
+        assert same_bits(found, reference.quantize_grouped_dual(x, offsets, (1, 128), E4M3, "fp32", block))
+        scales = found[3]
+        assert scales.isfinite().sum() == scales.numel() - hit
 
 
 @needs_compiler
+def test_a_square_without_tokens_has_the_scale_of_zeros_and_a_nan_stays_in_its_square() -> None:
+    """An expert has none of the tokens; the NaN is in one of two squares beside each other."""
+    sizes = [1, 0, 127, 128, 129]
+    x, offsets = torch.randn(sum(sizes) + 40, 200, dtype=BF16), ends(sizes)
+    clean = reference.quantize_grouped(x, offsets, SQUARE, E4M3, "fp32")
+    x[300, 140] = torch.nan
+    x[sum(sizes) :] = torch.nan
+    x[1:128] = 0
+    with hopper_on_cpu():
+        data, scales = quantize_grouped_kernel(x, offsets, SQUARE, E4M3)
+    of_zeros = reference.quantize(torch.zeros(1, 1), (128, 128), E4M3, "fp32")[1].item()
+    blocks = groups.block_of(offsets, sum(sizes))
+    used = blocks.unique()
+    assert used.tolist() == [0, 2, 4, 6, 7]
+    empty = torch.ones(scales.shape[0], dtype=torch.bool)
+    empty[used] = False
+    empty[blocks[1]] = True  # a group of zeros
+    assert scales[empty].unique().tolist() == [pytest.approx(of_zeros)]
+    struck = int(blocks[300])
+    assert scales.isnan().nonzero().tolist() == [[struck, 1]]
+    others = [int(block) for block in used if int(block) not in (struck, int(blocks[1]))]
+    assert torch.equal(scales[others], clean[1][others])
+    assert data.float().isnan().nonzero()[:, 1].unique().tolist() == list(range(128, 200))
+
+
+@needs_compiler
+@pytest.mark.parametrize("block", COLUMNS, ids=str)
 @pytest.mark.parametrize("scale", ["fp32", "e8m0"])
 @pytest.mark.parametrize("rest", [70, 2260], ids=["small", "large"])
-def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale: str) -> None:
+def test_rows_without_a_token_are_zero_bytes_also_beside_a_nan(rest: int, scale: str, block: Block) -> None:
     """Rows lie between a group's tokens and the next group, and past the last group."""
     sizes = [5, 128, 0, 130, 37]
     offsets = ends(sizes)
     x = torch.randn(sum(sizes) + rest, 40, dtype=BF16)
     x[:, 3], x[:, 4] = torch.nan, torch.inf
     with hopper_on_cpu():
-        one = quantize_grouped_kernel(x, offsets, (128, 1), E4M3, scale)
-        both = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3, scale)
+        one = quantize_grouped_kernel(x, offsets, block, E4M3, scale)
+        both = quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3, scale, block)
     filled = torch.zeros(one[0].shape[0], dtype=torch.bool)
     filled[groups.spread_place(offsets, x.shape[0])[: sum(sizes)]] = True
     for data in (one[0], both[2]):
@@ -110,7 +144,8 @@ def test_offsets_that_sink_or_pass_the_tokens_touch_nothing_outside(tokens: int)
     with hopper_on_cpu():
         for values in ([150, 50, 300], [-5, 10, 2**31 - 1], [200, 0, 0], [1000, 1000, 1000]):
             offsets = torch.tensor(values, dtype=torch.int32)
-            quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3)
+            for block in COLUMNS:
+                quantize_grouped_dual_kernel(x, offsets, (1, 128), E4M3, dual_block=block)
 
 
 @needs_compiler
@@ -129,13 +164,18 @@ def test_the_gated_activation_and_its_gradient(sizes: list[int], rest: int) -> N
             forward = quantize_silu_mul_grouped_dual_kernel(gate, up, offsets, (1, 128), E4M3)
             backward = quantize_silu_mul_grad_grouped_dual_kernel(grad, hidden, offsets, (1, 128), E4M3)
             columns = quantize_silu_mul_grouped_kernel(gate, up, offsets, (128, 1), E4M3)
-        assert len(launches) == 3
+            squares = quantize_silu_mul_grouped_dual_kernel(gate, up, offsets, (1, 128), E4M3, dual_block=SQUARE)
+            alone = quantize_silu_mul_grouped_kernel(gate, up, offsets, SQUARE, E4M3)
+        assert len(launches) == 5
         assert same_bits(columns, forward[2:])
-        for found, produced in (
-            (forward, reference.silu_mul(gate, up)),
-            (backward, reference.silu_mul_grad(grad, hidden)),
+        assert same_bits(squares[:2], forward[:2])
+        assert same_bits(squares[2:], alone)
+        for found, produced, block in (
+            (forward, reference.silu_mul(gate, up), COLUMN),
+            (squares, reference.silu_mul(gate, up), SQUARE),
+            (backward, reference.silu_mul_grad(grad, hidden), COLUMN),
         ):
-            wanted = reference.quantize_grouped_dual(produced, offsets, (1, 128), E4M3, "fp32")
+            wanted = reference.quantize_grouped_dual(produced, offsets, (1, 128), E4M3, "fp32", block)
             for got, want in zip(found, wanted, strict=True):
                 assert (got.shape, got.stride(), got.dtype) == (want.shape, want.stride(), want.dtype)
                 if want.dtype == FP32:
@@ -174,10 +214,20 @@ def test_refusals_of_the_quantizers() -> None:
 # ---- products over tokens, in the emulator ---------------------------------------------------------------------------
 
 
-def summed(x: Tensor, y: Tensor, offsets: Tensor) -> tuple[Any, ...]:
+# The blocks of both sides, tokens first.
+SUMMED: Final[dict[str, tuple[Block, Block]]] = {
+    "columns": (COLUMN, COLUMN), "squares of b": (COLUMN, SQUARE), "squares of a": (SQUARE, COLUMN),
+}  # fmt: skip
+
+
+def summed(x: Tensor, y: Tensor, offsets: Tensor, kind: str = "columns") -> tuple[Any, ...]:
     """Operands of `x.mT @ y` by groups."""
-    a, b = (reference.quantize_grouped(side, offsets, (128, 1), E4M3, "fp32") for side in (x, y))
-    return a[0].mT, a[1].mT, (1, 128), *b, (128, 1), offsets
+    blocks = SUMMED[kind]
+    a, b = (
+        reference.quantize_grouped(side, offsets, block, E4M3, "fp32")
+        for side, block in zip((x, y), blocks, strict=True)
+    )
+    return a[0].mT, a[1].mT, swap(blocks[0]), *b, blocks[1], offsets
 
 
 def beside_nan(x: Tensor, sizes: list[int]) -> Tensor:
@@ -226,19 +276,27 @@ every_loop = pytest.mark.parametrize(
     ],
     ids=str,
 )
-def test_no_token_of_the_next_group_is_multiplied(sizes: list[int], rest: int, config: ScaledMmConfig) -> None:
+@pytest.mark.parametrize("kind", SUMMED)
+def test_no_token_of_the_next_group_is_multiplied(
+    kind: str, sizes: list[int], rest: int, config: ScaledMmConfig
+) -> None:
     """Groups are those of a loop in float64, and each second one is the same beside NaN in the first token after it."""
     offsets, tokens = ends(sizes), sum(sizes) + rest
-    x, y = torch.randn(tokens, 72), torch.randn(tokens, 68)
+    # Squares of several columns, and more than one tile of them.
+    x, y = (
+        torch.randn(tokens, 300 if is_square(block) else width)
+        for block, width in zip(SUMMED[kind], (72, 68), strict=True)
+    )
     outs = []
     for given in ((x, y), (beside_nan(x, sizes), beside_nan(y, sizes))):
-        operands = summed(*given, offsets)
+        operands = summed(*given, offsets, kind)
         outs.append(emulated(operands, config, backwards=bool(outs)))
         want = reference.scaled_grouped_mm(Quantized(*operands[:3]), Quantized(*operands[3:6]), operands[6], None, FP32)
         torch.testing.assert_close(outs[-1], want, rtol=1e-4, atol=1e-4, equal_nan=True)
         left, right = (operands[0].mT, operands[1].mT), operands[3:5]
         rows, columns = (
-            reference.dequantize_grouped(*side, offsets, (128, 1), tokens).double() for side in (left, right)
+            reference.dequantize_grouped(*side, offsets, block, tokens).double()
+            for side, block in zip((left, right), SUMMED[kind], strict=True)
         )
         for group, (start, size) in enumerate(zip(accumulate(sizes, initial=0), sizes, strict=False)):
             want = rows[start : start + size].mT @ columns[start : start + size]
@@ -265,6 +323,8 @@ PAIRS: Final[dict[str, tuple[Block, Block]]] = {
     "tensorwise": ((-1, -1), (-1, -1)),
     "summed": ((1, 128), (128, 1)),
     "summed, large groups": ((1, 128), (128, 1)),
+    "summed, squares of b": ((1, 128), (128, 128)),
+    "summed, squares of a": ((128, 128), (128, 1)),
 }
 
 
@@ -306,7 +366,7 @@ def problem(kind: str) -> Problem:
 @needs_nvrtc
 @pytest.mark.parametrize("kind", PAIRS)
 def test_no_tile_that_may_be_chosen_spills(kind: str) -> None:
-    for config in tiles(problem(kind)):
+    for config in grouped_tiles(problem(kind), jagged_m=not kind.startswith("summed")):
         for out_dtype, bias, n in ((BF16, False, 512), (FP32, True, 500)):
             used = planned(kind, config, out_dtype, bias, n).resources()
             assert used.spills == 0, (config, out_dtype)
@@ -321,9 +381,10 @@ def test_no_quantizer_spills(tokens: int, source: Source) -> None:
         x = torch.empty(tokens, 512, device="meta", dtype=dtype)
         offsets = torch.empty(4, device="meta", dtype=torch.int32)
         other = {PLAIN: None, SILU_MUL: x, SILU_MUL_GRAD: x[:, :256]}[source]
-        q = quantization(x, (1, 128), source=source, other=other, offsets=offsets, dual=True)
-        (launch,) = quantize.plan(q, quantize.configure(q))
-        assert launch.resources().spills == 0, dtype
+        for block in COLUMNS if source is not SILU_MUL_GRAD else (COLUMN,):  # a gradient has no squares
+            q = quantization(x, (1, 128), source=source, other=other, offsets=offsets, dual=True, dual_block=block)
+            (launch,) = quantize.plan(q, quantize.configure(q))
+            assert launch.resources().spills == 0, (dtype, block)
 
 
 def test_the_grid_is_no_larger_than_the_tiles() -> None:

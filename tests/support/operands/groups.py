@@ -33,7 +33,7 @@ def ends(sizes: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
 
 RECIPES = {
     "blockwise": fp8fn.BLOCKWISE, "blockwise_pow2": fp8fn.BLOCKWISE_POW2, "hybrid": fp8fn.HYBRID,
-    "rowwise": fp8fn.ROWWISE, "mxfp8": fp8fn.MXFP8,
+    "blockwise_square": fp8fn.BLOCKWISE_SQUARE, "rowwise": fp8fn.ROWWISE, "mxfp8": fp8fn.MXFP8,
 }  # fmt: skip
 
 EACH_RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
