@@ -98,8 +98,9 @@ def listed(problem: Problem, chip: Chip) -> str:
     best = ranked(problem, chip.multiprocessors)
     timed = shortlist(problem, chip.multiprocessors)
     least = microseconds(problem, best[0], chip.multiprocessors)
-    lines = [f"{len(timed)} of {len(best)} candidates are timed, and cuBLASLt where it takes the operands"]
-    for config in (*best, *(config for config in timed if config not in best)):
+    every = (*best, *(config for config in timed if config not in best))
+    lines = [f"{len(timed)} of {len(every)} candidates are timed, and cuBLASLt where it takes the operands"]
+    for config in every:
         times = microseconds(problem, config, chip.multiprocessors) / least
         lines.append(f"  {config_name(config):24}  {'timed' if config in timed else f'modelled at {times:.2f}x'}")
     return "\n".join(lines)

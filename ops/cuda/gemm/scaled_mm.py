@@ -172,6 +172,10 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "CLUSTER": config.CLUSTER,
         "SPLIT": config.SPLIT,
     }
+    if config.DEPTH == 0:
+        options["DEPTH"] = 0
+    if config.GROUP != ScaledMmConfig.GROUP:
+        options["GROUP"] = config.GROUP
     if kinds[0] == "BLOCK":
         args |= {"as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1)}
     if offsets is not None:

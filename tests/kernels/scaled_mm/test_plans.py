@@ -555,6 +555,8 @@ def test_description_names_the_tile_and_the_grid() -> None:
         "scaled_mm[BM=192,BN=128,STAGES=4,CLUSTER=1,SPLIT=1] grid=132x1x1 sm90"
     )
     assert "SPLIT=4" in Problem().plan(SCALED_MM["split"]).describe()
+    assert "SPLIT=1,GROUP=5]" in Problem().plan(replace(SCALED_MM["192x128"], GROUP=5)).describe()
+    assert "SPLIT=1,DEPTH=0]" in Problem("rowwise").plan(SCALED_MM["192x128 depth 0"]).describe()
     described = [str(config) for config in SCALED_MM.values()]
     assert len(set(described)) == len(described)
     assert str(SCALED_MM["128x256 cluster"]) == "128x256/1x2 depth1 cluster2B group8"
