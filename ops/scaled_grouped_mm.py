@@ -40,7 +40,7 @@ TOKEN_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if bloc
 EXPERT_BLOCKS: Final[tuple[Block, ...]] = tuple(block for block in BLOCKS if block[0] != 1)
 # Blocks of tokens that are summed over: 128 or 32 tokens of the spread layout, or all tokens of a group.
 SUMMED_BLOCKS: Final[tuple[Block, ...]] = ((1, ROWS), (1, WHOLE), (1, STEP))
-# Of one of the two operands, a square has one scale.
+# One of the two operands may have a scale for each square.
 SUMMED_SQUARE: Final[Block] = (ROWS, ROWS)
 
 _NAME: Final = "scaled_grouped_mm"

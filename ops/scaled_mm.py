@@ -304,8 +304,9 @@ SCALED_MM: Final = Dispatch(
 )
 
 # By rows cuBLASLt's fast accumulation has 1360 TFLOP/s on an H200 in the geometric mean of five shapes, of which the
-# smallest is 4096,4096,4096, and the kernel that promotes 1219; below, and by tensors, the latter is no slower
-# (`bench dense`, also `--suite small`, docs/benchmarks.md) and the tables decide as ever.
+# smallest is 4096,4096,4096, and the kernel that promotes 1219 (`bench dense`, docs/benchmarks.md). Smaller
+# products, and those by tensors, take the kernel without temporaries in the tile that the model ranks first: no table
+# has them.
 SCALED_MM_FAST: Final = dataclasses.replace(
     SCALED_MM,
     op="scaled_mm, fast accumulation",

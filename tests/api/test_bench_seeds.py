@@ -367,7 +367,7 @@ def test_an_interrupted_run_goes_on(clock: list[str], tmp_path: Path, capsys: py
 
 
 def test_runs_of_other_machines_are_added(clock: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of the same machine and commit, shapes are added, and those of the other file are kept."""
+    """Shapes of the same machine and commit are added, and those of the other file are kept."""
     first, second, third = (tmp_path / f"{name}.json" for name in ("first", "second", "third"))
     run(first, "--seed", "001")
     run(second, "--seed", "002")

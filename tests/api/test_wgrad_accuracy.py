@@ -92,7 +92,7 @@ def test_squares_of_groups_begin_at_each_groups_first_row(sizes: tuple[int, ...]
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_snr_of_an_experts_gradient(name: str) -> None:
-    """Of ragged groups, as of a matrix: each group's rows fill squares."""
+    """The rows of each ragged group fill squares, as those of a matrix do."""
     random = torch.Generator().manual_seed(0)
     ends = torch.tensor([1500, 1500, 2700, 4096], dtype=torch.int32)
     x = DISTRIBUTIONS[name]((4096, 512), random).bfloat16()

@@ -84,7 +84,7 @@ def test_large_products_by_rows_go_to_cublaslt(monkeypatch: pytest.MonkeyPatch) 
 def test_small_products_and_tensors_have_no_temporary(
     card: str, kind: str, m: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the tables have of the promoting kernel does not choose for this one."""
+    """The tables hold the promoting kernel's times, which do not choose for this one."""
     monkeypatch.setattr(nvrtc, "unavailable", lambda: None)
     product = replace(rows(m, n, k, kind), chip=NAMED[card])
     chosen, ever = scaled_mm.SCALED_MM_FAST.choose(product), scaled_mm.SCALED_MM.choose(replace(product, fast=False))
@@ -92,7 +92,7 @@ def test_small_products_and_tensors_have_no_temporary(
     assert ever.name == "cublaslt" or ever.config.DEPTH > 0
 
 
-# Of 18 products on an H100 (2026-11-26), some in which the next tile is slower by 1 % or more.
+# Some of 18 products on an H100 (2026-11-26), in which the next tile is slower by 1 % or more.
 @pytest.mark.parametrize(
     ("kind", "m", "n", "k", "tile"),
     [

@@ -35,7 +35,7 @@ def draw(document: Mapping[str, Any], path: str | Path) -> None:
 
 
 def shown(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Of each card, the run of the most tokens that has all variants of the picture; of several the last."""
+    """The run of the most tokens of each card that has all variants of the picture; of several the last."""
     found: dict[str, Mapping[str, Any]] = {}
     for run in document["results"]["runs"]:
         if set(SHOWN) <= {row["variant"] for row in run["rows"]} and _tokens(run) >= _tokens(found.get(run["device"])):
