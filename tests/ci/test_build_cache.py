@@ -79,6 +79,18 @@ def test_a_change_is_compiled(changed: dict[str, Any], expected: int, folder: Pa
 
 
 @needs_compiler
+def test_libraries_share_no_variables(folder: Path) -> None:
+    """Nor variables of inline functions and of headers, of which g++ makes one for all libraries of a process."""
+    source = """
+    inline int calls[SIZE];
+    inline int counted() { static int times = 0; return ++times; }
+    extern "C" int answer() { return 10 * counted() + ++calls[SIZE - 1]; }
+    """
+    sizes = (1, 1 << 24, 1)  # the last element of the second lies far behind the first's
+    assert [answer(source, options=[*OPTIONS, f"-DSIZE={size}"]) for size in sizes] == [11, 11, 11]
+
+
+@needs_compiler
 def test_another_compiler_compiles_again(
     folder: Path, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,9 @@ VARIABLE: Final = "FP8FN_TEST_CACHE"
 LONGEST_UNUSED: Final = 14 * 86400.0
 LARGEST: Final = 4 << 30
 _CHECKSUM_BYTES: Final = 32
+# g++ has all libraries of a process share the variables of inline functions and of headers, whatever size each library
+# takes them to have. A library that shares on purpose says `-fgnu-unique`.
+_OWN_VARIABLES: Final = ("-fno-gnu-unique", "-Wl,-Bsymbolic")
 
 
 def folder() -> Path:
@@ -74,7 +77,7 @@ def reached(main: str, headers: Mapping[str, str]) -> dict[str, str]:
 
 def compiled(source: str, headers: Mapping[str, str], options: Sequence[str], linked: bytes | None = None) -> bytes:
     """The library that g++ makes of a C++ source, linked with the object file `linked`."""
-    included = reached(source, headers)
+    included, options = reached(source, headers), [*_OWN_VARIABLES, *options]
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory() as name:
@@ -96,7 +99,7 @@ def compiled(source: str, headers: Mapping[str, str], options: Sequence[str], li
 def library(
     source: str, headers: Mapping[str, str], options: Sequence[str], linked: bytes | None = None
 ) -> ctypes.CDLL:
-    """A C++ source as a shared library, compiled by g++ and loaded anew: no two calls share its variables."""
+    """A C++ source as a shared library, compiled by g++ and loaded anew, with variables of its own."""
     code = compiled(source, headers, options, linked)
     with tempfile.TemporaryDirectory() as name:
         path = Path(name, "kernel.so")
