@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, cast
@@ -18,7 +19,7 @@ from fp8fn.ops.layout import WHOLE, is_square, scale_shape, turned
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
 from fp8fn.site import Where, check_where
-from fp8fn.weights.form import bytes_of
+from fp8fn.weights.form import block_by_dimension, bytes_of
 from fp8fn.weights.quantize import (
     QuantizedWeights,
     check_module,
@@ -47,10 +48,11 @@ def _recipe(op: str, name: str, value: Any) -> None:
 def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLOCKWISE) -> QuantizedWeights:
     """Makes FSDP2 gather a model's weights as FP8: call it before `fully_shard`, and `update_scales` after each step.
 
-    The masters keep their type; optimizers and checkpoints see plain values. One byte for each element is gathered, and
-    the gathered weight is an `FP8Weight`, with the bits of `quantize(whole_weight, recipe.weight_block)` for any number
-    of rows on a rank. Products by the recipe (`fp8fn.fp8`, `fp8fn.linear`, the backend) take its data as it is.
-    PyTorch's own products multiply unquantized activations by it. Gradients reach the masters in either case.
+    Weights are matrices, and batches of them (experts). The masters keep their type; optimizers and checkpoints see
+    plain values. One byte for each element is gathered, and the gathered weight is an `FP8Weight`, with the bits of
+    `quantize(whole_weight, recipe.weight_block)` for any number of rows on a rank. Products by the recipe (`fp8fn.fp8`,
+    `linear`, `grouped_gemm`, the backend) take its data as it is. PyTorch's own products multiply unquantized
+    activations by it. Gradients reach the masters in either case.
 
     Args:
         model: Module whose parameters are not sharded by FSDP yet, on any device, `meta` included.
@@ -90,8 +92,6 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
         return "it is gathered in FP8 already"
     if type(local) not in (Tensor, nn.Parameter):
         return f"it is of the tensor subclass {type(local).__name__}"
-    if weight.ndim != 2:
-        return f"it has {weight.ndim} dimensions; matrices alone are gathered in FP8"
     return why_not_by_shape(name, weight, module, where)
 
 
@@ -158,7 +158,7 @@ def update_scales(model: nn.Module) -> None:
 
 
 class _Placed:
-    """A shard on the device of its mesh, and its place in the matrix that FSDP has sharded.
+    """A shard on the device of its mesh, and its place in the weight that FSDP has sharded: a matrix, or experts'.
 
     `replaced`: the parameter holds a plain tensor in the place of the master.
     """
@@ -169,12 +169,12 @@ class _Placed:
         self.replaced = replaced
         (size, shards, dim, self.group, rank) = _shard_of(parameter)
         step = -(-size[dim] // shards)
-        self.start = [0, 0]
+        self.start = [0] * len(size)
         self.start[dim] = min(rank * step, size[dim])
         self.padded = size.copy()
         self.padded[dim] = step
         self.grid = scale_shape(size, form.block)
-        self.blocks = self.grid[0] * self.grid[1]
+        self.blocks = math.prod(self.grid)
 
     @property
     def values(self) -> Tensor:
@@ -186,7 +186,7 @@ class _Placed:
         return self.master._shard.mark is not None
 
     def amax(self) -> Tensor:
-        """The largest magnitude of each block of the whole matrix, of this shard's part of it."""
+        """The largest magnitude of each block of the whole weight, of this shard's part of it."""
         x = self.values
         largest = x.new_zeros(self.grid, dtype=torch.float32)
         for piece, blocks in self._pieces():
@@ -194,7 +194,7 @@ class _Placed:
         return largest
 
     def quantize(self, largest: Tensor) -> None:
-        """Stores the shard's bytes by the largest magnitudes of the whole matrix."""
+        """Stores the shard's bytes by the largest magnitudes of the whole weight."""
         x, form = self.values, self.form
         largest = largest.view(self.grid)
         _, scale = torch.ops.fp8fn.quantize(largest.view(-1, 1), (1, WHOLE), form.dtype, form.scale)
@@ -212,14 +212,14 @@ class _Placed:
         home = self.master._tensor.device
         self.master.store(whole.to(home), turned(scale.view(self.grid), False), dtype)
 
-    def _pieces(self) -> Iterator[tuple[tuple[slice, slice], tuple[slice, slice]]]:
-        """Parts of the shard whose blocks begin at their first element, and these blocks in the whole matrix."""
-        cuts = (
-            _cuts(size, start, block)
-            for size, start, block in zip(self.master.shape, self.start, self.form.block, strict=True)
-        )
-        for (rows, row_blocks), (columns, column_blocks) in product(*cuts):
-            yield (rows, columns), (row_blocks, column_blocks)
+    def _pieces(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+        """Parts of the shard whose blocks begin at their first element, and these blocks in the whole weight."""
+        shape = self.master.shape
+        blocks = block_by_dimension(len(shape), self.form.block)
+        cuts = (_cuts(size, start, block) for size, start, block in zip(shape, self.start, blocks, strict=True))
+        for parts in product(*cuts):
+            elements, of_blocks = zip(*parts, strict=True)
+            yield elements, of_blocks
 
 
 def _cuts(size: int, start: int, block: int) -> list[tuple[slice, slice]]:
@@ -237,7 +237,7 @@ def _cuts(size: int, start: int, block: int) -> list[tuple[slice, slice]]:
 
 
 def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGroup, int]:
-    """The matrix that FSDP shards, the number of shards, the dimension that is cut, and the group and rank."""
+    """The shape that FSDP shards, the number of shards, the dimension that is cut, and the group and rank."""
     mesh, size = parameter.device_mesh, list(parameter.shape)
     cuts: list[tuple[int, Any]] = [
         (axis, placement) for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()

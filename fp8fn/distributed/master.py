@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fp8fn.ops.layout import Block
 from fp8fn.ops.sharded import local_of
-from fp8fn.weights.form import Form
+from fp8fn.weights.form import Form, block_by_dimension
 from fp8fn.weights.fp8_weight import weight_of
 
 aten = torch.ops.aten
@@ -184,7 +184,8 @@ class MasterWeight(Tensor):
             )  # `to_local` of a parameter is a view from PyTorch 2.13 on, whose attributes are lost
             weight._data, weight._scale = data, metadata.scale
             return None
-        form = Form(metadata.block, param_dtype or self.dtype, gathered=True)
+        block = block_by_dimension(len(size), metadata.block)
+        form = Form(block, param_dtype or self.dtype, gathered=True)
         return weight_of(data, metadata.scale, form), outputs
 
     def _mark(self) -> tuple[int, int]:

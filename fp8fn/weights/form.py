@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops.activations import Activations
+from fp8fn.ops.layout import Block
 
 
 class Form(NamedTuple):
@@ -27,6 +28,11 @@ class Form(NamedTuple):
     shares: bool = False
     activations: Activations = "16bit"
     gathered: bool = False
+
+
+def block_by_dimension(ndim: int, block: Block) -> tuple[int, ...]:
+    """`Form.block` of data with `ndim` dimensions: 1 for experts, and the block of a matrix."""
+    return (1,) * (ndim - 2) + tuple(block)
 
 
 def bytes_of(part: Tensor) -> Tensor:

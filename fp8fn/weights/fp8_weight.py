@@ -21,7 +21,7 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights import fsdp
-from fp8fn.weights.form import Form, bytes_of
+from fp8fn.weights.form import Form, block_by_dimension, bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -115,7 +115,7 @@ class FP8Weight(Tensor):
             raise TypeError(f"FP8Weight: scaled is a {type(scaled).__name__}; {remedy}")
         check_dtype("FP8Weight", dtype)
         check_activations("FP8Weight", activations)
-        form = Form((1,) * (scaled.ndim - 2) + scaled.block, dtype, activations=activations)
+        form = Form(block_by_dimension(scaled.ndim, scaled.block), dtype, activations=activations)
         return weight_of(scaled.data, scaled.scale, form)
 
     @property

@@ -32,7 +32,7 @@ def counted_gathers() -> Iterator[dict[str, int]]:
 
     def watched(self: FSDPParam) -> list[Tensor]:
         out: list[Tensor] = inputs(self)
-        if len(self._orig_size) == 2:
+        if len(self._orig_size) >= 2:
             counts["gathered"] += self.padded_sharded_param_size.numel()
             counts["bytes"] += sum(x.numel() * x.element_size() for x in out)
         return out

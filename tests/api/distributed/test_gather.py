@@ -324,6 +324,110 @@ def _assigned() -> None:
     torch.testing.assert_close(model[0].up.weight.full_tensor() + 0, whole[0].up.weight.detach() * 2)
 
 
+class Experts(nn.Module):
+    """Two products of groups, whose weights lie as transformers' experts have them: one matrix after the other."""
+
+    def __init__(self, experts: int, rows: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(experts, rows, 256) / 16)
+        self.down = nn.Parameter(torch.randn(experts, 256, rows) / rows**0.5)
+        self.recipe: str | None = "blockwise"
+
+    def _product(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        if self.recipe is None:
+            return F.grouped_mm(x, weight.mT, offs=ends)
+        return fp8fn.grouped_gemm(x, weight.mT, ends, recipe=self.recipe)
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts = self.up.shape[0]
+        ends = torch.tensor([len(x) * (i + 1) // (experts + 1) for i in range(experts)], dtype=torch.int32)
+        return x + self._product(F.silu(self._product(x, self.up, ends)), self.down, ends)
+
+
+class ExpertCase(NamedTuple):
+    experts: int
+    rows: int = 304
+    options: Callable[[], dict[str, Any]] = dict
+    recipe: str = "blockwise"
+    backend: str | None = None
+
+
+EXPERT_CASES = {
+    "whole": ExpertCase(4),
+    "one more on a rank": ExpertCase(3),
+    "a rank without experts": ExpertCase(1, recipe="blockwise_pow2"),
+    "cut within experts": ExpertCase(2, options=lambda: {"shard_placement_fn": lambda p: Shard(1)}),
+    "cut along K": ExpertCase(2, options=lambda: {"shard_placement_fn": lambda p: Shard(2)}),
+    "compiled": ExpertCase(3, backend="fp8fn"),
+}
+
+
+def _expert_model(case: ExpertCase) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(Experts(case.experts, case.rows), Experts(case.experts, case.rows))
+    for layer in model:
+        layer.recipe = None if case.backend else case.recipe
+        if case.backend is not None:
+            layer.bfloat16().compile(backend=case.backend, options={"where": "*", "recipe": case.recipe})
+    return model
+
+
+def _expert_losses(model: nn.Module, dtype: torch.dtype, *, sharded: bool) -> tuple[list[float], list[Tensor]]:
+    """The losses of two steps, and the gradients of the last."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for number in [dist.get_rank()] if sharded else range(RANKS):
+            loss = _loss(model, _tokens(step, number).to(dtype)) / (1 if sharded else RANKS)
+            loss.backward()
+            total += loss.detach()
+        if sharded:
+            dist.all_reduce(total)
+            total /= RANKS
+        losses.append(total.item())
+        optimizer.step()
+        if sharded:
+            update_scales(model)
+    return losses, [p.grad.full_tensor() if sharded else p.grad for p in model.parameters()]  # type: ignore[union-attr, misc]
+
+
+def _same_experts(name: str) -> None:
+    case = EXPERT_CASES[name]
+    model = _expert_model(case)
+    x = _tokens(0, 0).to(model[0].up.dtype)
+    with torch.no_grad():
+        by_one = model(x)
+    expected, gradients = _expert_losses(model, x.dtype, sharded=False)
+    model = _expert_model(case)
+    assert len(gather_fp8(model, recipe=case.recipe).quantized) == 4
+    _sharded(model, case.options())
+    update_scales(model)
+    with torch.no_grad():
+        assert torch.equal(model(x), by_one)
+    with counted_gathers() as counts:
+        found, sharded_gradients = _expert_losses(model, x.dtype, sharded=True)
+    assert counts["quantized"] == 4 * STEPS
+    assert counts["dequantized"] == 0
+    assert counts["bytes"] == counts["gathered"] > 0
+    torch.testing.assert_close(found, expected, rtol=1e-6 if case.backend is None else 1e-3, atol=0)
+    for one, other in zip(sharded_gradients, gradients, strict=True):
+        close = (1e-5, 1e-7) if case.backend is None else (3e-2, 1e-3)
+        torch.testing.assert_close(one, other, rtol=close[0], atol=close[1])
+    for layer in model.children():
+        layer.reshard()  # type: ignore[operator]
+        masters = [weight.full_tensor() + 0 for weight in layer.parameters()]  # type: ignore[attr-defined]
+        layer.unshard()  # type: ignore[operator]
+        for weight, master in zip((layer.up, layer.down), masters, strict=True):
+            assert isinstance(weight, FP8Weight)
+            scale = "pow2" if case.recipe == "blockwise_pow2" else "fp32"
+            data, scales = reference.quantize(master, (128, 128), torch.float8_e4m3fn, scale)
+            assert torch.equal(weight.scaled.data.view(torch.uint8), data.view(torch.uint8))
+            assert torch.equal(weight.scaled.scale, scales)
+        layer.reshard()  # type: ignore[operator]
+
+
 def _run(rank: int, folder: str) -> None:
     warnings.simplefilter("error")
     for kind in (FutureWarning, DeprecationWarning, UserWarning):  # PyTorch's own
@@ -333,6 +437,8 @@ def _run(rank: int, folder: str) -> None:
     try:
         for name in CASES:
             _same_training(name)
+        for name in EXPERT_CASES:
+            _same_experts(name)
         _stale()
         _replaced((0, 1))
         _replaced((1,))
