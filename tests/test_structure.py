@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Final
 
@@ -39,3 +42,15 @@ def test_no_test_module_is_imported(file: Path) -> None:
     """A test module may change without a look at the others; what two of them need moves to `tests/support`."""
     found = imported(file.read_text(encoding="utf-8")) & MODULES
     assert not found, f"{file.name} imports {', '.join(sorted(found))}: move what it needs to tests/support"
+
+
+def test_calls_name_arguments_that_exist() -> None:
+    """Also in tests that this machine skips, for want of a GPU or of the emulator of AMD machine code."""
+    pytest.importorskip("mypy")
+    command = [sys.executable, "-m", "mypy", "--explicit-package-bases", "--no-error-summary", TESTS]
+    found = subprocess.run(command, cwd=TESTS.parent, env={**os.environ, "MYPYPATH": str(TESTS)}, capture_output=True)
+    lines = found.stdout.decode().splitlines()
+    assert any(line.endswith("[arg-type]") for line in lines), found.stderr.decode()  # mypy has read the tests
+    unknown = [line for line in lines if "Unexpected keyword argument" in line and ' for "' in line]
+    wrong = [line for line in unknown if 'Config"' not in line]  # transformers' configurations take any
+    assert not wrong, "\n".join(wrong)

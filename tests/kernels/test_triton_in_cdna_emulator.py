@@ -1,12 +1,16 @@
 """The machine code of every Triton kernel for gfx950 and gfx942, executed in the emulator, against the definition.
 
+At the end, a sample of what `tune` may time: 200 candidates and more, drawn once for all.
+
 Quantizers give the same bytes. A product is computed again in float64 from the same bits: before it is rounded to the
 output's type, an element is within 1e-6 of the sum of its terms' magnitudes, whatever the order of the sum.
 """
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+import random
+from collections.abc import Iterable
+from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
@@ -34,7 +38,9 @@ from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.quantize import BlockTile
 from fp8fn.ops.triton.quantize_dual import DualTile
 from fp8fn.ops.triton.quantize_grouped import GroupedTile
-from fp8fn.ops.tuning import amd, mx
+from fp8fn.ops.tuning import amd, grouped_table, mx, mx_table, weight_table
+from fp8fn.ops.tuning.tile_space import LAYOUTS, TileProblem, space
+from fp8fn.ops.tuning.weight import WeightProblem
 from support.accuracy import assert_same_bits
 from support.emulated import run, untouched, with_nan_between
 from support.products import Parts, mx_product
@@ -198,9 +204,11 @@ def tokens(columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor]:
 @BY_TARGET
 @pytest.mark.parametrize(("columns", "tile"), [(72, None), (128, None), (72, GroupedTile(32, 8))], ids=str)
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
-@pytest.mark.parametrize("block", [(ROWS, 1), (-1, 1), (32, 1)], ids=str)
+@pytest.mark.parametrize("block", [(ROWS, 1), (ROWS, ROWS), (-1, 1), (32, 1)], ids=str)
 def test_quantize_grouped(block: Block, scale: str, columns: int, tile: GroupedTile | None, target: Target) -> None:
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
+    if tile is not None and block == (ROWS, ROWS):
+        tile = GroupedTile(ROWS, 8)  # squares are not divided
     data, scales = empty_grouped(x, len(ENDS), block, dtype, scale)
     run(plan_quantize_grouped(x, offsets, (data, scales), block, scale, target, tile), [x, offsets])
     expected = reference.quantize_grouped(x, offsets, block, dtype, scale)
@@ -211,13 +219,17 @@ def test_quantize_grouped(block: Block, scale: str, columns: int, tile: GroupedT
 @BY_TARGET
 @pytest.mark.parametrize(("columns", "tile"), [(144, None), (256, None), (144, GroupedTile(128, 4))], ids=str)
 @pytest.mark.parametrize("scale", SCALE_FORMATS)
-def test_quantize_grouped_dual(scale: str, columns: int, tile: GroupedTile | None, target: Target) -> None:
+@pytest.mark.parametrize("dual_block", [None, (ROWS, ROWS)], ids=str)
+def test_quantize_grouped_dual(
+    dual_block: Block | None, scale: str, columns: int, tile: GroupedTile | None, target: Target
+) -> None:
     (x, offsets), dtype = tokens(columns), native_e4m3(target)
     row, row_scales = empty_data(x, (1, ROWS), dtype), empty_scale(x, (1, ROWS), scale)
-    data, scales = empty_grouped(x, len(ENDS), (ROWS, 1), dtype, scale)
-    launch = plan_quantize_grouped_dual(x, offsets, (row, row_scales, data, scales), scale, target, tile=tile)
+    data, scales = empty_grouped(x, len(ENDS), dual_block or (ROWS, 1), dtype, scale)
+    outs = (row, row_scales, data, scales)
+    launch = plan_quantize_grouped_dual(x, offsets, outs, scale, target, dual_block=dual_block, tile=tile)
     run([launch], [x, offsets])
-    expected = reference.quantize_grouped_dual(x, offsets, (1, ROWS), dtype, scale)
+    expected = reference.quantize_grouped_dual(x, offsets, (1, ROWS), dtype, scale, dual_block=dual_block)
     for actual, wanted in zip((row, row_scales, data, scales), expected, strict=True):
         assert_same_bits(actual, wanted)
 
@@ -349,22 +361,25 @@ def test_scaled_grouped_mm_of_rows(kind: str, config: GemmConfig | None, n: int,
 @BY_TARGET
 @pytest.mark.parametrize(("m", "n"), [(37, 72), (128, 128)])
 @pytest.mark.parametrize("config", [None, GemmConfig(32, 64, 8, 1, GROUP=2)], ids=["default", "other"])
-@pytest.mark.parametrize("block", [ROWS, -1])
-def test_scaled_grouped_mm_over_tokens(block: int, config: GemmConfig | None, m: int, n: int, target: Target) -> None:
+@pytest.mark.parametrize("blocks", [((ROWS, 1), (ROWS, 1)), ((ROWS, ROWS), (ROWS, 1)), ((-1, 1), (-1, 1))], ids=str)
+def test_scaled_grouped_mm_over_tokens(
+    blocks: tuple[Block, Block], config: GemmConfig | None, m: int, n: int, target: Target
+) -> None:
     dtype = native_e4m3(target)
     offsets = torch.tensor(ENDS, dtype=torch.int32)
     x, grad = torch.randn(TOKENS, m), torch.randn(TOKENS, n)
     left, right = (
-        tuple(map(with_nan_between, reference.quantize_grouped(part, offsets, (block, 1), dtype, "fp32")))
-        for part in (x, grad)
+        tuple(map(with_nan_between, reference.quantize_grouped(part, offsets, block, dtype, "fp32")))
+        for part, block in zip((x, grad), blocks, strict=True)
     )
-    a, b = (left[0].mT, left[1].mT, (1, block)), (*right, (block, 1))
+    a, b = (left[0].mT, left[1].mT, swap(blocks[0])), (*right, blocks[1])
     out = empty_grouped_output(a[0], b[0], offsets, FP32 if config is None else BF16)
     product = Parts(*a, *b, None, out).product(target, offsets=offsets)
     (launch,) = scaled_grouped_mm.plan_scaled_grouped_mm(product, config)
     run([launch], [*left, *right, offsets])
     rows, columns = (
-        reference.dequantize_grouped(*side, offsets, (block, 1), TOKENS).double() for side in (left, right)
+        reference.dequantize_grouped(*side, offsets, block, TOKENS).double()
+        for side, block in zip((left, right), blocks, strict=True)
     )
     start = 0
     for group, end in enumerate(ENDS):
@@ -507,3 +522,84 @@ def test_moe_gemm(kind: str, config: str, block_m: int, n: int, k: int, target: 
         else:
             factor = None if weights is None else weights[row]
             assert_product(out[row], values[row // top_k], matrices[expert], factor=factor)
+
+
+# ---- a sample of the candidates of `tune` ----
+
+
+def drawn(candidates: Iterable[Any], count: int) -> list[Any]:
+    """As many of the candidates, the same in each run."""
+    found = sorted(set(candidates), key=str)
+    return random.Random(0).sample(found, min(count, len(found)))
+
+
+def tiles(layout: str, target: Target) -> list[Any]:
+    """Those of `scaled_mm` that run, also where the model of the chip takes them for slow."""
+    found = space(TileProblem(layout, 4096, 4096, 4096, target))
+    runs = (each for each in found if each.pruned is None or each.pruned.startswith("modelled"))
+    return [each.config for each in runs]
+
+
+def mx_tiles(kernel: str, target: Target) -> list[mx.MxConfig]:
+    problems = [mx.Problem(m, 4096, 7168, target) for m in (16, 64, 256)]
+    return [config for problem in problems for config in mx_table.MX_FORM.candidates(problem).get(kernel, ())]
+
+
+SAMPLE: Final = [
+    (target, kind, candidate)
+    for target in (GFX942, GFX950)
+    for kind, candidates, count in (
+        *((layout, tiles(layout, target), 16) for layout in LAYOUTS),
+        *(
+            (
+                f"quantize_grouped {form}",
+                grouped_table.FORM.candidates(grouped_table.GroupedProblem(form, 4096, 4096, 8, target))[kernel],
+                6,
+            )
+            for form, kernel in (("columns", "triton_blocks"), ("groups", "triton_blocks"), ("dual", "triton_dual"))
+        ),
+        *(
+            (f"mm_a16w8 {m}", weight_table.candidates(WeightProblem(m, 4096, 4096, target=target))["triton_mm"], 6)
+            for m in (8, 64)
+        ),
+        *((kernel, mx_tiles(kernel, target), 8) for kernel in ("triton_few", "triton_scaled", "triton_widened")),
+    )
+    for candidate in drawn(candidates, count)
+]
+
+
+def test_the_sample_is_large() -> None:
+    assert len(SAMPLE) >= 200
+    for target in (GFX942, GFX950):
+        assert {kind for of, kind, _ in SAMPLE if of == target} >= {*LAYOUTS, "quantize_grouped dual", "mm_a16w8 8"}
+
+
+@pytest.mark.parametrize(
+    ("target", "kind", "config"), SAMPLE, ids=lambda part: part.name if isinstance(part, Target) else str(part)
+)
+def test_a_candidate_of_tune(target: Target, kind: str, config: Any) -> None:
+    """With ragged edges along every axis; a tile that is larger than the matrix is all edge."""
+    op, _, form = kind.partition(" ")
+    if kind in LAYOUTS:
+        turned_out = config.WGRAD_TRANS_STORE
+        check_scaled_mm(kind, 2 * config.BM + 5, target, config, n=config.BN + 8, k=272, column_major_out=turned_out)
+    elif op == "mm_a16w8":
+        check_mm_a16w8((128, 128), "fp32", int(form) - 3, BF16, target, config)
+    elif op == "quantize_grouped":
+        (x, offsets), dtype = tokens(200), native_e4m3(target)
+        block, rows_too = grouped_table.FORMS[form]
+        data, scales = empty_grouped(x, len(ENDS), (ROWS, 1) if rows_too else block, dtype, "fp32")
+        if rows_too:
+            row, row_scales = empty_data(x, block, dtype), empty_scale(x, block, "fp32")
+            outs = (row, row_scales, data, scales)
+            launches = [plan_quantize_grouped_dual(x, offsets, outs, "fp32", target, tile=config)]
+            expected: Any = reference.quantize_grouped_dual(x, offsets, block, dtype, "fp32")
+        else:
+            outs = (data, scales)
+            launches = plan_quantize_grouped(x, offsets, outs, block, "fp32", target, config)
+            expected = reference.quantize_grouped(x, offsets, block, dtype, "fp32")
+        run(launches, [x, offsets])
+        for actual, wanted in zip(outs, expected, strict=True):
+            assert_same_bits(actual, wanted)
+    else:
+        check_mx_mm(kind, 9 if kind == "triton_few" else 37, 2 * config.SPLITS * config.BK + 32, target, config)

@@ -94,12 +94,12 @@ def plan_quantize_grouped(
 
 def plan_quantize_grouped_dual(
     x: Tensor, offsets: Tensor, outs: Sequence[Tensor], scale: str, target: Target, block: Block = (1, 128),
-    dual_block: Block | None = None,
+    dual_block: Block | None = None, tile: Any = None,
 ) -> TritonLaunch:  # fmt: skip
     """Triton's launch that fills rows in `block`, and then spread columns in `dual_block`, by default its transpose."""
     from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped_dual as plan
 
-    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target, offsets=offsets, dual_block=dual_block))
+    (launch,) = plan(_dual(x, outs, block, scale=scale, target=target, offsets=offsets, dual_block=dual_block), tile)
     return launch
 
 
