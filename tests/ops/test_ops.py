@@ -22,7 +22,9 @@ EXACT = {name for name in OPS if name.startswith("quantize")}
 # The values that they quantize come of exp or rsqrt, for which a batch and a matrix may have other instructions.
 PRODUCED = {name for name in OPS if name.startswith(("quantize_silu_mul", "quantize_rms_norm"))}
 NEEDED_LABELS = ("plain", "ragged", "strided")
-CASES = [(name, label) for name in OPS for label in [s.label for s in SAMPLES.get(name, list)()]]
+# The number of tensors of each sample.
+TENSORS = {(name, s.label): len(s.tensors) for name in OPS for s in SAMPLES.get(name, list)()}
+CASES = list(TENSORS)
 NARROW = {*FP8_DTYPES, *SCALE_DTYPES} - {torch.float32}
 
 
@@ -311,9 +313,8 @@ def test_vmap_is_the_loop(name: str, label: str, dim: int, device: torch.device)
 
 @pytest.mark.parametrize(
     ("name", "label", "unmapped"),
-    [(name, label, i) for name, label in CASES for i in range(len(sample_of(name, label).tensors))
-     if len(sample_of(name, label).tensors) > 1],
-)  # fmt: skip
+    [(*case, i) for case, count in TENSORS.items() if count > 1 for i in range(count)],
+)
 def test_vmap_with_one_operand_for_all(name: str, label: str, unmapped: int, device: torch.device) -> None:
     assert_near(*vmapped(name, label, 1, device, unmapped))
 
