@@ -19,11 +19,11 @@ def cases(*names: str, **marks: pytest.Mark) -> list[Any]:
     ]  # fmt: skip
 
 
-def run(items: list[Any], chosen: bool = True) -> tuple[list[str], list[str]]:
+def run(items: list[Any], chosen: bool = True, most: int = quick.MOST) -> tuple[list[str], list[str]]:
     """The names that run, and those that are deselected."""
     deselected: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    config: Any = SimpleNamespace(getoption={"--quick": chosen}.__getitem__, hook=hook)
+    config: Any = SimpleNamespace(getoption={"--quick": chosen, "--at-most": most}.__getitem__, hook=hook)
     quick.select(config, items)
     return [item.nodeid for item in items], [item.nodeid for item in deselected]
 
@@ -40,6 +40,14 @@ def test_every_value_of_every_parameter_is_in_a_part() -> None:
 @pytest.mark.parametrize(("count", "kept"), [(1, 1), (4, 4), (10, 10), (11, 10), (400, 10)])
 def test_the_number_of_cases_without_a_common_value(count: int, kept: int) -> None:
     assert len(run(cases(*map(str, range(count))))[0]) == kept
+
+
+def test_no_more_cases_than_asked_for() -> None:
+    names = [f"{i}-{i % 2}" for i in range(20)]
+    part, two = (run(cases(*names), most=most)[0] for most in (quick.MOST, 2))
+    assert len(two) == 2
+    assert set(two) < set(part)
+    assert len(run(cases(*names, every_case=pytest.mark.every_case.mark), most=2)[0]) == 20
 
 
 def test_few_values_leave_the_least_number() -> None:

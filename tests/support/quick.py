@@ -3,6 +3,7 @@
 The part has at least `LEAST` cases and, up to `MOST`, every value of every parameter: in the order of a digest of their
 names, those cases come first that have a word in their names which none before them has. `slow(but="llama")` leaves one
 case of a slow function, which the name in brackets tells. `every_case` leaves all of a function that takes no time.
+`--at-most N` leaves the first N of a part: what another release of a package breaks, it mostly breaks in every case.
 """
 
 from __future__ import annotations
@@ -20,23 +21,27 @@ MOST: Final = 10
 
 def add_option(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="no slow tests, and a part of the cases of each function")
+    parser.addoption(
+        "--at-most", type=int, default=MOST, metavar="N", help="with --quick: no more than N cases of each function"
+    )
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects what a quick run leaves out."""
     if not config.getoption("--quick"):
         return
+    most = config.getoption("--at-most")
     functions = defaultdict(list)
     for item in items:
         # Cases for a GPU have a part of their own, which a machine without one skips.
         functions[item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None].append(item)
-    kept = {id(item) for cases in functions.values() for item in part(list(filter(_is_quick, cases)))}
+    kept = {id(item) for cases in functions.values() for item in part(list(filter(_is_quick, cases)), most)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
 
-def part(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The cases of one function that a quick run has."""
+def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
+    """The cases of one function that a quick run has, at most `most` of them."""
     if all(item.get_closest_marker("every_case") for item in cases):
         return list(cases)
     seen: set[str] = set()
@@ -45,7 +50,7 @@ def part(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
         words = set(_case(item).split("-"))
         (others if words <= seen else first).append(item)
         seen |= words
-    return (first + others)[: max(LEAST, min(len(first), MOST))]
+    return (first + others)[: min(most, max(LEAST, min(len(first), MOST)))]
 
 
 def _is_quick(item: pytest.Item) -> bool:
