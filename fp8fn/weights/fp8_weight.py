@@ -137,6 +137,11 @@ class FP8Weight(Tensor):
             )
         return ScaledTensor(self._data, self._scale, (block[-2], block[-1]))
 
+    @property
+    def nbytes(self) -> int:  # type: ignore[override]
+        """Bytes of the data and the scales; `numel() * element_size()` are those of the type that it stands for."""
+        return self._data.nbytes + self._scale.nbytes
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """`data * scale` in float32, rounded once to `dtype`: by default the type that the weight stands for."""
         dtype = self.dtype if dtype is None else dtype
