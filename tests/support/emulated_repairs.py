@@ -9,6 +9,7 @@
   Here the operands are moved below v128 first.
 - `v_maximum3_f32` and `v_minimum3_f32` give NaN for a NaN; the emulator's leave it out.
 - `v_cvt_scalef32_pk_f16_fp8` and `_bf8` are missing.
+- Stores to local memory from accumulation registers read the vector registers of the same numbers.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def install() -> None:
 
 def _repaired(instruction: Any, code: bytes) -> Instruction | None:
     name, encoding = emu_patch.emu._op_name(instruction), type(instruction)
+    if encoding.__name__ == "DS" and emu_patch.raw(instruction, code, "acc") and "READ" not in name:
+        return _from_accumulators(instruction, code)
     if name.startswith("DS_BPERMUTE"):
         return _bpermute(instruction, code)
     if hasattr(encoding, "dpp") and not name.startswith("V_MOV_B32"):
@@ -64,6 +67,34 @@ def _bpermute(instruction: Any, code: bytes) -> Instruction:
         values = list(_register(vectors, data))
         _write(_register(vectors, target), active, [values[i] if active >> i & 1 else 0 for i in sources])
         _set_wide(scalar, PROGRAM_COUNTER, _wide(scalar, PROGRAM_COUNTER) + 8)
+
+    return execute
+
+
+def _from_accumulators(instruction: Any, code: bytes) -> Instruction:
+    """The same store from vector registers, into which the data are copied for as long as it takes."""
+    name, encoding = emu_patch.emu._op_name(instruction), type(instruction)
+    if not name.startswith("DS_WRITE"):
+        raise NotImplementedError(f"{instruction}: data in accumulation registers, and no store")
+    each = max(instruction.canonical_op_bits.get("data", 32) // 32, 1)
+    fields = ("data0", "data1") if name.startswith("DS_WRITE2") else ("data0",)
+    first = 0 if emu_patch.raw(instruction, code, "addr") >= each * len(fields) else 128
+    word, copied = int.from_bytes(code[:8], "little"), {}
+    for number, field in enumerate(fields):
+        place = first + number * each
+        source = emu_patch.raw(instruction, code, field)
+        copied.update({place + i: source + i for i in range(each)})
+        word += place - source << getattr(encoding, field).lo
+    plain = _Plain((word & ~(1 << encoding.acc.lo)).to_bytes(8, "little"))
+
+    def execute(*pointers: Any) -> None:
+        vectors, accumulators = pointers[1], pointers[5]
+        kept = {place: bytes(_register(vectors, place)) for place in copied}
+        for place, source in copied.items():
+            _copy(vectors, place, bytes(_register(accumulators, source)))
+        plain(pointers, 8)
+        for place, before in kept.items():
+            _copy(vectors, place, before)
 
     return execute
 
