@@ -23,7 +23,7 @@ from fp8fn.ops.groups import (
     spread_unit,
     unit_of,
 )
-from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, no_config, takes_all
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_config, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, blocks_along, known_block, swap
 from fp8fn.ops.operand import Quantized
@@ -228,6 +228,15 @@ def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
     return plan_scaled_grouped_mm(product)
 
 
+def _named(product: ScaledProduct) -> Named | None:
+    """The verdict of the tables of a GPU; other devices have no tables."""
+    if product.chip is None and product.a.data.device.type != "cuda":
+        return None
+    from fp8fn.ops.tuning.grouped_mm_table import named
+
+    return named(product)
+
+
 SCALED_GROUPED_MM: Final = Dispatch(
     op=_NAME,
     inputs=("a", "a_scale", "b", "b_scale", "offsets", "bias"),
@@ -239,4 +248,5 @@ SCALED_GROUPED_MM: Final = Dispatch(
     reference=_reference,
     unserved=foreign_types,
     settled=_settled,
+    named=_named,
 )

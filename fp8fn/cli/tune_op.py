@@ -21,6 +21,7 @@ from fp8fn.ops.cuda.limits import ceil_power_of_two
 from fp8fn.ops.targets import Chip, Target, hopper_fault, target_of_chip
 from fp8fn.ops.tuning import (
     chain_device,
+    grouped_mm_table,
     grouped_table,
     measured,
     mx_table,
@@ -39,6 +40,11 @@ Shape = tuple[int, ...]
 # Numbers of groups that torchao times its quantizers of grouped tokens with, at (M, N).
 GROUPS: Final = (1, 16, 64)
 GROUPED: Final[tuple[Shape, ...]] = ((16640, 8192, 5120),)
+# Numbers of groups that DeepGEMM times its products of groups with, and the layers `(M, N, K)`.
+EXPERT_GROUPS: Final = (4, 8)
+EXPERT_LAYERS: Final[tuple[Shape, ...]] = (
+    (32768, 6144, 7168), (32768, 7168, 3072), (32768, 4096, 4096), (32768, 4096, 2048),
+)  # fmt: skip
 
 
 class Wanted(NamedTuple):
@@ -96,6 +102,19 @@ def _grouped_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     return tuple((form, ceil_power_of_two(m), k, groups) for form in grouped_table.FORMS for groups in GROUPS)
 
 
+def _expert_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
+    """The products of M tokens by experts `(N, K)`, by `EXPERT_GROUPS`; the weights' gradient is of lines of K."""
+    m, n, k = shape
+    tokens = ceil_power_of_two(m)
+    layouts = {"blockwise": ("rows", "tokens"), "blockwise_square": ("rows", "squares"), "rowwise": ("rowwise", None)}
+    if wanted.recipe not in layouts:
+        raise ValueError(f"products of groups are tuned for {', '.join(layouts)}")
+    rows, summed = layouts[wanted.recipe]
+    sizes = {"forward": (rows, tokens, n, k), "dgrad": (rows, tokens, k, n), "wgrad": (summed, n, k, tokens)}
+    found = (sizes[product] for product in wanted.products)
+    return tuple((*key, groups) for key in found if key[0] is not None for groups in EXPERT_GROUPS)
+
+
 def _moe_keys(shape: Shape, wanted: Wanted) -> tuple[Key, ...]:
     """The keys of a shape `(T, N, K)`: T tokens with `TOP_K` of `EXPERTS` experts each."""
     tokens, n, k = shape
@@ -116,6 +135,13 @@ OPS: Final[Mapping[str, Tuned]] = {
         shapes=GROUPED,
         default=grouped_table.default,
         bench=chain_device.grouped_bench,
+    ),
+    "scaled_grouped_mm": Tuned(
+        form=grouped_mm_table.FORM,
+        keys=_expert_keys,
+        shapes=EXPERT_LAYERS,
+        default=grouped_mm_table.default,
+        bench=chain_device.groups_bench,
     ),
     "mm_a16w8": Tuned(
         form=weight_table.FORM,

@@ -10,8 +10,9 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm, quantize_grouped, reference, scaled_mm
+from fp8fn.ops import mm_a16w8, moe_gemm, mx_mm, quantize_grouped, reference, scaled_grouped_mm, scaled_mm
 from fp8fn.ops.kernel import Dispatch
+from fp8fn.ops.layout import swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import RoutedProduct, Routing, ScaledProduct, WeightProduct
 from fp8fn.ops.quantization import Quantization
@@ -19,6 +20,7 @@ from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import Chip, Target, native_e4m3
 from fp8fn.ops.tuning import mx
 from fp8fn.ops.tuning.device import corner_error
+from fp8fn.ops.tuning.grouped_mm_table import LAYOUTS, GroupsProblem
 from fp8fn.ops.tuning.grouped_table import GroupedProblem
 from fp8fn.ops.tuning.op_sweep import Named
 from fp8fn.ops.tuning.sweep import Call, Clock
@@ -133,6 +135,11 @@ def grouped_bench(device: torch.device, target: Target, chip: Chip, clock: Clock
     return ChainBench(device, target, chip, clock, quantize_grouped.QUANTIZE_GROUPED, _grouped_tokens, by_bytes, False)
 
 
+def groups_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
+    op = scaled_grouped_mm.SCALED_GROUPED_MM
+    return ChainBench(device, target, chip, clock, op, _product_of_groups, by_reference, False)
+
+
 def weight_bench(device: torch.device, target: Target, chip: Chip, clock: Clock) -> ChainBench:
     return ChainBench(device, target, chip, clock, mm_a16w8.MM_A16W8, _weight_product)
 
@@ -162,9 +169,32 @@ def _grouped_tokens(problem: GroupedProblem, device: torch.device, target: Targe
     quantized = problem.quantization(device)
     quantized.x.normal_()
     assert quantized.offsets is not None
-    ends = torch.arange(1, problem.groups + 1, device=device, dtype=torch.int64) * problem.m // problem.groups
-    quantized.offsets.copy_(ends)
+    quantized.offsets.copy_(_even_ends(problem.m, problem.groups, device))
     return quantized
+
+
+def _even_ends(tokens: int, groups: int, device: torch.device) -> Tensor:
+    return (torch.arange(1, groups + 1, device=device, dtype=torch.int64) * tokens // groups).to(torch.int32)
+
+
+def _product_of_groups(problem: GroupsProblem, device: torch.device, target: Target) -> ScaledProduct:
+    """Normal numbers in groups of equal sizes."""
+    (of_rows, a_block, b_block), dtype = LAYOUTS[problem.layout], native_e4m3(target)
+    product = problem.product(device)
+    offsets = _even_ends(problem.m if of_rows else problem.k, problem.groups, device)
+    product.group_ends.copy_(offsets)
+    if of_rows:
+        parts = [reference.quantize(torch.randn(problem.m, problem.k, device=device), a_block, dtype, "fp32")]
+        b = torch.randn(problem.groups, problem.n, problem.k, device=device).mT
+        parts.append(reference.quantize(b, b_block, dtype, "fp32"))
+    else:
+        a, b = (torch.randn(problem.k, columns, device=device) for columns in (problem.m, problem.n))
+        data, scale = reference.quantize_grouped(a, offsets, swap(a_block), dtype, "fp32")
+        parts = [(data.mT, scale.mT), reference.quantize_grouped(b, offsets, b_block, dtype, "fp32")]
+    for operand, (data, scale) in zip((product.a, product.b), parts, strict=True):
+        operand.data.copy_(data)
+        operand.scale.copy_(scale)
+    return product
 
 
 def _weight_product(problem: WeightProblem, device: torch.device, target: Target) -> WeightProduct:

@@ -1,0 +1,175 @@
+"""Products of groups are tuned: the keys, the candidates, a sweep, and the dispatch that reads its table."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp8fn.cli import tune_op
+from fp8fn.ops import grouped_gemm, reference
+from fp8fn.ops.layout import swap
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
+from fp8fn.ops.targets import SM90, Chip
+from fp8fn.ops.tuning import chain_device, grouped_mm_table, measured
+from fp8fn.ops.tuning.grouped_mm_table import FORM, LAYOUTS, GroupsProblem, key_of
+from fp8fn.ops.tuning.measured import candidate_name
+from support.accuracy import snr
+from support.tuning import DriftingBench
+
+H100 = Chip("NVIDIA H100 80GB HBM3", 132)
+HOPPER = replace(SM90, multiprocessors=132)
+CPU = torch.device("cpu")
+SIZES = {"rows": (4096, 512, 1024), "rowwise": (4096, 512, 1024)}
+SUMMED = (512, 1024, 4096)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("FP8FN_CACHE_DIR", str(tmp_path))
+    measured.forget()
+    yield
+    measured.forget()
+
+
+def problem_of(layout: str, groups: int = 4) -> GroupsProblem:
+    return GroupsProblem(layout, *SIZES.get(layout, SUMMED), groups, HOPPER)
+
+
+def tuned(layout: str, fastest: str) -> Any:
+    """The user's table after a sweep in which one candidate is the fastest."""
+    problem = problem_of(layout)
+    key = (layout, *SIZES.get(layout, SUMMED), 4)
+    bench = DriftingBench(H100, lambda name: 100.0 if name == fastest else 150.0)
+    assert tune_op.sweep(tune_op.OPS["scaled_grouped_mm"], [key], bench, {}) == 0  # type: ignore[arg-type]
+    assert bench.asked == [problem]
+    return measured.users(FORM, H100).rows[key]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_tuned_is_what_the_dispatch_takes(layout: str) -> None:
+    problem = problem_of(layout)
+    product = replace(problem.product(), chip=H100)
+    before = SCALED_GROUPED_MM.choose(product)
+    assert before.name == "cuda"
+    assert candidate_name("cuda", before.config) == grouped_mm_table.default(problem)
+    timed = FORM.candidates(problem)["cuda"]
+    assert timed[0] == before.config
+    assert len(set(timed)) == len(timed) > 5
+    wanted = next(config for config in timed if (config.BM, config.GROUP) != (before.config.BM, before.config.GROUP))
+    row = tuned(layout, candidate_name("cuda", wanted))
+    assert (row.kernel, row.config) == ("cuda", wanted)
+    choice = SCALED_GROUPED_MM.choose(product)
+    assert (choice.name, choice.config) == ("cuda", wanted)
+    assert choice.source == measured.user_path(FORM, H100).name
+    (launch,) = choice.plan(product)
+    assert int(dict(launch.kernel.macros)["GROUP"]) == wanted.GROUP  # type: ignore[attr-defined]
+    assert choice.source in launch.reason  # type: ignore[attr-defined]
+    for other in (replace(product, chip=Chip(H100.name, 66)), replace(problem_of(layout, 8).product(), chip=H100)):
+        assert SCALED_GROUPED_MM.choose(other).source != choice.source
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("groups", [1, 4, 60])
+def test_tokens_up_to_a_power_of_two_have_one_row(layout: str, groups: int) -> None:
+    m, n, k = SIZES.get(layout, SUMMED)
+    for tokens in (2200, 3000, 4096):
+        sizes = (tokens, n, k) if layout in SIZES else (m, n, tokens)
+        key = (layout, 4096, n, k, groups) if layout in SIZES else (layout, m, n, 4096, groups)
+        assert key_of(GroupsProblem(layout, *sizes, groups, HOPPER).product()) == key
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_operands_of_a_bench_are_a_product_of_groups(layout: str) -> None:
+    """Against float32 matrices, group by group; unequal operands that lie as the problem's do."""
+    sizes = (300, 256, 384) if layout in SIZES else (256, 384, 300)
+    problem = GroupsProblem(layout, *sizes, 3, HOPPER)
+    torch.manual_seed(0)
+    product = chain_device._product_of_groups(problem, CPU, HOPPER)
+    planned = problem.product()
+    for operand, meta in ((product.a, planned.a), (product.b, planned.b)):
+        assert (operand.data.stride(), operand.scale.stride()) == (meta.data.stride(), meta.scale.stride())
+    assert product.group_ends.tolist() == [100, 200, 300]
+    torch.manual_seed(0)
+    m, n, k = sizes
+    if layout in SIZES:
+        a, b = torch.randn(m, k), torch.randn(3, n, k).mT
+        expected = torch.cat([a[100 * g : 100 * g + 100] @ b[g] for g in range(3)])
+    else:
+        a, b = torch.randn(k, m), torch.randn(k, n)
+        expected = torch.stack([a[100 * g : 100 * g + 100].mT @ b[100 * g : 100 * g + 100] for g in range(3)])
+    check = chain_device.by_reference(SCALED_GROUPED_MM, product)
+    check.clear()
+    assert check.error() == 1.0
+    (found,) = SCALED_GROUPED_MM.reference(product)
+    assert snr(found, expected) > 25
+    product.out.copy_(found)
+    assert check.error() == 0.0
+
+
+@pytest.mark.parametrize("square", [False, True])
+@pytest.mark.parametrize("column_major", [False, True])
+def test_the_gradients_products_are_among_the_layouts(
+    column_major: bool, square: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, Any]] = []
+
+    def watched(a: Quantized, b: Quantized, offsets: Tensor, *_: Any) -> Tensor:
+        seen.append((a.block, b.block))
+        return torch.zeros(2, 128, 256)
+
+    monkeypatch.setattr(grouped_gemm, "product", watched)
+    ends = torch.tensor([100, 200], dtype=torch.int32)
+    x_block = (128, 128) if square else (128, 1)
+    x, grad = (
+        Quantized(
+            *reference.quantize_grouped(torch.randn(200, columns), ends, block, torch.float8_e4m3fn, "fp32"), block
+        )
+        for columns, block in ((128, x_block), (256, (128, 1)))
+    )
+    stored = grouped_gemm.Gradients(torch.bfloat16, torch.bfloat16, column_major)
+    grouped_gemm.rows_products((None, grad), ends, x, None, stored)
+    name = "tokens" if not square else "squares" if column_major else "squares of a"
+    _, a_block, b_block = LAYOUTS[name]
+    assert seen == [(a_block, b_block)] == [(swap((128, 1)) if name != "squares of a" else (128, 128), b_block)]
+
+
+def test_keys_of_a_recipe() -> None:
+    wanted = tune_op.Wanted(HOPPER, recipe="blockwise_square")
+    shape = (3000, 512, 1024)
+    assert [key for key in tune_op.keys_of("scaled_grouped_mm", [shape], wanted) if key[-1] == 4] == [
+        ("rows", 4096, 512, 1024, 4), ("rows", 4096, 1024, 512, 4), ("squares", 512, 1024, 4096, 4),
+    ]  # fmt: skip
+    rowwise = tune_op.keys_of("scaled_grouped_mm", [shape], wanted._replace(recipe="rowwise"))
+    assert {key[0] for key in rowwise} == {"rowwise"}
+    with pytest.raises(ValueError, match="products of groups are tuned for blockwise, blockwise_square, rowwise"):
+        tune_op.keys_of("scaled_grouped_mm", [shape], wanted._replace(recipe="tensorwise"))
+
+
+def test_a_row_of_an_unknown_product_is_refused() -> None:
+    tuned("rows", "")
+    path = measured.user_path(FORM, H100)
+    document = json.loads(path.read_text())
+    document["rows"][0][0] = "columns"
+    with pytest.raises(ValueError, match=r"row 1 has 'columns' as product, which has to be one of rows, rowwise"):
+        measured.parse(FORM, document)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bench_runs_each_candidate_on_a_gpu(layout: str, hopper: Any, caplog: pytest.LogCaptureFixture) -> None:
+    from fp8fn.ops.targets import chip_of
+    from fp8fn.timing import clock_of
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    chip = chip_of(device, hopper)
+    assert chip is not None
+    problem = GroupsProblem(layout, *SIZES.get(layout, SUMMED), 4, hopper)
+    candidates = {candidate_name("cuda", config): ("cuda", config) for config in FORM.candidates(problem)["cuda"]}
+    calls, _ = chain_device.groups_bench(device, hopper, chip, clock_of(device)).calls(problem, candidates)
+    assert calls.keys() == candidates.keys(), caplog.text
