@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from fp8fn.bench import tables
-from fp8fn.bench.train.runs import Runs, key_of, revision
+from fp8fn.bench.train.runs import Runs, check_file, key_of, revision
 from fp8fn.bench.train.variants import BF16, Variant, listed
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
@@ -36,7 +36,9 @@ _DEFAULT: Final = " ".join((BF16, *(f"fp8fn:{preset},where=*" for preset in _PRE
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, print a line for each run and the table at the end; return 1 where a mean difference is over the bar."""
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    check_file(parser, args.json, "loss")
     began, preset, device = time.perf_counter(), PRESETS[args.size], args.device
     plan = Plan(
         device=device, steps=args.steps or preset.steps, batch=args.batch or preset.batch,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from fp8fn.cli.environment import describe
+from fp8fn.ops.code_cache import replace_whole
 
 # The committed results of a checkout. An installed package has none.
 RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
@@ -25,10 +26,13 @@ def make(benchmark: str, results: Any) -> dict[str, Any]:
 
 
 def write(path: str | Path, benchmark: str, results: Any) -> None:
-    """Write `results` with their provenance as JSON."""
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(make(benchmark, results), file, indent=1)
-        file.write("\n")
+    """Write `results` with their provenance as JSON. A run that ends meanwhile leaves the file as it was."""
+    content = (json.dumps(make(benchmark, results), indent=1) + "\n").encode()
+    file = Path(path).resolve()  # a link stays one
+    if file.exists() and not file.is_file():  # such as /dev/stdout
+        file.write_bytes(content)
+    else:
+        replace_whole(file, content)
 
 
 def read(path: str | Path) -> dict[str, Any]:

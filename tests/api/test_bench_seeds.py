@@ -398,6 +398,8 @@ def test_runs_of_other_machines_are_added(clock: list[str], tmp_path: Path, caps
         (None, "is no file that bench seeds wrote (FileNotFoundError"),
         ("x", "is no file that bench seeds wrote (JSONDecodeError"),
         ('{"benchmark": "train"}', "has results of bench train; use a file that bench seeds wrote"),
+        ('{"benchmark": "seeds", "results": {}}', "is no file that bench seeds wrote (KeyError: 'runs')"),
+        ('{"benchmark": "seeds", "results": {"runs": [{"device": "x"}]}}', "(a run has no commit, date, environment,"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_added_is_refused(
@@ -412,6 +414,59 @@ def test_what_cannot_be_added_is_refused(
         assert leave.value.code == 2
         assert said in capsys.readouterr().err
     assert not (tmp_path / "a.json").exists()
+
+
+@pytest.mark.parametrize("benchmark", ["seeds", "train", "loss"])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"benchmark": "seeds", "resul', "wrote (JSONDecodeError: "),
+        ("[1]", "wrote (TypeError: "),
+        ('{"benchmark": "dense", "results": {"rows": []}}', "has results of bench dense; name another file, or one"),
+        (None, "has results of bench memory; name another file, or one that does not exist yet"),
+    ],
+)  # fmt: skip
+def test_a_file_that_another_benchmark_wrote_is_left_as_it_is(
+    benchmark: str, content: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one with runs, whose figures would be taken for this benchmark's."""
+    path = tmp_path / "figures.json"
+    path.write_text(content or json.dumps({"benchmark": "memory", "results": {"runs": [{**RUN, "rows": []}]}}))
+    before = path.read_bytes()
+    with pytest.raises(SystemExit) as leave:
+        cli.main(["bench", benchmark, "--device", "cpu", "--json", str(path)])
+    assert leave.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--json: {path}" in said
+    assert message in said
+    assert path.read_bytes() == before
+
+
+def test_nothing_is_added_to_a_file_of_another_benchmark(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, added = tmp_path / "train.json", tmp_path / "seeds.json"
+    path.write_text(before := json.dumps({"benchmark": "train", "results": {"runs": [RUN]}}))
+    added.write_text(json.dumps({"benchmark": "seeds", "results": {"runs": [RUN]}}))
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "seeds", "--json", str(path), "--add", str(added)])
+    assert f"--json: {path} has results of bench train" in capsys.readouterr().err
+    assert path.read_text() == before
+
+
+def test_a_run_that_ends_while_it_writes_leaves_the_file_before(
+    clock: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "seeds.json"
+    run(path, "--seed", "001", "--minutes", "1")
+    before, link = path.read_bytes(), tmp_path / "link.json"
+    link.symlink_to(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert run(link, "--seed", "001") == 130  # interrupted
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir() if file not in (path, link)] == []
+    run(link, "--seed", "001")
+    assert link.is_symlink()
+    assert len(record.read(path)["results"]["runs"][0]["rows"]) == 9
 
 
 def test_a_wrong_result_is_the_exit_status(clock: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,13 +28,12 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from fp8fn.bench import record
 from fp8fn.bench.command import measured
 from fp8fn.bench.measure import Row
 from fp8fn.bench.seeds.figures import paragraphs
 from fp8fn.bench.seeds.protocols import SEEDS, Part, Shape, scaled_down
 from fp8fn.bench.seeds.report import report
-from fp8fn.bench.train.runs import Runs, key_of, merge, revision
+from fp8fn.bench.train.runs import Runs, check_file, key_of, merge, read_runs, revision
 from fp8fn.cli import options
 from fp8fn.cli.environment import device_name
 from fp8fn.timing import Clock, clock_of, reason
@@ -171,6 +170,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         help="add the runs of FILE, which another machine wrote, to --json, and measure nothing; repeatable",
     )  # fmt: skip
     args = parser.parse_args(argv)
+    check_file(parser, args.json, "seeds")
     if args.add:
         _check_added(parser, args)
     else:
@@ -183,8 +183,6 @@ def _check_added(parser: argparse.ArgumentParser, args: argparse.Namespace) -> N
         parser.error("--add needs --json, the file that the runs are added to")
     for file in args.add:
         try:
-            found = record.read(file)["benchmark"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            parser.error(f"--add: {file} is no file that bench seeds wrote ({reason(error)})")
-        if found != "seeds":
-            parser.error(f"--add: {file} has results of bench {found}; use a file that bench seeds wrote")
+            read_runs(file, "seeds")
+        except ValueError as error:
+            parser.error(f"--add: {error}; use a file that bench seeds wrote")

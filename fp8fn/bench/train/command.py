@@ -23,7 +23,7 @@ import torch
 
 from fp8fn.bench.train import attention, kept, kinds, table
 from fp8fn.bench.train.models import SIZES, Size, as_json
-from fp8fn.bench.train.runs import Runs, key_of, milliseconds, revision, round_rows, speedup
+from fp8fn.bench.train.runs import Runs, check_file, key_of, milliseconds, revision, round_rows, speedup
 from fp8fn.bench.train.variants import BF16, DEFAULTS, UnavailableError, Variant, listed, parse
 from fp8fn.bench.train.worker import Setting, Worker, WorkerError, attention_times
 from fp8fn.cli import options
@@ -279,6 +279,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     options.add_device(parser)
     options.add_json(parser, "add the figures to FILE, and go on from those in it")
     args = parser.parse_args(argv)
+    check_file(parser, args.json, "train")
     options.check_machine(parser, args.device, _NEEDED)
     cuda = args.device.type == "cuda"
     args.model = args.model or ("8b" if cuda else "tiny")

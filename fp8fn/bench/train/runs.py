@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import fp8fn
 from fp8fn.bench import record
 from fp8fn.bench.train.variants import BF16
 from fp8fn.cli.environment import describe
+from fp8fn.timing import reason
+
+_KEY: Final = ("device", "commit", "setting")
+_FACTS: Final = frozenset({*_KEY, "date", "environment", "rows"})
 
 
 def revision() -> str:
@@ -43,14 +48,42 @@ def key_of(device: str, commit: str, setting: Mapping[str, Any]) -> dict[str, An
     return {"device": device, "commit": commit, "setting": dict(setting)}
 
 
+def read_runs(path: Path, benchmark: str) -> list[dict[str, Any]]:
+    """The runs of a file; ValueError where the benchmark did not write it."""
+    try:
+        document = record.read(path)
+        written_by = document["benchmark"]
+        runs: list[dict[str, Any]] = document["results"]["runs"] if written_by == benchmark else []
+        missing = {name for run in runs for name in _FACTS - run.keys()}
+        missing |= {"variant" for run in runs for row in run.get("rows", ()) if "variant" not in row}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no file that bench {benchmark} wrote ({reason(error)})") from error
+    if written_by != benchmark:
+        raise ValueError(f"{path} has results of bench {written_by}")
+    if missing:
+        raise ValueError(f"{path} is no file that bench {benchmark} wrote (a run has no {', '.join(sorted(missing))})")
+    return runs
+
+
+def check_file(parser: argparse.ArgumentParser, path: Path | None, benchmark: str) -> None:
+    """Ends with the parser's error where the file of `--json` exists and the benchmark did not write it."""
+    try:
+        _former(path, benchmark)
+    except ValueError as error:
+        parser.error(f"--json: {error}; name another file, or one that does not exist yet")
+
+
+def _former(path: Path | None, benchmark: str) -> list[dict[str, Any]]:
+    """The runs of a file to go on from; none where it does not exist or is empty."""
+    return read_runs(path, benchmark) if path is not None and path.exists() and path.stat().st_size else []
+
+
 class Runs:
     """The runs of a file, and the one that this command adds rows to."""
 
     def __init__(self, path: Path | None, key: Mapping[str, Any], benchmark: str = "train") -> None:
         self.path, self.benchmark = path, benchmark
-        self.runs: list[dict[str, Any]] = []
-        if path is not None and path.exists() and path.stat().st_size:
-            self.runs = record.read(path)["results"]["runs"]
+        self.runs = _former(path, benchmark)
         same = [run for run in self.runs if all(run[name] == value for name, value in key.items())]
         if same:
             self.run = same[0]
@@ -89,20 +122,16 @@ def merge(path: Path, others: Sequence[Path], benchmark: str) -> list[dict[str, 
     """Add the runs of other files to a file, and return all of it.
 
     Two runs of one machine, commit and setting become one; of a variant that both have, the other file's row is kept.
-    Raises ValueError for a file of another benchmark.
+    Raises ValueError, before anything is written, for a file that the benchmark did not write.
     """
-    found: list[dict[str, Any]] = record.read(path)["results"]["runs"] if path.exists() and path.stat().st_size else []
-    for other in others:
-        document = record.read(other)
-        if document.get("benchmark") != benchmark or "runs" not in document["results"]:
-            raise ValueError(f"{other} has results of {document.get('benchmark')!r}, not of {benchmark!r}")
-        for run in document["results"]["runs"]:
-            same = [each for each in found if all(each[name] == run[name] for name in ("device", "commit", "setting"))]
-            if not same:
-                found.append(run)
-                continue
-            rows = {row["variant"]: row for row in (*same[0]["rows"], *run["rows"])}
-            same[0].update({**run, "rows": list(rows.values())})
+    found = _former(path, benchmark)
+    for run in [run for other in others for run in read_runs(other, benchmark)]:
+        same = [each for each in found if all(each[name] == run[name] for name in _KEY)]
+        if not same:
+            found.append(run)
+            continue
+        rows = {row["variant"]: row for row in (*same[0]["rows"], *run["rows"])}
+        same[0].update({**run, "rows": list(rows.values())})
     record.write(path, benchmark, {"runs": found})
     return found
 
