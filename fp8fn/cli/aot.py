@@ -35,7 +35,7 @@ from fp8fn.ops.hip import build, variants
 from fp8fn.ops.layout import is_column_major, is_square
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.scaled_mm import SCALED_MM
+from fp8fn.ops.scaled_mm import SCALED_MM, SCALED_MM_FAST
 from fp8fn.ops.targets import Chip, Target, chip_of
 from fp8fn.ops.tuning.problem import empty_product, linear_problems
 from fp8fn.ops.tuning.table import SHIPPED
@@ -194,7 +194,7 @@ def _products(
 ) -> Iterator[CudaLaunch]:
     for problem in linear_problems(m, n, k, recipe).values():
         product = empty_product(replace(problem, out_type=dtype), "meta", target, chip)
-        for launch in SCALED_MM.plan(product):
+        for launch in (SCALED_MM_FAST if product.fast else SCALED_MM).plan(product):
             if isinstance(launch, CudaLaunch):
                 yield launch
 

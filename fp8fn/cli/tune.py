@@ -113,6 +113,11 @@ class NotKept(RuntimeError):
 def problems_of(shapes: Iterable[tuple[int, ...]], products: Sequence[str], recipe: Recipe) -> tuple[Problem, ...]:
     """The problems of some products of linear layers `(M, N, K)`, each once, the small ones first."""
     found = {linear_problems(m, n, k, recipe)[product] for m, n, k in shapes for product in products}
+    if any(problem.fast for problem in found):
+        raise ValueError(
+            "no table has products with accumulate='fast', whose tile the model chooses; leave accumulate out, or give "
+            "--products dgrad,wgrad"
+        )
     return tuple(sorted(found, key=lambda p: (p.operations, str(p))))
 
 

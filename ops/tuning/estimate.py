@@ -133,7 +133,10 @@ def grouped_parts(
 
 
 def product_us(problem: Problem, chip: Chip) -> tuple[float, str]:
-    """The time of a product on operands that are quantized, by the kernel that a plan takes, and who knows it."""
+    """The time of a product on operands that are quantized, by the kernel that a plan takes, and who knows it.
+
+    A fast product that goes to cuBLASLt has the modelled time of fp8fn's kernel: no table has cuBLASLt's.
+    """
     known = tables(chip)
     found = lookup(problem, known)
     if found is None:

@@ -100,8 +100,9 @@ def linear_problems(m: int, n: int, k: int, recipe: Recipe) -> dict[str, Problem
             )
         return Problem(m, n, k, *kinds, a_type=a_type, b_type=b_type)
 
+    forward = problem(m, n, k, x, w, x_type, w_type)
     return {
-        "forward": problem(m, n, k, x, w, x_type, w_type),
+        "forward": replace(forward, fast=recipe.accumulate == "fast"),
         "dgrad": problem(m, k, n, g, w, g_type, w_type),
         "wgrad": problem(n, k, m, g, recipe.wgrad_block, g_type, x_type),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import cli
 from fp8fn.cli import aot
+from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.recipe import parse_recipe
 from fp8fn.ops.targets import Target
-from fp8fn.ops.tuning.problem import linear_problems
+from fp8fn.ops.tuning.problem import Problem, linear_problems
 from support.compilers import needs_nvrtc
 from support.products import dispatched
 from support.tuning import H200, operands
@@ -54,6 +56,25 @@ def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
         assert isinstance(launch, CudaLaunch)
         launch.compile()
     assert cubins(cache) == before
+
+
+@needs_nvrtc
+def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Path) -> None:
+    """Its gradients are promoted, as those of the same recipe without it."""
+    target = Target("cuda", 90, 32, 132)
+    fast = replace(fp8fn.TENSORWISE, accumulate="fast")
+    kernels, promoted = (
+        aot.kernels_of(((8192, 6144, 4096),), recipe, torch.bfloat16, target, H200)
+        for recipe in (fast, fp8fn.TENSORWISE)
+    )
+    (launch,) = scaled_mm.SCALED_MM_FAST.plan(
+        replace(operands(Problem(8192, 6144, 4096, "WHOLE", "WHOLE")).product(target, H200), fast=True)
+    )
+    assert isinstance(launch, CudaLaunch)
+    assert launch.kernel in kernels
+    depths = [dict(kernel.macros)["DEPTH"] for kernel in kernels if kernel.entry == "scaled_mm"]
+    assert depths.count(0) == 1
+    assert {kernel for kernel in kernels if kernel != launch.kernel} <= set(promoted)
 
 
 def example() -> tuple[nn.Module, tuple[Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fp8fn.ops.recipe import BLOCKWISE, HYBRID, MXFP8, ROWWISE, TENSORWISE, Reci
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, grouped_parts, linear_times, product_us
-from fp8fn.ops.tuning.problem import linear_problems
+from fp8fn.ops.tuning.problem import Problem, linear_problems
 from fp8fn.ops.tuning.rates import NAMED, rates_of
 from fp8fn.ops.tuning.table import PEER, Entry, Table
 
@@ -112,6 +113,23 @@ def test_who_knows() -> None:
     assert estimate((2**20, 2**16, 2**16)).source == "the model"
     assert estimate((8192, 28672, 4096), HYBRID) == estimate((8192, 28672, 4096))  # FP8 types run at one rate
     assert estimate((8192, 6144, 4096), ROWWISE).source == "h200.json and shapes near it in h200.json"
+
+
+@pytest.mark.parametrize("preset", [ROWWISE, TENSORWISE], ids=lambda recipe: recipe.key)
+def test_a_fast_forward_has_the_time_of_its_own_kernel(preset: Recipe) -> None:
+    """No table has the product, and the gradients are promoted."""
+    promoted, fast = (
+        linear_times(8192, 28672, 4096, recipe, H200) for recipe in (preset, replace(preset, accumulate="fast"))
+    )
+    assert promoted is not None
+    assert fast is not None
+    assert fast.parts is not None
+    assert fast.fp8.backward == promoted.fp8.backward
+    assert fast.fp8.forward != promoted.fp8.forward
+    assert "the model" in fast.source
+    kind = "LINE" if preset == ROWWISE else "WHOLE"
+    problem = Problem(8192, 28672, 4096, kind, kind, fast=True)
+    assert fast.parts.forward == product_us(problem, H200)[0]
 
 
 def test_the_faster_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,7 @@ def run(*argv: str, bench: FakeBench | None = None) -> tuple[int, FakeBench]:
 
 
 SHAPES = ("--shapes", "4096,4096,4096", "8192,6144,4096")
+FAST = replace(fp8fn.ROWWISE, accumulate="fast").key
 
 
 def test_the_command_tunes_saves_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,6 +130,7 @@ def test_export_alone_writes_what_is_there(tmp_path: Path) -> None:
         ((*SHAPES, "--products", "forward,back"), "'back' is no product"),
         ((*SHAPES, "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
         ((*SHAPES, "--recipe", "blokwise"), "did you mean 'blockwise'"),
+        ((*SHAPES, "--recipe", FAST), "accumulate='fast', whose tile the model chooses; leave accumulate out, or give"),
         ((*SHAPES, "--budget", "0"), "'0' is no positive number of seconds"),
         (("--compare", "no-such-file", "no-such-file"), "--compare: "),
     ],
@@ -136,6 +138,16 @@ def test_export_alone_writes_what_is_there(tmp_path: Path) -> None:
 def test_wrong_use_of_tune_exits_2(argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*argv)[0] == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_gradients_of_a_fast_recipe_are_tuned() -> None:
+    """They are those of the promoting recipe, and nothing in the table is fast."""
+    status, bench = run(*SHAPES, "--recipe", FAST, "--products", "dgrad,wgrad")
+    assert status == 0
+    assert set(bench.asked) == set(
+        command.problems_of(((4096,) * 3, (8192, 6144, 4096)), ("dgrad", "wgrad"), fp8fn.ROWWISE)
+    )
+    assert not any(problem.fast for problem in bench.asked)
 
 
 def test_without_a_gpu_tune_says_so(capsys: pytest.CaptureFixture[str]) -> None:
