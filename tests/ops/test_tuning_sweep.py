@@ -11,7 +11,7 @@ import torch
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
-from fp8fn.ops.tuning.model import SMALLEST, W, X, microseconds, ranked
+from fp8fn.ops.tuning.model import SMALLEST, W, X, banded, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, heats, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER
@@ -104,7 +104,19 @@ def test_large_products_are_tuned_in_bands_of_several_heights() -> None:
 
     assert heights(Problem(16384, 4096, 4096), X) == {4, 5, 8, 12}
     assert heights(Problem(1024, 4096, 4096), X) == {8}  # not two waves of tiles
-    assert heights(Problem(1024, 65536, 4096), X) == {4, 5, 8}  # six rows of tiles
+
+
+def test_no_two_heights_are_the_same_bands() -> None:
+    """The kernel walks in as many bands as come nearest to the height: noise alone would choose between two of one."""
+
+    def heights(rows: int) -> set[int]:
+        return {config.GROUP for config in (X, *banded(Problem(192 * rows, 65536, 4096), X, 132))}
+
+    assert heights(6) == {4, 8}  # two bands of three rows, and one of six by 5 as by 8
+    assert heights(8) == {4, 8}  # two bands of four rows by 4 as by 5
+    assert heights(11) == {4, 5, 8}  # three, two and one
+    assert heights(13) == {4, 8, 12}  # three, two and one
+    assert heights(86) == {4, 5, 8, 12}
 
 
 def test_tuning_finds_what_is_faster_than_the_model_has_it() -> None:
