@@ -19,7 +19,7 @@ from fp8fn.lowering import find_grouped
 from fp8fn.lowering.costs import check_measure, check_target, chip_for, measured, size_of, sized
 from fp8fn.lowering.explanation import Explanation, Row
 from fp8fn.lowering.find import Gemm
-from fp8fn.lowering.graph.nodes import origin_of
+from fp8fn.lowering.graph.nodes import origin_of, value
 from fp8fn.lowering.graph.substitute import Substitution
 from fp8fn.lowering.missed_weights import Seen
 from fp8fn.lowering.recipe_pass import Decision, decide, step_of
@@ -238,13 +238,20 @@ def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     native = targets.native_e4m3(on)
     a = _operand((m, k), recipe.activation_block, recipe.activation_dtype or native, recipe, False)
     b = _operand((k, n), recipe.weight_block, recipe.weight_dtype or native, recipe, True)
-    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    out = torch.empty(m, n, dtype=_dtype_of(gemm), device="meta")
+    bias = None if gemm.bias is None else out.new_empty(n)
     fast = recipe.accumulate == "fast"
-    op = scaled_mm.SCALED_MM_FAST if fast else scaled_mm.SCALED_MM
-    if mx_mm.is_mx(a.scale, a.block, b.scale, b.block):
+    op = scaled_mm.dispatch_of(recipe.batch_invariant, fast)
+    if mx_mm.is_mx(a.scale, a.block, b.scale, b.block) and not recipe.batch_invariant:
         op = mx_mm.MX_MM
-    launches = op.plan(ScaledProduct(a=a, b=b, out=out, target=on, fast=fast, chip=chip))
+    launches = op.plan(ScaledProduct(a=a, b=b, bias=bias, out=out, target=on, fast=fast, chip=chip))
     return launches[0].describe() if launches else "reference (plain PyTorch)"
+
+
+def _dtype_of(gemm: Gemm) -> torch.dtype:
+    """The type of a product's output: under autocast not that of its operands."""
+    out = value(gemm.node)
+    return gemm.site.dtype if out is None else out.dtype
 
 
 def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: Recipe, column_major: bool) -> Quantized:

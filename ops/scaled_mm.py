@@ -164,8 +164,13 @@ def scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
 ) -> Tensor:  # fmt: skip
     if fast_accumulation:
         check_fast(_FAST, a_block, b_block, batch_invariant)
-    dispatch = SCALED_MM_INVARIANT if batch_invariant else SCALED_MM_FAST if fast_accumulation else SCALED_MM
+    dispatch = dispatch_of(batch_invariant, fast_accumulation)
     return dispatch((a, a_scale, b, b_scale, bias), (tuple(a_block), tuple(b_block), out_dtype))[0]
+
+
+def dispatch_of(batch_invariant: bool, fast_accumulation: bool) -> Dispatch:
+    """What serves a product with these flags of the op."""
+    return SCALED_MM_INVARIANT if batch_invariant else SCALED_MM_FAST if fast_accumulation else SCALED_MM
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:

@@ -35,7 +35,7 @@ from fp8fn.ops.hip import build, variants
 from fp8fn.ops.layout import is_column_major, is_square
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.scaled_mm import SCALED_MM, SCALED_MM_FAST
+from fp8fn.ops.scaled_mm import dispatch_of
 from fp8fn.ops.targets import Chip, Target, chip_of
 from fp8fn.ops.tuning.problem import empty_product, linear_problems
 from fp8fn.ops.tuning.table import SHIPPED
@@ -192,9 +192,10 @@ def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
 def _products(
     m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
 ) -> Iterator[CudaLaunch]:
-    for problem in linear_problems(m, n, k, recipe).values():
+    for name, problem in linear_problems(m, n, k, recipe).items():
         product = empty_product(replace(problem, out_type=dtype), "meta", target, chip)
-        for launch in (SCALED_MM_FAST if product.fast else SCALED_MM).plan(product):
+        dispatch = dispatch_of(recipe.batch_invariant and name != "wgrad", problem.fast)
+        for launch in dispatch.plan(product):
             if isinstance(launch, CudaLaunch):
                 yield launch
 

@@ -94,6 +94,20 @@ def test_estimates_for_a_target() -> None:
     assert step == f"whole step: {whole.describe()}; the rest of the step is not counted"
 
 
+def test_the_kernel_of_a_batch_invariant_recipe() -> None:
+    """Its few rows share K with no other block of threads, as those of the plain recipe do."""
+    with torch.device("meta"):
+        layer, x = (
+            nn.Linear(24576, 1536, bias=False, dtype=torch.bfloat16),
+            torch.empty(64, 24576, dtype=torch.bfloat16),
+        )
+    kernels = [
+        fp8fn.explain(layer, x, recipe=recipe, target="h200", where="*", show=False).rows[0].kernel
+        for recipe in (fp8fn.BLOCKWISE, fp8fn.Recipe(batch_invariant=True))
+    ]
+    assert ["SPLIT=1" in str(kernel) for kernel in kernels] == [False, True]
+
+
 def test_the_share_of_operations() -> None:
     model, x = meta(8192)
     explanation = fp8fn.explain(model, x, target="sm90", show=False)

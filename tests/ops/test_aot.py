@@ -77,6 +77,21 @@ def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Pa
     assert {kernel for kernel in kernels if kernel != launch.kernel} <= set(promoted)
 
 
+@needs_nvrtc
+def test_aot_compiles_what_a_batch_invariant_recipe_runs(cache: Path) -> None:
+    """Few rows share K with no other block, but for wgrad, whose rows are columns of the weight."""
+    target, invariant = Target("cuda", 90, 32, 132), replace(fp8fn.BLOCKWISE, batch_invariant=True)
+    kernels = aot.kernels_of(((64, 1536, 24576),), invariant, torch.bfloat16, target, H200)
+    for problem, batch_invariant in zip(
+        linear_problems(64, 1536, 24576, invariant).values(), (True, True, False), strict=True
+    ):
+        (launch,) = scaled_mm.dispatch_of(batch_invariant, False).plan(operands(problem).product(target, H200))
+        assert isinstance(launch, CudaLaunch)
+        assert launch.kernel in kernels
+    splits = [dict(kernel.macros)["SPLIT"] for kernel in kernels if dict(kernel.macros).get("B_SCALE") == "BLOCK"]
+    assert set(splits) == {1}
+
+
 def example() -> tuple[nn.Module, tuple[Tensor]]:
     model = nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.ReLU(), nn.Linear(512, 1024))
     return model.bfloat16(), (torch.randn(128, 512, dtype=torch.bfloat16),)

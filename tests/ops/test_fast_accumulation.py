@@ -207,6 +207,26 @@ def test_explain_names_it() -> None:
     assert row.kernel.startswith("torch._scaled_mm[rowwise, fast accumulation] sm90")
 
 
+@pytest.mark.parametrize(("bias", "dtype"), [(True, BF16), (False, torch.float16), (False, torch.float32)], ids=str)
+def test_explain_names_the_kernel_of_what_cublaslt_does_not_take(bias: bool, dtype: torch.dtype) -> None:
+    """By rows its output is bfloat16 without a bias."""
+    with torch.device("meta"):
+        layer, x = torch.nn.Linear(4096, 4096, bias=bias, dtype=dtype), torch.empty(8192, 4096, dtype=dtype)
+    (row,) = fp8fn.explain(layer, x, recipe=FAST_ROWS, target="h200", where="*", show=False).rows
+    assert row.kernel is not None
+    assert row.kernel.startswith("scaled_mm[")
+    assert "DEPTH=0" in row.kernel
+    assert "not cublaslt_fast: " in row.kernel
+
+
+def test_explain_takes_the_output_of_autocast() -> None:
+    layer, x = torch.nn.Linear(4096, 4096, bias=False), torch.empty(4096, 4096)
+    with torch.autocast("cpu", BF16):
+        (row,) = fp8fn.explain(layer, x, recipe=FAST_ROWS, target="h200", where="*", show=False).rows
+    assert row.kernel is not None
+    assert row.kernel.startswith("torch._scaled_mm[rowwise, fast accumulation] sm90")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recipe", [FAST_ROWS, FAST_TENSORS], ids=["rows", "tensors"])
 @pytest.mark.parametrize("k", [512, 16384])
