@@ -116,11 +116,9 @@ def _axes(suite: Suite) -> str:
 def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> argparse.ArgumentParser:
     default = next(iter(suites))
     axes = _axes(suites[default])
-    parser = argparse.ArgumentParser(
-        prog=f"python -m fp8fn bench {benchmark}",
-        description=doc,
-        epilog=_EXIT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    shape = ",".join(map(str, suites[default].shapes[0]))
+    parser = options.parser_of(
+        f"bench {benchmark}", doc, "--json run.json --plot run.png", f"--shape {shape} --peers torch", epilog=_EXIT
     )
     parser.add_argument("--suite", choices=suites, default=default, help=f"what to measure (default: {default})")
     parser.add_argument(

@@ -10,7 +10,6 @@ processes disturb it less. Exit status 1 where `substitution()` adds 10 % or mor
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import time
@@ -109,8 +108,11 @@ def growth(seconds: Mapping[str, Sequence[Sequence[float]]], name: str) -> Secon
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 1 where the bar is exceeded."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench compile", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options.parser_of(
+        "bench compile",
+        __doc__,
+        "",
+        "--layers 8 --rounds 3",
     )
     parser.add_argument(
         "--layers", type=options.positive, default=32, metavar="L", help="layers of the model (default: 32)"

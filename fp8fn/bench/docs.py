@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from fp8fn.bench.overhead import BARS
 from fp8fn.bench.seeds import report as seeds
 from fp8fn.bench.tables import provenance
 from fp8fn.bench.train import table as train
+from fp8fn.cli.options import parser_of
 from fp8fn.demo import results as demo
 from fp8fn.ops import tuning
 from fp8fn.ops.cuda.gemm.cublaslt import RECIPES
@@ -171,7 +171,12 @@ def rewritten(text: str, tables: Sequence[Table]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the tables of every page of `docs/` in the checkout; with --check, only says which pages would change."""
-    parser = argparse.ArgumentParser(prog="python -m fp8fn bench docs", description=__doc__)
+    parser = parser_of(
+        "bench docs",
+        __doc__,
+        "",
+        "--check",
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit status 1 where a table is stale")
     args = parser.parse_args(argv)
     stale = False

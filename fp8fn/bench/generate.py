@@ -252,11 +252,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench generate",
-        description=__doc__,
+    parser = options.parser_of(
+        "bench generate",
+        __doc__,
+        "",
+        "--size tiny --device cpu",
         epilog="Exit status 1 where logits or tokens miss their bar, or where the loop compiled more than once.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--size", choices=SIZES, help="size of the model (default: 8b, on a CPU tiny)")
     parser.add_argument("--layers", type=options.positive, metavar="L", help="number of layers (default: the size's)")

@@ -6,7 +6,6 @@ the host. The first call is timed in new processes, the first of which fills the
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import subprocess
 import sys
@@ -96,7 +95,11 @@ def first_call(runs: int = 4) -> tuple[float, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 1 where a bar is exceeded."""
-    parser = argparse.ArgumentParser(prog="python -m fp8fn bench host", description=__doc__)
+    parser = options.parser_of(
+        "bench host",
+        __doc__,
+        "--json host.json",
+    )
     options.add_json(parser)
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,8 +37,10 @@ _FIGURES: Final = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the results of both architectures, or of the one that is named."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench isa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = options.parser_of(
+        "bench isa",
+        __doc__,
+        "--arch gfx950",
     )
     parser.add_argument("--arch", choices=TARGETS, help="the only architecture to compile for (default: both)")
     parser.add_argument(

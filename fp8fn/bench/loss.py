@@ -126,10 +126,12 @@ def _variants(text: str) -> list[Variant]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench loss", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+    parser = options.parser_of(
+        "bench loss",
+        __doc__,
+        "--size 1b --seeds 2 --json loss.json",
         epilog="Exit status 1 where the mean difference of a variant from bf16 is over 0.5 % plus one standard error.",
-    )  # fmt: skip
+    )
     default = "cuda" if torch.cuda.is_available() else "cpu"
     add = parser.add_argument
     add("--size", choices=PRESETS, default="small", help="the demo's size (default: %(default)s)")

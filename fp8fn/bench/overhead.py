@@ -7,7 +7,6 @@ checks and autograd's bookkeeping.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
@@ -64,7 +63,11 @@ def measure(rounds: int = 2000, repeats: int = 10) -> dict[str, Overhead]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table; return 1 where a bar is exceeded."""
-    parser = argparse.ArgumentParser(prog="python -m fp8fn bench overhead", description=__doc__)
+    parser = options.parser_of(
+        "bench overhead",
+        __doc__,
+        "--json overhead.json",
+    )
     options.add_json(parser)
     args = parser.parse_args(argv)
     results = measure()

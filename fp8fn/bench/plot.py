@@ -7,7 +7,6 @@ hatches and markers tell cases apart, also in a print without colour.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 from collections.abc import Iterator, Sequence
 from itertools import cycle
@@ -20,7 +19,7 @@ from fp8fn.bench.measure import Row
 from fp8fn.bench.shapes import LLM84
 from fp8fn.bench.tables import provenance, rate, rows_of
 from fp8fn.bench.train.figure import draw, shown
-from fp8fn.cli.options import output_file
+from fp8fn.cli.options import output_file, parser_of
 
 _DRAWN: Final = "dense, wgrad, linear, quant or train"
 _HATCHES: Final = ("//", "..", "xx", "", "\\\\", "oo", "++", "--")
@@ -61,8 +60,10 @@ def write(run: dict[str, Any], path: str | Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Draw a file that `--json` wrote."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        "bench plot",
+        __doc__,
+        "docs/results/train.json whole_models.svg",
     )
     parser.add_argument("run", metavar="RUN.json", help=f"a file that {_DRAWN} wrote")
     parser.add_argument("figure", type=output_file, metavar="FIGURE", help="file to draw to")

@@ -25,6 +25,7 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from fp8fn.cli.options import parser_of
 from fp8fn.cli.tune import SUITES, sizes
 from fp8fn.ops import code_cache, targets
 from fp8fn.ops.cuda.quantize import quantize
@@ -222,8 +223,11 @@ def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, targ
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn aot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        "aot",
+        __doc__,
+        "--shapes 8192,6144,4096",
+        "--suite llm84",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ")

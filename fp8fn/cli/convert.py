@@ -40,7 +40,7 @@ from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.checkpoint.load import Contents, Entry, read_contents
 from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import Written, header, in_order, offsets, write_bytes, written
-from fp8fn.cli.options import device
+from fp8fn.cli.options import device, parser_of
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, ScaleFormat
 from fp8fn.ops.layout import WHOLE, Block, scale_shape
 from fp8fn.quantization import dequantize, quantize
@@ -655,8 +655,11 @@ def _block(text: str) -> Block:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        "convert",
+        __doc__,
+        "Llama-3.1-8B Llama-3.1-8B-FP8",
+        "Llama-3.1-8B Llama-3.1-8B-FP8 --format compressed-tensors",
     )
     parser.add_argument("input", type=Path, metavar="INPUT", help="a safetensors file, an index, or their folder")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, made if it does not exist")

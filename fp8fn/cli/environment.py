@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import platform
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from fp8fn.cli.options import parser_of
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.targets import Target, check_supported, hopper_fault, native_e4m3, target_of
@@ -95,7 +95,11 @@ def missing_for_inductor() -> str | None:
 
 def main(argv: Sequence[str]) -> int:
     """Print `describe()`, one line each."""
-    parser = argparse.ArgumentParser(prog="python -m fp8fn env", description=__doc__)
+    parser = parser_of(
+        "env",
+        __doc__,
+        "",
+    )
     parser.parse_args(argv)
     lines = describe()
     width = max(map(len, lines))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.bench.shapes import LLM84
-from fp8fn.cli.options import output_file
+from fp8fn.cli.options import output_file, parser_of
 from fp8fn.cli.tune import sizes
 from fp8fn.ops import tuning
 from fp8fn.ops.layout import WHOLE, Block, empty_scale
@@ -377,8 +377,11 @@ def _ops(names: str) -> tuple[str, ...]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn isa", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        "isa",
+        __doc__,
+        "",
+        "--arch gfx950 --op scaled_mm --shape 8192,6144,4096",
     )
     parser.add_argument("--arch", choices=TARGETS, help="architecture to compile for (default: gfx950)")
     parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"ops to compile (default: {','.join(OPS)})")

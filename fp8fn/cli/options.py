@@ -5,10 +5,36 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+
+
+class _Help(argparse.HelpFormatter):
+    """Paragraphs fill the terminal; those with a line that is indented or begins with a dash stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(
+            each if re.search("^[ -]", each, re.MULTILINE) else super(_Help, self)._fill_text(each, width, indent)
+            for each in paragraphs
+        )
+
+
+def parser_of(
+    command: str, description: str | None, *examples: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """The parser of a command, whose help ends with `epilog` and with examples: the arguments of each."""
+    program = f"python -m fp8fn {command}"
+    calls = "\n".join(["Examples:", *(f"  {program} {arguments}".rstrip() for arguments in examples)])
+    return argparse.ArgumentParser(
+        prog=program,
+        description=description,
+        epilog=calls if epilog is None else f"{epilog}\n\n{calls}",
+        formatter_class=_Help,
+    )
 
 
 def positive(text: str) -> int:

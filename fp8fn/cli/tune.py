@@ -24,7 +24,7 @@ import torch
 from fp8fn.bench.shapes import ANCHORS, LLM84, SMALL
 from fp8fn.cli import tune_op
 from fp8fn.cli.environment import describe
-from fp8fn.cli.options import gpu, output_file
+from fp8fn.cli.options import gpu, output_file, parser_of
 from fp8fn.ops import targets
 from fp8fn.ops.code_cache import VARIABLE
 from fp8fn.ops.cuda.runtime import nvrtc
@@ -288,8 +288,13 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = parser_of(
+        "tune",
+        __doc__,
+        "--shapes 8192,6144,4096 8192,4096,6144",
+        "--suite llm84 --budget 600",
+        "--op mm_a16w8",
+        "--arch gfx950 --dry-run --shapes 8192,6144,4096",
     )
     parser.add_argument("--op", choices=tune_op.OPS, help="whose kernels are timed, by default those of scaled_mm")
     which = parser.add_mutually_exclusive_group()

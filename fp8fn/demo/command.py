@@ -90,14 +90,15 @@ def missing_packages() -> str | None:
 def _parser() -> argparse.ArgumentParser:
     lists = ("; ".join(f"{name}: {preset.summary}" for name, preset in presets.items()) for presets in MODELS.values())
     sizes = " | ".join(f"of {model}, {names}" for model, names in zip(MODELS, lists, strict=True))
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn demo",
-        description="Train a byte-level GPT on the sources of Python's standard library twice, from the same weights "
+    parser = options.parser_of(
+        "demo",
+        "Train a byte-level GPT on the sources of Python's standard library twice, from the same weights "
         "on the same batches: compiled by Inductor, and compiled by fp8fn with its products in FP8. Prints which "
         "products are in FP8, the final losses, the speeds and the bytes saved for the backward.",
+        "--size tiny --steps 40",
+        "--model moe --where '*' --seeds 4",
         epilog="Exit status: 0 if the final validation loss in FP8 is at most 1 % above the baseline's (with --seeds, "
-        "in the mean over the pairs), else 1; 2 if the demo could not run; 130 if it was interrupted. Examples: "
-        "python -m fp8fn demo --size tiny --steps 40; python -m fp8fn demo --model moe --where '*' --seeds 4",
+        "in the mean over the pairs), else 1; 2 if the demo could not run; 130 if it was interrupted.",
     )
     parser.add_argument(
         "--device",

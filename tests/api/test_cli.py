@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8fn import cli
-from fp8fn.cli import environment
+from fp8fn.cli import environment, options
 from fp8fn.cli import help as help_texts
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.targets import CPU, GFX942, GFX950, SM89, SM90, SM100, SM120, Target
@@ -55,10 +55,28 @@ def test_kept_help_is_that_of_the_parsers() -> None:
 @pytest.mark.parametrize("names", [names for names, _ in help_texts.commands(cli.COMMANDS)], ids=" ".join)
 def test_help_of_each_command_has_an_example(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_status(*names, "--help") == 0
-    text = capsys.readouterr().out
+    text, _, examples = capsys.readouterr().out.partition("\nExamples:\n")
     call = " ".join(("python -m fp8fn", *names))
     assert text.startswith(f"usage: {call}")
-    assert call in " ".join(text.split()).removeprefix(f"usage: {call}")
+    calls = examples.splitlines()
+    assert len(calls) >= 1
+    for line in calls:
+        assert line.startswith(f"  {call}")
+        for word in line.split():
+            if word.startswith("--"):
+                assert re.search(rf"{word}\b", text), f"{line}: there is no {word}"
+
+
+def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    parser = options.parser_of(
+        "tune", "One two " * 20 + "\n\n  kept  as it is\n", "--shapes 1,2,3", epilog="Three " * 20
+    )
+    parser.print_help()
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 58
+    assert "\n  kept  as it is\n" in text
+    assert text.endswith("\n\nExamples:\n  python -m fp8fn tune --shapes 1,2,3\n")
 
 
 @pytest.mark.parametrize(

@@ -144,11 +144,12 @@ def _failed(entry: Mapping[str, Any]) -> bool:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench seeds",
-        description=__doc__,
+    parser = options.parser_of(
+        "bench seeds",
+        __doc__,
+        "--seed 000 --minutes 10 --json seeds.json --report seeds.md",
+        "--add other.json --json seeds.json",
         epilog="Exit status 1 where a case of fp8fn did not run, or a result is under 25 dB (on a CPU 20).",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--seed", choices=sorted(SEEDS), action="append", help="a seed to measure; repeatable (default: all)"

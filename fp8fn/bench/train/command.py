@@ -235,11 +235,13 @@ def _tokens(text: str) -> tuple[int, int]:
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m fp8fn bench train",
-        description=__doc__,
+    parser = options.parser_of(
+        "bench train",
+        __doc__,
+        "--model 8b --tokens 4x4096",
+        "--variants 'bf16 torchao:tensorwise fp8fn:BLOCKWISE_SQUARE' --rounds 4 --json train.json",
+        "--model tiny --device cpu",
         epilog="Exit status 1 where a variant failed; a peer that is not installed is skipped, with the reason.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", choices=SIZES, help="widths of the model (default: 8b, on a CPU tiny)")
     parser.add_argument("--layers", type=options.positive, metavar="L", help="number of layers (default: the model's)")
