@@ -96,11 +96,20 @@ def replace_whole(path: Path, content: bytes) -> None:
 
 def warn_once(message: str) -> None:
     """Warns, unless the process has said just this before."""
+    _say_once(logging.WARNING, message)
+
+
+def info_once(message: str) -> None:
+    """Like `warn_once`, for what costs no more than a compilation."""
+    _say_once(logging.INFO, message)
+
+
+def _say_once(level: int, message: str) -> None:
     with _saying:
         new = message not in _said
         _said.add(message)
     if new:
-        _LOG.warning("%s", message)
+        _LOG.log(level, "%s", message)
 
 
 def _absolute(path: Path) -> Path:

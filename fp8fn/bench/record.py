@@ -14,13 +14,18 @@ from fp8fn.ops.code_cache import replace_whole
 RESULTS: Final = Path(__file__).resolve().parents[2] / "docs" / "results"
 
 
+def environment() -> dict[str, str]:
+    """The lines of `python -m fp8fn env` that figures depend on."""
+    left_out = ("platform", "C++ compiler", "kernel cache")
+    return {key: value for key, value in describe().items() if key not in left_out}
+
+
 def make(benchmark: str, results: Any) -> dict[str, Any]:
     """`results` with their provenance, as `read` returns it."""
-    environment = {key: value for key, value in describe().items() if key not in ("platform", "C++ compiler")}
     return {
         "benchmark": benchmark,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "environment": environment,
+        "environment": environment(),
         "results": results,
     }
 

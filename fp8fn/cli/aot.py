@@ -1,12 +1,16 @@
 """`python -m fp8fn aot`: compiles a model's kernels into the disk cache ahead of time, with no GPU.
 
 For sm90, each linear layer has three products, in the configurations that the tables and the model choose, and the
-quantizers of its input, weight and gradient, for training and for inference. For gfx950, all HIP kernels are compiled:
-they serve every shape.
+quantizers of its input, weight and gradient, for training and for inference. `--bias` adds the forward with a bias,
+`--fused` the quantizers that compiled models launch, which also compute a norm or an MLP's activation. For gfx950, all
+HIP kernels are compiled: they serve every shape.
 
 A process that runs the layer later finds the kernels in FP8FN_CACHE_DIR (default: ~/.cache/fp8fn). The folder may be
 copied to another machine. A process takes kernels only from files of its own user or of root that nobody else may
 write. Exit status 1 where a kernel does not compile, or is not in the cache at the end.
+
+`--out FOLDER` leaves the cache alone and writes the package of the distribution fp8fn-cubins: the kernels of the
+layers, with `--bias` and `--fused`, by every recipe and shipped table.
 """
 
 from __future__ import annotations
@@ -14,10 +18,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,20 +27,16 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from fp8fn.cli import cubins, options
+from fp8fn.cli.layer_kernels import Setting, Shape, kernels_of
 from fp8fn.cli.options import parser_of
+from fp8fn.cli.progress import in_threads
 from fp8fn.cli.tune import SUITES, sizes
 from fp8fn.ops import code_cache, targets
-from fp8fn.ops.cuda.quantize import quantize
 from fp8fn.ops.cuda.runtime import nvrtc
-from fp8fn.ops.cuda.runtime.launch import CudaLaunch
-from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.hip import build, variants
-from fp8fn.ops.layout import is_column_major, is_square
-from fp8fn.ops.quantization import Quantization
-from fp8fn.ops.recipe import Recipe, parse_recipe
-from fp8fn.ops.scaled_mm import dispatch_of
+from fp8fn.ops.recipe import parse_recipe
 from fp8fn.ops.targets import Chip, Target, chip_of
-from fp8fn.ops.tuning.problem import empty_product, linear_problems
 from fp8fn.ops.tuning.table import SHIPPED
 
 ARCHITECTURES: Final = ("sm90", "gfx950")
@@ -61,6 +59,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 1
     print(outcome)
+    if isinstance(outcome, cubins.Written):
+        return 0
     if outcome.lost:
         print(
             f"{parser.prog}: {outcome.folder} does not keep kernels: set {code_cache.VARIABLE} to a folder that you "
@@ -90,25 +90,29 @@ class Outcome:
 
 
 def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
-    if args.shapes or args.suite or args.model:
-        parser.error("--arch gfx950 compiles kernels that serve every shape: leave --shapes, --suite and --model out")
+    if args.shapes or args.suite or args.model or args.bias or args.fused or args.out:
+        parser.error("--arch gfx950 compiles kernels that serve every shape: give no layers, and none of their options")
     kernels = variants.kernels(_INPUTS[args.dtype])
     what = f"every kernel in HIP for {args.arch}, with outputs in {args.dtype}"
     return _compile(what, kernels, build.compile_kernel, build.cache_path)
 
 
-def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
+def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome | cubins.Written:
     if not (args.shapes or args.suite or args.model):
         parser.error("one of the arguments --shapes --suite --model is required")
+    dtype = _INPUTS[args.dtype]
     try:
         shapes = args.shapes or (SUITES[args.suite] if args.suite else shapes_of_model(args.model))
-        recipe = parse_recipe(args.recipe)
+        if args.out:
+            recipes = cubins.RECIPES if args.recipe is None else (parse_recipe(args.recipe),)
+            return cubins.write(args.out, shapes, recipes, dtype)
+        recipe = parse_recipe(args.recipe or "blockwise")
         chip, target = chip_and_target()
-        kernels = kernels_of(shapes, recipe, _INPUTS[args.dtype], target, chip)
+        kernels = kernels_of(shapes, Setting(recipe, dtype, target, chip, args.bias, args.fused))
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
-    what = f"{len(shapes)} layers, recipe {args.recipe}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
-    compile_ = partial(nvrtc.compile_kernel, arch=target.cubin)
+    what = f"{len(shapes)} layers, recipe {recipe.key}, for the {chip.name} of {chip.multiprocessors} multiprocessors"
+    compile_ = partial(nvrtc.compile_into_cache, arch=target.cubin)
     return _compile(what, kernels, compile_, partial(nvrtc.cache_path, arch=target.cubin))
 
 
@@ -124,17 +128,6 @@ def chip_and_target() -> tuple[Chip, Target]:
     return chip, replace(targets.SM90, multiprocessors=chip.multiprocessors)
 
 
-def kernels_of(
-    shapes: Sequence[tuple[int, ...]], recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
-) -> tuple[CudaKernel, ...]:
-    """The CUDA C++ kernels of layers `(M, N, K)`, each once, without what Triton or PyTorch serves."""
-    found: dict[CudaKernel, None] = {}
-    for m, n, k in shapes:
-        for launch in (*_products(m, n, k, recipe, dtype, target, chip), *_quantizers(m, n, k, recipe, dtype, target)):
-            found[launch.kernel] = None
-    return tuple(found)
-
-
 def _compile(
     what: str,
     kernels: Sequence[_Kernel],
@@ -143,10 +136,8 @@ def _compile(
 ) -> Outcome:
     """Compile kernels into the cache, with a progress bar.
 
-    There is one thread for each processor, because the compilers release the GIL. A kernel counts as kept when it can
-    be read back from the cache, not when its compilation returns.
+    A kernel counts as kept when it can be read back from the cache, not when its compilation returns.
     """
-    from tqdm import tqdm
 
     def compiled(kernel: _Kernel) -> tuple[bool, bool]:
         path = path_of(kernel)
@@ -155,17 +146,13 @@ def _compile(
             compile_(kernel)
         return before, before or code_cache.read_whole(path) is not None
 
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool, tqdm(total=len(kernels), unit="kernel") as bar:
-        found = []
-        for each in pool.map(compiled, kernels):
-            found.append(each)
-            bar.update()
+    found = in_threads(compiled, kernels, "kernel")
     before, kept = (sum(column) for column in zip(*found, strict=True)) if found else (0, 0)
     folder = path_of(kernels[0]).parent if kernels else code_cache.cache_dir()
     return Outcome(what, len(kernels), before, kept, folder)
 
 
-def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
+def shapes_of_model(name: str) -> tuple[Shape, ...]:
     """The `(M, N, K)` of the products that `backend="fp8fn"` substitutes in a model, each once.
 
     `name` is `module:callable`. The callable returns `(model, args)` or `(model, args, kwargs)`, and the model runs
@@ -190,44 +177,13 @@ def shapes_of_model(name: str) -> tuple[tuple[int, int, int], ...]:
     return tuple(dict.fromkeys((shape[0], shape[1], shape[2]) for shape in shapes if len(shape) == 3))
 
 
-def _products(
-    m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target, chip: Chip
-) -> Iterator[CudaLaunch]:
-    for name, problem in linear_problems(m, n, k, recipe).items():
-        product = empty_product(replace(problem, out_type=dtype), "meta", target, chip)
-        dispatch = dispatch_of(recipe.batch_invariant and name != "wgrad", problem.fast)
-        for launch in dispatch.plan(product):
-            if isinstance(launch, CudaLaunch):
-                yield launch
-
-
-def _quantizers(m: int, n: int, k: int, recipe: Recipe, dtype: torch.dtype, target: Target) -> Iterator[CudaLaunch]:
-    """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
-    x, w, g = (torch.empty(shape, dtype=dtype, device="meta") for shape in ((m, k), (n, k), (m, n)))
-    for tensor, block, dual_block, fp8 in (
-        (x, recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
-        (w.mT, recipe.weight_block, None, recipe.weight_dtype),
-        (g, recipe.gradient_block, None, recipe.gradient_dtype),
-    ):
-        both = Quantization(
-            x=tensor, block=block, dtype=fp8 or torch.float8_e4m3fn, scale=recipe.scale, target=target, dual=True,
-            dual_block=dual_block,
-        )  # fmt: skip
-        if quantize.accepts(both) is not None:
-            continue
-        _, beside = both.blocks
-        crosswise = not is_column_major(tensor) if is_square(beside) else None
-        alone = replace(both, dual=False, dual_block=None)
-        for q in (both,) if tensor is g else (both, alone, replace(alone, block=beside, column_major=crosswise)):
-            yield from quantize.plan(q, quantize.configure(q))
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(
         "aot",
         __doc__,
         "--shapes 8192,6144,4096",
         "--suite llm84",
+        "--suite llm84 --out cubins/fp8fn_cubins",
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ")
@@ -235,7 +191,12 @@ def _parser() -> argparse.ArgumentParser:
     which.add_argument(
         "--model", metavar="MODULE:CALLABLE", help="the layers of a model; the callable returns (model, args)"
     )
-    parser.add_argument("--recipe", default="blockwise", help="recipe of the products (default: %(default)s)")
+    parser.add_argument("--recipe", help="recipe of the products (default: blockwise; with --out all that are shipped)")
+    parser.add_argument("--bias", action="store_true", help="also the forward with a bias")
+    parser.add_argument("--fused", action="store_true", help="also the fused quantizers of compiled models")
+    parser.add_argument(
+        "--out", type=options.output_folder, metavar="FOLDER", help="write the package of fp8fn-cubins into FOLDER"
+    )
     parser.add_argument("--dtype", choices=_INPUTS, default="bfloat16", help="the model's dtype (default: %(default)s)")
     parser.add_argument(
         "--arch", choices=ARCHITECTURES, default="sm90", help="default: %(default)s; gfx950 takes no shapes"

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 from fp8fn.cli.options import parser_of
-from fp8fn.ops.cuda.runtime import nvrtc
+from fp8fn.ops.code_cache import cache_dir
+from fp8fn.ops.cuda.runtime import nvrtc, packaged
 from fp8fn.ops.formats import short_name
 from fp8fn.ops.targets import Target, check_supported, hopper_fault, native_e4m3, target_of
 from fp8fn.version import __version__
@@ -30,6 +31,8 @@ def describe() -> dict[str, str]:
         "CUDA": torch.version.cuda or "none",
         "ROCm": torch.version.hip or "none",
         "C++ compiler": cpp_compiler() or "not found",
+        packaged.DISTRIBUTION: packaged.describe(nvrtc.sources_hash()),
+        "kernel cache": kernel_cache(),
     }
     devices = [torch.device("cpu")]
     devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -67,6 +70,12 @@ def kernel_family(target: Target, device: torch.device | None = None) -> str:
     if missing is not None:
         return f"Triton, TMA descriptors (none in CUDA C++: {missing})"
     return f"CUDA C++ by NVRTC {'.'.join(map(str, nvrtc.version()))}"
+
+
+def kernel_cache() -> str:
+    """The folder of cubins that this machine compiled, and how many there are."""
+    folder = cache_dir() / "cubin"
+    return f"{folder}, {sum(1 for _ in folder.glob('*.cubin'))} kernels"
 
 
 def cpp_compiler() -> str | None:

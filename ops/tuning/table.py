@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -44,6 +45,7 @@ _FOLDER: Final = Path(__file__).parent / "tables"
 _LARGEST_SIZE: Final = 2**63 - 1  # a size of a tensor
 _FP8: Final = {short_name(dtype): dtype for dtype in TYPES}
 _OUT: Final = {short_name(dtype): dtype for dtype in OUT}
+_users_allowed = True
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,23 @@ def lookup(problem: Problem, tables: tuple[Table, ...]) -> Found | None:
 
 def tables(chip: Chip | None) -> tuple[Table, ...]:
     """The user's table of a chip, then the shipped one that is nearest by facts; each is read once in a process."""
-    return () if chip is None else _tables(chip, user_path(chip))
+    return () if chip is None else _tables(chip, user_path(chip) if _users_allowed else None)
+
+
+@contextmanager
+def shipped_only() -> Iterator[None]:
+    """No product planned inside reads a user's table: what is distributed depends on the shipped ones alone."""
+    global _users_allowed
+    before, _users_allowed = _users_allowed, False
+    try:
+        yield
+    finally:
+        _users_allowed = before
 
 
 @cache
-def _tables(chip: Chip, path: Path) -> tuple[Table, ...]:
-    found = [_read_users(path, chip)]
+def _tables(chip: Chip, path: Path | None) -> tuple[Table, ...]:
+    found = [None if path is None else _read_users(path, chip)]
     served = nearest(chip, SHIPPED)
     if served is not None:
         measured_on, difference = served

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import cli
 from fp8fn.cli import aot
+from fp8fn.cli.layer_kernels import Setting, kernels_of
 from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -39,11 +40,34 @@ def test_aot_compiles_every_kernel_of_a_layer_once(cache: Path, capsys: pytest.C
     assert f"8 kernels, 8 compiled now, 0 there before, in {cache / 'cubin'}" in capsys.readouterr().out
     # Another layer needs what differs in it: 64 rows and clusters that share K.
     assert cli.main(["aot", "--shapes", "8192,6144,4096", "64,512,16384"]) == 0
-    kernels = aot.kernels_of(
-        ((8192, 6144, 4096), (64, 512, 16384)), fp8fn.BLOCKWISE, torch.bfloat16, Target("cuda", 90, 32, 132), H200
-    )
+    setting = Setting(fp8fn.BLOCKWISE, torch.bfloat16, Target("cuda", 90, 32, 132), H200)
+    kernels = kernels_of(((8192, 6144, 4096), (64, 512, 16384)), setting)
     assert sum(cubins(cache).values()) == len(kernels)
     assert f"{len(kernels)} kernels, {len(kernels) - 8} compiled now, 8 there before" in capsys.readouterr().out
+
+
+@needs_nvrtc
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--recipe", "rowwise"), {"quantize_rows": 1, "scaled_mm": 1, "stream_columns": 1}),
+        (("--recipe", "tensorwise"), {"amax": 1, "quantize": 3, "scaled_mm": 1}),
+        ((), {"quantize": 6, "scaled_mm": 1}),  # cuBLASLt is faster for the weight's gradient
+        (("--bias",), {"quantize": 6, "scaled_mm": 2}),
+        (
+            ("--fused", "--recipe", "blockwise_square"),
+            {
+                "quantize": 13, "quantize_rms_norm": 1, "row_rstd": 1, "scaled_mm": 1, "silu_mul_backward": 4,
+                "silu_mul_saved": 1,
+            },
+        ),
+    ],
+)  # fmt: skip
+def test_aot_compiles_the_quantizers_of_every_recipe(
+    options: tuple[str, ...], expected: dict[str, int], cache: Path
+) -> None:
+    assert cli.main(["aot", "--shapes", "4096,4096,4096", *options]) == 0
+    assert cubins(cache) == expected
 
 
 @needs_nvrtc
@@ -64,7 +88,7 @@ def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Pa
     target = Target("cuda", 90, 32, 132)
     fast = replace(fp8fn.TENSORWISE, accumulate="fast")
     kernels, promoted = (
-        aot.kernels_of(((8192, 6144, 4096),), recipe, torch.bfloat16, target, H200)
+        kernels_of(((8192, 6144, 4096),), Setting(recipe, torch.bfloat16, target, H200))
         for recipe in (fast, fp8fn.TENSORWISE)
     )
     (launch,) = scaled_mm.SCALED_MM_FAST.plan(
@@ -81,7 +105,7 @@ def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Pa
 def test_aot_compiles_what_a_batch_invariant_recipe_runs(cache: Path) -> None:
     """Few rows share K with no other block, but for wgrad, whose rows are columns of the weight."""
     target, invariant = Target("cuda", 90, 32, 132), replace(fp8fn.BLOCKWISE, batch_invariant=True)
-    kernels = aot.kernels_of(((64, 1536, 24576),), invariant, torch.bfloat16, target, H200)
+    kernels = kernels_of(((64, 1536, 24576),), Setting(invariant, torch.bfloat16, target, H200))
     for problem, batch_invariant in zip(
         linear_problems(64, 1536, 24576, invariant).values(), (True, True, False), strict=True
     ):
@@ -115,6 +139,8 @@ def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
         (("--model", f"{__name__}:nothing"), "returned int; it must return (model, args)"),
         (("--shapes", "128,128,128", "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
         (("--shapes", "128,128,128", "--arch", "sm80"), "invalid choice: 'sm80'"),
+        (("--shapes", "128,128,128", "--out", "no/such/folder"), "it must be a folder that exists"),
+        (("--arch", "gfx950", "--fused"), "give no layers, and none of their options"),
     ],
 )
 def test_wrong_use_of_aot_exits_2(

@@ -14,7 +14,6 @@ from typing import Any, Final
 import fp8fn
 from fp8fn.bench import record
 from fp8fn.bench.train.variants import BF16
-from fp8fn.cli.environment import describe
 from fp8fn.timing import reason
 
 _KEY: Final = ("device", "commit", "setting")
@@ -91,9 +90,7 @@ class Runs:
             self.run = {**key, "rows": []}
             self.runs.append(self.run)
         self.run["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-        self.run["environment"] = {
-            name: value for name, value in describe().items() if name not in ("platform", "C++ compiler")
-        }
+        self.run["environment"] = record.environment()
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -1,7 +1,9 @@
 """CUDA C++ to machine code by NVRTC, which every CUDA build of PyTorch brings along; results are kept on disk.
 
 No GPU is needed to compile. A cubin is cached in `code_cache.cache_dir()`, named by the hash of all that it depends
-on: the sources, the macros, the options and NVRTC's version.
+on: the sources, the macros, the options and NVRTC's version. A kernel that is not in the cache comes from the
+distribution `fp8fn-cubins`, where that is installed and has it (`packaged`). The log says at DEBUG where each kernel
+came from.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import logging
 import os
 from dataclasses import dataclass, field
 from functools import cache
@@ -18,9 +21,14 @@ from typing import Final, Protocol
 import torch
 
 from fp8fn.ops.code_cache import cache_dir, read_whole, write
+from fp8fn.ops.cuda.runtime import packaged
 
 _FOLDER: Final = Path(__file__).parent.parent
 _OPTIONS: Final = ("--std=c++17", "--device-int128", "-default-device")
+_LOG: Final = logging.getLogger("fp8fn")
+# Where a kernel came from, in the log.
+CACHE: Final = "the cache"
+COMPILER: Final = "NVRTC"
 
 
 class Instruction(Protocol):
@@ -61,25 +69,49 @@ class Compiled:
 
 
 def compile_kernel(kernel: CudaKernel, arch: str, *, verbose: bool = False) -> Compiled:
-    """The cubin of a kernel for `Target.cubin`, from the cache where it is there.
+    """The cubin of a kernel for `Target.cubin`: from the cache, else from `fp8fn-cubins`, else compiled and cached.
 
     `verbose` always compiles, for ptxas's report.
     """
-    source, headers, options = _input(kernel, arch)
     if verbose:
-        return _compile(source, kernel.file, headers, (*options, "--ptxas-options=-v"))
-    path = cache_path(kernel, arch)
-    if (cubin := read_whole(path)) is not None:
+        return compile_anew(kernel, arch, "--ptxas-options=-v")
+    if (cubin := read_whole(cache_path(kernel, arch))) is not None:
+        _LOG.debug("kernel %s comes from %s", kernel.entry, CACHE)
         return Compiled(cubin, "")
-    compiled = _compile(source, kernel.file, headers, options)
-    write(path, compiled.cubin)
+    if packaged.installed() is not None and (cubin := _packaged_cubin(kernel, arch)) is not None:
+        _LOG.debug("kernel %s comes from %s", kernel.entry, packaged.DISTRIBUTION)
+        return Compiled(cubin, "")
+    return compile_into_cache(kernel, arch)
+
+
+def compile_into_cache(kernel: CudaKernel, arch: str) -> Compiled:
+    """Compiles a kernel, and keeps its cubin in the cache, whatever is there or in `fp8fn-cubins`."""
+    compiled = compile_anew(kernel, arch)
+    _LOG.debug("kernel %s comes from %s", kernel.entry, COMPILER)
+    write(cache_path(kernel, arch), compiled.cubin)
     return compiled
+
+
+def compile_anew(kernel: CudaKernel, arch: str, *more: str) -> Compiled:
+    """Compiles a kernel with `more` options than usual, and keeps nothing."""
+    source, headers, options = _input(kernel, arch)
+    return _compile(source, kernel.file, headers, (*options, *more))
 
 
 def cache_path(kernel: CudaKernel, arch: str) -> Path:
     """The file that has a kernel's cubin once it is compiled."""
-    digest = hashlib.sha256(repr((*_input(kernel, arch), version())).encode()).hexdigest()
-    return cache_dir() / "cubin" / f"{kernel.entry}-{digest[:32]}.cubin"
+    return cache_dir() / "cubin" / f"{kernel.entry}-{_hash((*_input(kernel, arch), version()))}.cubin"
+
+
+def cubin_name(kernel: CudaKernel, arch: str) -> str:
+    """The name of a kernel's cubin in `fp8fn-cubins`: like that in the cache, without NVRTC's version."""
+    return f"{kernel.entry}-{_hash(_input(kernel, arch))}"
+
+
+@cache
+def sources_hash() -> str:
+    """The hash of all sources of kernels, and of the options that all kernels share."""
+    return _hash((_OPTIONS, {name: _text(name) for name in sources()}))
 
 
 @cache
@@ -104,6 +136,15 @@ def _input(kernel: CudaKernel, arch: str) -> tuple[str, dict[str, str], tuple[st
     """The source, its headers and the options."""
     options = (*_OPTIONS, f"--gpu-architecture={arch}", *(f"-D{name}={value}" for name, value in kernel.macros))
     return kernel.generated + f'#line 1 "{kernel.file}"\n' + _text(kernel.file), _headers(), options
+
+
+def _packaged_cubin(kernel: CudaKernel, arch: str) -> bytes | None:
+    return packaged.find(cubin_name(kernel, arch), sources_hash())
+
+
+def _hash(key: object) -> str:
+    """The hash of a value that its `repr` determines."""
+    return hashlib.sha256(repr(key).encode()).hexdigest()[:32]
 
 
 @cache

@@ -1,0 +1,147 @@
+"""The kernels in CUDA C++ that linear layers launch on a Hopper GPU, found by planning on `meta` tensors.
+
+A layer `(M, N, K)` is `x (M, K) @ w (N, K)ᵀ`. The plans are those of the ops themselves, so that a kernel is the one
+that a call launches. Products and quantizers that Triton or PyTorch serves are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp8fn.ops.cuda.runtime.launch import CudaLaunch
+from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.kernel import Dispatch
+from fp8fn.ops.layout import WHOLE, contracts_rows, is_column_major, is_square, scale_shape, swap
+from fp8fn.ops.operand import Quantized
+from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
+from fp8fn.ops.quantize import AMAX, QUANTIZE, Maxima
+from fp8fn.ops.quantize_fused import QUANTIZE_RMS_NORM, QUANTIZE_SILU_MUL
+from fp8fn.ops.quantize_silu_mul import QUANTIZE_SILU_MUL_BACKWARD, QUANTIZE_SILU_MUL_SAVED
+from fp8fn.ops.recipe import Recipe
+from fp8fn.ops.scaled_mm import dispatch_of
+from fp8fn.ops.silu_mul import SAVED_BLOCK, SavedSiluMul, SiluMulBackward
+from fp8fn.ops.targets import Chip, Target
+from fp8fn.ops.tuning.problem import empty_product, linear_problems
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What layers are computed with.
+
+    Args:
+        dtype: the type of `x`, `w` and the output.
+        bias: whether the forward is also wanted with a bias.
+        fused: whether the quantizers are also wanted that compiled models launch: fused with RMSNorm and with
+            `silu(gate) * up`, and those of a matrix whose largest magnitude another launch finds.
+    """
+
+    recipe: Recipe
+    dtype: torch.dtype
+    target: Target
+    chip: Chip
+    bias: bool = False
+    fused: bool = False
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.dtype, device="meta")
+
+    def quantization(self, **values: Any) -> Quantization:
+        return Quantization(scale=self.recipe.scale, target=self.target, **values)
+
+
+def kernels_of(shapes: Sequence[Shape], setting: Setting) -> tuple[CudaKernel, ...]:
+    """The kernels of layers `(M, N, K)`, forward and backward, each once."""
+    found: dict[CudaKernel, None] = {}
+    for shape in shapes:
+        for launch in (*_products(shape, setting), *_quantizers(shape, setting)):
+            found[launch.kernel] = None
+    return tuple(found)
+
+
+def _products(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
+    m, n, k = shape
+    for name, problem in linear_problems(m, n, k, setting.recipe).items():
+        product = empty_product(replace(problem, out_type=setting.dtype), "meta", setting.target, setting.chip)
+        dispatch = dispatch_of(setting.recipe.batch_invariant and name != "wgrad", product.fast)
+        yield from _launches(dispatch, product)
+        if setting.bias and name == "forward":
+            yield from _launches(dispatch, replace(product, bias=setting.empty(n)))
+
+
+def _quantizers(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
+    """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
+    (m, n, k), recipe = shape, setting.recipe
+    x, w, g = (
+        setting.quantization(
+            x=tensor, block=block, dtype=dtype or torch.float8_e4m3fn, dual=True, dual_block=dual_block
+        )
+        for tensor, block, dual_block, dtype in (
+            (setting.empty(m, k), recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
+            (setting.empty(n, k).mT, recipe.weight_block, None, recipe.weight_dtype),
+            (setting.empty(m, n), recipe.gradient_block, None, recipe.gradient_dtype),
+        )
+    )
+    for q in (x, w, g):
+        for form in _forms(q):
+            yield from _launches(QUANTIZE, form)
+            if setting.fused and q.block == (WHOLE, WHOLE):
+                amax = setting.empty(*scale_shape(q.x.shape, q.block))
+                yield from _launches(QUANTIZE, replace(form, amax=amax))
+        if setting.fused and q.block == (WHOLE, WHOLE):
+            yield from _launches(AMAX, Maxima(x=q.x, block=q.block, target=q.target))
+    if setting.fused:
+        yield from _fused_quantizers(x, setting)
+
+
+def _forms(both: Quantization) -> Iterator[Quantization]:
+    """A quantization in both blocks, in each of them alone, and in the second one as a backward makes it later."""
+    if is_square(both.block) or WHOLE not in both.block:  # whole rows and whole columns take two launches
+        yield both
+    alone, (_, beside) = replace(both, dual=False, dual_block=None), both.blocks
+    yield alone
+    yield replace(alone, block=beside, column_major=not is_column_major(both.x) if is_square(beside) else None)
+
+
+def _fused_quantizers(x: Quantization, setting: Setting) -> Iterator[CudaLaunch]:
+    """The quantizers of a layer's input that compute it: a norm, or an MLP's activation, and its gradient."""
+    m, k = x.x.shape
+    norm = replace(x, source=RMS_NORM, other=setting.empty(k))
+    known = replace(norm, rstd=setting.empty(m, dtype=torch.float32))
+    activation = replace(x, source=SILU_MUL, other=setting.empty(m, k))
+    for dispatch, q in ((QUANTIZE_RMS_NORM, norm), (QUANTIZE_RMS_NORM, known), (QUANTIZE_SILU_MUL, activation)):
+        for form in _forms(q):
+            yield from _launches(dispatch, form)
+    recipe, fp8 = setting.recipe, torch.float8_e4m3fn
+    kept = replace(setting.quantization(x=setting.empty(m, k), block=SAVED_BLOCK, dtype=fp8), scale="fp32")
+    yield from _launches(QUANTIZE, kept)
+    alone = replace(activation, dual=False, dual_block=None)
+    yield from _launches(QUANTIZE_SILU_MUL_SAVED, SavedSiluMul(product=alone, gate=kept, up=kept))
+    if is_square(recipe.gradient_block):  # the op writes two orientations of rows
+        return
+    for values in (setting.empty(m, k), Quantized(*kept.out[:2], SAVED_BLOCK)):
+        for product_block in dict.fromkeys((recipe.wgrad_block, swap(recipe.gradient_block))):
+            if not is_square(product_block) and not contracts_rows(product_block):
+                continue
+            backward = SiluMulBackward(
+                grad=setting.empty(m, k), gate=values, up=values, block=recipe.gradient_block,
+                dtype=recipe.gradient_dtype or fp8, scale=recipe.scale, product_block=product_block,
+                product_dtype=x.dtype, target=setting.target,
+            )  # fmt: skip
+            yield from _launches(QUANTIZE_SILU_MUL_BACKWARD, backward)
+
+
+def _launches(dispatch: Dispatch, operands: Any) -> tuple[CudaLaunch, ...]:
+    """The launches of an op, or none where no kernel in CUDA C++ is chosen."""
+    if dispatch.unserved(operands) is not None:
+        return ()
+    choice = dispatch.choose(operands)
+    if choice.kernel is None or choice.kernel.backend != "cuda":
+        return ()
+    return tuple(launch for launch in choice.plan(operands) if isinstance(launch, CudaLaunch))
