@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from fp8fn.bench import compile_time, decode, generate, isa, loss, record, tables
+from fp8fn.bench import cold, compile_time, decode, generate, isa, loss, record, tables
 from fp8fn.bench.overhead import BARS
 from fp8fn.bench.seeds import report as seeds
 from fp8fn.bench.tables import provenance
@@ -141,6 +141,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("decode-mx-moe", decode.table),
         _committed("generate", generate.table),
         _committed("host", host),
+        _committed("cold", cold.table, optional=True),
         _committed("overhead", overhead),
         _committed("compile", compiled),
         _committed("seeds", seeds.of_document, optional=True),

@@ -87,6 +87,9 @@ COMMANDS: Final = Group(
                 "decoder": Command("a decoder layer under torch.compile, in bf16 and FP8", "fp8fn.bench.decoder"),
                 "generate": Command("tokens per second of a compiled decoding loop", "fp8fn.bench.generate"),
                 "host": Command("host time of calls on a GPU, and of the first call", "fp8fn.bench.host"),
+                "cold": Command(
+                    "time to a process's first product: compiled, after aot, by fp8fn-cubins", "fp8fn.bench.cold"
+                ),
                 "overhead": Command("host time of a call beyond its work, on a CPU", "fp8fn.bench.overhead"),
                 "compile": Command("compile time with and without the passes", "fp8fn.bench.compile_time"),
                 "isa": Command("AMD's machine code beside Primus-Turbo's claims, with no GPU", "fp8fn.bench.isa"),

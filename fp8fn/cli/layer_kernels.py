@@ -16,8 +16,9 @@ from torch import Tensor
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from fp8fn.ops.kernel import Dispatch
-from fp8fn.ops.layout import WHOLE, contracts_rows, is_column_major, is_square, scale_shape, swap
+from fp8fn.ops.layout import WHOLE, Block, contracts_rows, is_column_major, is_square, scale_shape, swap
 from fp8fn.ops.operand import Quantized
+from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.quantization import RMS_NORM, SILU_MUL, Quantization
 from fp8fn.ops.quantize import AMAX, QUANTIZE, Maxima
 from fp8fn.ops.quantize_fused import QUANTIZE_RMS_NORM, QUANTIZE_SILU_MUL
@@ -65,30 +66,51 @@ def kernels_of(shapes: Sequence[Shape], setting: Setting) -> tuple[CudaKernel, .
     return tuple(found)
 
 
-def _products(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
-    m, n, k = shape
+def first_product(shape: Shape, setting: Setting) -> tuple[CudaKernel, ...]:
+    """The kernels of a layer's forward without gradients, each once: the quantizers of x and w, and the product."""
+    x, w, _ = _operands(shape, setting)
+    forward = (_launches(QUANTIZE, replace(q, dual=False, dual_block=None)) for q in (x, w))
+    dispatch, product = next(iter(_problems(shape, setting).values()))
+    launches = (*(launch for each in forward for launch in each), *_launches(dispatch, product))
+    return tuple(dict.fromkeys(launch.kernel for launch in launches))
+
+
+def _problems(shape: Shape, setting: Setting) -> dict[str, tuple[Dispatch, ScaledProduct]]:
+    """The products of a layer, each with what serves it, the forward first."""
+    (m, n, k), invariant = shape, setting.recipe.batch_invariant
+    found = {}
     for name, problem in linear_problems(m, n, k, setting.recipe).items():
         product = empty_product(replace(problem, out_type=setting.dtype), "meta", setting.target, setting.chip)
-        dispatch = dispatch_of(setting.recipe.batch_invariant and name != "wgrad", product.fast)
+        found[name] = dispatch_of(invariant and name != "wgrad", product.fast), product
+    return found
+
+
+def _products(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
+    for name, (dispatch, product) in _problems(shape, setting).items():
         yield from _launches(dispatch, product)
         if setting.bias and name == "forward":
-            yield from _launches(dispatch, replace(product, bias=setting.empty(n)))
+            yield from _launches(dispatch, replace(product, bias=setting.empty(product.n)))
+
+
+def _operands(shape: Shape, setting: Setting) -> tuple[Quantization, Quantization, Quantization]:
+    """The quantizations of x, w and g for training."""
+    (m, n, k), recipe = shape, setting.recipe
+
+    def of(x: Tensor, block: Block, dual_block: Block | None, dtype: torch.dtype | None) -> Quantization:
+        fp8 = dtype or torch.float8_e4m3fn
+        return setting.quantization(x=x, block=block, dtype=fp8, dual=True, dual_block=dual_block)
+
+    return (
+        of(setting.empty(m, k), recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
+        of(setting.empty(n, k).mT, recipe.weight_block, None, recipe.weight_dtype),
+        of(setting.empty(m, n), recipe.gradient_block, None, recipe.gradient_dtype),
+    )
 
 
 def _quantizers(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
     """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
-    (m, n, k), recipe = shape, setting.recipe
-    x, w, g = (
-        setting.quantization(
-            x=tensor, block=block, dtype=dtype or torch.float8_e4m3fn, dual=True, dual_block=dual_block
-        )
-        for tensor, block, dual_block, dtype in (
-            (setting.empty(m, k), recipe.activation_block, recipe.wgrad_activation_block, recipe.activation_dtype),
-            (setting.empty(n, k).mT, recipe.weight_block, None, recipe.weight_dtype),
-            (setting.empty(m, n), recipe.gradient_block, None, recipe.gradient_dtype),
-        )
-    )
-    for q in (x, w, g):
+    operands = _operands(shape, setting)
+    for q in operands:
         for form in _forms(q):
             yield from _launches(QUANTIZE, form)
             if setting.fused and q.block == (WHOLE, WHOLE):
@@ -97,7 +119,7 @@ def _quantizers(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
         if setting.fused and q.block == (WHOLE, WHOLE):
             yield from _launches(AMAX, Maxima(x=q.x, block=q.block, target=q.target))
     if setting.fused:
-        yield from _fused_quantizers(x, setting)
+        yield from _fused_quantizers(operands[0], setting)
 
 
 def _forms(both: Quantization) -> Iterator[Quantization]:

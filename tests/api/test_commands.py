@@ -48,6 +48,7 @@ DEVICES = {
             "train",
             "loss",
             "seeds",
+            "cold",
         )
     },
 }
@@ -60,7 +61,10 @@ OUTPUTS = {
         for name in ("dense", "wgrad", "linear", "moe", "decode", "decoder", "quant")
     },
     "seeds": (("bench", "seeds"), ("--json", "--report")),
-    **{name: (("bench", name), ("--json",)) for name in ("overhead", "compile", "host", "generate", "train", "loss")},
+    **{
+        name: (("bench", name), ("--json",))
+        for name in ("overhead", "compile", "host", "generate", "train", "loss", "cold")
+    },
 }
 
 
