@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from fp8fn import cli
 from fp8fn.cli import environment
 from fp8fn.ops import code_cache
-from fp8fn.ops.cuda.runtime import nvrtc, packaged
+from fp8fn.ops.cuda.runtime import driver, launch, nvrtc, packaged
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled, compile_kernel
 from support.compilers import needs_nvrtc
 from support.cubins import ARCH, install, use
@@ -90,7 +90,7 @@ def cubin_of(kernel: nvrtc.CudaKernel) -> bytes:
 def test_a_kernel_comes_from_the_package_and_nothing_is_compiled_or_written(
     folder: Path, cache: Path, compiled: list[Any], said: pytest.LogCaptureFixture
 ) -> None:
-    assert compile_kernel(ROWS, ARCH) == Compiled(CUBIN, "")
+    assert compile_kernel(ROWS, ARCH) == Compiled(CUBIN, "", packaged=True)
     assert not compiled
     assert not cache.exists()
     assert not said.records
@@ -149,6 +149,40 @@ def test_drivers_of_an_earlier_cuda_get_none_of_it(
     reasons = [message for _, message in messages(said)]
     assert len(reasons) == (not taken)
     assert all("made for drivers of CUDA 13 and later, and PyTorch is built for CUDA 12.8" in each for each in reasons)
+
+
+def test_a_driver_that_refuses_the_machine_code_is_a_warning_and_the_kernel_is_compiled(
+    folder: Path, compiled: list[Any], said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[bytes] = []
+
+    def load(cubin: bytes, entry: str, shared: int, device: int) -> int:
+        loaded.append(cubin)
+        if cubin == CUBIN:
+            raise driver.DriverError(f"loading {entry}: device kernel image is invalid")
+        return 7
+
+    monkeypatch.setattr(driver, "load_function", load)
+    assert launch.function_of.__wrapped__(ROWS, ARCH, 0, 0) == 7
+    assert loaded == [CUBIN, b"compiled 1"]
+    ((level, message),) = messages(said)
+    assert level == "WARNING"
+    assert "does not load kernels of fp8fn-cubins (loading row_rstd: device kernel image is invalid)" in message
+    assert "FP8FN_CUBINS=0" in message
+    assert launch.function_of.__wrapped__(ROWS, ARCH, 0, 0) == 7  # from the cache
+    assert loaded[2:] == [b"compiled 1"]
+
+
+def test_a_driver_that_refuses_what_was_compiled_is_an_error(
+    cache: Path, compiled: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: Any) -> int:
+        raise driver.DriverError("out of memory")
+
+    monkeypatch.setattr(driver, "load_function", load)
+    with pytest.raises(driver.DriverError, match="out of memory"):
+        launch.function_of.__wrapped__(ROWS, ARCH, 0, 0)
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("damage", [b"", CUBIN[:-1], CUBIN + b"\0", b"\x7fELF machine cope"])

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from fp8fn.ops.cuda.runtime import driver
-from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_kernel
+from fp8fn.ops.code_cache import warn_once
+from fp8fn.ops.cuda.runtime import driver, packaged
+from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_into_cache, compile_kernel
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 
 
@@ -109,7 +110,17 @@ def pointers(args: Mapping[str, Argument]) -> list[int]:
 @cache
 def function_of(kernel: CudaKernel, arch: str, shared: int, device: int) -> int:
     """The loaded kernel; modules live as long as the process, as Triton's and PyTorch's do."""
-    return driver.load_function(compile_kernel(kernel, arch).cubin, kernel.entry, shared, device)
+    compiled = compile_kernel(kernel, arch)
+    try:
+        return driver.load_function(compiled.cubin, kernel.entry, shared, device)
+    except driver.DriverError as error:
+        if not compiled.packaged:
+            raise
+        warn_once(
+            f"the driver does not load kernels of {packaged.DISTRIBUTION} ({error}), and NVRTC compiles them: "
+            f"a newer driver may, and {packaged.VARIABLE}=0 leaves the package out"
+        )
+        return driver.load_function(compile_into_cache(kernel, arch).cubin, kernel.entry, shared, device)
 
 
 def _size(arg: Argument) -> int:

@@ -62,10 +62,14 @@ class CompilationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """Machine code, and what the compiler said of it: `log` is empty where it came from the cache."""
+    """Machine code, and what the compiler said of it: `log` is empty where it was not compiled now.
+
+    `packaged` tells a cubin of `fp8fn-cubins`.
+    """
 
     cubin: bytes
     log: str
+    packaged: bool = False
 
 
 def compile_kernel(kernel: CudaKernel, arch: str, *, verbose: bool = False) -> Compiled:
@@ -80,7 +84,7 @@ def compile_kernel(kernel: CudaKernel, arch: str, *, verbose: bool = False) -> C
         return Compiled(cubin, "")
     if packaged.installed() is not None and (cubin := _packaged_cubin(kernel, arch)) is not None:
         _LOG.debug("kernel %s comes from %s", kernel.entry, packaged.DISTRIBUTION)
-        return Compiled(cubin, "")
+        return Compiled(cubin, "", packaged=True)
     return compile_into_cache(kernel, arch)
 
 
