@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,18 @@ def test_wrong_use_exits_2(argv: tuple[str, ...], message: str, capsys: pytest.C
         cli.main(["bench", "cold", "--device", "cpu", *argv])
     assert leave.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_the_script_for_a_gpu_runs_on_a_cpu() -> None:
+    """With the device's name replaced: no test here has a GPU."""
+    script = cold._HEAD + cold._ON_A_GPU + cold._TAIL
+    script = script.replace('"cuda"', '"cpu"').replace("torch.cuda.", "torch.cpu.")
+    command = [sys.executable, "-c", script, json.dumps([[64, 256, 128], "tensorwise", True])]
+    first, step, origins, package = json.loads(cold._output(command, {**os.environ, "FP8FN_CUBINS": "0"}))
+    assert min(first, step) > 0
+    assert (origins, package) == ([], "left out by FP8FN_CUBINS=0")
+    with pytest.raises(RuntimeError, match=r"(?s)a process failed:.*JSONDecodeError"):
+        cold._output([*command[:-1], "["], os.environ)
 
 
 @needs_nvrtc
