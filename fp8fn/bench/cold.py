@@ -81,7 +81,7 @@ _ON_A_CPU: Final = """
 from fp8fn.cli import aot, layer_kernels
 from fp8fn.ops.cuda.runtime.nvrtc import compile_kernel
 chip, target = aot.chip_and_target()
-setting = layer_kernels.Setting(fp8fn.ops.recipe.parse_recipe(recipe), torch.bfloat16, target, chip)
+setting = layer_kernels.LayerSetting(fp8fn.ops.recipe.parse_recipe(recipe), torch.bfloat16, target, chip)
 first = layer_kernels.first_product(shape, setting)
 others = [kernel for kernel in layer_kernels.kernels_of([shape], setting) if kernel not in first]
 start = time.perf_counter()
@@ -94,7 +94,7 @@ end = time.perf_counter()
 """
 
 
-class Setting:
+class ColdStart:
     """A layer and its recipe, on a GPU or a CPU; `cubins` is a folder that has the package `fp8fn_cubins`, or None."""
 
     def __init__(self, shape: Sequence[int], recipe: str, device: str, cubins: Path | None = None) -> None:
@@ -120,7 +120,7 @@ class Setting:
         _output(command, self.environment(AOT, cache))
 
 
-def measure(setting: Setting, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(setting: ColdStart, rounds: int) -> dict[str, dict[str, Any]]:
     """Seconds of each process in each setting, and how many kernels came from where; or why a setting is missing.
 
     A first process of each setting counts. It also brings the files into the system's cache.
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if args.cubins is not None and not (args.cubins / packaged.PACKAGE).is_dir():
         parser.error(f"--cubins {args.cubins} has no folder {packaged.PACKAGE}")
-    setting = Setting(args.shape, recipe, args.device.type, args.cubins and args.cubins.resolve())
+    setting = ColdStart(args.shape, recipe, args.device.type, args.cubins and args.cubins.resolve())
     head = {"device": device_name(args.device), "type": setting.device, "shape": setting.shape, "recipe": recipe}
     results: dict[str, Any] = {**head, "ways": measure(setting, args.rounds)}
     print(markdown(rows(results), headers(results)))

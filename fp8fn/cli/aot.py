@@ -28,7 +28,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from fp8fn.cli import cubins, options
-from fp8fn.cli.layer_kernels import Setting, Shape, kernels_of
+from fp8fn.cli.layer_kernels import LayerSetting, Shape, kernels_of
 from fp8fn.cli.options import parser_of
 from fp8fn.cli.progress import in_threads
 from fp8fn.cli.tune import SUITES, sizes
@@ -108,7 +108,7 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome 
             return cubins.write(args.out, shapes, recipes, dtype)
         recipe = parse_recipe(args.recipe or "blockwise")
         chip, target = chip_and_target()
-        kernels = kernels_of(shapes, Setting(recipe, dtype, target, chip, args.bias, args.fused))
+        kernels = kernels_of(shapes, LayerSetting(recipe, dtype, target, chip, args.bias, args.fused))
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
     what = f"{len(shapes)} layers, recipe {recipe.key}, for the {chip.name} of {chip.multiprocessors} multiprocessors"

@@ -15,7 +15,7 @@ from typing import Final
 
 import torch
 
-from fp8fn.cli.layer_kernels import Setting, Shape, kernels_of
+from fp8fn.cli.layer_kernels import LayerSetting, Shape, kernels_of
 from fp8fn.cli.progress import in_threads
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.gemm import cublaslt
@@ -57,7 +57,7 @@ def shipped_kernels(shapes: Sequence[Shape], recipes: Sequence[Recipe], dtype: t
         for chip in table.SHIPPED:
             target = replace(targets.SM90, multiprocessors=chip.multiprocessors)
             for recipe in recipes:
-                setting = Setting(recipe, dtype, target, chip, bias=True, fused=True)
+                setting = LayerSetting(recipe, dtype, target, chip, bias=True, fused=True)
                 found |= dict.fromkeys(kernels_of(shapes, setting))
     return tuple(found)
 

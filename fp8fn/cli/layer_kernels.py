@@ -33,7 +33,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Setting:
+class LayerSetting:
     """What layers are computed with.
 
     Args:
@@ -57,7 +57,7 @@ class Setting:
         return Quantization(scale=self.recipe.scale, target=self.target, **values)
 
 
-def kernels_of(shapes: Sequence[Shape], setting: Setting) -> tuple[CudaKernel, ...]:
+def kernels_of(shapes: Sequence[Shape], setting: LayerSetting) -> tuple[CudaKernel, ...]:
     """The kernels of layers `(M, N, K)`, forward and backward, each once."""
     found: dict[CudaKernel, None] = {}
     for shape in shapes:
@@ -66,7 +66,7 @@ def kernels_of(shapes: Sequence[Shape], setting: Setting) -> tuple[CudaKernel, .
     return tuple(found)
 
 
-def first_product(shape: Shape, setting: Setting) -> tuple[CudaKernel, ...]:
+def first_product(shape: Shape, setting: LayerSetting) -> tuple[CudaKernel, ...]:
     """The kernels of a layer's forward without gradients, each once: the quantizers of x and w, and the product."""
     x, w, _ = _operands(shape, setting)
     forward = (_launches(QUANTIZE, replace(q, dual=False, dual_block=None)) for q in (x, w))
@@ -75,7 +75,7 @@ def first_product(shape: Shape, setting: Setting) -> tuple[CudaKernel, ...]:
     return tuple(dict.fromkeys(launch.kernel for launch in launches))
 
 
-def _problems(shape: Shape, setting: Setting) -> dict[str, tuple[Dispatch, ScaledProduct]]:
+def _problems(shape: Shape, setting: LayerSetting) -> dict[str, tuple[Dispatch, ScaledProduct]]:
     """The products of a layer, each with what serves it, the forward first."""
     (m, n, k), invariant = shape, setting.recipe.batch_invariant
     found = {}
@@ -85,14 +85,14 @@ def _problems(shape: Shape, setting: Setting) -> dict[str, tuple[Dispatch, Scale
     return found
 
 
-def _products(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
+def _products(shape: Shape, setting: LayerSetting) -> Iterator[CudaLaunch]:
     for name, (dispatch, product) in _problems(shape, setting).items():
         yield from _launches(dispatch, product)
         if setting.bias and name == "forward":
             yield from _launches(dispatch, replace(product, bias=setting.empty(product.n)))
 
 
-def _operands(shape: Shape, setting: Setting) -> tuple[Quantization, Quantization, Quantization]:
+def _operands(shape: Shape, setting: LayerSetting) -> tuple[Quantization, Quantization, Quantization]:
     """The quantizations of x, w and g for training."""
     (m, n, k), recipe = shape, setting.recipe
 
@@ -107,7 +107,7 @@ def _operands(shape: Shape, setting: Setting) -> tuple[Quantization, Quantizatio
     )
 
 
-def _quantizers(shape: Shape, setting: Setting) -> Iterator[CudaLaunch]:
+def _quantizers(shape: Shape, setting: LayerSetting) -> Iterator[CudaLaunch]:
     """The quantizers of x, w and g for training, of x and w for inference, and those that a backward calls again."""
     operands = _operands(shape, setting)
     for q in operands:
@@ -131,7 +131,7 @@ def _forms(both: Quantization) -> Iterator[Quantization]:
     yield replace(alone, block=beside, column_major=not is_column_major(both.x) if is_square(beside) else None)
 
 
-def _fused_quantizers(x: Quantization, setting: Setting) -> Iterator[CudaLaunch]:
+def _fused_quantizers(x: Quantization, setting: LayerSetting) -> Iterator[CudaLaunch]:
     """The quantizers of a layer's input that compute it: a norm, or an MLP's activation, and its gradient."""
     m, k = x.x.shape
     norm = replace(x, source=RMS_NORM, other=setting.empty(k))

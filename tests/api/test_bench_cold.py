@@ -47,7 +47,7 @@ def processes(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, str]
 
 
 def test_each_setting_has_a_process_that_counts_and_others_that_are_timed(processes: list[Any]) -> None:
-    setting = cold.Setting(SHAPE, "rowwise", "cuda", Path("cubins"))
+    setting = cold.ColdStart(SHAPE, "rowwise", "cuda", Path("cubins"))
     assert cold.measure(setting, rounds=3) == {
         EMPTY: {"first_s": [1, 2, 3], "step_s": [10, 20, 30], "kernels": {"NVRTC": 7}},
         AOT: {"first_s": [1, 2, 3], "step_s": [10, 20, 30], "kernels": {"the cache": 7}},
@@ -65,7 +65,7 @@ def test_each_setting_has_a_process_that_counts_and_others_that_are_timed(proces
 
 def test_a_package_that_is_not_there_is_a_reason(processes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(cold.ORIGINS, PACKAGE, "NVRTC")
-    found = cold.measure(cold.Setting(SHAPE, "rowwise", "cuda"), rounds=1)
+    found = cold.measure(cold.ColdStart(SHAPE, "rowwise", "cuda"), rounds=1)
     assert found[PACKAGE] == {"unavailable": "installed"}
 
 

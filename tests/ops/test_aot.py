@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import cli
 from fp8fn.cli import aot
-from fp8fn.cli.layer_kernels import Setting, kernels_of
+from fp8fn.cli.layer_kernels import LayerSetting, kernels_of
 from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
@@ -40,7 +40,7 @@ def test_aot_compiles_every_kernel_of_a_layer_once(cache: Path, capsys: pytest.C
     assert f"8 kernels, 8 compiled now, 0 there before, in {cache / 'cubin'}" in capsys.readouterr().out
     # Another layer needs what differs in it: 64 rows and clusters that share K.
     assert cli.main(["aot", "--shapes", "8192,6144,4096", "64,512,16384"]) == 0
-    setting = Setting(fp8fn.BLOCKWISE, torch.bfloat16, Target("cuda", 90, 32, 132), H200)
+    setting = LayerSetting(fp8fn.BLOCKWISE, torch.bfloat16, Target("cuda", 90, 32, 132), H200)
     kernels = kernels_of(((8192, 6144, 4096), (64, 512, 16384)), setting)
     assert sum(cubins(cache).values()) == len(kernels)
     assert f"{len(kernels)} kernels, {len(kernels) - 8} compiled now, 8 there before" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Pa
     target = Target("cuda", 90, 32, 132)
     fast = replace(fp8fn.TENSORWISE, accumulate="fast")
     kernels, promoted = (
-        kernels_of(((8192, 6144, 4096),), Setting(recipe, torch.bfloat16, target, H200))
+        kernels_of(((8192, 6144, 4096),), LayerSetting(recipe, torch.bfloat16, target, H200))
         for recipe in (fast, fp8fn.TENSORWISE)
     )
     (launch,) = scaled_mm.SCALED_MM_FAST.plan(
@@ -105,7 +105,7 @@ def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Pa
 def test_aot_compiles_what_a_batch_invariant_recipe_runs(cache: Path) -> None:
     """Few rows share K with no other block, but for wgrad, whose rows are columns of the weight."""
     target, invariant = Target("cuda", 90, 32, 132), replace(fp8fn.BLOCKWISE, batch_invariant=True)
-    kernels = kernels_of(((64, 1536, 24576),), Setting(invariant, torch.bfloat16, target, H200))
+    kernels = kernels_of(((64, 1536, 24576),), LayerSetting(invariant, torch.bfloat16, target, H200))
     for problem, batch_invariant in zip(
         linear_problems(64, 1536, 24576, invariant).values(), (True, True, False), strict=True
     ):
