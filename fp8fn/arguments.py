@@ -165,6 +165,16 @@ def optional_offsets(op: str, name: str, value: object) -> None:
     check_ends(op, value)
 
 
+def optional_counts(op: str, name: str, value: object) -> None:
+    """The number of rows of each expert, or None."""
+    if value is None:
+        return
+    if isinstance(value, (list, tuple)):
+        remedy = f"use torch.tensor({name}, dtype=torch.int32), on the device of the rows"
+        raise TypeError(f"{op}: {name}={_short(value)} is a {type(value).__name__}; {remedy}")
+    _strided(op, name, value, "a tensor of torch.int32")
+
+
 def quantized(op: str, name: str, value: object) -> None:
     """A `ScaledTensor`."""
     if isinstance(value, ScaledTensor):

@@ -22,6 +22,7 @@ Operand: TypeAlias = "Tensor | ScaledTensor | GroupedScaledTensor"
     a=arguments.grouped_operand,
     b=arguments.grouped_operand,
     offsets=arguments.optional_offsets,
+    counts=arguments.optional_counts,
     bias=arguments.bias,
     out_dtype=arguments.out_dtype,
 )
@@ -30,6 +31,7 @@ def grouped_gemm(
     b: Operand,
     offsets: Tensor | None = None,
     *,
+    counts: Tensor | None = None,
     recipe: Recipe | str = BLOCKWISE,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -37,34 +39,39 @@ def grouped_gemm(
     """Multiplies each group of tokens by its matrix in FP8, by the conventions of `torch._grouped_mm`.
 
     Two tensors are quantized by `recipe`, within groups; their product is differentiable. Quantized operands have no
-    derivative. A tensor beside a `ScaledTensor` `b` stays as it is, and has one. Float32 sums are rounded once.
+    derivative. A tensor beside a `ScaledTensor` stays as it is, and has one. Float32 sums are rounded once.
 
     Args:
         a: Tensor, `ScaledTensor` in blocks `(1, 128)`, `(1, -1)` or `(1, 32)`, or `GroupedScaledTensor` of axis 1.
         b: Tensor, `ScaledTensor`, or `GroupedScaledTensor` of axis 0.
-        offsets: int32, ascending: the end of each group; groups may be empty. A GPU does not check them, and leaves
-            rows unwritten where they descend. None for a batch and for `GroupedScaledTensor`s.
+        offsets: int32, ascending: the end of each group. A GPU does not check them, and leaves rows unwritten where
+            they descend. None for batches and `GroupedScaledTensor`s.
+        counts: int32, in place of `offsets`: how many first rows of each matrix of a batch are multiplied, clamped to
+            0 and M.
         recipe: `Recipe` or name of a preset, with blocks `(1, 128)`, `(1, -1)` or `(1, 32)` of activations and
-            gradients; read for two tensors only.
-        bias: Tensor with one row for each group.
-        out_dtype: Type of the result; by default that of the tensor `a`, autocast's, or bfloat16.
+            gradients; for two tensors only.
+        bias: One row a group.
+        out_dtype: Type of the result; by default that of `a`, autocast's, or bfloat16.
 
     Shape:
         `a (M, K)`, `b (E, K, N)`, `offsets (E)`, `bias (E, N)` → `(M, N)`, zeros past the last offset. `a (M, K)`, `b
-        (K, N)` → `(E, M, N)`: groups of K. `a (E, M, K)`, `b (E, K, N)` → `(E, M, N)`: a batch.
+        (K, N)` → `(E, M, N)`: groups of K. `a (E, M, K)`, `b (E, K, N)` → `(E, M, N)`: a batch; zeros past each of
+        `counts (E)`.
 
     Returns:
-        The products, a tensor of `out_dtype`.
+        The products.
 
     Raises:
-        TypeError: An operand, its dtype or `out_dtype` does not fit.
-        ValueError: A size, a device, a block or a recipe does not fit.
+        TypeError: An operand or a dtype does not fit.
+        ValueError: A size, device, block or recipe does not fit.
 
     Example:
         >>> ends = torch.tensor([100, 256], dtype=torch.int32)
         >>> fp8fn.grouped_gemm(torch.randn(256, 128), torch.randn(2, 128, 192), ends).shape
         torch.Size([256, 192])
     """
+    if counts is not None:
+        return _counted_product(a, b, (offsets, counts), recipe, bias, out_dtype)
     if isinstance(a, GroupedScaledTensor) and isinstance(b, GroupedScaledTensor):
         return _summed_product(a, b, offsets, bias, out_dtype)
     if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
@@ -119,6 +126,30 @@ def expert_mlp(
     """
     out: Tensor = torch.ops.fp8fn.expert_mlp(x, w_gate_up, w_down, offsets, recipe_key(recipe))
     return out
+
+
+def _counted_product(
+    a: Operand,
+    b: Operand,
+    groups: tuple[Tensor | None, Tensor],
+    recipe: Recipe | str,
+    bias: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """`a (E, M, K) @ b (E, K, N)` of each expert's first rows; `groups` are offsets, which must be None, and counts."""
+    offsets, counts = groups
+    out: Tensor
+    if isinstance(a, ScaledTensor) and isinstance(b, ScaledTensor):
+        args = (a.data, a.scale, a.block, b.data, b.scale, b.block, offsets, bias, out_dtype, counts)
+        out = torch.ops.fp8fn.scaled_grouped_mm(*args)
+        return out
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        out = torch.ops.fp8fn.grouped_gemm(a, b, offsets, bias, recipe_key(recipe), out_dtype, counts)
+        return out
+    raise TypeError(
+        f"grouped_gemm: a is a {type(a).__name__} and b a {type(b).__name__}; with counts use two tensors or two "
+        "ScaledTensors, such as fp8fn.quantize(a, (1, 128)) beside fp8fn.quantize(b, (128, 128))"
+    )
 
 
 def _weight_product(

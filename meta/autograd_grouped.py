@@ -12,6 +12,7 @@ from torch import Tensor
 from fp8fn.meta import levels
 from fp8fn.ops import grouped_gemm as grouped
 from fp8fn.ops.gemm import default_out_dtype, quantize_again
+from fp8fn.ops.groups import counted
 from fp8fn.ops.layout import is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.recipe import Recipe, check_grouped, parse_recipe
@@ -24,15 +25,25 @@ def grouped_gemm(
     bias: Tensor | None = None,
     recipe: str = "blockwise",
     out_dtype: torch.dtype | None = None,
+    counts: Tensor | None = None,
 ) -> Tensor:
-    """`fp8fn::grouped_gemm` at one level; without offsets, a batched `fp8fn::gemm`."""
+    """`fp8fn::grouped_gemm` at one level; without offsets and counts, a batched `fp8fn::gemm`."""
     parsed = parse_recipe(recipe)
-    if offsets is not None:
+    if offsets is not None or counts is not None:
         check_grouped("grouped_gemm", parsed)
-    grouped.check_grouped_gemm(a, b, offsets, bias, parsed, out_dtype)
+    grouped.check_grouped_gemm(a, b, offsets, bias, parsed, out_dtype, counts)
     if out_dtype is None:
         out_dtype = default_out_dtype(a)
     out: Tensor
+    if counts is not None:
+        if levels.is_tracked(a, b, bias):
+            out = _padded(a, b, counts, bias, recipe, out_dtype)
+        elif levels.inside_transform():
+            args = (a, b, None, bias, recipe, out_dtype, counts)
+            out = levels.below(torch.ops.fp8fn.grouped_gemm, *args)
+        else:
+            out = levels.below(grouped.masked_forward, a, b, counts, bias, parsed, out_dtype)
+        return out
     if offsets is None:
         out = torch.ops.fp8fn.gemm(a, b, None, recipe, out_dtype if bias is None else torch.float32)
         return out if bias is None else (out + bias.float()[:, None]).to(out_dtype)
@@ -43,6 +54,17 @@ def grouped_gemm(
     else:
         out = levels.below(_forward(b), a, b, offsets, bias, parsed, out_dtype)[0]
     return out
+
+
+def _padded(a: Tensor, b: Tensor, counts: Tensor, bias: Tensor | None, recipe: str, out_dtype: torch.dtype) -> Tensor:
+    """The product of each expert's first rows, `counts` of them, by the batched product, which has derivatives.
+
+    All rows are multiplied, those past a count as zeros: the derivatives are those of the first rows, since zeros add
+    nothing to a sum over rows and change no block's largest magnitude.
+    """
+    inside = counted(counts, a.shape[1])[..., None]
+    out = torch.ops.fp8fn.grouped_gemm(torch.where(inside, a, 0), b, None, bias, recipe, out_dtype)
+    return torch.where(inside, out, 0)
 
 
 def _forward(b: Tensor) -> Callable[..., tuple[Tensor, Quantized | None, Quantized | None]]:

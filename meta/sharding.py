@@ -233,6 +233,13 @@ _GROUPS_OF_ROWS: Final = Rule(
     inputs={"a": "mk", "a_scale": "mk/a_block", "b": "ekn", "b_scale": "ekn/b_block", "bias": "en"},
     outputs=("mn",), reduces="sum", added=("bias",), uncut="me",
 )  # fmt: skip
+# A count is of an expert's first rows: they stay whole, while experts may be cut.
+_COUNTED_ROWS: Final = Rule(
+    inputs={
+        "a": "emk", "a_scale": "emk/a_block", "b": "ekn", "b_scale": "ekn/b_block", "bias": "en", "counts": "e",
+    },
+    outputs=("emn",), reduces="sum", added=("bias",), uncut="m",
+)  # fmt: skip
 _GROUPS_OF_K: Final = Rule(
     inputs={"a": "mk", "a_scale": "mk/a_block", "b": "kn", "b_scale": "kn/b_block", "bias": "_n"},
     outputs=("_mn",), uncut="k",
@@ -240,6 +247,8 @@ _GROUPS_OF_K: Final = Rule(
 
 
 def scaled_grouped_mm(arguments: Mapping[str, Any]) -> Rule:
+    if arguments.get("counts") is not None:
+        return _COUNTED_ROWS
     return _GROUPS_OF_ROWS if len(arguments["b"].shape) == 3 else _GROUPS_OF_K
 
 

@@ -14,22 +14,34 @@ from fp8fn.ops.layout import Block, swap, unguarded
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.quantize import BESIDE_SQUARE, SQUARE
 from fp8fn.ops.recipe import Recipe
-from fp8fn.ops.scaled_grouped_mm import EXPERT_BLOCKS, SUMMED_BLOCKS, _holds, check_group_bias, check_grouping
+from fp8fn.ops.scaled_grouped_mm import (
+    EXPERT_BLOCKS,
+    SUMMED_BLOCKS,
+    _holds,
+    check_group_bias,
+    check_grouping,
+    check_masked,
+)
 from fp8fn.ops.scaled_mm import check_product
 
 GROUPED_GEMM_SCHEMA: Final = (
     'grouped_gemm(Tensor a, Tensor b, Tensor? offsets=None, Tensor? bias=None, str recipe="blockwise",'
-    " ScalarType? out_dtype=None) -> Tensor"
+    " ScalarType? out_dtype=None, Tensor? counts=None) -> Tensor"
 )
 
 
 def check_grouped_gemm(
-    a: Tensor, b: Tensor, offsets: Tensor | None, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype | None
-) -> None:
+    a: Tensor, b: Tensor, offsets: Tensor | None, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype | None,
+    counts: Tensor | None = None,
+) -> None:  # fmt: skip
     for name, operand in (("a", a), ("b", b)):
         if operand.dtype not in INPUT_DTYPES:
             raise TypeError(f"grouped_gemm: {name} has dtype {operand.dtype}; use bfloat16, float16 or float32")
-    if offsets is None:
+    if counts is not None:
+        check_masked("grouped_gemm", a, b, offsets, counts)
+        check_group_bias("grouped_gemm", b, b.shape[0], bias)
+        check_recipe("grouped_gemm", recipe)
+    elif offsets is None:
         check_batch("grouped_gemm", a, b, bias)
     else:
         check_grouping("grouped_gemm", a, b, offsets)
@@ -100,6 +112,17 @@ def rows_forward(
         a_row, a_col = quantize(a, *a_args), None
     b_col, b_row = quantize_experts(b, recipe, both=needs.dgrad)
     return product(a_row, b_col, offsets, bias, out_dtype), a_col, b_row
+
+
+@unguarded
+def masked_forward(
+    a: Tensor, b: Tensor, counts: Tensor, bias: Tensor | None, recipe: Recipe, out_dtype: torch.dtype
+) -> Tensor:
+    """`a (E, M, K) @ b (E, K, N) + bias` of each expert's first rows, and zeros. All rows of `a` are quantized."""
+    a_row = quantize(a, recipe.activation_block, recipe.activation_dtype, recipe.scale)
+    b_col, _ = quantize_experts(b, recipe, both=False)
+    out: Tensor = torch.ops.fp8fn.scaled_grouped_mm(*a_row, *b_col, None, bias, out_dtype, counts)
+    return out
 
 
 @unguarded

@@ -51,6 +51,22 @@ def check_offsets(op: str, offsets: Tensor, name: str, tokens: Tensor) -> None:
         raise ValueError(f"{op}: {name} is on {tokens.device} and offsets on {offsets.device}; move them to one device")
 
 
+def check_counts(op: str, counts: Tensor, rows: Tensor) -> None:
+    """The type and shape of the counts of `rows (E, M, K)` that belong to each expert; their values stay on the device.
+
+    Nothing reads them here: the kernels take a negative count as 0, and one past M as M.
+    """
+    if counts.dtype != torch.int32:
+        raise TypeError(f"{op}: counts has dtype {counts.dtype}; use int32, counts.to(torch.int32) for one")
+    if counts.ndim != 1 or counts.shape[0] != rows.shape[0]:
+        raise ValueError(
+            f"{op}: counts has shape {tuple(counts.shape)} and a {tuple(rows.shape)} has {rows.shape[0]} experts; it "
+            f"must be ({rows.shape[0]},), the number of rows of each expert"
+        )
+    if counts.device != rows.device:
+        raise ValueError(f"{op}: a is on {rows.device} and counts on {counts.device}; move them to one device")
+
+
 def check_ends(op: str, offsets: Tensor) -> None:
     """ValueError where the ends descend, or one is negative. On the CPU only: a GPU would have to be waited for."""
     if not offsets.is_cpu or offsets.ndim != 1 or not can_be_read(offsets):
@@ -100,6 +116,11 @@ def most_tokens(spread: int, groups: int, block: int = ROWS) -> int:
     """The largest number of tokens in `groups` groups whose spread extent is `spread`."""
     unit = unit_of(spread, groups, block)
     return spread - unit * groups + unit - 1
+
+
+def counted(counts: Tensor, rows: int) -> Tensor:
+    """`(E, rows)`: which of the `rows` of each expert come before its count."""
+    return torch.arange(rows, device=counts.device) < counts[:, None]
 
 
 def group_of(offsets: Tensor, rows: int) -> Tensor:

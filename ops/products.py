@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
 from fp8fn.ops.cuda.runtime.call_cache import Outputs
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import Chip, Target
+
+# The rows that an expert has room for, by those that it is taken to have where only the device counts them: what a tile
+# is chosen by. It was not measured. DeepGEMM's own shapes have 4 to 205 times the room.
+ROOM_FOR_A_ROW: Final = 16
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -47,14 +51,18 @@ class _Product:
 class ScaledProduct(_Product):
     """`out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)` of quantized operands; a matrix serves a whole batch.
 
-    With `offsets (E,)` the product is one of groups: of rows of `a` beside `b (E, K, N)`, or of parts of K. `constant`:
-    nothing that may still run writes `b`.
+    With `offsets (E,)` the product is one of groups: of rows of `a` beside `b (E, K, N)`, or of parts of K. With
+    `counts (E,)` only the first rows of each `a (E, M, K)` are multiplied. `constant`: nothing that may still run
+    writes `b`.
     """
 
     a: Quantized
     b: Quantized
     bias: Tensor | None = None
     constant: bool = False
+    counts: Tensor | None = None
+    zeros: bool = True
+    """With `counts`: whether the rows past an expert's count become zeros, or may stay unwritten."""
     fast: bool = False
     """Whether sums over K may stay in the tensor core's accumulator, which keeps some 14 bits."""
     chip: Chip | None = None

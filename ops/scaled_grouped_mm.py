@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from fp8fn.ops.groups import (
     LARGE,
     ROWS,
     STEP,
+    check_counts,
     check_ends,
     check_offsets,
     spread_blocks,
@@ -32,7 +33,8 @@ from fp8fn.ops.scaled_mm import Parts, along_k, by_cuda, check_operand, check_pr
 
 SCALED_GROUPED_MM_SCHEMA: Final = (
     "scaled_grouped_mm(Tensor a, Tensor a_scale, int[2] a_block, Tensor b, Tensor b_scale, int[2] b_block,"
-    " Tensor offsets, Tensor? bias=None, ScalarType? out_dtype=None) -> Tensor"
+    " Tensor? offsets=None, Tensor? bias=None, ScalarType? out_dtype=None, Tensor? counts=None, bool zeros=True)"
+    " -> Tensor"
 )
 
 # No scale holds for two rows of tokens, since the border of a group may lie between them, unless it holds for all.
@@ -46,12 +48,34 @@ SUMMED_SQUARE: Final[Block] = (ROWS, ROWS)
 _NAME: Final = "scaled_grouped_mm"
 
 
+class Groups(NamedTuple):
+    """Where the groups of a product lie: they end at the `offsets (E,)`, or each has the first `counts (E,)` rows.
+
+    With `counts`, `zeros` says whether the other rows of the result become zeros, or may stay unwritten.
+    """
+
+    offsets: Tensor | None
+    counts: Tensor | None = None
+    zeros: bool = True
+
+
 def check_scaled_grouped_mm(
-    a_parts: Parts, b_parts: Parts, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+    a_parts: Parts, b_parts: Parts, groups: Groups, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> tuple[Quantized, Quantized]:
     """The operands with known blocks, or the error that says which argument is wrong and what would work."""
     (a, a_scale, a_block), (b, b_scale, b_block) = a_parts, b_parts
-    check_grouping(_NAME, a, b, offsets)
+    offsets, counts, zeros = groups
+    if counts is not None:
+        check_masked(_NAME, a, b, offsets, counts)
+    elif offsets is None:
+        raise ValueError(
+            f"{_NAME}: offsets and counts are both None; give the offsets where groups of rows of a (M, K) end, or the "
+            "counts of rows of each expert in a (E, M, K); fp8fn.gemm multiplies a batch without either"
+        )
+    elif not zeros:
+        raise ValueError(f"{_NAME}: zeros=False needs counts; rows past the last of the offsets always become zeros")
+    else:
+        check_grouping(_NAME, a, b, offsets)
     if b.ndim == 3:
         left = check_operand(f"{_NAME}: a", a, a_scale, a_block)
         right = check_operand(f"{_NAME}: b", b, b_scale, b_block)
@@ -61,6 +85,7 @@ def check_scaled_grouped_mm(
                     f"{_NAME}: {name}_block={block} does not fit groups of rows of a; use one of {allowed}"
                 )
     else:
+        assert offsets is not None
         left = _check_summed("a", a, a_scale, a_block, offsets)
         right = _check_summed("b", b, b_scale, b_block, offsets)
         if left[1] != right[0]:
@@ -71,7 +96,7 @@ def check_scaled_grouped_mm(
         if left == right:
             raise ValueError(f"{_NAME}: a_block and b_block are both {left}; use {(1, ROWS)} or {(ROWS, 1)} for one")
     check_product(_NAME, a, b, None, out_dtype)
-    check_group_bias(_NAME, b, offsets.shape[0], bias)
+    check_group_bias(_NAME, b, b.shape[0] if offsets is None else offsets.shape[0], bias)
     if a_scale.dtype != b_scale.dtype:
         raise ValueError(
             f"{_NAME}: a_scale has dtype {a_scale.dtype} and b_scale {b_scale.dtype}; both must have one format"
@@ -93,6 +118,23 @@ def check_grouping(name: str, a: Tensor, b: Tensor, offsets: Tensor) -> None:
     check_offsets(name, offsets, "a", a)
     if b.ndim == 3:
         check_group_count(name, offsets, "b", b)
+
+
+def check_masked(name: str, a: Tensor, b: Tensor, offsets: Tensor | None, counts: Tensor) -> None:
+    """Checks that `counts` counts rows of `a (E, M, K)` beside `b (E, K, N)`."""
+    if offsets is not None:
+        raise ValueError(
+            f"{name}: offsets and counts are both given; use counts for the first rows of each expert in a (E, M, K), "
+            "or offsets for groups of rows of a (M, K)"
+        )
+    if a.ndim != 3 or b.ndim != 3:
+        raise ValueError(
+            f"{name}: a has shape {tuple(a.shape)} and b {tuple(b.shape)}; with counts both are batches, a (E, M, K) "
+            "and b (E, K, N); give offsets for groups of rows of a (M, K)"
+        )
+    if a.shape[0] != b.shape[0]:
+        raise ValueError(f"{name}: a has {a.shape[0]} experts and b {b.shape[0]}; they must be equal")
+    check_counts(name, counts, a)
 
 
 def check_group_count(op: str, offsets: Tensor, name: str, experts: Tensor) -> None:
@@ -166,59 +208,72 @@ def _holds(condition: bool | torch.SymBool) -> bool:
     return guard_or_false(condition)
 
 
-def empty_grouped_output(a: Tensor, b: Tensor, offsets: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    """Uninitialised `(M, N)`, or `(E, M, N)` of groups along K; row-major."""
-    lead = () if b.ndim == 3 else (offsets.shape[0],)
-    return a.new_empty((*lead, a.shape[0], b.shape[-1]), dtype=out_dtype or torch.bfloat16)
+def empty_grouped_output(a: Tensor, b: Tensor, offsets: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+    """Uninitialised `(M, N)`, or `(E, M, N)` of groups along K, or of a batch `a (E, M, K)`; row-major."""
+    lead = a.shape[:-2] if b.ndim == 3 or offsets is None else offsets.shape
+    return a.new_empty((*lead, a.shape[-2], b.shape[-1]), dtype=out_dtype or torch.bfloat16)
 
 
 def scaled_grouped_mm_reference(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    offsets: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    counts: Tensor | None = None, zeros: bool = True,
 ) -> Tensor:  # fmt: skip
-    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    groups, out_dtype = Groups(offsets, counts, zeros), out_dtype or torch.bfloat16
+    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), groups, bias, out_dtype)
+    if counts is not None:
+        return reference.scaled_masked_mm(left, right, counts, bias, out_dtype)
+    assert offsets is not None
     check_ends(_NAME, offsets)
-    return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype or torch.bfloat16)
+    return reference.scaled_grouped_mm(left, right, offsets, bias, out_dtype)
 
 
 def scaled_grouped_mm_fake(  # noqa: PLR0913  an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    offsets: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    counts: Tensor | None = None, zeros: bool = True,
 ) -> Tensor:  # fmt: skip
-    check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    groups = Groups(offsets, counts, zeros)
+    check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), groups, bias, out_dtype)
     return empty_grouped_output(a, b, offsets, out_dtype)
 
 
 def scaled_grouped_mm_kernel(  # noqa: PLR0913 - an op's signature
     a: Tensor, a_scale: Tensor, a_block: Sequence[int],
     b: Tensor, b_scale: Tensor, b_block: Sequence[int],
-    offsets: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    offsets: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    counts: Tensor | None = None, zeros: bool = True,
 ) -> Tensor:  # fmt: skip
-    tensors = (a, a_scale, b, b_scale, offsets, bias)
-    return SCALED_GROUPED_MM(tensors, (tuple(a_block), tuple(b_block), out_dtype))[0]
+    tensors = (a, a_scale, b, b_scale, offsets, bias, counts)
+    return SCALED_GROUPED_MM(tensors, (tuple(a_block), tuple(b_block), out_dtype, zeros))[0]
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> ScaledProduct:
-    (a, a_scale, b, b_scale, offsets, bias), (a_block, b_block, out_dtype) = tensors, values
-    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), offsets, bias, out_dtype)
+    (a, a_scale, b, b_scale, offsets, bias, counts), (a_block, b_block, out_dtype, zeros) = tensors, values
+    groups = Groups(offsets, counts, zeros)
+    left, right = check_scaled_grouped_mm((a, a_scale, a_block), (b, b_scale, b_block), groups, bias, out_dtype)
     out, target = empty_grouped_output(a, b, offsets, out_dtype), targets.target_of(a.device)
-    return ScaledProduct(a=left, b=right, offsets=offsets, bias=bias, out=out, target=target)
+    return ScaledProduct(
+        a=left, b=right, offsets=offsets, counts=counts, zeros=zeros, bias=bias, out=out, target=target
+    )
 
 
 def _settled(product: ScaledProduct) -> Tensors | None:
-    """Operands with K contiguous on Hopper, contiguous offsets and bias, as every kernel takes them."""
-    (a, a_scale, _), (b, b_scale, _), offsets, bias = product.a, product.b, product.group_ends, product.bias
-    copies = along_k(product)
-    if copies is None and offsets.is_contiguous() and (bias is None or bias.is_contiguous()):
+    """Operands with K contiguous on Hopper, contiguous offsets, counts and bias, as every kernel takes them."""
+    (a, a_scale, _), (b, b_scale, _) = product.a, product.b
+    copies, small = along_k(product), (product.offsets, product.bias, product.counts)
+    if copies is None and all(x is None or x.is_contiguous() for x in small):
         return None
     a, b = copies or (a, b)
-    return a, a_scale, b, b_scale, offsets.contiguous(), None if bias is None else bias.contiguous()
+    return a, a_scale, b, b_scale, *(None if x is None else x.contiguous() for x in small)
 
 
 def _reference(product: ScaledProduct) -> tuple[Tensor]:
     a, b, out_dtype = product.a, product.b, product.out.dtype
+    if product.counts is not None:
+        return (reference.scaled_masked_mm(a, b, product.counts, product.bias, out_dtype),)
     return (reference.scaled_grouped_mm(a, b, product.group_ends, product.bias, out_dtype),)
 
 
@@ -229,8 +284,8 @@ def _plan_triton(product: ScaledProduct, _: None) -> tuple[Launch, ...]:
 
 
 def _named(product: ScaledProduct) -> Named | None:
-    """The verdict of the tables of a GPU; other devices have no tables."""
-    if product.chip is None and product.a.data.device.type != "cuda":
+    """The verdict of the tables of a GPU; other devices have no tables, and no table has products with counts."""
+    if product.counts is not None or (product.chip is None and product.a.data.device.type != "cuda"):
         return None
     from fp8fn.ops.tuning.grouped_mm_table import named
 
@@ -239,7 +294,7 @@ def _named(product: ScaledProduct) -> Named | None:
 
 SCALED_GROUPED_MM: Final = Dispatch(
     op=_NAME,
-    inputs=("a", "a_scale", "b", "b_scale", "offsets", "bias"),
+    inputs=("a", "a_scale", "b", "b_scale", "offsets", "bias", "counts"),
     operands=_operands,
     kernels=(
         Kernel("cuda", by_cuda, configure_cuda, cuda.plan, source="the model"),

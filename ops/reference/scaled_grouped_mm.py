@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8fn.ops.groups import most_tokens, unit_of
+from fp8fn.ops.groups import counted, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE, is_column_major
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.reference.quantize import spread as repeated
@@ -36,6 +36,15 @@ def scaled_grouped_mm(
     with torch.autocast(a.data.device.type, enabled=False):  # which would multiply in 16 bits
         # A copy, for an op's result is no view: forward-mode differentiation fails inside PyTorch on one.
         return _by_k(a, b, offsets, bias).to(out_dtype, copy=True)
+
+
+def scaled_masked_mm(a: Quantized, b: Quantized, counts: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """`a (E, M, K) @ b (E, K, N)` → `(E, M, N)`; rows past an expert's count are zeros, whatever `a` has there."""
+    with torch.autocast(a.data.device.type, enabled=False):  # which would multiply in 16 bits
+        out = _dequantized(*a) @ _dequantized(*b)
+    if bias is not None:
+        out = out + bias.float()[:, None]
+    return torch.where(counted(counts, out.shape[1])[..., None], out, 0.0).to(out_dtype)
 
 
 def grouped_mm_a16w8(x: Tensor, w: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:

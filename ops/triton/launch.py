@@ -47,6 +47,8 @@ class TritonLaunch(Launch):
     def describe(self) -> str:
         """One line: kernel, constexprs that make the tile, grid, options, target."""
         tile = {name: value for name, value in self.constexprs.items() if name in ("BM", "BN", "BK")}
+        if self.constexprs.get("MASKED"):
+            tile["MASKED"] = True
         return self._described(tile, self.grid, self.options)
 
     def run(self) -> CompiledKernel:

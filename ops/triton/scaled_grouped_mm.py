@@ -2,7 +2,8 @@
 
 Nothing of a launch depends on where the groups end. For rows a program finds its group on the device: with tiles of
 `BM` rows group `g` takes the places from `start_g // BM + g` on (ops/groups.py says why that is room enough), and what
-lies past the last group is one group more, of zeros.
+lies past the last group is one group more, of zeros. In a batch whose experts have the first rows of their matrix, as
+many as `counts` says, each tile of the batch has a program, and those without a row multiply nothing.
 
 Where the matrix instruction takes scales (sm100's `tcgen05.mma`, gfx950's MFMA), it takes those of MX, and a K tile
 holds several blocks. Elsewhere a K tile is one block, whose scales multiply its product.
@@ -18,7 +19,7 @@ import triton.language as tl
 from fp8fn.ops.groups import ROWS, most_tokens, unit_of
 from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.mx_mm import is_mx
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import ROOM_FOR_A_ROW, ScaledProduct
 from fp8fn.ops.targets import Target
 from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.launch import TritonLaunch
@@ -34,23 +35,42 @@ from fp8fn.ops.tuning.mx_triton import accepts_scaled, configure_scaled
 
 @triton.jit
 def grouped_rows_mm(
-    a, b, out, a_scale, b_scale, bias, offsets, M, N, K, E, a_m, a_k, b_e, b_k, b_n, out_m,
-    as_m, as_k, bs_e, bs_k, bs_n, bias_e,
+    a, b, out, a_scale, b_scale, bias, offsets, M, N, K, E, a_e, a_m, a_k, b_e, b_k, b_n, out_e, out_m,
+    as_e, as_m, as_k, bs_e, bs_k, bs_n, bias_e,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, B_K: tl.constexpr, B_N: tl.constexpr,
     A_FORMAT: tl.constexpr, B_FORMAT: tl.constexpr,
     EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, WIDE: tl.constexpr, HALVES: tl.constexpr,
+    MASKED: tl.constexpr, ZEROS: tl.constexpr,
 ):  # fmt: skip
     """One `BM x BN` tile of the rows of one group; `GROUPS` is a power of two above `E`.
 
-    `A_FORMAT` and `B_FORMAT` are the types where the matrix instruction takes the scales, else None.
+    `A_FORMAT` and `B_FORMAT` are the types where the matrix instruction takes the scales, else None. `MASKED`: each of
+    `E` matrices of `M` rows has its first ones in the product, and `offsets` are their counts. `ZEROS`: the tiles of
+    the other rows are written.
     """
-    place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
-    group, first = group_at(offsets, place, M, E, BM, GROUPS)
-    start, end = borders(offsets, group, M, E)
-    start_m = start + (place - first) * BM
-    if start_m >= end:
-        return
+    if MASKED:
+        tiles_m = tl.cdiv(M, BM)
+        place, tile_n = grouped_tile(tl.program_id(0), tiles_m * E, tl.cdiv(N, BN), GROUP)
+        group = place // tiles_m
+        start_m = place % tiles_m * BM
+        end = tl.minimum(tl.maximum(tl.load(offsets + group), 0), M)
+        stop = M
+        blocks = tl.where(start_m < end, tl.cdiv(K, BK), 0)
+        a += group.to(tl.int64) * a_e
+        a_scale += group.to(tl.int64) * as_e
+        out += group.to(tl.int64) * out_e
+        if not ZEROS and start_m >= end:
+            return
+    else:
+        place, tile_n = grouped_tile(tl.program_id(0), M // BM + E + 1, tl.cdiv(N, BN), GROUP)
+        group, first = group_at(offsets, place, M, E, BM, GROUPS)
+        start, end = borders(offsets, group, M, E)
+        start_m = start + (place - first) * BM
+        stop = end
+        blocks = tl.where(group < E, tl.cdiv(K, BK), 0)
+        if start_m >= end:
+            return
     expert = tl.minimum(group, E - 1).to(tl.int64)
     offset_k = tl.arange(0, BK)
     if WIDE:
@@ -66,7 +86,7 @@ def grouped_rows_mm(
     B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(tl.where(group < E, tl.cdiv(K, BK), 0)):
+    for k in range(blocks):
         if EVEN_K:
             a_tile = tl.load(a_pointers, mask=offset_m[:, None] < end, other=0.0)
         else:
@@ -106,8 +126,11 @@ def grouped_rows_mm(
         acc = scaled(acc, 1.0, b_value, False, B_VECTOR)
     if bias is not None:
         acc += tl.load(bias + expert * bias_e + offset_n, mask=offset_n < N, other=0.0).to(tl.float32)[None, :]
-    acc = tl.where(group < E, acc, 0.0)  # the scale of a token past the last group may be NaN
-    _store(out, acc, offset_m, tile_n * BN, end, N, out_m, BM, BN, HALVES)
+    if MASKED:
+        acc = tl.where(offset_m[:, None] < end, acc, 0.0)
+    else:
+        acc = tl.where(group < E, acc, 0.0)  # the scale of a token past the last group may be NaN
+    _store(out, acc, offset_m, tile_n * BN, stop, N, out_m, BM, BN, HALVES)
 
 
 @triton.jit
@@ -249,7 +272,8 @@ def _store(out, acc, offset_m, start_n, end, N, out_m, BM: tl.constexpr, BN: tl.
 def plan_scaled_grouped_mm(product: ScaledProduct, config: GemmConfig | None = None) -> tuple[TritonLaunch]:
     """The launch of `out (M, N) = a (M, K) @ b (E, K, N)`, or of `out (E, M, N) = a (M, P) @ b (P, N)`; `E` is not 0.
 
-    `out` is row-major bfloat16, float16 or float32, `bias (E, N)` has contiguous rows, `offsets` is contiguous.
+    With counts it is that of `out (E, M, N) = a (E, M, K) @ b (E, K, N)`. `out` is row-major bfloat16, float16 or
+    float32, `bias (E, N)` has contiguous rows, `offsets` and `counts` are contiguous.
     """
     plan = _plan_rows if product.b.data.dim() == 3 else _plan_k
     return (plan(product, config),)
@@ -257,24 +281,30 @@ def plan_scaled_grouped_mm(product: ScaledProduct, config: GemmConfig | None = N
 
 def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunch:
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
-    bias, offsets, target = product.bias, product.group_ends, product.target
+    bias, target, masked = product.bias, product.target, product.counts is not None
+    offsets = product.group_ends if product.counts is None else product.counts
     a_scale, b_scale = storage(a_scale), storage(b_scale)
-    (m, k), n, groups = a.shape, b.shape[2], offsets.shape[0]
-    formats, rows = formats_of(product), ceil_div(m, groups)
+    (m, k), n, groups = a.shape[-2:], b.shape[2], offsets.shape[0]
+    formats = formats_of(product)
+    rows = ceil_div(m, ROOM_FOR_A_ROW) if masked else ceil_div(m, groups)
     if formats["A_FORMAT"] is not None:
         tile, bk = _scaled_config(product, rows, k)
     else:
         tile = _rows_config(rows, n, k, b.stride(1) == 1, target)
         bk = min((size for size in (a_block[1], b_block[0]) if size != WHOLE), default=128)
     config = config or tile
+    tiles_m = groups * ceil_div(m, config.BM) if masked else m // config.BM + groups + 1
+    matrices = (a[0], out[0], a_scale[0]) if masked else (a, out, a_scale)
     return TritonLaunch(
         kernel=grouped_rows_mm,
-        grid=((m // config.BM + groups + 1) * ceil_div(n, config.BN), 1, 1),
+        grid=(tiles_m * ceil_div(n, config.BN), 1, 1),
         args={
             "a": a, "b": b, "out": out, "a_scale": a_scale, "b_scale": b_scale, "bias": bias, "offsets": offsets,
             "M": m, "N": n, "K": k, "E": groups,
-            "a_m": a.stride(0), "a_k": a.stride(1), "b_e": b.stride(0), "b_k": b.stride(1), "b_n": b.stride(2),
-            "out_m": out.stride(0), "as_m": a_scale.stride(0), "as_k": a_scale.stride(1),
+            "a_e": a.stride(0) if masked else 0, "a_m": a.stride(-2), "a_k": a.stride(-1),
+            "b_e": b.stride(0), "b_k": b.stride(1), "b_n": b.stride(2),
+            "out_e": out.stride(0) if masked else 0, "out_m": out.stride(-2),
+            "as_e": a_scale.stride(0) if masked else 0, "as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1),
             "bs_e": b_scale.stride(0), "bs_k": b_scale.stride(1), "bs_n": b_scale.stride(2),
             "bias_e": 0 if bias is None else bias.stride(0),
         },
@@ -282,10 +312,12 @@ def _plan_rows(product: ScaledProduct, config: GemmConfig | None) -> TritonLaunc
             "BM": config.BM, "BN": config.BN, "BK": bk, "GROUP": config.GROUP, "GROUPS": places_of(groups),
             "A_M": a_block[0], "A_K": a_block[1], "B_K": b_block[0], "B_N": b_block[1], **formats,
             "EVEN_N": n % config.BN == 0, "EVEN_K": k % bk == 0,
-            "WIDE": is_wide(a, b[0], out, a_scale, b_scale[0]), "HALVES": config.HALVES,
+            "WIDE": is_wide(*matrices, b[0], b_scale[0]), "HALVES": config.HALVES,
+            "MASKED": masked, "ZEROS": product.zeros,
         },
         options={"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)},
         target=target,
+        binds={"offsets": "counts"} if masked else {},
     )  # fmt: skip
 
 

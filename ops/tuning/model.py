@@ -21,7 +21,7 @@ from math import ceil, hypot
 from typing import Final
 
 from fp8fn.ops.cuda.gemm.scaled_mm import BK, ScaledMmConfig
-from fp8fn.ops.products import ScaledProduct
+from fp8fn.ops.products import ROOM_FOR_A_ROW, ScaledProduct
 from fp8fn.ops.tuning.problem import Problem, problem_of
 
 X: Final = ScaledMmConfig(MATH=3, DEPTH=1)
@@ -245,6 +245,9 @@ def ranked(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
 def modelled(product: ScaledProduct) -> ScaledMmConfig:
     """The configuration of the least time by the model."""
     problem, cores = problem_of(product), product.target.cores
+    if product.counts is not None:
+        rows = problem.batch * ceil(problem.m / ROOM_FOR_A_ROW)
+        return grouped_config(replace(problem, m=rows), cores, jagged_m=True)
     if product.offsets is not None:
         return grouped_config(problem, cores, jagged_m=product.b.data.dim() == 3)
     return ranked(problem, cores)[0]

@@ -187,6 +187,17 @@ def _grouped(place: Place, target: Target) -> Forms:
         given = ScaledProduct(a=a, b=b, out=out, bias=added, offsets=offsets, target=target)
         operands.expected = partial(kernel_info.grouped_product, given)
         yield Form(f"JAGGED_M {'x'.join(kinds)} {config}", dense.plan(given, config), operands)
+    for kinds, config, zeros in zip(KINDS, (SMALLEST, X) * 2, (True, False) * 2, strict=True):
+        blocks, operands = Problem(1, 1, 1, *kinds).blocks, Operands(place)
+        counts = operands.input("counts", (experts,), torch.int32, values=torch.tensor(sizes, dtype=torch.int32))
+        a = operands.quantized("a", (experts, max(sizes) + rest, k), blocks[0], column_major=False)
+        b = operands.quantized("b", (experts, k, n), blocks[1], column_major=True)
+        added = operands.input("bias", (experts, n), BF16) if zeros else None
+        out = operands.output("out", (experts, max(sizes) + rest, n), BF16)
+        given = ScaledProduct(a=a, b=b, out=out, bias=added, counts=counts, zeros=zeros, target=target)
+        operands.expected = partial(kernel_info.counted_product, given, config.BM)
+        unwritten = "" if zeros else " unwritten"
+        yield Form(f"MASKED{unwritten} {'x'.join(kinds)} {config}", dense.plan(given, config), operands)
     m, n = 200, 136
     summed = {"": (COLUMN, COLUMN), " squares of a": (SQUARE, COLUMN), " squares of b": (COLUMN, SQUARE)}
     for (sizes, rest), (name, blocks), config in product(
@@ -641,7 +652,7 @@ CUDA: Final = (
         "scaled_mm.cu", _scaled_mm, 1e-5, 2.0**-10,
         emulated=(
             f"{'x'.join(FORWARD)} {SMALLEST} ragged", f"{'x'.join(WGRAD)} {X} ragged float32", "JAGGED_M", "JAGGED_K",
-            "BLOCKxBLOCK 64x64",
+            "MASKED VECTOR", "MASKED unwritten", "BLOCKxBLOCK 64x64",
         ),
         nan=("a", "a_scale", "b", "b_scale", "bias"),
     ),

@@ -142,6 +142,16 @@ def _scaled_grouped_mm(place: Place, target: Target) -> Forms:
         given = ScaledProduct(a=a, b=b, bias=bias, offsets=offsets, out=out, target=target)
         operands.expected = partial(kernel_info.grouped_product, given)
         yield Form(f"rows {kind}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
+    room = max(SIZES) + REST
+    for kind, zeros in zip(GROUPED, (True, False, True), strict=True):
+        (a_block, b_block, scale), operands = PAIRS[kind], Operands(place)
+        counts = operands.input("counts", (experts,), torch.int32, values=torch.tensor(SIZES, dtype=torch.int32))
+        a = operands.quantized("a", (experts, room, K), a_block, column_major=False, scale=scale)
+        b = operands.quantized("b", (experts, K, N), b_block, column_major=True, scale=scale)
+        bias, out = operands.input("bias", (experts, N), BF16), operands.output("out", (experts, room, N), FP32)
+        given = ScaledProduct(a=a, b=b, bias=bias, counts=counts, zeros=zeros, out=out, target=target)
+        operands.expected = partial(kernel_info.counted_product, given, config.BM)
+        yield Form(f"counts {kind}", scaled_grouped_mm.plan_scaled_grouped_mm(given, config), operands)
     for block in GROUPED_BLOCKS:
         operands = Operands(place)
         offsets = operands.input("offsets", (experts,), torch.int32, values=offsets_)
@@ -308,7 +318,7 @@ def _parts(q: Quantization, made: Callable[[], tuple[Tensor, ...]]) -> dict[str,
 _NAN: Final = ("a", "a_scale", "b", "b_scale", "bias")
 _FAR: Final = (("a", -2), ("b", -1))
 _SCALED: Final = ("forward", "wgrad", "rowwise", "tensorwise")
-_TOKENS: Final = ("rows", *(f"tokens {block}" for block in GROUPED_BLOCKS))
+_TOKENS: Final = ("rows", *(f"counts {kind}" for kind in GROUPED[:2]), *(f"tokens {block}" for block in GROUPED_BLOCKS))
 
 TRITON: Final = (
     KernelInfo("scaled_mm.py", _scaled_mm, 1e-5, 2.0**-10, emulated=tuple(PAIRS), nan=_NAN, far=_FAR),

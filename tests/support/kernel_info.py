@@ -322,6 +322,19 @@ def grouped_product(given: ScaledProduct) -> dict[str, Expected]:
     return {"out": Expected(value.double(), terms.double().nan_to_num(0.0, 0.0, 0.0))}
 
 
+def counted_product(given: ScaledProduct, tile: int = 1) -> dict[str, Expected]:
+    """`out` of each expert's first rows in float64, and zeros; without `zeros` to the end of their last tile only."""
+    assert given.counts is not None
+    bias = None if given.bias is None else given.bias[:, None]
+    value, magnitude, *_ = product(dequantized(given.a), dequantized(given.b), bias)
+    assert magnitude is not None
+    rows = torch.arange(given.m, device=value.device)[:, None]
+    counts = given.counts.clamp(0, given.m)[:, None, None]
+    value, magnitude = (torch.where(rows < counts, part, 0.0) for part in (value, magnitude))
+    written = None if given.zeros else (rows // tile * tile < counts).expand(value.shape)
+    return {"out": Expected(value, magnitude, written)}
+
+
 def routed_product(given: RoutedProduct) -> dict[str, Expected]:
     """`out` of a routed product; rows that no tile of an expert names keep what they had."""
     a, w, layout = ScaledTensor(*given.a), ScaledTensor(*given.w), tuple(given.routing)

@@ -363,6 +363,40 @@ def scaled_grouped_mm(seed: int = 0, device: torch.device | str = "cpu") -> list
         Sample("mx", (*_operand(x(40, 80), (1, 32), **mx), *_operand(x(4, 80, 48), (32, 1), **mx), many), {}),
         Sample("empty", (*_operand(x(0, 40), row), *_operand(x(3, 40, 16), square), few, x(3, 16)), {}),
         Sample("empty_summed", _summed(x(0, 40), x(0, 16), few), {}),
+        *_masked_scaled_mm(x, seed, device),
+    ]
+
+
+def _masked_scaled_mm(x: _Normal, seed: int, device: torch.device | str) -> list[Sample]:
+    """`scaled_grouped_mm` of the first rows of each expert, with counts below 0 and above the room for rows."""
+    row, square = (1, 128), (128, 128)
+    few, many = _ends(24, 0, 7, device=device), _ends(seed % 7, -1, 41, 50, device=device)
+    return [
+        Sample(
+            "plain_masked",
+            (*_operand(x(3, 24, 256), row), *_operand(x(3, 256, 128), square), None, None, FP32, few),
+            {},
+        ),
+        Sample(
+            "ragged_masked",
+            (*_operand(x(4, 41, 190), row), *_operand(x(4, 190, 65), square), None, x(4, 65), FP32, many),
+            {},
+        ),
+        Sample(
+            "masked_whole",
+            (*_operand(x(3, 24, 96), (1, -1)), *_operand(x(3, 96, 48), (-1, 1)), None, None, None, few),
+            {},
+        ),
+        Sample(
+            "masked_unwritten",
+            (*_operand(x(3, 24, 96), row), *_operand(x(3, 96, 48), (128, 1)), None, None, FP16, few),
+            {"zeros": False},
+        ),
+        Sample(
+            "empty_masked",
+            (*_operand(x(3, 0, 40), row), *_operand(x(3, 40, 16), square), None, x(3, 16), FP32, few),
+            {},
+        ),
     ]
 
 
@@ -384,6 +418,8 @@ def grouped_gemm(seed: int = 0, device: torch.device | str = "cpu") -> list[Samp
         Sample("batched", (x(3, 24, 96), x(3, 96, 40)), {"recipe": "mxfp8"}),
         Sample("empty", (x(0, 64), x(3, 64, 32), few), {}),
         Sample("empty_k", (x(16, 0), x(0, 32), few), {}),
+        Sample("masked", (x(3, 24, 96), x(3, 96, 40), None, None, "blockwise", None, few), {}),
+        Sample("masked_bias", (x(4, 41, 70), x(4, 70, 33), None, x(4, 33), "rowwise", FP32, many), {}),
     ]
 
 

@@ -29,7 +29,7 @@
 //   A_SCALE, B_SCALE  WHOLE, LINE, VECTOR or BLOCK (`scale_kinds.cuh`)
 //   PROMOTE           K tiles a promotion, where no scale changes along K
 //   OUT, BIAS         of the enum Element; OUT_VIA: PAIRS, LINES or BULK
-//   GROUPED           DENSE, JAGGED_M or JAGGED_K (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT
+//   GROUPED           DENSE, JAGGED_M, JAGGED_K or MASKED (`tiles.cuh`); JAGGED_K needs SPREAD_UNIT, MASKED needs ZEROS
 //
 // GROUPED and OUT_VIA are numbers of the preprocessor, as A_SCALE and B_SCALE are.
 #include "hopper.cuh"
@@ -558,12 +558,14 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #endif
 
             // Epilogue: apply the scales that hold for all of K, add the bias, cast, store. Tokens in no group become
-            // zeros: neither scales nor a bias apply to them.
+            // zeros: neither scales nor a bias apply to them. Rows past an expert's count become zeros whatever they
+            // are, since their operands may be NaN.
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
             int buffer = 0;
 #pragma unroll
             for (int slice = 0; slice < SLICES_M; ++slice) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
+                [[maybe_unused]] const bool keeps0 = tile.keeps(row0), keeps1 = tile.keeps(row1);
                 // A bulk store of 64 rows would write into the next group where fewer rows are left of this one.
                 const bool staged =
                     OUT_VIA != PAIRS &&
@@ -623,6 +625,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                             const float bias0 = grouped && n < problem.N ? float(biases[n]) : 0.0f;
                             const float bias1 = grouped && n + 1 < problem.N ? float(biases[n + 1]) : 0.0f;
                             v00 += bias0, v01 += bias1, v10 += bias0, v11 += bias1;
+                        }
+                        if constexpr (GROUPED == MASKED) {
+                            v00 = keeps0 ? v00 : 0.0f, v01 = keeps0 ? v01 : 0.0f;
+                            v10 = keeps1 ? v10 : 0.0f, v11 = keeps1 ? v11 : 0.0f;
                         }
 #if OUT_VIA != PAIRS
                         if (staged) {

@@ -74,7 +74,8 @@ def scale_kind(line: int, along_k: int) -> str:
 
 def accepts(product: ScaledProduct) -> str | None:
     """None where `plan` takes these operands, else the reason why not."""
-    if product.offsets is not None and (reason := _refuses_groups(product, product.offsets)) is not None:
+    places = product.offsets if product.counts is None else product.counts
+    if places is not None and (reason := _refuses_groups(product, places)) is not None:
         return reason
     (a, a_scale, a_block), (b, b_scale, b_block), target = product.a, product.b, product.target
     if (reason := hopper_fault(target)) is not None:
@@ -101,14 +102,15 @@ def accepts(product: ScaledProduct) -> str | None:
     return None
 
 
-def _refuses_groups(product: ScaledProduct, offsets: Tensor) -> str | None:
+def _refuses_groups(product: ScaledProduct, places: Tensor) -> str | None:
+    """Why the kernel takes no groups that lie as `places` says, the product's offsets or counts, or None."""
     a_block, b_block, bias = product.a.block, product.b.block, product.bias
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
     if kinds not in (KINDS if product.b.data.dim() == 3 else SUMMED_KINDS):
         spread = "" if product.b.data.dim() == 3 else ": tokens that are summed over have to be spread"
         return f"blocks {a_block} and {b_block} are no pair of this kernel{spread}"
-    if not offsets.is_contiguous():
-        return f"offsets has stride {offsets.stride(0)}, not 1"
+    if not places.is_contiguous():
+        return f"{'offsets' if product.counts is None else 'counts'} has stride {places.stride(0)}, not 1"
     if bias is not None and not bias.is_contiguous():
         return f"bias has strides {bias.stride()}"
     return None
@@ -118,15 +120,18 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     """The launch of `out (B?, M, N) = a (B?, M, K) @ b (B?, K, N) + bias (N)`, K contiguous in both; see `accepts`.
 
     With `offsets (E,)` the launch walks over the tiles of all groups: `out (M, N) = a (M, K) @ b (E, K, N)[group of the
-    row] + bias (E, N)`, or `out (E, M, N)[g] = a (M, P) @ b (P, N)` over the spread tokens of each group.
+    row] + bias (E, N)`, or `out (E, M, N)[g] = a (M, P) @ b (P, N)` over the spread tokens of each group. With `counts
+    (E,)` it walks over the tiles of the first rows of each matrix of a batch, and then, for `zeros`, over the others.
     """
     (a, a_scale, a_block), (b, b_scale, b_block), out = product.a, product.b, product.out
-    bias, offsets, target = product.bias, product.offsets, product.target
+    bias, offsets, counts, target = product.bias, product.offsets, product.counts, product.target
     (m, k), n = a.shape[-2:], b.shape[-1]
     batches = out.shape[0] if out.dim() == 3 else 1
     grouped = "DENSE"
     if offsets is not None:
         batches, grouped = offsets.shape[0], "JAGGED_M" if b.dim() == 3 else "JAGGED_K"
+    elif counts is not None:
+        grouped = "MASKED"
     # Bulk copies begin at multiples of 16 bytes, and a group's first scale anywhere.
     scales_of_a = config.BM + (4 if grouped == "JAGGED_M" else 0)
     kinds = scale_kind(*a_block), scale_kind(b_block[1], b_block[0])
@@ -150,6 +155,8 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     }  # fmt: skip
     if grouped == "JAGGED_K":
         macros["SPREAD_UNIT"] = unit_of(k, batches)
+    if grouped == "MASKED":
+        macros["ZEROS"] = int(product.zeros)
     a_rows = config.BM // (config.CLUSTER if multicast and not config.SHARE_B else 1)
     b_rows = config.BN // (config.CLUSTER if multicast and config.SHARE_B else 1)
     a_scales: Argument = TensorMap(as_batch(a_scale.mT), (1, 1, scales_of_a)) if kinds[0] == "VECTOR" else a_scale
@@ -178,9 +185,13 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         options["GROUP"] = config.GROUP
     if kinds[0] == "BLOCK":
         args |= {"as_m": a_scale.stride(-2), "as_k": a_scale.stride(-1)}
-    if offsets is not None:
-        args |= {"offsets": offsets, "out_rows": out}
+    binds = {"out_rows": "out"}
+    if grouped != "DENSE":
+        args |= {"offsets": offsets if counts is None else counts, "out_rows": out}
         options["GROUPED"] = grouped
+    if counts is not None:
+        binds["offsets"] = "counts"
+        options["ZEROS"] = int(product.zeros)
     launch = CudaLaunch(
         kernel=CudaKernel(
             "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, TYPES[a.dtype], TYPES[b.dtype]),)
@@ -191,7 +202,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         args=args,
         target=target,
         options=options,
-        binds={"out_rows": "out"},
+        binds=binds,
     )
     return (launch,)
 

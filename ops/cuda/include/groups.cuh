@@ -6,6 +6,7 @@
 #define DENSE 0
 #define JAGGED_M 1
 #define JAGGED_K 2
+#define MASKED 3
 
 // Group `group` has tokens `start` to `stop`. Offsets that decrease, or exceed `tokens`, cause no access out of bounds.
 struct Group {

@@ -2,8 +2,9 @@
 // tokens.
 //
 // Macros: those of scaled_mm.cu. GROUPED is DENSE; JAGGED_M: rows of a and out are tokens, and the tokens of group g
-// are multiplied by matrix g of b; or JAGGED_K: the product sums over the tokens, which are spread, and group g gives
-// matrix g of out. A group begins at a multiple of SPREAD_UNIT rows.
+// are multiplied by matrix g of b; JAGGED_K: the product sums over the tokens, which are spread, and group g gives
+// matrix g of out, where a group begins at a multiple of SPREAD_UNIT rows; or MASKED: a batch, of which only the first
+// rows of each matrix are multiplied, as many as its count says. With ZEROS the other rows of out are written too.
 #pragma once
 #include "hopper.cuh"
 #include "groups.cuh"
@@ -11,7 +12,8 @@
 constexpr int PAIR_M = SHARE_B ? CLUSTER : 1, PAIR_N = SHARE_B ? 1 : CLUSTER;
 static_assert(GROUPED == DENSE || CLUSTER == 1, "neighbours of a cluster may lie in two groups");
 
-// For JAGGED_M and JAGGED_K `batches` is the number of groups; for JAGGED_K, K is the extent of the spread tokens.
+// For JAGGED_M, JAGGED_K and MASKED `batches` is the number of groups; for JAGGED_K, K is the extent of the spread
+// tokens.
 struct Problem {
     int M, N, K, batches;
 
@@ -30,6 +32,12 @@ struct Tile {
 #else
     INLINE int row_stop(const Problem& problem) const { return problem.M; }
     INLINE int layer() const { return batch; }
+#endif
+#if GROUPED == MASKED
+    int count;  // of rows that are multiplied, in the tile's matrix; 0 in a tile of other rows
+    INLINE bool keeps(int row) const { return row < count; }
+#else
+    INLINE bool keeps(int) const { return true; }
 #endif
 #if GROUPED == JAGGED_K
     int shift;  // of the group's first row, from where it would be if all groups filled whole K tiles
@@ -68,11 +76,40 @@ struct Tile {
     }
 };
 
-#if GROUPED == JAGGED_M
+#if GROUPED == MASKED
+// Rows `start` to `stop` of one expert's matrix. Groups are the experts, each with the rows before its count, and then,
+// with ZEROS, the experts again, each with the tiles that hold none of these rows. So the blocks share first the tiles
+// that are multiplied, and then those that are only written. Counts below 0 or above `rows` cause no access out of
+// bounds.
+struct Counted {
+    int group, start, stop;
+
+    INLINE Counted(const int* counts, int rows) : group(0), start(0), stop(within(counts[0], rows)) {}
+
+    // Moves to the next group, of twice as many as there are `experts`.
+    INLINE void advance(const int* counts, int experts, int rows) {
+        ++group;
+        const bool multiplied = group < experts;
+        const int count = within(counts[multiplied ? group : group - experts], rows);
+        start = multiplied ? 0 : min((count + BM - 1) / BM * BM, rows);
+        stop = multiplied ? count : rows;
+    }
+
+    static INLINE int within(int count, int rows) { return min(max(count, 0), rows); }
+};
+#endif
+
+#if GROUPED == JAGGED_M || GROUPED == MASKED
 struct Walk {
     const Problem& problem;
     const int* offsets;
+#if GROUPED == MASKED
+    Counted group;
+    INLINE int last() const { return (ZEROS ? 2 : 1) * problem.batches - 1; }
+#else
     Group group;
+    INLINE int last() const { return problem.batches; }
+#endif
     int before = 0;  // number of tiles of the groups before
 
     INLINE Walk(const Problem& problem, const int* offsets)
@@ -83,7 +120,7 @@ struct Walk {
     // Whether tile `index` exists; `index` may not decrease from call to call.
     INLINE bool reaches(int index) {
         for (int tiles; index >= before + (tiles = tiles_m() * problem.tiles_n());) {
-            if (group.group == problem.batches) return false;
+            if (group.group == last()) return false;
             before += tiles;
             group.advance(offsets, problem.batches, problem.M);
         }
@@ -93,11 +130,17 @@ struct Walk {
     INLINE Tile at(int index) const {
         Tile tile;
         tile.place(index - before, tiles_m(), problem.tiles_n());
+        const bool multiplied = group.group < problem.batches;
         tile.m += group.start;
+#if GROUPED == MASKED
+        tile.count = multiplied ? group.stop : 0;
+        tile.batch = multiplied ? group.group : group.group - problem.batches;
+#else
         tile.stop = group.stop;
         tile.batch = group.group;
+#endif
         tile.k_start = 0;
-        tile.k_stop = group.group < problem.batches ? (problem.K + BK - 1) / BK : 0;
+        tile.k_stop = multiplied ? (problem.K + BK - 1) / BK : 0;
         return tile;
     }
 };
