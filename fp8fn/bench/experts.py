@@ -1,4 +1,7 @@
-"""The tensors of a mixture of experts for benchmarks: tokens in groups, a matrix for each, and float64 samples."""
+"""The tensors of a mixture of experts for benchmarks: tokens in groups, a matrix for each, and float64 samples.
+
+Tokens follow one another (`Experts`), or each expert has room for more than it has (`CountedExperts`).
+"""
 
 from __future__ import annotations
 
@@ -69,3 +72,43 @@ class Experts:
         rows = torch.linspace(0, self.N - 1, min(self.N, 64)).long().to(self.device)
         expected = [self.g[start:stop, rows].double().mT @ self.x[start:stop].double() for start, stop in self.spans()]
         return snr_db(torch.cat(expected), found[:, rows].flatten(0, 1))
+
+
+class CountedExperts:
+    """`out (E, M, N) = x (E, M, K) @ w (E, K, N)` of each expert's first rows, some 0.7 to 1.3 of the mean `C`.
+
+    So DeepGEMM draws its own counts. The shape is `(E, M, C, N, K)`, and w is stored as `(E, N, K)`.
+    """
+
+    def __init__(self, shape: tuple[int, ...], device: torch.device) -> None:
+        self.E, self.M, self.mean, self.N, self.K = shape
+        self.device, drawn = device, random.Random(0)
+        self.sizes = [min(int(self.mean * drawn.uniform(0.7, 1.3)), self.M) for _ in range(self.E)]
+        self.counts = torch.tensor(self.sizes).to(device, torch.int32)
+
+    @property
+    def operations(self) -> float:
+        """Operations of one product."""
+        return 2.0 * sum(self.sizes) * self.N * self.K
+
+    @cached_property
+    def x(self) -> Tensor:
+        return normal(self.E * self.M, self.K, self.device, 0).view(self.E, self.M, self.K)
+
+    @cached_property
+    def w(self) -> Tensor:
+        return normal(self.E * self.N, self.K, self.device, 1).view(self.E, self.N, self.K).mT
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The first rows of each expert, one expert after the other."""
+        return torch.cat([x[expert, :size] for expert, size in enumerate(self.sizes)])
+
+    def out_snr_db(self, found: Tensor) -> float:
+        """SNR of out, `(E, M, N)` or its first rows alone, against float64, over rows spread over each expert's."""
+        each, expected, rows = max(1, _SAMPLES // self.E), [], []
+        found = self.rows(found) if found.ndim == 3 else found
+        for expert, (start, stop) in enumerate(pairwise(accumulate(self.sizes, initial=0))):
+            picked = torch.linspace(0, stop - start - 1, min(each, stop - start)).long().to(self.device)
+            rows.append(start + picked)
+            expected.append(self.x[expert, picked].double() @ self.w[expert].double())
+        return snr_db(torch.cat(expected), found[torch.cat(rows)])

@@ -4,6 +4,7 @@ Suites:
 - "forward": tokens `(M, K)` by experts `(E, K, N)`, on quantized operands.
 - "few": the same of 16-bit tokens by FP8 experts, few for each expert, as in decoding.
 - "deepgemm", "deepgemm-wgrad": the first and the next at DeepGEMM's own shapes.
+- "deepgemm-masked": quantized operands of experts with room for M rows, of which the device counts C in the mean.
 - "wgrad": the gradient `(E, N, K)` of the experts, each summed over the expert's tokens.
 - "mlp": forward and backward of `expert_mlp`, quantization included; N is the intermediate size, K the hidden size.
 - "layer": one layer of experts: the product, then forward and backward with quantization, beside a loop over experts.
@@ -27,11 +28,11 @@ from torch import Tensor
 import fp8fn
 from fp8fn.bench import command, peers, tables
 from fp8fn.bench.command import Suite
-from fp8fn.bench.experts import Experts
+from fp8fn.bench.experts import CountedExperts, Experts
 from fp8fn.bench.layer import normal
 from fp8fn.bench.measure import Case
 from fp8fn.bench.quant import SCHEDULE, bytes_moved
-from fp8fn.bench.shapes import DEEPGEMM_GROUPS, DEEPGEMM_WGRAD
+from fp8fn.bench.shapes import DEEPGEMM_GROUPS, DEEPGEMM_MASKED, DEEPGEMM_WGRAD
 from fp8fn.ops.groups import spread_blocks
 from fp8fn.timing import Call
 
@@ -85,6 +86,21 @@ def few_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
         case("fp8fn", "16 bits·128x128", partial(_unquantized, experts)),
         case("fp8fn", "1x128·128x128", partial(_blockwise, experts)),
         case("torch", "bf16", partial(_torch_bf16, experts)),
+    ]
+
+
+def masked_cases(shape: tuple[int, ...], device: torch.device) -> list[Case]:
+    """The cases of one shape `(E, M, C, N, K)`. DeepGEMM leaves the rows past a count unwritten."""
+    experts = CountedExperts(shape, device)
+
+    def case(peer: str, name: str, build: Callable[[], Call]) -> Case:
+        return Case(peer, name, build, lambda out: {"out": experts.out_snr_db(out)}, experts.operations)
+
+    return [
+        case("fp8fn", "1x128·128x128, zeros past the counts", partial(_masked, experts, zeros=True)),
+        case("fp8fn", "1x128·128x128", partial(_masked, experts, zeros=False)),
+        case("deep_gemm", "1x128·128x128", partial(_deep_gemm_masked, experts)),
+        case("torch", "bf16, rows one after the other", partial(_torch_bf16_rows, experts)),
     ]
 
 
@@ -260,6 +276,12 @@ def _blockwise(experts: Experts) -> Call:
     return lambda: fp8fn.grouped_gemm(a, b, experts.offsets)
 
 
+def _masked(experts: CountedExperts, *, zeros: bool) -> Call:
+    a, b = fp8fn.quantize(experts.x, (1, 128)), fp8fn.quantize(experts.w, (128, 128))
+    args = (a.data, a.scale, a.block, b.data, b.scale, b.block, None, None, torch.bfloat16, experts.counts)
+    return partial(torch.ops.fp8fn.scaled_grouped_mm, *args, zeros=zeros)
+
+
 def _unquantized(experts: Experts) -> Call:
     return partial(fp8fn.grouped_gemm, experts.x, fp8fn.quantize(experts.w, (128, 128)), experts.offsets)
 
@@ -267,6 +289,11 @@ def _unquantized(experts: Experts) -> Call:
 def _deep_gemm(experts: Experts) -> Call:
     a, b = fp8fn.quantize(experts.x, (1, 128)), fp8fn.quantize(experts.w, (128, 128))
     return peers.deep_gemm_groups(a, b, experts.sizes)
+
+
+def _deep_gemm_masked(experts: CountedExperts) -> Call:
+    a, b = fp8fn.quantize(experts.x, (1, 128)), fp8fn.quantize(experts.w, (128, 128))
+    return peers.deep_gemm_masked(a, b, experts.counts, experts.mean)
 
 
 def _deep_gemm_wgrad(experts: Experts) -> Call:
@@ -282,6 +309,10 @@ def _torch_rowwise(experts: Experts) -> Call:
 
 def _torch_bf16(experts: Experts) -> Call:
     return partial(torch._grouped_mm, experts.x, experts.w, offs=experts.offsets)
+
+
+def _torch_bf16_rows(experts: CountedExperts) -> Call:
+    return partial(torch._grouped_mm, experts.rows(experts.x), experts.w, offs=experts.counts.cumsum(0).int())
 
 
 def _loop(experts: Experts) -> Call:
@@ -316,6 +347,7 @@ SUITES = {
     "few": Suite(FEW, few_cases, tables.layers, axes="E,M,N,K"),
     "wgrad": Suite(PRODUCTS, wgrad_cases, tables.wgrad, axes="E,M,N,K"),
     "deepgemm": Suite(DEEPGEMM_GROUPS, forward_cases, tables.layers, axes="E,M,N,K"),
+    "deepgemm-masked": Suite(DEEPGEMM_MASKED, masked_cases, tables.layers, axes="E,M,C,N,K"),
     "deepgemm-wgrad": Suite(DEEPGEMM_WGRAD, wgrad_cases, tables.layers, axes="E,M,N,K"),
     "mlp": Suite(MLP, mlp_cases, tables.linear, axes="E,M,N,K"),
     "layer": Suite(LAYERS, layer_cases, tables.layers, axes="E,M,N,K"),

@@ -120,6 +120,23 @@ def deep_gemm_groups(a: ScaledTensor, b: ScaledTensor, sizes: Sequence[int]) -> 
     return call
 
 
+def deep_gemm_masked(a: ScaledTensor, b: ScaledTensor, counts: Tensor, expected: int) -> Call:
+    """DeepGEMM's masked layout: the first rows of each `a (E, M, K)` in (1, 128) by `b (E, K, N)` in (128, 128).
+
+    `expected` is the mean of the counts, which DeepGEMM chooses its tile by. It leaves the other rows unwritten.
+    """
+    module: Any = importlib.import_module("deep_gemm")
+    out = torch.empty(*a.shape[:2], b.shape[2], device=a.device, dtype=torch.bfloat16)
+    left = a.data, module.get_mn_major_tma_aligned_tensor(a.scale)
+    right = b.data.mT, b.scale.mT.contiguous()
+
+    def call() -> Tensor:
+        module.m_grouped_fp8_gemm_nt_masked(left, right, out, counts, expected, disable_ue8m0_cast=True)
+        return out
+
+    return call
+
+
 def deep_gemm_groups_wgrad(a: GroupedScaledTensor, b: GroupedScaledTensor, sizes: Sequence[int]) -> Call:
     """DeepGEMM's groups along K: `aᵀ b` of tokens `a (M, N)` and `b (M, K)` in (128, 1), added to float32 `(E, N, K)`.
 

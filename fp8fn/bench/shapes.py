@@ -39,7 +39,8 @@ LLM84: Final = _llm84()
 
 ANCHORS: Final = ((4096, 4096, 4096), (8192, 6144, 4096), (8192, 28672, 4096), (16384, 8192, 8192), (8192, 8192, 28672))
 
-# DeepGEMM's own list: (M, N, K) of products; (E, M, N, K) of groups, M tokens in all; and those of wgrad by groups.
+# DeepGEMM's own list: (M, N, K) of products; (E, M, N, K) of groups, M tokens in all; those of wgrad by groups; and (E,
+# M, C, N, K) of experts with room for M rows each, of which C are there in the mean.
 DEEPGEMM: Final = tuple(
     (m, n, k)
     for m in (1, 128, 4096)
@@ -50,6 +51,11 @@ DEEPGEMM: Final = tuple(
 DEEPGEMM_GROUPS: Final = tuple(
     (experts, 32768, n, k)
     for experts in (4, 8)
+    for n, k in ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
+)  # fmt: skip
+DEEPGEMM_MASKED: Final = tuple(
+    (experts, 4096, mean, n, k)
+    for experts, mean in ((32, 192), (6, 1024), (32, 20), (6, 20))
     for n, k in ((6144, 7168), (7168, 3072), (4096, 4096), (4096, 2048))
 )  # fmt: skip
 DEEPGEMM_WGRAD: Final = tuple((experts, 32768, n, k) for experts in (4, 8, 16) for n, k in ((4096, 7168), (7168, 2048)))

@@ -22,7 +22,7 @@ from fp8fn import cli
 from fp8fn.bench import decoder, llm84, moe, overhead, peers, plot, quant, record, tables
 from fp8fn.bench.accuracy import SampledProduct, snr_db, worst
 from fp8fn.bench.command import Suite, peer_names, sizes
-from fp8fn.bench.experts import Experts
+from fp8fn.bench.experts import CountedExperts, Experts
 from fp8fn.bench.layer import Layer, normal
 from fp8fn.bench.measure import Case, Row, measure
 from fp8fn.bench.shapes import ANCHORS, DEEPGEMM, LLM84, QUANT, SILU_MUL, SMALL, TRAINING, Shape, shape
@@ -299,6 +299,26 @@ class TestPeers:
         experts.sizes = [1281, 767]
         with pytest.raises(ValueError, match="DeepGEMM takes multiples of 128"):
             moe._deep_gemm(experts)
+
+    def test_deep_gemm_of_counted_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Experts with room for more rows than they have; the mean of the counts is known to the host."""
+        experts = CountedExperts((3, 96, 40, 256, 384), CPU)
+
+        def masked(
+            a: Any, b: Any, out: torch.Tensor, counts: torch.Tensor, expected: int, disable_ue8m0_cast: bool
+        ) -> None:
+            assert b[1].is_contiguous()
+            assert (disable_ue8m0_cast, counts.dtype, expected) == (True, torch.int32, 40)
+            x, w = fp8fn.ScaledTensor(*a, (1, 128)), fp8fn.ScaledTensor(*b, (128, 128))
+            for expert, count in enumerate(counts.tolist()):
+                out[expert, :count] = fp8fn.gemm(x[expert], w[expert].mT)[:count]
+
+        module = ModuleType("deep_gemm")
+        vars(module).update(
+            m_grouped_fp8_gemm_nt_masked=masked, get_mn_major_tma_aligned_tensor=lambda scale: scale
+        )  # fmt: skip
+        monkeypatch.setitem(sys.modules, "deep_gemm", module)
+        assert experts.out_snr_db(moe._deep_gemm_masked(experts)()) > 25
 
     def test_torchao(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """torchao's functions get their own arguments; its quantizers keep the configurations with `num_stages` = 2."""
@@ -591,11 +611,18 @@ def test_suites(module: str) -> None:
 
 
 def test_deepgemms_shapes() -> None:
-    """Its list: 1, 128 and 4096 rows of seven weights; groups of 8192 and 4096 rows; 8192, 4096 and 2048 along K."""
+    """Its list: 1, 128 and 4096 rows of seven weights; groups of 8192 and 4096 rows; 8192, 4096 and 2048 along K.
+
+    Experts with room for 4096 rows have 20, 192 and 1024 in the mean.
+    """
     assert len(DEEPGEMM) == len(set(DEEPGEMM)) == 21
     assert {m for m, _, _ in DEEPGEMM} == {1, 128, 4096}
     assert {m // experts for experts, m, _, _ in moe.SUITES["deepgemm"].shapes} == {8192, 4096}
     assert {m // experts for experts, m, _, _ in moe.SUITES["deepgemm-wgrad"].shapes} == {8192, 4096, 2048}
+    masked = moe.SUITES["deepgemm-masked"].shapes
+    assert {shape[:3] for shape in masked} == {(32, 4096, 192), (6, 4096, 1024), (32, 4096, 20), (6, 4096, 20)}
+    assert len({shape[3:] for shape in masked}) == 4
+    assert all(0.7 * 192 - 1 <= size <= 1.3 * 192 for size in CountedExperts(masked[0], CPU).sizes)
 
 
 def test_the_decoder_layer_of_the_bench() -> None:
