@@ -91,7 +91,10 @@ class Outcome:
 
 def _hip(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome:
     if args.shapes or args.suite or args.model or args.bias or args.fused or args.out:
-        parser.error("--arch gfx950 compiles kernels that serve every shape: give no layers, and none of their options")
+        parser.error(
+            "--arch gfx950 compiles kernels that serve every shape: leave --shapes, --suite and --model out, and "
+            "--bias, --fused and --out"
+        )
     kernels = variants.kernels(_INPUTS[args.dtype])
     what = f"every kernel in HIP for {args.arch}, with outputs in {args.dtype}"
     return _compile(what, kernels, build.compile_kernel, build.cache_path)

@@ -30,8 +30,8 @@ def test_every_kernel_file_has_launches() -> None:
 def test_the_scaled_product_has_each_form() -> None:
     macros = [dict(launch.kernel.macros) for _, launch in launches("meta", SM90) if launch.name == "scaled_mm"]
     for name, values in {
-        "OUT_VIA": {"BULK", "PAIRS", "LINES"}, "GROUPED": {"DENSE", "JAGGED_M", "JAGGED_K"}, "SPLIT": {1, 2, 4},
-        "CLUSTER": {1, 2}, "SHARE_B": {0, 1}, "B_ONCE": {0, 1},
+        "OUT_VIA": {"BULK", "PAIRS", "LINES"}, "GROUPED": {"DENSE", "JAGGED_M", "JAGGED_K", "MASKED"},
+        "SPLIT": {1, 2, 4}, "CLUSTER": {1, 2}, "SHARE_B": {0, 1}, "B_ONCE": {0, 1},
         "OUT": {"Element::BF16", "Element::FP16", "Element::FP32"},
     }.items():  # fmt: skip
         assert {of[name] for of in macros} == values, name

@@ -140,7 +140,7 @@ def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
         (("--shapes", "128,128,128", "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
         (("--shapes", "128,128,128", "--arch", "sm80"), "invalid choice: 'sm80'"),
         (("--shapes", "128,128,128", "--out", "no/such/folder"), "it must be a folder that exists"),
-        (("--arch", "gfx950", "--fused"), "give no layers, and none of their options"),
+        (("--arch", "gfx950", "--fused"), "and --bias, --fused and --out"),
     ],
 )
 def test_wrong_use_of_aot_exits_2(
