@@ -108,7 +108,7 @@ class ColdStart:
         return found
 
     def run(self, way: str, cache: Path, *, count: bool = False) -> list[Any]:
-        """What a new process prints."""
+        """The text that a new process prints."""
         script = _HEAD + (_ON_A_GPU if self.device == "cuda" else _ON_A_CPU) + _TAIL
         command = [sys.executable, "-c", script, json.dumps([self.shape, self.recipe, count])]
         return list(json.loads(_output(command, self.environment(way, cache))))
@@ -143,7 +143,7 @@ def measure(setting: ColdStart, rounds: int) -> dict[str, dict[str, Any]]:
 
 
 def faults(results: Mapping[str, Any]) -> list[str]:
-    """What is wrong with the figures."""
+    """The faults of the figures."""
     found = []
     for way, row in results["ways"].items():
         if way == EMPTY or "unavailable" in row:

@@ -32,7 +32,7 @@ RECIPES: Final = tuple(preset for preset in PRESETS.values() if preset != MXFP8)
 
 @dataclass(frozen=True)
 class Written:
-    """What a package holds: the count of kernels by entry, and their bytes."""
+    """The contents of a package: the count of kernels by entry, and their bytes."""
 
     package: Package
     kernels: Counter[str]

@@ -131,7 +131,7 @@ def default(problem: GroupsProblem) -> str:
 def key_of(product: ScaledProduct) -> Key | None:
     """The tokens up to the next power of two: their number changes from step to step.
 
-    Of tokens that are summed over, the extent of their spread layout tells whole units.
+    The extent of the spread layout tells the tokens in whole units, where they are summed over.
     """
     of_rows, groups = product.b.data.ndim == 3, product.group_ends.shape[0]
     blocks = Layout(of_rows, product.a.block, product.b.block)

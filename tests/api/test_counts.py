@@ -84,7 +84,7 @@ def test_values(recipe: Recipe, counts: tuple[int, ...], room: int, device: torc
 @each_count
 @EACH_RECIPE
 def test_gradients(recipe: Recipe, counts: tuple[int, ...], room: int, device: torch.device) -> None:
-    """Of the first rows; zeros and no NaN past them, whatever the operands and the gradient have there."""
+    """Gradients of the first rows; zeros and no NaN past them, whatever the operands and the gradient have there."""
     of = int32(counts, device)
     a, b = operands(of, room, 150, 70)
     bias, out_grad = torch.randn(len(counts), 70, device=device), normal(len(counts), room, 70, device=device)

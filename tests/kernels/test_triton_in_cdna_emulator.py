@@ -534,7 +534,7 @@ def drawn(candidates: Iterable[Any], count: int) -> list[Any]:
 
 
 def tiles(layout: str, target: Target) -> list[Any]:
-    """Those of `scaled_mm` that run, also where the model of the chip takes them for slow."""
+    """The candidates of `scaled_mm` that run, also where the model of the chip takes them for slow."""
     found = space(TileProblem(layout, 4096, 4096, 4096, target))
     runs = (each for each in found if each.pruned is None or each.pruned.startswith("modelled"))
     return [each.config for each in runs]

@@ -123,7 +123,7 @@ def test_every_kernel_that_a_layer_of_the_suite_launches_is_there(
 @pytest.mark.parametrize("save", ["exact", "fp8"])
 @pytest.mark.parametrize("recipe", ["blockwise_square", "tensorwise"])
 def test_every_quantizer_of_a_compiled_model_is_there(recipe: str, save: str, cache: Path) -> None:
-    """Of a Llama of 8B's widths: the ops of both graphs, after the fusions, on tensors of the same layouts."""
+    """The ops of both graphs of a Llama of 8B's widths, after the fusions, on tensors of the same layouts."""
     pytest.importorskip("transformers")
     calls = [call for call in compiled_graphs(recipe, save) if call[0] != "scaled_mm"]
     with on_hopper(H200) as launched:

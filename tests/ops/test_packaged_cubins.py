@@ -61,7 +61,7 @@ def changed(folder: Path) -> Iterator[pytest.MonkeyPatch]:
 
 @pytest.fixture
 def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    """What is said at INFO and above, with nothing said before."""
+    """The messages at INFO and above, with nothing said before."""
     code_cache._said.clear()
     with caplog.at_level(logging.INFO, logger="fp8fn"):
         yield caplog
