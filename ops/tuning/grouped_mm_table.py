@@ -17,7 +17,7 @@ from fp8fn.ops.layout import WHOLE, Block, empty_scale, swap
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import Chip, Target, chip_of, hopper_fault, native_e4m3, target_of_chip
-from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, lookup
+from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, verdict
 from fp8fn.ops.tuning.model import config_name, grouped_microseconds, grouped_tiles, modelled
 from fp8fn.ops.tuning.problem import problem_of
 
@@ -89,7 +89,8 @@ def space(problem: GroupsProblem) -> Iterator[tuple[ScaledMmConfig, str | None]]
     if cuda.accepts(product) is not None:
         return
     sizes, of_rows, cores = problem_of(product), LAYOUTS[problem.layout].of_rows, problem.target.cores
-    yield modelled(product), None
+    own = modelled(product)
+    yield own, None
     times = {
         tile: grouped_microseconds(sizes, tile, cores, jagged_m=of_rows)
         for tile in grouped_tiles(sizes, jagged_m=of_rows)
@@ -99,7 +100,8 @@ def space(problem: GroupsProblem) -> Iterator[tuple[ScaledMmConfig, str | None]]
         behind = times[tile] / least
         reason = f"modelled at {behind:.2f}x of the best" if behind > _BEHIND else None
         for band in _BANDS:
-            if (config := replace(tile, GROUP=band)) != modelled(product) and (band == 8 or band * tile.BM < problem.m):
+            config, usual = replace(tile, GROUP=band), band == tile.GROUP
+            if config != own and (usual or band * tile.BM < problem.m):
                 yield config, reason
 
 
@@ -149,9 +151,4 @@ def named(product: ScaledProduct) -> Named | None:
     if hopper_fault(product.target) is not None:
         return None
     chip = product.chip or chip_of(product.a.data.device, product.target)
-    key = None if chip is None else key_of(product)
-    found = None if chip is None or key is None else lookup(FORM, chip, key)
-    if found is None:
-        return None
-    row, name = found
-    return Named(row.kernel, name, lambda _: row.config)
+    return None if chip is None else verdict(FORM, chip, key_of(product))

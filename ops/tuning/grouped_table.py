@@ -15,7 +15,7 @@ from fp8fn.ops.kernel import Named
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Chip, Target, chip_of, hopper_fault, native_e4m3, target_of_chip
-from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, lookup
+from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, verdict
 
 if TYPE_CHECKING:
     from fp8fn.ops.triton.quantize_grouped import GroupedTile
@@ -102,8 +102,4 @@ def named(q: Quantization) -> Named | None:
     chip, key = chip_of(q.x.device, q.target), key_of(q)
     if chip is None or key is None or (hopper_fault(q.target) is None and nvrtc.unavailable() is None):
         return None
-    found = lookup(FORM, chip, key)
-    if found is None:
-        return None
-    row, name = found
-    return Named(row.kernel, name, lambda _: row.config)
+    return verdict(FORM, chip, key)

@@ -16,6 +16,7 @@ from typing import Any, Final
 from filelock import FileLock
 
 from fp8fn.ops.code_cache import replace_whole, warn_once
+from fp8fn.ops.kernel import Named
 from fp8fn.ops.targets import Chip
 from fp8fn.ops.tuning.table import user_path as dense_path
 
@@ -100,6 +101,15 @@ def lookup(form: Form, chip: Chip, key: Key) -> tuple[Row, str] | None:
         if key in table.rows:
             return table.rows[key], table.name
     return None
+
+
+def verdict(form: Form, chip: Chip | None, key: Key | None) -> Named | None:
+    """The kernel that a chip's tables name for a key, or None; `chip` or `key` is None where no table applies."""
+    found = None if chip is None or key is None else lookup(form, chip, key)
+    if found is None:
+        return None
+    row, table = found
+    return Named(row.kernel, table, lambda _: row.config)
 
 
 def tables(form: Form, chip: Chip) -> tuple[Table, ...]:

@@ -14,7 +14,7 @@ from fp8fn.ops.kernel import Named
 from fp8fn.ops.sort_tokens import most_tiles
 from fp8fn.ops.targets import Chip, fp8_dtypes, hopper_fault, target_of_chip
 from fp8fn.ops.tuning import mx_triton
-from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, lookup
+from fp8fn.ops.tuning.measured import Form, Key, candidate_name, check_sizes, verdict
 from fp8fn.ops.tuning.mx import MoeProblem, Problem
 
 # Kernels of `fp8fn.ops.mx_mm` on targets without those in CUDA C++, in its order: name, `accepts`, `configure`.
@@ -106,7 +106,7 @@ def mx_key(problem: Problem) -> Key:
 
 def mx_named(problem: Problem) -> Named | None:
     """The verdict of the tables of the problem's chip; a batch is never measured."""
-    return None if problem.chip is None or problem.batch > 1 else _named(MX_FORM, problem.chip, mx_key(problem))
+    return None if problem.chip is None or problem.batch > 1 else verdict(MX_FORM, problem.chip, mx_key(problem))
 
 
 def _moe_problem(key: Key, chip: Chip) -> MoeProblem:
@@ -149,12 +149,4 @@ def moe_named(problem: MoeProblem) -> Named | None:
     """The verdict of the tables of the problem's chip on a product in MX-FP8."""
     if problem.chip is None or problem.a_block != (1, 32):
         return None
-    return _named(MOE_FORM, problem.chip, moe_key(problem))
-
-
-def _named(form: Form, chip: Chip, key: Key) -> Named | None:
-    found = lookup(form, chip, key)
-    if found is None:
-        return None
-    row, name = found
-    return Named(row.kernel, name, lambda _: row.config)
+    return verdict(MOE_FORM, problem.chip, moe_key(problem))

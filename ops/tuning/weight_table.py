@@ -15,7 +15,7 @@ from fp8fn.ops.formats import short_name
 from fp8fn.ops.kernel import Named
 from fp8fn.ops.products import WeightProduct
 from fp8fn.ops.targets import Chip, chip_of, fp8_dtypes, hopper_fault, target_of_chip
-from fp8fn.ops.tuning.measured import Form, Key, check_sizes, lookup
+from fp8fn.ops.tuning.measured import Form, Key, check_sizes, verdict
 from fp8fn.ops.tuning.weight import WeightProblem, weight_problem
 
 _TYPES: Final[dict[str, torch.dtype]] = {short_name(dtype): dtype for dtype in INPUTS}
@@ -85,8 +85,4 @@ def named(product: WeightProduct, chip: Chip | None = None) -> Named | None:
         return None
     if hopper_fault(product.target) is not None:
         problem = problem._replace(constant=False)  # it has no effect there
-    found = lookup(FORM, chip, key_of(problem))
-    if found is None:
-        return None
-    row, name = found
-    return Named(row.kernel, name, lambda _: row.config)
+    return verdict(FORM, chip, key_of(problem))
