@@ -18,6 +18,7 @@ from torch import Tensor
 import fp8fn
 from fp8fn import arguments
 from fp8fn.ops.layout import BLOCKS
+from support.gpu import nothing_waits
 
 pytestmark = pytest.mark.every_case
 
@@ -385,17 +386,12 @@ def test_ends_that_cannot_be_read() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 def test_ends_on_a_gpu_are_not_waited_for() -> None:
     with torch.cuda.device(0):
         on_gpu = [x.cuda() for x in (A, EXPERTS, DESCENDING)]
         fp8fn.grouped_gemm(*on_gpu[:2], ENDS.cuda())  # compiles the kernels
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             assert fp8fn.grouped_gemm(*on_gpu).shape == (32, 128)
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
 
 
 def test_dequantize_takes_groups() -> None:

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import pickle
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -34,6 +33,7 @@ from fp8fn.ops.quantize_grouped import (
 )
 from fp8fn.ops.targets import GFX942, GFX950, SM89, SM90, Target, native_e4m3
 from fp8fn.ops.triton.launch import TritonLaunch, resources
+from support.gpu import nothing_waits
 from support.operands.groups import ends
 from support.operands.values import random
 from support.quantizers import plan_quantize_grouped, plan_quantize_grouped_dual
@@ -430,14 +430,9 @@ def test_on_the_device(name: str, storage: str, scale: str) -> None:
     there, there_ends = stored(x.cuda(), storage), offsets.cuda()
     for block in GROUPED_BLOCKS:
         dual, columns = (1, block[0]), SQUARES if block == SQUARES else None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             one = torch.ops.fp8fn.quantize_grouped(there, there_ends, block, E4M3, scale)
             both = torch.ops.fp8fn.quantize_grouped_dual(there, there_ends, dual, E4M3, scale, columns)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         expected = (
             *reference.quantize_grouped(x, offsets, block, E4M3, scale),
             *reference.quantize_grouped_dual(x, offsets, dual, E4M3, scale, columns),

@@ -33,7 +33,7 @@ from fp8fn.ops.tuning.problem import problem_of
 from support.accuracy import relative_error
 from support.compilers import assert_no_spills, assert_well_compiled, instructions, needs_nvrtc
 from support.cuda_emulator import emulate, needs_compiler
-from support.gpu import FEW
+from support.gpu import FEW, nothing_waits
 
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 
@@ -321,11 +321,8 @@ def test_nothing_waits_for_the_device(hopper: Target) -> None:
     w = torch.randn(5, 256, 384, device="cuda", dtype=BF16)
     counts = int32([3, 0, 200, 64, 1], "cuda")
     fp8fn.grouped_gemm(x, w, counts=counts)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits():
         fp8fn.grouped_gemm(x, w, counts=counts)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu
