@@ -6,12 +6,16 @@
 //
 // Pipeline. The producer keeps STAGES K tiles in flight by TMA: A and B, swizzled as wgmma reads them, and the scales
 // of the K tile. Where 128 columns of B, or 128 rows of A, have one scale, one more producer warp copies the scales of
-// 32 K tiles at a time. Consumers release a stage when they have read it.
+// 32 K tiles at a time. Consumers release a stage when they have read it. A further producer warp finds the tiles for
+// the consumers: they would divide six times between two tiles, while the tensor core waits.
 //
 // Promotion. A product goes into the temporary `d`, and `scale * d` is added to the accumulators: the tensor core's own
 // accumulator keeps about 14 bits, and scales change from K tile to K tile. With DEPTH 2 there are two temporaries: one
 // is promoted while the other is computed. With DEPTH 0 there is none: where no scale changes along K, all of K may stay
 // in the tensor core's accumulator, and nothing is promoted.
+//
+// Turns. Warpgroups that start their products together also promote together, and the tensor core idles meanwhile. With
+// TURNS they start in order, one after the other, so that one promotes while the others' products run.
 //
 // Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
 // the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
@@ -19,8 +23,8 @@
 // cluster share K: each block owns some rows of the tile, receives the other blocks' sums of these rows, adds them in
 // the order of K and stores them.
 //
-// Shared memory: A (STAGES, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B, and
-// the mbarriers. The AT_... constants are the offsets.
+// Shared memory: A (STAGES, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B,
+// tiles, and the mbarriers. The AT_... constants are the offsets.
 //
 // Macros:
 //   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
@@ -60,9 +64,15 @@ static_assert(A_SCALE != BLOCK || (SLICES_M == 1 && GROUPED != JAGGED_M),
 static_assert(DEPTH < 2 || PRODUCTS == 1, "two temporaries alternate, with one product a K tile");
 static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to a temporary");
 
+// Where turns were measured to be faster (H100). A promotion by scales of rows and of columns lasts too long for them.
+constexpr bool TURNS = SPLIT == 1 && !B_ONCE && !(A_SCALE == VECTOR && B_SCALE == VECTOR) &&
+                       (MATH == 3 || (MATH == 2 && SCALED && DEPTH == 2));
+
 // Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
 constexpr int COLUMN_CHUNKS = BN / COLUMN_CHUNK;
+
+#include "tiles.cuh"
 
 constexpr int A_BYTES = BM * BK;
 constexpr int B_BYTES = BN * BK;
@@ -95,9 +105,11 @@ constexpr int A_SCALE_PITCH = (A_SCALE_BYTES + 127) / 128 * 128;
 constexpr int B_SCALE_PITCH = (B_SCALE_BYTES + 127) / 128 * 128;
 constexpr int OUT_BUFFER = 64 * 128;  // 64 rows of 128 bytes
 constexpr int OUT_BUFFERS = OUT_VIA == PAIRS ? 0 : OUT_CHUNKS;
+// Whether a warpgroup's whole output has buffers: then its bulk stores start together, after one barrier.
+[[maybe_unused]] constexpr bool STORED_AT_ONCE = OUT_VIA == BULK && SLICES_M == 1 && OUT_BUFFERS >= (BN + 63) / 64;
 // Bulk stores that may still be reading when a row's first 64 columns are put into their buffer. With an odd number of
 // buffers the last store of the row before used the same buffer.
-constexpr int PENDING_AT_FIRST = (BN + 63) / 64 % OUT_CHUNKS == 0 ? OUT_BUFFERS - 1 : 0;
+[[maybe_unused]] constexpr int PENDING_AT_FIRST = (BN + 63) / 64 % OUT_CHUNKS == 0 ? OUT_BUFFERS - 1 : 0;
 
 constexpr int AT_B = STAGES * A_BYTES;
 constexpr int AT_OUT = AT_B + STAGES * B_BYTES;
@@ -111,11 +123,16 @@ constexpr int AT_SUMS = AT_OUT + (SPLIT > 1 ? 0 : MATH * OUT_BUFFERS * OUT_BUFFE
 constexpr int AT_A_SCALE = AT_SUMS + SUMS_BYTES;
 constexpr int AT_B_SCALE = AT_A_SCALE + STAGES * A_SCALE_PITCH;
 constexpr int AT_RUN = AT_B_SCALE + STAGES * B_SCALE_PITCH;
-constexpr int AT_FULL = AT_RUN + RUNS * RUN_BYTES;
+// A ring of tiles: a tile of one K tile is multiplied before the next one has gone from warp to warp.
+constexpr int TILES = 4;
+constexpr int AT_TILE = AT_RUN + RUNS * RUN_BYTES;
+constexpr int AT_FULL = AT_TILE + TILES * TILE_BYTES;
 constexpr int AT_EMPTY = AT_FULL + STAGES * 8;
 constexpr int AT_RUN_FULL = AT_EMPTY + STAGES * 8;
 constexpr int AT_RUN_EMPTY = AT_RUN_FULL + RUNS * 8;
-constexpr int AT_ARRIVED = AT_RUN_EMPTY + RUNS * 8;
+constexpr int AT_TILE_FULL = AT_RUN_EMPTY + RUNS * 8;
+constexpr int AT_TILE_EMPTY = AT_TILE_FULL + TILES * 8;
+constexpr int AT_ARRIVED = AT_TILE_EMPTY + TILES * 8;
 
 #if A_SCALE == VECTOR
 using AScale = TensorMap;
@@ -160,7 +177,6 @@ constexpr const int* offsets = nullptr;
 #endif
 
 #include "ring.cuh"
-#include "tiles.cuh"
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP, 1)
     scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
@@ -173,6 +189,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     auto empty = [&](int stage) { return base + AT_EMPTY + stage * 8; };
     [[maybe_unused]] auto full_run = [&](int run) { return base + AT_RUN_FULL + run * 8; };
     [[maybe_unused]] auto empty_run = [&](int run) { return base + AT_RUN_EMPTY + run * 8; };
+    auto full_tile = [&](int place) { return base + AT_TILE_FULL + place * 8; };
+    auto empty_tile = [&](int place) { return base + AT_TILE_EMPTY + place * 8; };
 
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
@@ -190,6 +208,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         for (int run = 0; run < RUNS; ++run) {
             barrier_init(full_run(run), 32 * ((A_SCALE == BLOCK) + (B_SCALE == BLOCK)));
             barrier_init(empty_run(run), MATH * WARPGROUP);
+        }
+        for (int place = 0; place < TILES; ++place) {
+            barrier_init(full_tile(place), 1);
+            barrier_init(empty_tile(place), MATH * WARPGROUP);
         }
         if constexpr (SPLIT > 1) barrier_init(base + AT_ARRIVED, 1);
         barrier_init_fence();
@@ -282,12 +304,26 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #if A_SCALE == BLOCK
         if (warp == 2) copy_runs(RunsOfA{}, a_scale, a_batched * as_batch, as_m, as_k);
 #endif
+        if (warp == 3 && elect()) {
+            RingOf<TILES> places;
+            auto put = [&](const Tile& tile) {
+                barrier_wait(empty_tile(places.stage), places.parity ^ 1);
+                tile.put(base + AT_TILE + places.stage * TILE_BYTES);
+                barrier_arrive(full_tile(places.stage));
+                places.advance();
+            };
+            Walk walk(problem, offsets);
+#pragma unroll 1  // this warpgroup has few registers
+            for (int index = first; walk.reaches(index); index += step) put(walk.at(index));
+            put(Tile::none());
+        }
     } else {
         // Consumer.
         if constexpr (MATH == 2) take_registers<232>();
         if constexpr (MATH == 3) take_registers<160>();
         // The thread's first row of the tile; it also has row + 8, and in each next slice the rows 64 further.
         const int row = warpgroup * ROWS + warp * 16 + lane / 4;
+        const uint64_t of_a = matrix_descriptor(base + warpgroup * ROWS * BK), of_b = matrix_descriptor(base + AT_B);
         Ring ring;
 
         // The scales of one product, held in registers from its start until its promotion.
@@ -299,9 +335,14 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         // The scales of K tile `lane` of a run: of B's column chunks, and of A's rows.
         [[maybe_unused]] float of_lanes[COLUMN_CHUNKS], of_lane_rows;
 
-        Walk walk(problem, offsets);
-        for (int index = first; walk.reaches(index); index += step) {
-            const Tile tile = walk.at(index);
+        // Barriers of the turns: the warpgroup before arrives, and the one whose turn it is waits.
+        auto turn_of = [](int of) { return 1 + MATH + of; };
+        if (TURNS && warpgroup == MATH - 1) named_arrive<2 * WARPGROUP>(turn_of(0));
+        for (RingOf<TILES> places;; places.advance()) {
+            barrier_wait(full_tile(places.stage), places.parity);
+            const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);
+            barrier_arrive(empty_tile(places.stage));
+            if (!tile.exists()) break;
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
             [[maybe_unused]] uint32_t taken = 0;  // K tiles of this output tile
@@ -336,9 +377,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             // Issues one product as a wgmma group. `units` counts the parts of 32 of the K tile that are multiplied.
             auto start = [&](float (&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false,
                              int units = BK / 32) {
-                const uint64_t from_a =
-                    matrix_descriptor(base + stage * A_BYTES + (warpgroup * ROWS + slice_m * 64) * BK);
-                const uint64_t from_b = matrix_descriptor(base + AT_B + stage * B_BYTES + slice_n * WIDTH * BK);
+                const uint64_t from_a = moved(of_a, stage * A_BYTES + slice_m * 64 * BK);
+                const uint64_t from_b = moved(of_b, stage * B_BYTES + slice_n * WIDTH * BK);
+                if constexpr (TURNS) named_sync<2 * WARPGROUP>(turn_of(warpgroup));
                 fence_registers(d);
                 wgmma_fence();
 #pragma unroll
@@ -346,6 +387,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
                 wgmma_commit();
                 fence_registers(d);
+                if constexpr (TURNS) named_arrive<2 * WARPGROUP>(turn_of((warpgroup + 1) % MATH));
             };
             // Releases a stage. `loaded` has bits of what this thread loaded last from the stage (see `once_loaded`).
             // Scales that were loaded before a product started have arrived by the time the product has ended.
@@ -392,20 +434,20 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 
             if constexpr (DEPTH == 0) {
                 // Main loop without temporaries: a K tile's products are added while those of the one before run.
-                for (; k < tile.k_stop; ++k, ring.advance()) {
+                // Counted from 0, by which the compiler knows that no product runs while accumulators become zeros.
+                const int k_tiles = tile.k_stop - k;
+                for (int i = 0; i < k_tiles; ++i, ring.advance()) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
 #pragma unroll
                     for (int p = 0; p < PRODUCTS; ++p) start(acc[p], s, p / SLICES_N, p % SLICES_N, true);
-                    if (k > tile.k_start) {
+                    if (i > 0) {
                         wgmma_wait<PRODUCTS>();
                         release(s == 0 ? STAGES - 1 : s - 1);
                     }
                 }
-                if (tile.k_start < tile.k_stop) {
-                    wgmma_wait<0>();
-                    release(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
-                }
+                wgmma_wait<0>();
+                if (k_tiles > 0) release(ring.stage == 0 ? STAGES - 1 : ring.stage - 1);
 #pragma unroll
                 for (int p = 0; p < PRODUCTS; ++p) fence_registers(acc[p]);
             } else if constexpr (!SCALED && DEPTH == 2) {
@@ -590,13 +632,17 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #endif
                         buffer = buffer + 1 == OUT_BUFFERS ? 0 : buffer + 1;
 #if OUT_VIA == BULK
-                        if (threadIdx.x % WARPGROUP == 0) {
-                            if (column == 0)
-                                tma_store_wait_read<PENDING_AT_FIRST>();
-                            else
-                                tma_store_wait_read<OUT_BUFFERS - 1>();
+                        if (column == 0 || !STORED_AT_ONCE) {
+                            if (threadIdx.x % WARPGROUP == 0) {
+                                if (STORED_AT_ONCE)
+                                    tma_store_wait_read<0>();
+                                else if (column == 0)
+                                    tma_store_wait_read<PENDING_AT_FIRST>();
+                                else
+                                    tma_store_wait_read<OUT_BUFFERS - 1>();
+                            }
+                            warpgroup_sync(1 + warpgroup);
                         }
-                        warpgroup_sync(1 + warpgroup);
 #else
                         __syncwarp();  // a warp reads back only what it has put there itself
 #endif
@@ -652,12 +698,15 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #endif
                     }
 #if OUT_VIA == BULK
-                    if (staged) {
+                    if (staged && (column + 64 >= BN || !STORED_AT_ONCE)) {
                         fence_async();
                         warpgroup_sync(1 + warpgroup);
                         if (threadIdx.x % WARPGROUP == 0) {
-                            tma_store(out, at_buffer, tile.n + column, tile.m + warpgroup * ROWS + slice * 64,
-                                      tile.layer());
+                            constexpr int TOGETHER = STORED_AT_ONCE ? (BN + 63) / 64 : 1;
+#pragma unroll
+                            for (int i = TOGETHER - 1; i >= 0; --i)
+                                tma_store(out, at_buffer - i * OUT_BUFFER, tile.n + column - i * 64,
+                                          tile.m + warpgroup * ROWS + slice * 64, tile.layer());
                             tma_store_commit();
                         }
                     }
@@ -679,6 +728,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #if OUT_VIA == BULK
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();
 #endif
+        if (TURNS && warpgroup == 0) named_sync<2 * WARPGROUP>(turn_of(0));  // for the last one's arrival
     }
     // A block must not end while another block of the cluster may arrive at its mbarriers or write to its stages.
     if constexpr (CLUSTER > 1) cluster_sync();

@@ -23,6 +23,8 @@ BK: Final = 128
 # The scales of 128 x 128 blocks: runs of them in shared memory, and the bytes of one run of one chunk of lines.
 _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
+# The ring of tiles in shared memory, and its mbarriers.
+_TILES_BYTES: Final = 4 * (32 + 16)
 # The pairs of scale kinds, of a and of b, that are tuned; `scale_kind` names them.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 # The pairs with which it sums over tokens of groups.
@@ -231,5 +233,6 @@ def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, sca
     chunks += config.MATH if kinds[0] == "BLOCK" else 0
     if chunks:
         fixed += _RUNS * (_RUN_BYTES * chunks + 16)
+    fixed += _TILES_BYTES
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage

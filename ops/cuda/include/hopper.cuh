@@ -165,6 +165,12 @@ INLINE void store_shared(uint32_t to, uint2 values) {
     asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(values.x), "r"(values.y) : "memory");
 }
 
+INLINE void store_shared(uint32_t to, uint4 values) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(values.x), "r"(values.y), "r"(values.z),
+                 "r"(values.w)
+                 : "memory");
+}
+
 INLINE void store_shared(uint32_t to, float2 values) {
     asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(values.x), "f"(values.y) : "memory");
 }
@@ -330,6 +336,11 @@ INLINE void give_registers() {
 // Adding 2 to the descriptor moves 32 bytes along the rows.
 INLINE uint64_t matrix_descriptor(uint32_t address) {
     return (uint64_t(1) << 62) | (uint64_t(1024 >> 4) << 32) | (uint64_t(1) << 16) | ((address & 0x3FFFF) >> 4);
+}
+
+// The descriptor of an operand `bytes` further, a multiple of 16. Only the lower half changes.
+INLINE uint64_t moved(uint64_t descriptor, int bytes) {
+    return descriptor & 0xFFFFFFFF00000000 | uint32_t(descriptor) + uint32_t(bytes / 16);
 }
 
 INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -22,13 +22,40 @@ struct Problem {
     INLINE int tiles() const { return tiles_m() * tiles_n() * batches; }
 };
 
+// Bytes of a tile in shared memory.
+constexpr int TILE_BYTES = 32;
+
 // An output tile, and the K tiles that a block computes of it.
 struct Tile {
     int m, n, batch, k_start, k_stop;
+
+    // What comes after the last tile.
+    static INLINE Tile none() {
+        Tile tile = {};
+        tile.k_stop = -1;
+        return tile;
+    }
+    INLINE bool exists() const { return k_stop >= 0; }
+
+    // To and from an address in shared memory: all that consumers read. `more` is what only groups of a kind have.
+    INLINE void put(uint32_t to) const {
+        store_shared(to, make_uint4(m, n, batch, k_start));
+        store_shared(to + 16, make_uint2(k_stop, more()));
+    }
+    static INLINE Tile at(uint32_t from) {
+        const uint4 words = load_shared_words(from);
+        Tile tile = {};
+        tile.m = words.x, tile.n = words.y, tile.batch = words.z, tile.k_start = words.w;
+        tile.k_stop = load_shared_word(from + 16);
+        tile.set_more(load_shared_word(from + 20));
+        return tile;
+    }
 #if GROUPED == JAGGED_M
     int stop;  // the row after the group's last
     INLINE int row_stop(const Problem&) const { return stop; }
     INLINE int layer() const { return 0; }
+    INLINE int more() const { return stop; }
+    INLINE void set_more(int value) { stop = value; }
 #else
     INLINE int row_stop(const Problem& problem) const { return problem.M; }
     INLINE int layer() const { return batch; }
@@ -36,12 +63,20 @@ struct Tile {
 #if GROUPED == MASKED
     int count;  // of rows that are multiplied, in the tile's matrix; 0 in a tile of other rows
     INLINE bool keeps(int row) const { return row < count; }
+    INLINE int more() const { return count; }
+    INLINE void set_more(int value) { count = value; }
 #else
     INLINE bool keeps(int) const { return true; }
+#endif
+#if GROUPED == DENSE
+    INLINE int more() const { return 0; }
+    INLINE void set_more(int) {}
 #endif
 #if GROUPED == JAGGED_K
     int shift;  // of the group's first row, from where it would be if all groups filled whole K tiles
     int units;  // parts of 32 rows in a partial last K tile, else 0: after them come zeros or the next group
+    INLINE int more() const { return units; }
+    INLINE void set_more(int value) { units = value; }
     INLINE int row_of(int k) const { return k * BK + shift; }
     INLINE int whole_stop() const { return k_stop - (units > 0); }
 #else
@@ -155,9 +190,7 @@ struct Walk {
 
     INLINE Tile at(int index) const {
         Tile tile;
-        int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
-        // Sizes of bands are computed again for each tile: no register holds them during the main loop.
-        if constexpr (GROUPED == JAGGED_K) asm volatile("" : "+r"(tiles_m), "+r"(tiles_n));
+        const int tiles_m = problem.tiles_m(), tiles_n = problem.tiles_n();
         tile.batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);
         tile.place(index - tile.batch * (tiles_m * tiles_n), tiles_m, tiles_n);
 #if GROUPED == JAGGED_K

@@ -379,7 +379,8 @@ def shared_layout(config: ScaledMmConfig, macros: dict[str, int | str]) -> int:
     if config.SPLIT > 1:  # sums in place of lines, and their barrier
         out = (config.SPLIT - 1) * (config.BM // config.SPLIT) * config.BN * 4 + 16
     padded = sum(-(-size // 128) * 128 for size in (a_scale, b_scale))
-    return stages * ((config.BM + config.BN) * BK + padded + 16) + out + runs
+    tiles = 4 * (32 + 16)
+    return stages * ((config.BM + config.BN) * BK + padded + 16) + out + runs + tiles
 
 
 @every_variant

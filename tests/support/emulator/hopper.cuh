@@ -420,3 +420,4 @@ inline const bool watches_hopper = watch({
 
 // As on Hopper, adding 2 to the descriptor moves 32 bytes along the rows.
 LINKED uint64_t matrix_descriptor(uint32_t address) { return address >> 4; }
+LINKED uint64_t moved(uint64_t descriptor, int bytes) { return descriptor + bytes / 16; }
