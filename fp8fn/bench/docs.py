@@ -131,6 +131,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("moe-weights", tables.quant),
         _committed("deepgemm", tables.layers),
         _committed("deepgemm-groups", tables.layers),
+        _committed("deepgemm-masked", tables.layers),
         _committed("deepgemm-wgrad", tables.layers),
         _committed("decode-summary", decode.summary, "decode"),
         _committed("decode", decode.table),
