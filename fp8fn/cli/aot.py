@@ -1,9 +1,10 @@
 """`python -m fp8fn aot`: compiles a model's kernels into the disk cache ahead of time, with no GPU.
 
-For sm90, each linear layer has three products, in the configurations that the tables and the model choose, and the
-quantizers of its input, weight and gradient, for training and for inference. `--bias` adds the forward with a bias,
-`--fused` the quantizers that compiled models launch, which also compute a norm or an MLP's activation. For gfx950, all
-HIP kernels are compiled: they serve every shape.
+For Hopper, each linear layer has three products, in the configurations that the tables and the model choose, and the
+quantizers of its input, weight and gradient, for training and for inference. The tables are those of this machine's
+GPU, or of the product that `--arch` names (h100, h200 and others), by default the H200. `--bias` adds the forward with
+a bias, `--fused` the quantizers that compiled models launch, which also compute a norm or an MLP's activation. For
+gfx950, all HIP kernels are compiled: they serve every shape.
 
 A process that runs the layer later finds the kernels in FP8FN_CACHE_DIR (default: ~/.cache/fp8fn). The folder may be
 copied to another machine. A process takes kernels only from files of its own user or of root that nobody else may
@@ -110,7 +111,7 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome 
             recipes = cubins.RECIPES if args.recipe is None else (parse_recipe(args.recipe),)
             return cubins.write(args.out, shapes, recipes, dtype)
         recipe = parse_recipe(args.recipe or "blockwise")
-        chip, target = chip_and_target()
+        chip, target = chip_and_target(args.arch)
         kernels = kernels_of(shapes, LayerSetting(recipe, dtype, target, chip, args.bias, args.fused))
     except (ValueError, TypeError, ImportError, AttributeError) as error:
         parser.error(f"{type(error).__name__}: {error}")
@@ -119,8 +120,13 @@ def _cuda(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Outcome 
     return _compile(what, kernels, compile_, partial(nvrtc.cache_path, arch=target.cubin))
 
 
-def chip_and_target() -> tuple[Chip, Target]:
-    """This machine's GPU if it is a Hopper GPU, else the first chip with a shipped table."""
+def chip_and_target(processor: str = "sm90") -> tuple[Chip, Target]:
+    """The Hopper product of that name; for "sm90" this machine's GPU, else the first chip with a shipped table."""
+    named = targets.named_target(processor)
+    if named is not None and processor != "sm90":
+        product, target = named
+        shipped = (chip for chip in SHIPPED if (of := targets.named_target(chip.name)) and of[0] == product)
+        return next(shipped, Chip(processor, target.cores)), target
     if torch.cuda.is_available():
         device = torch.device("cuda")
         target = targets.target_of(device)
@@ -185,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
         "aot",
         __doc__,
         "--shapes 8192,6144,4096",
-        "--suite llm84",
+        "--suite llm84 --arch h100",
         "--suite llm84 --out cubins/fp8fn_cubins",
     )
     which = parser.add_mutually_exclusive_group()
@@ -202,6 +208,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dtype", choices=_INPUTS, default="bfloat16", help="the model's dtype (default: %(default)s)")
     parser.add_argument(
-        "--arch", choices=ARCHITECTURES, default="sm90", help="default: %(default)s; gfx950 takes no shapes"
+        "--arch",
+        type=_processor,
+        default="sm90",
+        metavar="NAME",
+        help="sm90 (the default), a Hopper product such as h100, or gfx950, which takes no shapes",
     )
     return parser
+
+
+def _processor(text: str) -> str:
+    """The name as given for Hopper, and "gfx950" for its products too."""
+    named = targets.named_target(text)
+    if named is None or named[1].name not in ARCHITECTURES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no processor to compile for; choose sm90, a Hopper product such as h100, or gfx950"
+        )
+    return text if named[1].name == "sm90" else named[1].name

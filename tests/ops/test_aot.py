@@ -17,11 +17,11 @@ from fp8fn.ops import scaled_mm
 from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.recipe import parse_recipe
-from fp8fn.ops.targets import Target
+from fp8fn.ops.targets import SM90, Chip, Target
 from fp8fn.ops.tuning.problem import Problem, linear_problems
 from support.compilers import needs_nvrtc
 from support.products import dispatched
-from support.tuning import H200, operands
+from support.tuning import H100, H200, operands
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -82,6 +82,21 @@ def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
     assert cubins(cache) == before
 
 
+def test_a_product_by_name_has_its_own_table() -> None:
+    """An image for H100s is made without one; a product that nobody measured is served by the nearest table."""
+    shape, setting = (4096, 12288, 4096), LayerSetting(fp8fn.BLOCKWISE, torch.bfloat16, SM90, H200)
+    by_name = {}
+    for name, chip in (("H100", H100), ("h200", H200), ("h100 pcie", Chip("h100 pcie", 114))):
+        found, target = aot.chip_and_target(name)
+        assert (found, target) == (chip, replace(SM90, multiprocessors=chip.multiprocessors))
+        by_name[name] = set(kernels_of((shape,), replace(setting, target=target, chip=found)))
+        for problem in linear_problems(*shape, fp8fn.BLOCKWISE).values():
+            launch = dispatched(operands(problem).product(target, chip))
+            assert isinstance(launch, CudaLaunch)
+            assert launch.kernel in by_name[name]
+    assert by_name["H100"] != by_name["h200"]
+
+
 @needs_nvrtc
 def test_aot_compiles_the_forward_without_temporaries_of_a_fast_recipe(cache: Path) -> None:
     """Its gradients are promoted, as those of the same recipe without it."""
@@ -138,7 +153,8 @@ def test_aot_finds_the_layers_of_a_model(fresh_dynamo: None) -> None:
         (("--model", "json:nothing_of_it"), "has no attribute 'nothing_of_it'"),
         (("--model", f"{__name__}:nothing"), "returned int; it must return (model, args)"),
         (("--shapes", "128,128,128", "--recipe", "mxfp8"), "use blockwise, rowwise or tensorwise"),
-        (("--shapes", "128,128,128", "--arch", "sm80"), "invalid choice: 'sm80'"),
+        (("--shapes", "128,128,128", "--arch", "sm80"), "'sm80' is no processor to compile for; choose sm90"),
+        (("--shapes", "128,128,128", "--arch", "b200"), "'b200' is no processor to compile for"),
         (("--shapes", "128,128,128", "--out", "no/such/folder"), "it must be a folder that exists"),
         (("--arch", "gfx950", "--fused"), "and --bias, --fused and --out"),
     ],

@@ -25,6 +25,7 @@ from support.products import empty_operands
 CHIP = Chip("NVIDIA Test", 132)
 
 H200 = Chip("NVIDIA H200", 132)
+H100 = Chip("NVIDIA H100 80GB HBM3", 132)
 
 
 def operands(problem: Problem, device: str = "meta") -> Any:
