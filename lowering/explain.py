@@ -25,6 +25,7 @@ from fp8fn.lowering.missed_weights import Seen
 from fp8fn.lowering.recipe_pass import Decision, decide, step_of
 from fp8fn.lowering.whole_step import StepTimes
 from fp8fn.ops import mx_mm, scaled_mm, targets
+from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, scale_dtype
 from fp8fn.ops.layout import Block, matrix_strides, scale_is_column_major, scale_shape
 from fp8fn.ops.operand import Quantized
@@ -223,7 +224,22 @@ def _made(found: Substitution) -> str | None:
 
 
 def _kernel_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
-    """The name of the product's kernel, from the description of its launch; nothing is run."""
+    """The name of the product's kernel, from the description of its launch; nothing is run.
+
+    For a target, the compilers of that machine count and not those that are installed here.
+    """
+    if target is None:
+        return _planned_name(gemm, recipe, None)
+    with nvrtc.elsewhere():
+        try:
+            return _planned_name(gemm, recipe, target)
+        except ModuleNotFoundError as missing:
+            if missing.name != "triton":
+                raise
+            return "a kernel in Triton, which is not installed here: pip install triton names it"
+
+
+def _planned_name(gemm: Gemm, recipe: Recipe, target: str | None) -> str:
     site = gemm.site
     chip = chip_for(site.device, target)
     on = targets.target_of(site.device)

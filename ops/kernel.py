@@ -260,7 +260,7 @@ class Dispatch:
 
     def _missing(self) -> tuple[tuple[str, str], ...]:
         """The kernels in CUDA C++, each with the reason, where nothing compiles them."""
-        reason = nvrtc.unavailable()
+        reason = nvrtc.refusal()
         return () if reason is None else tuple((k.name, reason) for k in self.kernels if k.backend == "cuda")
 
 

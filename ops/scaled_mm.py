@@ -286,7 +286,7 @@ def _named(product: ScaledProduct) -> Named | None:
     found = None
     if by_cuda(product) is None:
         found = table.named(product)
-        if nvrtc.unavailable() is None or (found is not None and found.kernel != "cuda"):
+        if nvrtc.refusal() is None or (found is not None and found.kernel != "cuda"):
             return found
     from fp8fn.ops.tuning import triton_table
 

@@ -31,6 +31,7 @@ class Group:
 
     summary: str
     commands: Mapping[str, Command | Group]
+    examples: tuple[str, ...] = ()
 
 
 HELP: Final = Path(__file__).with_name("help.json")  # written by `fp8fn.cli.help`
@@ -55,13 +56,13 @@ COMMANDS: Final = Group(
             "what is compiled is kept; run the same command again to resume",
         ),
         "convert": Command(
-            "write a bf16 checkpoint in FP8, in DeepSeek-V3's format",
+            "write a checkpoint in FP8, or in another FP8 format",
             "fp8fn.cli.convert",
             "run the same command again to resume",
         ),
         "isa": Command("what AMD kernels compile to: instructions, registers, modelled cycles", "fp8fn.cli.isa"),
         "bench": Group(
-            "Benchmarks.",
+            "measure kernels and models, beside PyTorch and other libraries",
             {
                 "dense": Command("the forward product, beside its peers", "fp8fn.bench.dense"),
                 "wgrad": Command("the product for a weight's gradient, beside its peers", "fp8fn.bench.wgrad"),
@@ -96,8 +97,10 @@ COMMANDS: Final = Group(
                 "plot": Command("draw a run that one of these commands wrote", "fp8fn.bench.plot"),
                 "docs": Command("make the tables in docs/ from the committed results", "fp8fn.bench.docs"),
             },
+            ("bench train --model tiny --device cpu", "bench dense"),
         ),
     },
+    ("env", "demo", "convert Llama-3.1-8B Llama-3.1-8B-FP8"),
 )
 
 
@@ -157,8 +160,12 @@ def _find(argv: Sequence[str]) -> tuple[Command | Group, list[str], list[str]]:
 
 
 def _parser(group: Group, program: str) -> argparse.ArgumentParser:
+    examples = "".join(f"\n  python -m fp8fn {example}" for example in group.examples)
     parser = argparse.ArgumentParser(
-        prog=program, description=group.summary, epilog=f"{program} COMMAND --help shows the options of a command"
+        prog=program,
+        description=group.summary,
+        epilog=f"{program} COMMAND --help shows the options of a command\n\nExamples:{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     if group is COMMANDS:
         from fp8fn.version import __version__

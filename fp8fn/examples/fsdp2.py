@@ -25,9 +25,8 @@ class Block(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=5)
+    for name, default in (("--width", 256), ("--layers", 2), ("--steps", 5)):
+        parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
@@ -44,7 +43,6 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer.register_step_post_hook(lambda *_: update_scales(model))
     update_scales(model)  # of the initial weights
-
     torch.manual_seed(1 + dist.get_rank())
     x = torch.randn(64, args.width, device=device)
     for step in range(args.steps):

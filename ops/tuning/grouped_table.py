@@ -100,6 +100,6 @@ def key_of(q: Quantization) -> Key | None:
 def named(q: Quantization) -> Named | None:
     """The verdict of the tables of the operands' GPU; on Hopper the kernels in CUDA C++ come first."""
     chip, key = chip_of(q.x.device, q.target), key_of(q)
-    if chip is None or key is None or (hopper_fault(q.target) is None and nvrtc.unavailable() is None):
+    if chip is None or key is None or (hopper_fault(q.target) is None and nvrtc.refusal() is None):
         return None
     return verdict(FORM, chip, key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -106,6 +107,16 @@ def cluster_of_products() -> Tensor:
     return out
 
 
+def walk_of_products() -> Tensor:
+    """One block walks over nine tiles, and its warpgroups take turns."""
+    torch.manual_seed(0)
+    a, b = fp8fn.quantize(torch.randn(384, 128), (1, 128)), fp8fn.quantize(torch.randn(128, 384), (128, 128))
+    out = torch.full((384, 384), 7.0, dtype=BF16)
+    product = scaled_product(a, b, out, replace(SM90, multiprocessors=1))
+    emulate(products.plan(product, products.ScaledMmConfig())[0], backwards=True)
+    return out
+
+
 def rows() -> Tensor:
     torch.manual_seed(0)
     x = torch.randn(64, 512).bfloat16()
@@ -180,6 +191,29 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         "mx_tiles.cu", "    wgmma_wait<0>();\n                } else {", "                } else {",
         mx_one_by_one,
         "a thread ends while its products are in flight",
+    ),
+    "a tile's place that is free too early": (
+        "scaled_mm.cu",
+        "const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);\n"
+        "            barrier_arrive(empty_tile(places.stage));",
+        "barrier_arrive(empty_tile(places.stage));\n"
+        "            const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);",
+        walk_of_products, "all threads wait",
+    ),
+    "a turn that nobody takes": (
+        "scaled_mm.cu", "if (TURNS && warpgroup == 0) named_sync<2 * WARPGROUP>(turn_of(0));", "", walk_of_products,
+        "a block ends before all have arrived at named barrier 3",
+    ),
+    "more named barriers than there are": (
+        "scaled_mm.cu", "return 1 + MATH + of;", "return 15 + of;", walk_of_products, "there is no named barrier 16",
+    ),
+    "a named barrier of two counts": (
+        "scaled_mm.cu", "(TURNS) named_arrive<2 * WARPGROUP>", "(TURNS) named_arrive<WARPGROUP>", walk_of_products,
+        "named barrier 4 is of 256 threads, and of 128",
+    ),
+    "more shared memory than the launch asks for": (
+        "scaled_mm.cu", "AT_TILE = AT_RUN + RUNS * RUN_BYTES;", "AT_TILE = AT_RUN + RUNS * RUN_BYTES + 128;",
+        walk_of_products, "shared memory is written at .*, past the .* bytes of the launch",
     ),
     "a reciprocal without Newton's step": (
         "fp8_block.cuh", "inverse = __fmaf_rn(inverse, __fmaf_rn(-scale, inverse, 1.0f), inverse);", "inverse += 0;",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,29 @@ def test_estimates_for_a_target() -> None:
     assert whole is not None
     assert (whole.products, whole.unknown, whole.backward) == (2, 0, True)
     assert step == f"whole step: {whole.describe()}; the rest of the step is not counted"
+
+
+WITHOUT_COMPILERS = """
+import sys
+sys.modules["triton"] = None  # import triton raises ModuleNotFoundError
+import torch, fp8fn
+from fp8fn.ops.cuda.runtime import nvrtc
+nvrtc.unavailable = lambda: "no NVRTC"
+model = torch.nn.Linear(4096, 4096, dtype=torch.bfloat16, device="meta")
+x = torch.empty(8192, 4096, dtype=torch.bfloat16, device="meta")
+for target in ("H200", "gfx950"):
+    print(fp8fn.explain(model, x, target=target, show=False).rows[0].kernel)
+"""
+
+
+def test_a_target_where_neither_nvrtc_nor_triton_is_installed() -> None:
+    """The compilers of the target's machine decide, not those of this one: CPU builds of torch bring neither."""
+    run = subprocess.run([sys.executable, "-c", WITHOUT_COMPILERS], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    hopper, amd = run.stdout.splitlines()
+    assert hopper.startswith("scaled_mm[")
+    assert " sm90 (cuda by " in hopper
+    assert amd == "a kernel in Triton, which is not installed here: pip install triton names it"
 
 
 def test_the_kernel_of_a_batch_invariant_recipe() -> None:

@@ -35,14 +35,14 @@ struct Parameters {{ {fields} }};
 static void run(void* with) {{ auto& p = *static_cast<Parameters*>(with); {entry}({arguments}); }}
 extern "C" const char* emulate(const Span* spans, int count, const Span* unsettled, int unsettled_count,
                                bool overlapping, bool late, void* with, unsigned x, unsigned y, unsigned z,
-                               int threads, int cluster, bool backwards, unsigned seed) {{
+                               int threads, int cluster, int shared, bool backwards, unsigned seed) {{
     tensors = spans;
     tensor_count = count;
     hidden = unsettled;
     hidden_count = unsettled_count;
     overlaps = overlapping;
     must_settle = late;
-    return launch(run, with, {{x, y, z}}, threads, cluster, backwards, seed);
+    return launch(run, with, {{x, y, z}}, threads, cluster, shared, backwards, seed);
 }}
 """
 
@@ -140,7 +140,7 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
     cluster = int(macros.get("CLUSTER", 1)) * int(macros.get("SPLIT", 1))
     fault = _built(launch.kernel).emulate(
         *_spans(spans + settled), *_spans(hidden), launch.overlaps, launch.overlaps and launch.late,
-        ctypes.byref(parameters), *launch.grid, launch.threads, cluster, backwards, seed,
+        ctypes.byref(parameters), *launch.grid, launch.threads, cluster, launch.shared, backwards, seed,
     )  # fmt: skip
     assert not fault, f"{launch.describe()}: {fault.decode()}"
 

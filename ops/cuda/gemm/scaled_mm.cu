@@ -278,6 +278,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                                               int k_step) {
             using Of = decltype(operand);
             RingOf<RUNS> runs;
+            const uint32_t to_lane = base + AT_RUN + lane * 4;
             Walk walk(problem, offsets);
             for (int index = first; walk.reaches(index); index += step) {
                 const Tile tile = walk.at(index);
@@ -291,8 +292,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                         const int line = begin + i * Of::CHUNK;
                         const bool inside = line < end && k + lane < tile.k_stop;
                         const float* from = matrix + int64_t(line / 128) * line_step + int64_t(k + lane) * k_step;
-                        copy_word(base + AT_RUN + runs.stage * RUN_BYTES + ((Of::FIRST + i) * RUN + lane) * 4,
-                                  inside ? from : scales, inside);
+                        copy_word(to_lane + runs.stage * RUN_BYTES + (Of::FIRST + i) * RUN * 4, inside ? from : scales,
+                                  inside);
                     }
                     barrier_arrive_after_copies(full_run(runs.stage));
                 }

@@ -13,6 +13,9 @@ import hashlib
 import importlib.util
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -134,6 +137,24 @@ def unavailable() -> str | None:
     except OSError as error:
         return str(error)
     return None
+
+
+_elsewhere: ContextVar[bool] = ContextVar("elsewhere", default=False)
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """Within it, kernels are chosen for another machine, so that no kernel is refused because NVRTC is missing here."""
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+def refusal() -> str | None:
+    """Why NVRTC compiles no kernel of those that are chosen now, or None."""
+    return None if _elsewhere.get() else unavailable()
 
 
 def _input(kernel: CudaKernel, arch: str) -> tuple[str, dict[str, str], tuple[str, ...]]:

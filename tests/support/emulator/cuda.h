@@ -153,7 +153,7 @@ struct Thread {
     const uint32_t* round;  // it waits until this is no longer `mine`; null if it does not wait
     uint32_t mine;
     bool begun, done;
-    bool stepped_back;  // it could go on, but lets all others run first
+    uint64_t stepped_back;  // it could go on, but lets all others run first: when it stepped back, counted from 1, or 0
 };
 struct Warp {
     uint64_t slot[32];
@@ -182,9 +182,10 @@ LINKED void wait_for_others() {
 // If threads are `polite`, a thread that others waited for lets all of them run first: they take what it released too
 // early.
 inline bool polite;
+inline uint64_t steps_back;
 LINKED void step_back() {
     if (!polite) return;
-    threads[current].stepped_back = true;
+    threads[current].stepped_back = ++steps_back;
     wait_for_others();
 }
 // Waits until `round` changes.
@@ -426,11 +427,15 @@ LINKED void run_cluster(Order& order, int warp_count, Index first) {
         bool ran = false;
         for (int i = 0; i < warp_count && !ran; ++i) ran = run_warp(order.warp[i], order.backwards, first);
         if (ran && order.seed != 0) order.next(warp_count);
+        // Who stepped back first goes on first. By number, a producer, whose threads come last, would fall behind its
+        // consumers, and would never fill a place that they gave back too early.
+        Thread* longest = nullptr;
         for (int t = 0; t < warp_count * 32 && !ran; ++t) {
-            ran = threads[t].stepped_back;
-            threads[t].stepped_back = false;
+            Thread& thread = threads[t];
+            if (thread.stepped_back && (!longest || thread.stepped_back < longest->stepped_back)) longest = &thread;
         }
-        if (ran || broken) continue;
+        if (longest) longest->stepped_back = 0;
+        if (ran || longest || broken) continue;
         left = false;
         for (int t = 0; t < warp_count * 32; ++t) left |= !threads[t].done;
         if (left && launches_ended == 0)
@@ -443,8 +448,8 @@ LINKED void run_cluster(Order& order, int warp_count, Index first) {
 
 // Runs a launch. A kernel that is right in every order has the barriers that it needs: clusters alternate between
 // orders, and for every fourth cluster asynchronous operations happen early. Returns the first fault, or an empty text.
-LINKED const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, bool backwards,
-                          uint32_t seed) {
+LINKED const char* launch(void (*run)(void*), void* with, Index grid, int count, int cluster, int shared,
+                          bool backwards, uint32_t seed) {
     kernel = run;
     parameters = with;
     gridDim = grid;
@@ -477,7 +482,7 @@ LINKED const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 cluster_arrived = 0;
                 for (Warp& warp : warps) warp.arrived = 0;
                 for (int t = 0; t < all; ++t)
-                    threads[t].begun = threads[t].done = threads[t].stepped_back = false, threads[t].round = nullptr;
+                    threads[t].begun = threads[t].done = false, threads[t].stepped_back = 0, threads[t].round = nullptr;
                 for (int i = 0; i < hook_count; ++i) hooks[i].begin_cluster();
                 if (seed == 0) order.backwards = backwards != (index % 2 == 1);
                 polite = order.backwards;
@@ -488,6 +493,12 @@ LINKED const char* launch(void (*run)(void*), void* with, Index grid, int count,
                 // The launch after this one also takes the launch before for ended.
                 if (overlaps && !waited) FAULT("a launch that overlaps ends without wait_for_launches");
                 for (int i = 0; i < hook_count && !broken; ++i) hooks[i].end_cluster();
+                for (int i = 0; i < cluster; ++i)
+                    for (int at = shared; at < BLOCK_MEMORY && !broken; ++at)
+                        if (memories[i][at] != char(0xff)) {
+                            FAULT("shared memory is written at %d, past the %d bytes of the launch", at, shared);
+                            break;
+                        }
             }
     free(kept_back);
     for (int i = 0; i < cluster; ++i) free(static_memories[i]);

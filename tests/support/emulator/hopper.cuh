@@ -364,14 +364,23 @@ void block_sync() {
     meet(block_arrived[cluster_rank()], block_round[cluster_rank()], COUNT);
 }
 
-inline int named_arrived[MOST_BLOCKS][16];
+inline int named_arrived[MOST_BLOCKS][16], named_count[MOST_BLOCKS][16];
 inline uint32_t named_round[MOST_BLOCKS][16];
+LINKED void check_named(int id, int count) {
+    if (id < 1 || id > 15) return break_off("there is no named barrier %d", id);
+    int& expected = named_count[cluster_rank()][id];
+    if (named_arrived[cluster_rank()][id] > 0 && expected != count)
+        return break_off("named barrier %d is of %d threads, and of %d", id, expected, count);
+    expected = count;
+}
 template <int COUNT>
 void named_arrive(int id) {
+    check_named(id, COUNT);
     arrive(named_arrived[cluster_rank()][id], named_round[cluster_rank()][id], COUNT);
 }
 template <int COUNT>
 void named_sync(int id) {
+    check_named(id, COUNT);
     meet(named_arrived[cluster_rank()][id], named_round[cluster_rank()][id], COUNT);
 }
 template <int COUNT>
@@ -415,6 +424,9 @@ inline const bool watches_hopper = watch({
     },
     [] {
         if (under_way > 0) FAULT("a cluster ends while copies to its shared memory are under way");
+        for (int block = 0; block < block_count; ++block)
+            for (int id = 1; id < 16; ++id)
+                if (named_arrived[block][id] > 0) FAULT("a block ends before all have arrived at named barrier %d", id);
     },
 });
 
