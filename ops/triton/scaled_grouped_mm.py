@@ -56,7 +56,6 @@ def grouped_rows_mm(
         start_m = place % tiles_m * BM
         end = tl.minimum(tl.maximum(tl.load(offsets + group), 0), M)
         stop = M
-        blocks = tl.where(start_m < end, tl.cdiv(K, BK), 0)
         a += group.to(tl.int64) * a_e
         a_scale += group.to(tl.int64) * as_e
         out += group.to(tl.int64) * out_e
@@ -68,7 +67,6 @@ def grouped_rows_mm(
         start, end = borders(offsets, group, M, E)
         start_m = start + (place - first) * BM
         stop = end
-        blocks = tl.where(group < E, tl.cdiv(K, BK), 0)
         if start_m >= end:
             return
     expert = tl.minimum(group, E - 1).to(tl.int64)
@@ -86,7 +84,8 @@ def grouped_rows_mm(
     B_VECTOR: tl.constexpr = B_N != -1 and B_N % BN != 0
 
     acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(blocks):
+    multiplied = start_m < end if MASKED else group < E
+    for k in range(tl.where(multiplied, tl.cdiv(K, BK), 0)):
         if EVEN_K:
             a_tile = tl.load(a_pointers, mask=offset_m[:, None] < end, other=0.0)
         else:
