@@ -111,13 +111,13 @@ def explain(
         chips.extend(chip_for(decision.gemm.site.device, target) for decision in decisions if decision.times)
         return seen.watch(forward)
 
-    with _unchanged(model), _without_cache(model):
+    with _unchanged(model), _without_cache(model, kwargs) as keywords:
         torch._dynamo.reset()
         if "transformers.integrations.finegrained_fp8" in sys.modules:
             from fp8fn.lowering.patterns import transformers_fp8
 
             transformers_fp8.serve()
-        torch.compile(model, backend=record)(*args, **kwargs)
+        torch.compile(model, backend=record)(*args, **keywords)
         outside = seen.outside(model)
         torch._dynamo.reset()
         if measure:
@@ -278,16 +278,21 @@ def _operand(shape: tuple[int, int], block: Block, dtype: torch.dtype, recipe: R
 
 
 @contextmanager
-def _without_cache(model: Callable[..., Any]) -> Iterator[None]:
-    """Runs a transformers model on meta without its cache of keys, whose first tensor Dynamo can't trace there."""
+def _without_cache(model: Callable[..., Any], keywords: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Runs a transformers model on meta without its cache of keys, whose first tensor Dynamo can't trace there.
+
+    The keyword arguments of the call follow; a `use_cache=True` among them would win over the config.
+    """
     configs: list[tuple[Any, Any]] = []
     if isinstance(model, nn.Module) and any(parameter.is_meta for parameter in model.parameters()):
         found = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+        if keywords.get("use_cache") and any(hasattr(config, "use_cache") for config in found.values()):
+            keywords = {**keywords, "use_cache": False}
         configs = [(config, config.use_cache) for config in found.values() if getattr(config, "use_cache", False)]
     try:
         for config, _ in configs:
             config.use_cache = False
-        yield
+        yield keywords
     finally:
         for config, before in configs:
             config.use_cache = before

@@ -157,10 +157,11 @@ def test_a_transformers_model_with_its_cache_on_meta() -> None:
     assert config.use_cache
     with torch.device("meta"):
         model, tokens = transformers.LlamaForCausalLM(config).bfloat16(), torch.zeros(1, 32, dtype=torch.long)
-    explanation = fp8fn.explain(model, tokens, where="*", show=False)
-    assert [row.op for row in explanation.rows] == ["linear"] * 8
-    assert explanation.graphs == 1
-    assert model.config.use_cache
+    for keywords in ({}, {"use_cache": True}):
+        explanation = fp8fn.explain(model, tokens, where="*", show=False, **keywords)
+        assert [row.op for row in explanation.rows] == ["linear"] * 8
+        assert explanation.graphs == 1
+        assert model.config.use_cache
 
 
 def test_a_config_that_can_not_be_written_is_left_alone() -> None:
