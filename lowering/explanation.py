@@ -89,8 +89,11 @@ class Explanation:
         return sum(count or 0.0 for count, taken in counts if taken) / whole
 
     def to_dataframe(self) -> Any:
-        """A pandas DataFrame with a line for each product, alike or not; ModuleNotFoundError without pandas."""
-        pandas: Any = importlib.import_module("pandas")
+        """A pandas DataFrame with a line for each product, alike or not; ImportError without pandas."""
+        try:
+            pandas: Any = importlib.import_module("pandas")
+        except ImportError as missing:
+            raise ImportError("to_dataframe needs pandas: pip install pandas") from missing
         lines = []
         for row in self.rows:
             line = {field.name: getattr(row, field.name) for field in fields(row)}

@@ -115,3 +115,6 @@ def test_a_data_frame_has_a_line_for_each_product(monkeypatch: pytest.MonkeyPatc
     assert {line["estimated_fp8_us"] for line in lines} == {30.0}
     assert {line["measured_bf16_us"] for line in lines} == {None}
     assert [line["operations"] for line in lines] == [row.operations for row in MIXED.rows]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="to_dataframe needs pandas: pip install pandas"):
+        MIXED.to_dataframe()
