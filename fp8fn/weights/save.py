@@ -225,7 +225,11 @@ def _config(folder: Path, model: nn.Module) -> dict[str, Any]:
     own: Any = getattr(model, "config", None)
     if path.exists():
         return read_json(path)
-    content: dict[str, Any] = json.loads(own.to_json_string()) if hasattr(own, "to_json_string") else {}
+    if not hasattr(own, "to_json_string"):
+        return {}
+    content: dict[str, Any] = json.loads(own.to_json_string())
+    if not content.get("architectures"):  # a config made in Python has none, and servers look the model up by it
+        content["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     return content
 
 
