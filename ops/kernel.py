@@ -161,6 +161,11 @@ Tensors: TypeAlias = tuple[Tensor | None, ...]
 Values: TypeAlias = tuple[Hashable, ...]
 
 
+def no_compiler() -> str | None:
+    """Why NVRTC compiles no kernel of those that are chosen now, or None."""
+    return None if nvrtc.CHOOSES_ELSEWHERE.get() else nvrtc.unavailable()
+
+
 @dataclass(frozen=True, eq=False)
 class Dispatch:
     """An op: from its arguments to its results, on a device that has kernels.
@@ -260,7 +265,7 @@ class Dispatch:
 
     def _missing(self) -> tuple[tuple[str, str], ...]:
         """The kernels in CUDA C++, each with the reason, where nothing compiles them."""
-        reason = nvrtc.refusal()
+        reason = no_compiler()
         return () if reason is None else tuple((k.name, reason) for k in self.kernels if k.backend == "cuda")
 
 

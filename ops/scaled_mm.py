@@ -12,9 +12,8 @@ from torch import Tensor
 from fp8fn.ops import reference, targets
 from fp8fn.ops.cuda.gemm import cublaslt
 from fp8fn.ops.cuda.gemm import scaled_mm as cuda
-from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, SCALE_DTYPES
-from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_config, takes_all
+from fp8fn.ops.kernel import Dispatch, Kernel, Named, Tensors, no_compiler, no_config, takes_all
 from fp8fn.ops.launch import Launch
 from fp8fn.ops.layout import WHOLE, Block, known_block, matrix_strides, scale_shape, unknown_block
 from fp8fn.ops.operand import Quantized
@@ -286,7 +285,7 @@ def _named(product: ScaledProduct) -> Named | None:
     found = None
     if by_cuda(product) is None:
         found = table.named(product)
-        if nvrtc.refusal() is None or (found is not None and found.kernel != "cuda"):
+        if no_compiler() is None or (found is not None and found.kernel != "cuda"):
             return found
     from fp8fn.ops.tuning import triton_table
 

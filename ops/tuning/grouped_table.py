@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from fp8fn.ops.cuda.limits import ceil_power_of_two
-from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.groups import ROWS
-from fp8fn.ops.kernel import Named
+from fp8fn.ops.kernel import Named, no_compiler
 from fp8fn.ops.layout import WHOLE, Block
 from fp8fn.ops.quantization import Quantization
 from fp8fn.ops.targets import Chip, Target, chip_of, hopper_fault, native_e4m3, target_of_chip
@@ -100,6 +99,6 @@ def key_of(q: Quantization) -> Key | None:
 def named(q: Quantization) -> Named | None:
     """The verdict of the tables of the operands' GPU; on Hopper the kernels in CUDA C++ come first."""
     chip, key = chip_of(q.x.device, q.target), key_of(q)
-    if chip is None or key is None or (hopper_fault(q.target) is None and nvrtc.refusal() is None):
+    if chip is None or key is None or (hopper_fault(q.target) is None and no_compiler() is None):
         return None
     return verdict(FORM, chip, key)

@@ -139,22 +139,18 @@ def unavailable() -> str | None:
     return None
 
 
-_elsewhere: ContextVar[bool] = ContextVar("elsewhere", default=False)
+# Whether kernels are chosen for another machine: see `elsewhere`.
+CHOOSES_ELSEWHERE: Final[ContextVar[bool]] = ContextVar("elsewhere", default=False)
 
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
     """Within it, kernels are chosen for another machine, so that no kernel is refused because NVRTC is missing here."""
-    token = _elsewhere.set(True)
+    token = CHOOSES_ELSEWHERE.set(True)
     try:
         yield
     finally:
-        _elsewhere.reset(token)
-
-
-def refusal() -> str | None:
-    """Why NVRTC compiles no kernel of those that are chosen now, or None."""
-    return None if _elsewhere.get() else unavailable()
+        CHOOSES_ELSEWHERE.reset(token)
 
 
 def _input(kernel: CudaKernel, arch: str) -> tuple[str, dict[str, str], tuple[str, ...]]:
