@@ -310,8 +310,8 @@ def test_a_transformers_model_on_meta(tied: bool, tmp_path: Path) -> None:
     report = fp8fn.quantize_weights(model)
     assert len(report.quantized) == 14
     fp8fn.save_weights(model, tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert (config["model_type"], config["architectures"]) == ("llama", ["LlamaForCausalLM"])
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("llama", ["LlamaForCausalLM"])
     with torch.device("meta"):
         empty: Any = transformers.LlamaForCausalLM(config).eval()
     assert fp8fn.load_weights(empty, tmp_path).missing_keys == []
