@@ -84,7 +84,10 @@ def test_aot_compiles_what_the_plan_of_a_call_is(cache: Path) -> None:
 
 def test_a_product_by_name_has_its_own_table() -> None:
     """An image for H100s is made without one; a product that nobody measured is served by the nearest table."""
-    shape, setting = (4096, 12288, 4096), LayerSetting(fp8fn.BLOCKWISE, torch.bfloat16, SM90, H200)
+    shape, setting = (
+        (4096, 12288, 4096),
+        LayerSetting(recipe=fp8fn.BLOCKWISE, dtype=torch.bfloat16, target=SM90, chip=H200),
+    )
     by_name = {}
     for name, chip in (("H100", H100), ("h200", H200), ("h100 pcie", Chip("h100 pcie", 114))):
         found, target = aot.chip_and_target(name)
