@@ -26,13 +26,18 @@ from fp8fn.ops.tuning.problem import Problem, problem_of
 
 X: Final = ScaledMmConfig(MATH=3, DEPTH=1)
 W: Final = ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1)
+TALL: Final = ScaledMmConfig(SLICES_M=2, DEPTH=1)
+# Two blocks side by side share a: on an H100 2 % faster than alone where K is 4096 or more, 2 % slower where it is less.
+PAIR: Final = replace(TALL, CLUSTER=2, SHARE_B=False)
 SMALLEST: Final = ScaledMmConfig(MATH=1, BN=64)
 # The tiles by the kinds of the scales, with the nanoseconds that a k-block of 128 takes where each multiprocessor works
 # on one. None of the tiles spills. The L2's rate is in the times: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core
 # alone needs 452 for 192x128 and 602 for 128x256.
 _BLOCK_NS: Final[dict[ScaledMmConfig, float]] = {
-    X: 612,
-    W: 875,
+    X: 640,
+    W: 860,
+    TALL: 850,
+    PAIR: 865,
     ScaledMmConfig(BN=192, DEPTH=1): 645,
     ScaledMmConfig(): 452,
     ScaledMmConfig(BN=64): 242,
@@ -75,8 +80,10 @@ _FAST_NS: Final[dict[ScaledMmConfig, float]] = {
     ScaledMmConfig(MATH=1, DEPTH=0): 310,
     ScaledMmConfig(MATH=1, BN=64, DEPTH=0): 215,
 }
-# With scales of blocks of a and of columns of b, X spills 2 registers.
-_BLOCK_VECTOR_NS: Final = {tile: ns for tile, ns in _VECTOR_NS.items() if tile != X}
+# With scales of blocks of a the 64 rows of a warpgroup lie in one block. With those of columns of b besides X spills 2
+# registers.
+_BLOCKS_NS: Final = {tile: ns for tile, ns in _BLOCK_NS.items() if tile.SLICES_M == 1}
+_BLOCK_VECTOR_NS: Final = {tile: ns for tile, ns in _VECTOR_NS.items() if tile != X and tile.SLICES_M == 1}
 _FEWEST_BLOCKS: Final = 4  # k-blocks in a share: with fewer the pipeline does not fill
 # The share of the multiprocessors that clusters of a size occupy at once: each lies within one GPC, and those differ.
 _RESIDENT_CLUSTERS: Final = {2: 1.0, 4: 0.9, 8: 0.9}
@@ -88,16 +95,16 @@ _WAVES: Final = 2  # that a product has at least, for the height of its bands to
 # Bands for groups of tokens: five of eight products on an H100 were 1.03 times as fast as in bands of 8, two 0.99 to 1.
 _GROUP_OF_GROUPS: Final = {X: 3}
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
-_NAME: Final = re.compile(r"(\d+)x(\d+)d([012])(?:g(\d+))?(?:s(\d+))?")
+_NAME: Final = re.compile(r"(\d+x\d+d[012](?:[ab]\d+)?)(?:g(\d+))?(?:s(\d+))?")
 
 
 def tile_ns(problem: Problem) -> Mapping[ScaledMmConfig, float]:
     """The tiles for the problem's scales, K in one part, each with the nanoseconds of a k-block."""
     if not problem.is_scaled_along_k:
         return _FAST_NS if problem.fast else _UNSCALED_NS
-    if problem.b_scale != "VECTOR":
-        return _BLOCK_NS
-    return _BLOCK_VECTOR_NS if problem.a_scale == "BLOCK" else _VECTOR_NS
+    if problem.a_scale == "BLOCK":
+        return _BLOCK_VECTOR_NS if problem.b_scale == "VECTOR" else _BLOCKS_NS
+    return _VECTOR_NS if problem.b_scale == "VECTOR" else _BLOCK_NS
 
 
 def tiles(problem: Problem) -> tuple[ScaledMmConfig, ...]:
@@ -167,22 +174,30 @@ def _can_share(tile: ScaledMmConfig, blocks: int, split: int) -> bool:
 
 
 def config_name(config: ScaledMmConfig) -> str:
-    """`"192x128d1"`: tile and temporaries, `g` the group where it is not 8, `s` the blocks that share K."""
+    """`"192x128d1"`: tile and temporaries, `a` or `b` the blocks that share it, `g` the group where it is not 8, `s` the
+    blocks that share K.
+    """
     group = "" if config.GROUP == ScaledMmConfig.GROUP else f"g{config.GROUP}"
     split = "" if config.SPLIT == 1 else f"s{config.SPLIT}"
-    return f"{config.BM}x{config.BN}d{config.DEPTH}{group}{split}"
+    return f"{_tile_name(config)}{group}{split}"
+
+
+def _tile_name(config: ScaledMmConfig) -> str:
+    shared = "" if config.CLUSTER == 1 else f"{'b' if config.SHARE_B else 'a'}{config.CLUSTER}"
+    return f"{config.BM}x{config.BN}d{config.DEPTH}{shared}"
+
+
+_TILES: Final = {_tile_name(tile): tile for tile in {**_BLOCK_NS, **_VECTOR_NS, **_UNSCALED_NS, **_FAST_NS}}
 
 
 @cache
 def config_of(name: str) -> ScaledMmConfig:
     """The configuration of a name; ValueError where it is none of these tiles."""
     match = _NAME.fullmatch(name)
-    if match is not None:
-        bm, bn, depth, group, split = (int(text) if text else 0 for text in match.groups())
-        for tile in {**_BLOCK_NS, **_VECTOR_NS, **_UNSCALED_NS, **_FAST_NS}:
-            if (bm, bn, depth) == (tile.BM, tile.BN, tile.DEPTH):
-                return replace(tile, GROUP=group or tile.GROUP, SPLIT=split or 1)
-    raise ValueError(f"{name!r} names no configuration")
+    if match is None or match[1] not in _TILES:
+        raise ValueError(f"{name!r} names no configuration")
+    tile = _TILES[match[1]]
+    return replace(tile, GROUP=int(match[2] or tile.GROUP), SPLIT=int(match[3] or 1))
 
 
 _ALONE: Final = 0.65  # the time of a k-block where no other multiprocessor works, to that where all do
@@ -254,9 +269,13 @@ def modelled(product: ScaledProduct) -> ScaledMmConfig:
 
 
 def grouped_tiles(problem: Problem, *, jagged_m: bool) -> tuple[ScaledMmConfig, ...]:
-    """The tiles for products of groups: 128x192 with squares of b spills 2 registers where it sums over tokens."""
-    left_out = ScaledMmConfig(BN=192, DEPTH=1) if not jagged_m and problem.b_scale == "BLOCK" else None
-    return tuple(tile for tile in tiles(problem) if tile != left_out)
+    """The tiles for products of groups, whose blocks share nothing.
+
+    128x192 with squares of b spills 2 registers where it sums over tokens. Groups of rows begin anywhere, so that the
+    scales of 4 rows more are loaded, and a load has 256 at most.
+    """
+    left_out = TALL if jagged_m else ScaledMmConfig(BN=192, DEPTH=1) if problem.b_scale == "BLOCK" else None
+    return tuple(tile for tile in tiles(problem) if tile != left_out and tile.CLUSTER == 1)
 
 
 @lru_cache(maxsize=4096)

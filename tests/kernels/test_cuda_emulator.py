@@ -100,7 +100,7 @@ def mx_one_by_one() -> Tensor:
 def cluster_of_products() -> Tensor:
     torch.manual_seed(0)
     a = fp8fn.quantize(torch.randn(256, 256), (1, 128))
-    b = fp8fn.quantize(torch.randn(256, 64), (128, 128))
+    b = fp8fn.quantize(torch.randn(64, 256).mT, (128, 128))
     out = torch.full((256, 64), 7.0)
     config = products.ScaledMmConfig(MATH=1, BN=64, CLUSTER=2)
     emulate(products.plan(scaled_product(a, b, out, SM90), config)[0])
@@ -110,7 +110,7 @@ def cluster_of_products() -> Tensor:
 def walk_of_products() -> Tensor:
     """One block walks over nine tiles, and its warpgroups take turns."""
     torch.manual_seed(0)
-    a, b = fp8fn.quantize(torch.randn(384, 128), (1, 128)), fp8fn.quantize(torch.randn(128, 384), (128, 128))
+    a, b = fp8fn.quantize(torch.randn(384, 128), (1, 128)), fp8fn.quantize(torch.randn(384, 128).mT, (128, 128))
     out = torch.full((384, 384), 7.0, dtype=BF16)
     product = scaled_product(a, b, out, replace(SM90, multiprocessors=1))
     emulate(products.plan(product, products.ScaledMmConfig())[0], backwards=True)

@@ -43,10 +43,11 @@ def test_a_neighbour_moves_the_choice() -> None:
 def test_what_nobody_timed_is_as_slow_as_the_rest() -> None:
     """Else it would win wherever the chip is slower than the model."""
     times = modelled(BESIDE)
-    chosen = list(corrected(HERE, [], CORES))[:3]
+    ahead = corrected(HERE, [], CORES)
+    chosen = [name for name, us in ahead.items() if us < 1.1 * min(ahead.values())]
     slow = neighbour(BESIDE, {name: 2 * times[name] for name in chosen}, CORES)
     found = corrected(HERE, [slow], CORES)
-    assert list(found) == list(corrected(HERE, [], CORES))
+    assert list(found) == list(ahead)
     untimed = next(name for name in found if name not in chosen)
     assert sqrt(2) < found[untimed] / modelled(HERE)[untimed] <= 2
 

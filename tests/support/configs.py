@@ -19,7 +19,7 @@ from fp8fn.ops.layout import Block
 from fp8fn.ops.tuning.model import tiles
 from fp8fn.ops.tuning.problem import Problem
 
-# Configurations that a tuning table may choose, and clusters.
+# Configurations that a tuning table may choose, and other clusters.
 SCALED_MM: dict[str, ScaledMmConfig] = {
     "192x128": ScaledMmConfig(MATH=3, DEPTH=1),
     "128x256": ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1),
@@ -30,6 +30,8 @@ SCALED_MM: dict[str, ScaledMmConfig] = {
     "64x64": ScaledMmConfig(MATH=1, BN=64),
     "64x192": ScaledMmConfig(MATH=1, BN=192, DEPTH=1),
     "64x256": ScaledMmConfig(MATH=1, BN=256, SLICES_N=2, DEPTH=1),
+    "256x128": ScaledMmConfig(SLICES_M=2, DEPTH=1),
+    "256x128 cluster": ScaledMmConfig(SLICES_M=2, DEPTH=1, CLUSTER=2, SHARE_B=False),
     "192x128 cluster": ScaledMmConfig(MATH=3, DEPTH=1, CLUSTER=2),
     "128x256 cluster": ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1, CLUSTER=2),
     "split": ScaledMmConfig(SPLIT=4),

@@ -164,6 +164,12 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def _described(arg: TensorMap, start: int) -> tuple[Any, tuple[int, int]]:
     """A `TensorMap` as hopper.cuh of the emulator reads it, and the addresses that it covers."""
     shape, strides, element = arg.tensor.shape, arg.tensor.stride(), arg.tensor.element_size()
+    # What cuTensorMapEncodeTiled refuses.
+    assert max(arg.box) <= 256, f"a box of {arg.box}"
+    assert arg.box[-1] * element % 16 == 0, f"a box of {arg.box} elements of {element} bytes"
+    assert not arg.swizzle or arg.box[-1] * element <= arg.swizzle, f"a box of {arg.box}, swizzled by {arg.swizzle}"
+    outer = [stride for size, stride in zip(shape[:-1], strides, strict=False) if size > 1]
+    assert all(stride * element % 16 == 0 for stride in outer), f"strides of {strides}"
     words = (start, element, arg.swizzle, *shape[::-1], *arg.box[::-1], *(stride * element for stride in strides[::-1]))
     return (ctypes.c_uint64 * 16)(*words), (start, start + element * extent(shape, strides))
 

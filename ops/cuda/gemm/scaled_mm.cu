@@ -17,6 +17,8 @@
 // Turns. Warpgroups that start their products together also promote together, and the tensor core idles meanwhile. With
 // TURNS they start in order, one after the other, so that one promotes while the others' products run.
 //
+// Early starts. Where a tile has two products, whose epilogue is long, the next tile's first one starts before it.
+//
 // Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
 // the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
 // L2 first, before dirty lines, which would have to be written back to make room. With few tiles the SPLIT blocks of a
@@ -67,6 +69,10 @@ static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to 
 // Where turns were measured to be faster (H100). A promotion by scales of rows and of columns lasts too long for them.
 constexpr bool TURNS = SPLIT == 1 && !B_ONCE && !(A_SCALE == VECTOR && B_SCALE == VECTOR) &&
                        (MATH == 3 || (MATH == 2 && SCALED && DEPTH == 2));
+
+// Where an early start was measured to be faster (H100): 4 to 9 %, and not where three warpgroups take turns.
+constexpr bool EARLY = DEPTH == 1 && PRODUCTS == 2 && SPLIT == 1 && !B_ONCE && OUT_VIA != PAIRS &&
+                       (SCALED ? GROUPED != JAGGED_K : GROUPED == DENSE);
 
 // Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
@@ -339,11 +345,66 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         // Barriers of the turns: the warpgroup before arrives, and the one whose turn it is waits.
         auto turn_of = [](int of) { return 1 + MATH + of; };
         if (TURNS && warpgroup == MATH - 1) named_arrive<2 * WARPGROUP>(turn_of(0));
-        for (RingOf<TILES> places;; places.advance()) {
+        RingOf<TILES> places;
+        auto next_tile = [&]() {
             barrier_wait(full_tile(places.stage), places.parity);
             const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);
             barrier_arrive(empty_tile(places.stage));
-            if (!tile.exists()) break;
+            places.advance();
+            return tile;
+        };
+        auto take_rows = [&](Scales& scales, int stage, int slice, const Tile& of) {
+#if A_SCALE == VECTOR
+            const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? of.m % 4 : 0);
+            const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + of_row * 4;
+            scales.row0 = load_shared(at);
+            scales.row1 = load_shared(at + 32);
+#elif A_SCALE != BLOCK
+            scales.row0 = scales.row1 = 1.0f;
+#endif
+        };
+        // Issues one product as a wgmma group. `units` counts the parts of 32 of the K tile that are multiplied.
+        auto start = [&](float (&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false,
+                         int units = BK / 32) {
+            const uint64_t from_a = moved(of_a, stage * A_BYTES + slice_m * 64 * BK);
+            const uint64_t from_b = moved(of_b, stage * B_BYTES + slice_n * WIDTH * BK);
+            if constexpr (TURNS) named_sync<2 * WARPGROUP>(turn_of(warpgroup));
+            fence_registers(d);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < BK / 32; ++k)
+                if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
+            wgmma_commit();
+            fence_registers(d);
+            if constexpr (TURNS) named_arrive<2 * WARPGROUP>(turn_of((warpgroup + 1) % MATH));
+        };
+        // Releases a stage. `loaded` has bits of what this thread loaded last from the stage (see `once_loaded`).
+        // Scales that were loaded before a product started have arrived by the time the product has ended.
+        auto release = [&](int stage, uint32_t loaded = 0) {
+            const uint32_t barrier = once_loaded(empty(stage), loaded, problem.M);
+            if constexpr (CLUSTER > 1) {
+                if (lane < CLUSTER) barrier_arrive_at(barrier, lane);
+            } else {
+                if (lane == 0) barrier_arrive(barrier);
+            }
+        };
+        // With EARLY, the temporary that holds a tile's first product when the tile begins.
+        [[maybe_unused]] float started[WIDTH / 2];
+        [[maybe_unused]] Scales started_scales;
+        [[maybe_unused]] auto begin = [&](int stage, const Tile& of) {
+            take_rows(started_scales, stage, 0, of);
+            start(started, stage, 0, 0);
+        };
+
+        Tile tile = next_tile();
+        if constexpr (EARLY) {
+            if (tile.is_multiplied()) {
+                barrier_wait(full(0), 0);
+                begin(0, tile);
+            }
+        }
+        while (tile.exists()) {
+            [[maybe_unused]] Tile after = {};
             int k = tile.k_start;
             float acc[PRODUCTS][WIDTH / 2] = {};
             [[maybe_unused]] uint32_t taken = 0;  // K tiles of this output tile
@@ -364,41 +425,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 if (A_SCALE == BLOCK) scales.row0 = scales.row1 = __shfl_sync(~0u, of_lane_rows, taken % RUN);
                 ++taken;
 #endif
-            };
-            auto take_rows = [&](Scales& scales, int stage, int slice) {
-#if A_SCALE == VECTOR
-                const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? tile.m % 4 : 0);
-                const uint32_t at = base + AT_A_SCALE + stage * A_SCALE_PITCH + of_row * 4;
-                scales.row0 = load_shared(at);
-                scales.row1 = load_shared(at + 32);
-#elif A_SCALE != BLOCK
-                scales.row0 = scales.row1 = 1.0f;
-#endif
-            };
-            // Issues one product as a wgmma group. `units` counts the parts of 32 of the K tile that are multiplied.
-            auto start = [&](float (&d)[WIDTH / 2], int stage, int slice_m, int slice_n, bool onto = false,
-                             int units = BK / 32) {
-                const uint64_t from_a = moved(of_a, stage * A_BYTES + slice_m * 64 * BK);
-                const uint64_t from_b = moved(of_b, stage * B_BYTES + slice_n * WIDTH * BK);
-                if constexpr (TURNS) named_sync<2 * WARPGROUP>(turn_of(warpgroup));
-                fence_registers(d);
-                wgmma_fence();
-#pragma unroll
-                for (int k = 0; k < BK / 32; ++k)
-                    if (k < units) wgmma(d, from_a + 2 * k, from_b + 2 * k, onto || k > 0);
-                wgmma_commit();
-                fence_registers(d);
-                if constexpr (TURNS) named_arrive<2 * WARPGROUP>(turn_of((warpgroup + 1) % MATH));
-            };
-            // Releases a stage. `loaded` has bits of what this thread loaded last from the stage (see `once_loaded`).
-            // Scales that were loaded before a product started have arrived by the time the product has ended.
-            auto release = [&](int stage, uint32_t loaded = 0) {
-                const uint32_t barrier = once_loaded(empty(stage), loaded, problem.M);
-                if constexpr (CLUSTER > 1) {
-                    if (lane < CLUSTER) barrier_arrive_at(barrier, lane);
-                } else {
-                    if (lane == 0) barrier_arrive(barrier);
-                }
             };
             // Promote: sum += scale * d. Returns bits of the last value loaded: a warp's loads from shared memory are
             // in order.
@@ -479,6 +505,40 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 };
                 for (; k + PROMOTE <= tile.k_stop; k += PROMOTE) run(PROMOTE);
                 for (; k < tile.k_stop; ++k) run(1);
+            } else if constexpr (EARLY) {
+                // Main loop with one temporary: wait, promote, multiply.
+                after = next_tile();
+                auto finish = [&] {
+                    const int s = ring.stage;
+                    take_chunks(started_scales);
+#pragma unroll
+                    for (int p = 0; p < PRODUCTS; ++p) {
+                        if (p > 0) {
+                            take_rows(started_scales, s, p / SLICES_N, tile);
+                            start(started, s, p / SLICES_N, p % SLICES_N);
+                        }
+                        wgmma_wait<0>();
+                        fence_registers(started);
+                        if (B_SCALE != VECTOR && p == PRODUCTS - 1) release(s);
+                        const uint32_t bits = promote(started, started_scales, s, p);
+                        if (B_SCALE == VECTOR && p == PRODUCTS - 1) release(s, bits);
+                    }
+                    ring.advance();
+                };
+                if (tile.is_multiplied()) {
+                    for (; k + 1 < tile.k_stop; ++k) {
+                        finish();
+                        barrier_wait(full(ring.stage), ring.parity);
+                        begin(ring.stage, tile);
+                    }
+                    const int last = ring.stage;
+                    finish();
+                    // Tiles that are multiplied come first. After the last one the product that starts is one that
+                    // nobody reads, of the stage that nothing is loaded into anymore: a branch around it would have the
+                    // compiler wait for it before the epilogue.
+                    if (after.is_multiplied()) barrier_wait(full(ring.stage), ring.parity);
+                    begin(after.is_multiplied() ? ring.stage : last, after);
+                }
             } else if constexpr (DEPTH == 1) {
                 // Main loop with one temporary: multiply, wait, promote.
                 float d[WIDTH / 2];
@@ -488,7 +548,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                     Scales scales;
 #pragma unroll
                     for (int p = 0; p < PRODUCTS; ++p) {
-                        take_rows(scales, s, p / SLICES_N);
+                        take_rows(scales, s, p / SLICES_N, tile);
                         if (!EXCHANGE_LATE && p == 0) take_chunks(scales);
                         start(d, s, p / SLICES_N, p % SLICES_N);
                         if (EXCHANGE_LATE && p == 0) take_chunks(scales);
@@ -512,7 +572,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 auto next = [&](float (&d)[WIDTH / 2], Scales& scales) {
                     const int s = ring.stage;
                     barrier_wait(full(s), ring.parity);
-                    take_rows(scales, s, 0);
+                    take_rows(scales, s, 0, tile);
                     if (!EXCHANGE_LATE) take_chunks(scales);
                     start(d, s, 0, 0);
                     if (EXCHANGE_LATE) take_chunks(scales);
@@ -552,7 +612,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 take_chunks(scales);
 #pragma unroll
                 for (int p = 0; p < PRODUCTS; ++p) {
-                    take_rows(scales, s, p / SLICES_N);
+                    take_rows(scales, s, p / SLICES_N, tile);
                     start(d, s, p / SLICES_N, p % SLICES_N, false, tile.units);
                     wgmma_wait<0>();
                     fence_registers(d);
@@ -604,7 +664,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             // zeros: neither scales nor a bias apply to them. Rows past an expert's count become zeros whatever they
             // are, since their operands may be NaN.
             [[maybe_unused]] const bool grouped = GROUPED != JAGGED_M || tile.batch < problem.batches;
-            int buffer = 0;
+            [[maybe_unused]] int buffer = 0;
 #pragma unroll
             for (int slice = 0; slice < SLICES_M; ++slice) {
                 [[maybe_unused]] const int row0 = tile.m + row + slice * 64, row1 = row0 + 8;
@@ -725,6 +785,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #endif
                 }
             }
+            tile = EARLY ? after : next_tile();
+        }
+        if constexpr (EARLY) {
+            wgmma_wait<0>();
+            fence_registers(started);
         }
 #if OUT_VIA == BULK
         if (threadIdx.x % WARPGROUP == 0) tma_store_wait_read<0>();

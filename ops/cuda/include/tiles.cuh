@@ -36,6 +36,7 @@ struct Tile {
         return tile;
     }
     INLINE bool exists() const { return k_stop >= 0; }
+    INLINE bool is_multiplied() const { return k_stop > k_start; }
 
     // To and from an address in shared memory: all that consumers read. `more` is what only groups of a kind have.
     INLINE void put(uint32_t to) const {

@@ -477,7 +477,7 @@ class Rows:
 @pytest.mark.parametrize("kind", ["rows", "rows, columns' scales", "rowwise"])
 def test_products_of_rows_emulated(kind: str) -> None:
     """Groups of no, one, some and many rows; in two orders of the threads."""
-    for i, config in enumerate(tiles(problem(kind))):
+    for i, config in enumerate(grouped_tiles(problem(kind), jagged_m=True)):
         sizes, rest, n, out_dtype = [([0, 1, 64, 65, 130], 40, 136, BF16), ([100, 0, 300], 7, 77, FP32)][i % 2]
         rows = Rows(kind, sizes, rest, n, 200)
         out = rows.product(rows.bias, config, out_dtype, FEW)
@@ -494,7 +494,7 @@ def test_products_of_rows_emulated(kind: str) -> None:
 def test_products_of_rows(kind: str, sizes: list[int], rest: int, hopper: Target) -> None:
     for k, n, out_dtype in ((300, 136, BF16), (256, 131, FP32), (1000, 512, FP16)):
         rows = Rows(kind, sizes, rest, n, k, "cuda")
-        for config in tiles(problem(kind)):
+        for config in grouped_tiles(problem(kind), jagged_m=True):
             for bias, want in ((None, rows.want), (rows.bias, rows.biased)):
                 assert relative_error(rows.product(bias, config, out_dtype, hopper), want) < 4e-3, (config, out_dtype)
 
@@ -510,7 +510,7 @@ def test_products_over_tokens(sizes: list[int], rest: int, hopper: Target) -> No
         b = torch.ops.fp8fn.quantize_grouped(g, offsets)
         ops = (a[0].mT, a[1].mT, (1, 128), *b, (128, 1), offsets)
         want = reference.scaled_grouped_mm(Quantized(*ops[:3]), Quantized(*ops[3:6]), ops[6], None, FP32).double()
-        for config in tiles(problem("summed")):
+        for config in grouped_tiles(problem("summed"), jagged_m=False):
             out = torch.full((len(sizes), m, n), torch.nan, device="cuda", dtype=out_dtype)
             products.plan(grouped_product(ops, None, out, hopper), config)[0].run()
             assert relative_error(out, want) < 4e-3, config
@@ -523,7 +523,7 @@ def test_no_token_of_the_next_group_is_multiplied_on_the_device(sizes: list[int]
     offsets, tokens = ends(sizes, "cuda"), sum(sizes) + rest
     x, y = torch.randn(tokens, 300, device="cuda"), torch.randn(tokens, 136, device="cuda")
     clean, bad = summed(x, y, offsets), summed(beside_nan(x, sizes), beside_nan(y, sizes), offsets)
-    for config in tiles(problem("summed")):
+    for config in grouped_tiles(problem("summed"), jagged_m=False):
         outs = torch.full((2, len(sizes), 300, 136), torch.nan, device="cuda", dtype=BF16)
         for operands, out in zip((clean, bad), outs, strict=True):
             products.plan(grouped_product(operands, None, out, hopper), config)[0].run()
