@@ -121,7 +121,6 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("llm84", tables.llm84),
         _committed("decoder", tables.linear),
         _committed("train", train.of_document, optional=True),
-        _committed("train-tuned", train.of_document, optional=True),
         _committed("loss", loss.of_document, optional=True),
         _committed("moe-forward", tables.forward),
         _committed("moe-wgrad", tables.wgrad),
