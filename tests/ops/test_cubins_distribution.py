@@ -173,6 +173,8 @@ def test_versions_agree() -> None:
     assert re.findall(r'^version = "(.*?)"', theirs, re.MULTILINE) == [fp8fn.__version__]
     assert re.findall(r'"fp8fn==(.*?)"', theirs) == [fp8fn.__version__]
     assert re.findall(r'"fp8fn-cubins==(.*?)"', ours) == [fp8fn.__version__]
+    cited = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert re.findall(r"^version: (.*)$", cited, re.MULTILINE) == [fp8fn.__version__]
     assert (ROOT / "cubins/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
