@@ -27,17 +27,14 @@ from fp8fn.ops.tuning.problem import Problem, problem_of
 X: Final = ScaledMmConfig(MATH=3, DEPTH=1)
 W: Final = ScaledMmConfig(BN=256, SLICES_N=2, DEPTH=1)
 TALL: Final = ScaledMmConfig(SLICES_M=2, DEPTH=1)
-# Two blocks side by side share a: on an H100 2 % faster than alone where K is 4096 or more, 2 % slower where it is less.
-PAIR: Final = replace(TALL, CLUSTER=2, SHARE_B=False)
 SMALLEST: Final = ScaledMmConfig(MATH=1, BN=64)
 # The tiles by the kinds of the scales, with the nanoseconds that a k-block of 128 takes where each multiprocessor works
 # on one. None of the tiles spills. The L2's rate is in the times: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core
 # alone needs 452 for 192x128 and 602 for 128x256.
 _BLOCK_NS: Final[dict[ScaledMmConfig, float]] = {
-    X: 640,
-    W: 860,
-    TALL: 850,
-    PAIR: 865,
+    X: 612,
+    W: 835,
+    TALL: 820,
     ScaledMmConfig(BN=192, DEPTH=1): 645,
     ScaledMmConfig(): 452,
     ScaledMmConfig(BN=64): 242,
@@ -58,7 +55,7 @@ _VECTOR_NS: Final[dict[ScaledMmConfig, float]] = {
 # were timed, all but one rank as with these. Two temporaries are one accumulated further and cost no registers: 192x128
 # and 128x192 spill 74 and 94 elsewhere, not here.
 _UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
-    X: 640,
+    X: 612,
     ScaledMmConfig(MATH=3): 625,
     W: 870,
     ScaledMmConfig(BN=192): 610,
@@ -92,6 +89,9 @@ _LARGEST_GROUP: Final = 64  # rows of tiles; past 64 of 64 rows no L2 holds what
 # timed in them on an H100 one of these was chosen, 2.4 % faster than the best in bands of 8 in the geometric mean.
 _GROUPS: Final = (4, 5, 12)
 _WAVES: Final = 2  # that a product has at least, for the height of its bands to matter
+# Tiles of which two blocks side by side may share a. On an H100 that is 2 % faster where K is 4096 or more, and 5 %
+# slower at 1536; the model does not tell these apart either.
+_PAIRED: Final = (TALL,)
 # Bands for groups of tokens: five of eight products on an H100 were 1.03 times as fast as in bands of 8, two 0.99 to 1.
 _GROUP_OF_GROUPS: Final = {X: 3}
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
@@ -112,6 +112,11 @@ def tiles(problem: Problem) -> tuple[ScaledMmConfig, ...]:
     return tuple(tile_ns(problem))
 
 
+def pairs(problem: Problem) -> tuple[ScaledMmConfig, ...]:
+    """The tiles of which two blocks may share a, in pairs."""
+    return tuple(_paired(tile) for tile in tiles(problem) if tile in _PAIRED)
+
+
 def candidates(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
     """The tiles, and where one leaves half of the `cores` idle or more, K shared by clusters for it."""
     found = []
@@ -124,13 +129,16 @@ def candidates(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
 
 def runs(problem: Problem, config: ScaledMmConfig) -> bool:
     """Whether the kernel can multiply a problem in a configuration, however slowly."""
-    if replace(config, SPLIT=1, GROUP=ScaledMmConfig.GROUP) not in tiles(problem) or config.GROUP > _LARGEST_GROUP:
+    tile = _tile(config)
+    if tile not in tiles(problem) or config.GROUP > _LARGEST_GROUP:
+        return False
+    if config.CLUSTER > 1 and (tile not in _PAIRED or config != _paired(config)):
         return False
     return config.SPLIT == 1 or _can_share(config, -(-problem.k // BK), config.SPLIT)
 
 
 def banded(problem: Problem, config: ScaledMmConfig, cores: int) -> list[ScaledMmConfig]:
-    """The configuration with bands of other heights, where the product is large enough for them to matter.
+    """The configuration with bands of other heights and in pairs, where the product is large enough for them to matter.
 
     One for each number of bands: heights that give as many are one walk.
     """
@@ -141,7 +149,18 @@ def banded(problem: Problem, config: ScaledMmConfig, cores: int) -> list[ScaledM
         if group * config.BM < problem.m:
             other = replace(config, GROUP=group)
             found.setdefault(_bands(problem, other), other)
-    return [other for other in found.values() if other is not config]
+    pairs = [_paired(other) for other in found.values()] if config in _PAIRED else []
+    return [other for other in (*found.values(), *pairs) if other is not config]
+
+
+def _paired(config: ScaledMmConfig) -> ScaledMmConfig:
+    return replace(config, CLUSTER=2, SHARE_B=False)
+
+
+def _tile(config: ScaledMmConfig) -> ScaledMmConfig:
+    """The tile of a configuration: alone, in the usual bands, K in one part."""
+    usual = ScaledMmConfig
+    return replace(config, GROUP=usual.GROUP, SPLIT=usual.SPLIT, CLUSTER=usual.CLUSTER, SHARE_B=usual.SHARE_B)
 
 
 def _bands(problem: Problem, config: ScaledMmConfig) -> int:
@@ -174,8 +193,8 @@ def _can_share(tile: ScaledMmConfig, blocks: int, split: int) -> bool:
 
 
 def config_name(config: ScaledMmConfig) -> str:
-    """`"192x128d1"`: tile and temporaries, `a` or `b` the blocks that share it, `g` the group where it is not 8, `s` the
-    blocks that share K.
+    """`"192x128d1"`: tile and temporaries, `a` the blocks that share a, `g` the group where it is not 8, `s` the blocks
+    that share K.
     """
     group = "" if config.GROUP == ScaledMmConfig.GROUP else f"g{config.GROUP}"
     split = "" if config.SPLIT == 1 else f"s{config.SPLIT}"
@@ -187,7 +206,10 @@ def _tile_name(config: ScaledMmConfig) -> str:
     return f"{config.BM}x{config.BN}d{config.DEPTH}{shared}"
 
 
-_TILES: Final = {_tile_name(tile): tile for tile in {**_BLOCK_NS, **_VECTOR_NS, **_UNSCALED_NS, **_FAST_NS}}
+_TILES: Final = {
+    _tile_name(tile): tile
+    for tile in (*_BLOCK_NS, *_VECTOR_NS, *_UNSCALED_NS, *_FAST_NS, *(_paired(tile) for tile in _PAIRED))
+}
 
 
 @cache
@@ -222,7 +244,7 @@ FITTED: Final = frozenset({
 
 def block_ns(problem: Problem, config: ScaledMmConfig) -> float:
     """Nanoseconds of a k-block of one tile."""
-    return tile_ns(problem)[replace(config, GROUP=ScaledMmConfig.GROUP, SPLIT=1)]
+    return tile_ns(problem)[_tile(config)]
 
 
 def bytes_read(problem: Problem, config: ScaledMmConfig) -> float:
@@ -269,13 +291,13 @@ def modelled(product: ScaledProduct) -> ScaledMmConfig:
 
 
 def grouped_tiles(problem: Problem, *, jagged_m: bool) -> tuple[ScaledMmConfig, ...]:
-    """The tiles for products of groups, whose blocks share nothing.
+    """The tiles for products of groups.
 
     128x192 with squares of b spills 2 registers where it sums over tokens. Groups of rows begin anywhere, so that the
     scales of 4 rows more are loaded, and a load has 256 at most.
     """
     left_out = TALL if jagged_m else ScaledMmConfig(BN=192, DEPTH=1) if problem.b_scale == "BLOCK" else None
-    return tuple(tile for tile in tiles(problem) if tile != left_out and tile.CLUSTER == 1)
+    return tuple(tile for tile in tiles(problem) if tile != left_out)
 
 
 @lru_cache(maxsize=4096)

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol, TypeAlias
 
 from fp8fn.ops.cuda.gemm.scaled_mm import ScaledMmConfig
 from fp8fn.ops.targets import Chip
-from fp8fn.ops.tuning.model import PAIR, SMALLEST, W, X, banded, candidates, config_name, microseconds, ranked
+from fp8fn.ops.tuning.model import SMALLEST, TALL, W, X, banded, candidates, config_name, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import PEER, Entry
 
@@ -82,7 +82,7 @@ def shortlist(problem: Problem, cores: int) -> list[ScaledMmConfig]:
     Those three and the model's best two of a large product are there in bands of several heights too.
     """
     there, best = candidates(problem, cores), ranked(problem, cores)
-    others = [tile for tile in ((X, W, PAIR) if problem.m > _FEW_ROWS else (SMALLEST,)) if tile in there]
+    others = [tile for tile in ((X, W, TALL) if problem.m > _FEW_ROWS else (SMALLEST,)) if tile in there]
     bands = [config for tile in (*best[:_BANDED], *others) for config in banded(problem, tile, cores)]
     return list(dict.fromkeys([*best[:_BEST], *others, *bands]))
 

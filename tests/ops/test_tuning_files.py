@@ -16,7 +16,7 @@ from fp8fn.ops.cuda.runtime import nvrtc
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.targets import SM90, SM100, Chip, Target, chip_of
 from fp8fn.ops.tuning import compare, table
-from fp8fn.ops.tuning.model import W, candidates, config_name, config_of, ranked
+from fp8fn.ops.tuning.model import W, candidates, config_name, config_of, pairs, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.table import Entry, Table
 from support.products import dispatched
@@ -47,7 +47,8 @@ def test_the_shipped_tables_are_valid() -> None:
         for problem, entry in shipped.entries.items():
             assert entry.us > 0
             assert problem.operations / entry.us / 1e6 < 2000, "no Hopper is that fast"
-            assert replace(config_of(entry.config), GROUP=8) in candidates(problem, chip.multiprocessors)
+            offered = (*candidates(problem, chip.multiprocessors), *pairs(problem))
+            assert replace(config_of(entry.config), GROUP=8) in offered
 
 
 def test_a_second_sweep_agrees_with_the_shipped_table() -> None:

@@ -11,7 +11,7 @@ import torch
 from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.device import DeviceBench, corner_error
-from fp8fn.ops.tuning.model import PAIR, SMALLEST, W, X, banded, microseconds, ranked
+from fp8fn.ops.tuning.model import SMALLEST, TALL, W, X, banded, microseconds, ranked
 from fp8fn.ops.tuning.problem import Problem
 from fp8fn.ops.tuning.sweep import Call, Turns, decide, heats, measure, shortlist, spread, tune, turns_for
 from fp8fn.ops.tuning.table import PEER
@@ -94,8 +94,8 @@ def test_the_shortlist_is_the_models_best_and_the_largest_tiles_or_the_smallest(
         problem = Problem(*shape)
         short = shortlist(problem, 132)
         assert short[:4] == list(ranked(problem, 132)[:4])
-        assert ({X, W, PAIR} if shape[0] > 128 else {SMALLEST}) <= set(short)
-        assert len({replace(config, GROUP=8) for config in short}) <= 7
+        assert ({X, W, TALL} if shape[0] > 128 else {SMALLEST}) <= set(short)
+        assert len({replace(config, GROUP=8) for config in short}) <= 8
 
 
 def test_large_products_are_tuned_in_bands_of_several_heights() -> None:

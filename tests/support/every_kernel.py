@@ -59,7 +59,7 @@ from fp8fn.ops.quantize_silu_mul import (
 from fp8fn.ops.silu_mul import BACKWARD_OUTPUTS, SAVED_BLOCK, SAVED_OUTPUTS, SavedSiluMul, SiluMulBackward
 from fp8fn.ops.sort_tokens import sort_tokens
 from fp8fn.ops.targets import SM90, Target, target_of
-from fp8fn.ops.tuning.model import SMALLEST, X, tiles
+from fp8fn.ops.tuning.model import SMALLEST, X, pairs, tiles
 from fp8fn.ops.tuning.problem import Problem
 from support import kernel_info
 from support.configs import (
@@ -139,7 +139,8 @@ def _dense(place: Place, target: Target) -> Forms:
         return Form(name, dense.plan(given, config), operands)
 
     for kinds in KINDS:
-        for config, shape in product(tiles(Problem(1, 1, 1, *kinds)), ("even", "ragged")):
+        problem = Problem(1, 1, 1, *kinds)
+        for config, shape in product((*tiles(problem), *pairs(problem)), ("even", "ragged")):
             yield form(kinds, shape, config)
     for kinds, shape in ((KINDS[2], "ragged"), (KINDS[3], "even")):
         for config in tiles(Problem(1, 1, 1, *kinds, fast=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -53,7 +54,7 @@ class ScaledMmConfig:
     GROUP: int = 8
     PROMOTE: int = 4
 
-    @property
+    @cached_property
     def BM(self) -> int:
         return 64 * self.SLICES_M * self.MATH
 

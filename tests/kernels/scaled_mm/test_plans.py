@@ -26,7 +26,7 @@ from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel, compile_kernel
 from fp8fn.ops.layout import Block, empty_data, empty_scale
 from fp8fn.ops.products import ScaledProduct
 from fp8fn.ops.targets import GFX942, SM89, SM90, SM100, Target
-from fp8fn.ops.tuning.model import tiles
+from fp8fn.ops.tuning.model import pairs, tiles
 from fp8fn.ops.tuning.problem import Problem as TunedProblem
 from support.compilers import SHARED_LIMIT, assert_well_compiled, instructions, needs_nvrtc
 from support.configs import KINDS, OTHER_PAIRS, SCALED_MM, VARIANTS, every_variant
@@ -117,8 +117,8 @@ def test_machine_code_of_every_configuration(config: str, kind: str, tmp_path: P
     assert ("UTMASTG.3D" in opcodes) == (SCALED_MM[config].SPLIT == 1)
     assert bool([name for name in opcodes if name.startswith("STAS")]) == (SCALED_MM[config].SPLIT > 1)
     assert not {name for name in opcodes if name.startswith(("LDL", "STL"))}
-    # A fence over the GPU costs hundreds of cycles: two of a cluster that shares loads, at its start and end, and none in
-    # its loops.
+    # A fence over the GPU costs hundreds of cycles: two of a cluster that shares loads, at its start and end, none in
+    # a loop.
     fences = Counter(text for _, text in sass if re.search(r"MEMBAR\.\w+\.(GPU|SYS)", text))
     assert fences.total() == (2 if clustered else 0)
     loops = main_loops(sass)
@@ -200,7 +200,8 @@ def test_all_that_may_be_chosen_is_among_what_is_tested_here(kind: str) -> None:
     kinds = cuda.scale_kind(a_line, a_along_k), cuda.scale_kind(b_line, b_along_k)
     tested = {SCALED_MM[config] for config, of in VARIANTS if of == kind}
     for fast in (False, True):
-        assert set(tiles(TunedProblem(1, 1, 1, *kinds, fast=fast))) <= tested
+        problem = TunedProblem(1, 1, 1, *kinds, fast=fast)
+        assert {*tiles(problem), *pairs(problem)} <= tested
 
 
 @needs_nvrtc
@@ -405,7 +406,7 @@ def test_stages_may_be_given() -> None:
 def test_grid_has_a_block_a_tile_or_a_multiprocessor() -> None:
     for config in SCALED_MM.values():
         small = Problem(shape=(config.BM * 2 + 1, config.BN + 1, 1000)).plan(config)
-        tiles = (4 if config.CLUSTER == 2 else 3) * 2 * config.SPLIT
+        tiles = (4 if config.CLUSTER == 2 and config.SHARE_B else 3) * 2 * config.SPLIT
         assert small.grid == (tiles, 1, 1)
         assert small.threads == 128 * (config.MATH + 1)
         large = Problem(shape=(2**14, 2**14, 128)).plan(config)
