@@ -17,7 +17,8 @@
 // Turns. Warpgroups that start their products together also promote together, and the tensor core idles meanwhile. With
 // TURNS they start in order, one after the other, so that one promotes while the others' products run.
 //
-// Early starts. Where a tile has two products, whose epilogue is long, the next tile's first one starts before it.
+// Early starts. Where a tile has two products, whose epilogue is long, and scales change along K, the next tile's first
+// product starts before it.
 //
 // Variants. With CLUSTER 2, two blocks share the loads of B by multicast (SHARE_B: one lies above the other in M), or
 // the loads of A (the two lie side by side in N). With few rows B is read once (B_ONCE): its lines are evicted from the
@@ -70,9 +71,10 @@ static_assert(DEPTH > 0 || !SCALED, "a scale that changes along K is applied to 
 constexpr bool TURNS = SPLIT == 1 && !B_ONCE && !(A_SCALE == VECTOR && B_SCALE == VECTOR) &&
                        (MATH == 3 || (MATH == 2 && SCALED && DEPTH == 2));
 
-// Where an early start was measured to be faster (H100): 4 to 9 %, and not where three warpgroups take turns.
-constexpr bool EARLY = DEPTH == 1 && PRODUCTS == 2 && SPLIT == 1 && !B_ONCE && OUT_VIA != PAIRS &&
-                       (SCALED ? GROUPED != JAGGED_K : GROUPED == DENSE);
+// Where an early start was measured to be faster (H100): 4 to 9 %, and not where three warpgroups take turns. Without
+// scales along K it would spill registers, and the compiler would wait for the product before the epilogue.
+constexpr bool EARLY =
+    DEPTH == 1 && PRODUCTS == 2 && SPLIT == 1 && !B_ONCE && OUT_VIA != PAIRS && SCALED && GROUPED != JAGGED_K;
 
 // Columns that have one scale of B's 128 x 128 blocks: output tiles need not start at a multiple of 128.
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
