@@ -1,9 +1,11 @@
 """The model corrected by what was measured nearby: how long a product takes for which no table has a row.
 
 The model is off by nearly the same factor for problems of nearly the same sizes. Its time of a configuration is
-multiplied by that factor, the mean over the nearest problems of a table that timed the configuration, weighted by their
-distance: the root of the squared logarithms of the sizes' ratios. Where they are few or far, the factor is closer to
-that of all configurations.
+multiplied by that factor, and by what the configuration is worse or better than the others of a row: two means over the
+nearest problems of a table, for the second over those that timed the configuration, weighted by their distance: the
+root of the squared logarithms of the sizes' ratios. Where they are few or far, the second is closer to 1. It is relative,
+since rows that timed a configuration may all be small, where the chip is faster: there a tile that nobody timed for large
+products would win these.
 
 Where all rows of a problem's shape are left out of the table, the choices have 99.0 % of the best speed in the
 geometric mean on an H100 and 99.4 % on an H200, the model's 94.4 % and 99.0 % (`compare.left_out`, `compare.regret`).
@@ -21,7 +23,7 @@ from fp8fn.ops.tuning.model import banded, candidates, config_name, config_of, m
 from fp8fn.ops.tuning.problem import Problem
 
 _NEAREST: Final = 4
-# A neighbour's weight is 1 / (distance² + _SAME), and that of what holds without neighbours _OTHERWISE.
+# A neighbour's weight is 1 / (distance² + _SAME), and that of no correction _OTHERWISE.
 _SAME: Final = 0.05
 _OTHERWISE: Final = 0.3
 _REACH: Final = log(16)
@@ -48,29 +50,27 @@ def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[
     ordered = sorted(
         ((_distance(problem, other.problem), other.corrections) for other in known), key=lambda item: item[0]
     )
-    of_all = _mean([(away, fmean(by.values())) for away, by in ordered[:_NEAREST]], 0.0)
+    others = [fmean(by.values()) for _, by in ordered]
+    of_all = _nearest([(away, mean) for (away, _), mean in zip(ordered, others, strict=True)])
     times = {}
     for tile in candidates(problem, cores):
         base = config_name(tile)
-        correction = _nearest([(away, by[base]) for away, by in ordered if base in by], of_all)
+        correction = of_all + _nearest(
+            [(away, by[base] - mean) for (away, by), mean in zip(ordered, others, strict=True) if base in by]
+        )
         times[base] = microseconds(problem, tile, cores) * exp(correction)
         for config in banded(problem, tile, cores):
             name = config_name(config)
             gains = [(away, by[name] - by[base]) for away, by in ordered if name in by and base in by]
             if gains:  # what other bands are worth beside the tile's own
-                times[name] = microseconds(problem, config, cores) * exp(correction + _nearest(gains, 0.0))
+                times[name] = microseconds(problem, config, cores) * exp(correction + _nearest(gains))
     return dict(sorted(times.items(), key=lambda item: (item[1], item[0])))
 
 
-def _nearest(corrections: Sequence[tuple[float, float]], otherwise: float) -> float:
-    """The mean of the nearest few of `(distance, correction)`, which are in order."""
-    return _mean(corrections[:_NEAREST], otherwise)
-
-
-def _mean(corrections: Sequence[tuple[float, float]], otherwise: float) -> float:
-    """The mean of `(distance, correction)`, weighted by distance, and of what holds without them."""
-    weighed = [(1 / (away**2 + _SAME), by) for away, by in corrections]
-    return (sum(w * by for w, by in weighed) + _OTHERWISE * otherwise) / (sum(w for w, _ in weighed) + _OTHERWISE)
+def _nearest(corrections: Sequence[tuple[float, float]]) -> float:
+    """The mean of the nearest few of `(distance, correction)`, which are in order, weighted by distance, and of none."""
+    weighed = [(1 / (away**2 + _SAME), by) for away, by in corrections[:_NEAREST]]
+    return sum(w * by for w, by in weighed) / (sum(w for w, _ in weighed) + _OTHERWISE)
 
 
 def near(one: Problem, other: Problem) -> bool:

@@ -52,6 +52,17 @@ def test_what_nobody_timed_is_as_slow_as_the_rest() -> None:
     assert sqrt(2) < found[untimed] / modelled(HERE)[untimed] <= 2
 
 
+def test_a_tile_that_only_small_products_timed_wins_no_large_one() -> None:
+    """All are faster than the model there, and slower where the chip is held by its power."""
+    first, second, third = list(corrected(HERE, [], CORES))[:3]
+    large, small = replace(HERE, k=8192), replace(HERE, m=2048, n=2048)
+    known = [
+        neighbour(problem, {name: factor * modelled(problem)[name] for name in names}, CORES)
+        for problem, factor, names in ((large, 1.2, (first, second)), (small, 0.85, (first, second, third)))
+    ]
+    assert list(corrected(HERE, known, CORES))[:2] == [first, second]
+
+
 def test_the_nearest_count_most() -> None:
     name = config_name(ranked(HERE, CORES)[0])
     known = [
