@@ -44,13 +44,16 @@ _BLOCK_NS: Final[dict[ScaledMmConfig, float]] = {
     SMALLEST: 209,
 }
 # A scale for each column of b is loaded and multiplied besides: 238 ns at 192x128 and 160 at 128x128 were measured, so
-# about 9.6 for 1000 elements of the tile. At 128x128 two temporaries take 1.1 times as long as one, which takes 630.
+# about 9.6 for 1000 elements of the tile. At 128x128 two temporaries take 1.1 times as long as one, which takes 630. On
+# an H100 256x128 takes 8 % longer beside 192x128 than where squares of b have scales.
 _COLUMN_SCALES_NS: Final = 9.6e-3
 _VECTOR_NS: Final[dict[ScaledMmConfig, float]] = {
     tile: ns + _COLUMN_SCALES_NS * tile.BM * tile.BN
-    for tile, ns in {**_BLOCK_NS, ScaledMmConfig(DEPTH=1): 470}.items()
+    for tile, ns in {**_BLOCK_NS, W: 860, TALL: 885, ScaledMmConfig(DEPTH=1): 470}.items()
     if tile != ScaledMmConfig()
 }
+# Of groups, where squares of b have scales: 128x256 has 0.86 to 0.95 of 192x128's speed for groups of rows on an H100.
+_GROUPED_NS: Final = {**_BLOCK_NS, W: 875}
 # Without scales along K: less by what promoting every fourth block only saves. Not fitted: of seven small products that
 # were timed, all but one rank as with these. Two temporaries are one accumulated further and cost no registers: 192x128
 # and 128x192 spill 74 and 94 elsewhere, not here.
@@ -95,7 +98,7 @@ _PAIRED: Final = (TALL,)
 # Bands for groups of tokens: five of eight products on an H100 were 1.03 times as fast as in bands of 8, two 0.99 to 1.
 _GROUP_OF_GROUPS: Final = {X: 3}
 _LARGEST_SPLIT: Final = 128 * 128  # elements of a tile whose sums leave room for stages
-_NAME: Final = re.compile(r"(\d+x\d+d[012](?:[ab]\d+)?)(?:g(\d+))?(?:s(\d+))?")
+_NAME: Final = re.compile(r"(\d+x\d+d[012](?:[ab]\d+)?)(?:g([1-9]\d*))?(?:s([1-9]\d*))?")
 
 
 def tile_ns(problem: Problem) -> Mapping[ScaledMmConfig, float]:
@@ -170,8 +173,13 @@ def _bands(problem: Problem, config: ScaledMmConfig) -> int:
 
 
 def tile_count(problem: Problem, config: ScaledMmConfig) -> int:
-    """Output tiles, of all batches; each counts once for every block of threads that shares its K."""
-    return -(-problem.m // config.BM) * -(-problem.n // config.BN) * problem.batch * config.SPLIT
+    """Output tiles, of all batches; each counts once for every block of threads that shares its K.
+
+    A cluster that shares a or b has a tile for each of its blocks, also where the last ones lie outside.
+    """
+    rows, columns = (config.CLUSTER, 1) if config.SHARE_B else (1, config.CLUSTER)
+    clusters = -(-problem.m // (config.BM * rows)) * -(-problem.n // (config.BN * columns))
+    return clusters * config.CLUSTER * problem.batch * config.SPLIT
 
 
 def _splits(tile: ScaledMmConfig, count: int, blocks: int, cores: int) -> list[int]:
@@ -293,11 +301,14 @@ def modelled(product: ScaledProduct) -> ScaledMmConfig:
 def grouped_tiles(problem: Problem, *, jagged_m: bool) -> tuple[ScaledMmConfig, ...]:
     """The tiles for products of groups.
 
-    128x192 with squares of b spills 2 registers where it sums over tokens. Groups of rows begin anywhere, so that the
-    scales of 4 rows more are loaded, and a load has 256 at most.
+    128x192 with squares of b spills 2 registers where it sums over tokens. 256x128 has no early start there, and 0.87
+    to 0.91 of 192x128's speed on an H100; and groups of rows begin anywhere, so that the scales of 4 rows more are
+    loaded, and a load has 256 at most.
     """
-    left_out = TALL if jagged_m else ScaledMmConfig(BN=192, DEPTH=1) if problem.b_scale == "BLOCK" else None
-    return tuple(tile for tile in tiles(problem) if tile != left_out)
+    left_out = {TALL}
+    if not jagged_m and problem.b_scale == "BLOCK":
+        left_out.add(ScaledMmConfig(BN=192, DEPTH=1))
+    return tuple(tile for tile in tiles(problem) if tile not in left_out)
 
 
 @lru_cache(maxsize=4096)
@@ -323,5 +334,7 @@ def grouped_microseconds(problem: Problem, config: ScaledMmConfig, cores: int, *
     else:
         count = groups * ceil(rows) * columns
         k = max(k // groups, 1)
-    tile = ceil(k / BK) * block_ns(problem, config) / 1e3 + _GROUPED_EPILOGUE_US * config.BM * config.BN
+    of_squares = problem.is_scaled_along_k and problem.b_scale != "VECTOR"
+    ns = _GROUPED_NS[replace(config, GROUP=ScaledMmConfig.GROUP)] if of_squares else block_ns(problem, config)
+    tile = ceil(k / BK) * ns / 1e3 + _GROUPED_EPILOGUE_US * config.BM * config.BN
     return ceil(count / cores) * tile

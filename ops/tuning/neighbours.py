@@ -1,14 +1,14 @@
 """The model corrected by what was measured nearby: how long a product takes for which no table has a row.
 
 The model is off by nearly the same factor for problems of nearly the same sizes. Its time of a configuration is
-multiplied by that factor, and by what the configuration is worse or better than the others of a row: two means over the
-nearest problems of a table, for the second over those that timed the configuration, weighted by their distance: the
-root of the squared logarithms of the sizes' ratios. Where they are few or far, the second is closer to 1. It is relative,
-since rows that timed a configuration may all be small, where the chip is faster: there a tile that nobody timed for large
-products would win these.
+multiplied by that factor, and by another one: how much slower the configuration is than the others of its rows. Both
+are means over the nearest problems of a table, the second over those that timed the configuration, weighted by their
+distance: the root of the squared logarithms of the sizes' ratios. Where they are few or far, both are closer to 1. The
+second is relative, since rows that timed a configuration may all be small, where the chip is faster: a tile that nobody
+timed for large products would win these.
 
-Where all rows of a problem's shape are left out of the table, the choices have 99.0 % of the best speed in the
-geometric mean on an H100 and 99.4 % on an H200, the model's 94.4 % and 99.0 % (`compare.left_out`, `compare.regret`).
+Where all rows of a problem's shape are left out of the table, the choices have 99.2 % of the best speed in the
+geometric mean on an H100 and 99.4 % on an H200, the model's 97.6 % and 99.0 % (`compare.left_out`, `compare.regret`).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def corrected(problem: Problem, known: Iterable[Neighbour], cores: int) -> dict[
 
 
 def _nearest(corrections: Sequence[tuple[float, float]]) -> float:
-    """The mean of the nearest few of `(distance, correction)`, which are in order, weighted by distance, and of none."""
+    """The mean of the nearest few of `(distance, correction)`, in order, weighted by distance, and of no correction."""
     weighed = [(1 / (away**2 + _SAME), by) for away, by in corrections[:_NEAREST]]
     return sum(w * by for w, by in weighed) / (sum(w for w, _ in weighed) + _OTHERWISE)
 

@@ -219,8 +219,11 @@ def _fault_of_row(row: Any) -> str | None:
         configs = {name: config_of(name) for name in times}
     except ValueError as error:
         return f"has a time of no configuration: {error!s:.80}"
-    if not runs(_problem_of_row(row), configs[cells["config"]]):
-        return f"has the configuration {cells['config']}, in which the kernel can't multiply its problem"
+    problem = _problem_of_row(row)
+    for name in (cells["config"], *times):
+        if not runs(problem, configs[name]):
+            of = "the configuration" if name == cells["config"] else "a time of"
+            return f"has {of} {name}, in which the kernel can't multiply its problem"
     return None
 
 

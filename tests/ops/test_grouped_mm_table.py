@@ -17,6 +17,7 @@ from fp8fn.ops.operand import Quantized
 from fp8fn.ops.scaled_grouped_mm import SCALED_GROUPED_MM
 from fp8fn.ops.targets import SM90, Chip
 from fp8fn.ops.tuning import chain_device, grouped_mm_table, measured
+from fp8fn.ops.tuning.compare import geomean
 from fp8fn.ops.tuning.grouped_mm_table import FORM, LAYOUTS, GroupsProblem, key_of
 from fp8fn.ops.tuning.measured import candidate_name
 from support.accuracy import snr
@@ -173,3 +174,15 @@ def test_the_bench_runs_each_candidate_on_a_gpu(layout: str, hopper: Any, caplog
     candidates = {candidate_name("cuda", config): ("cuda", config) for config in FORM.candidates(problem)["cuda"]}
     calls, _ = chain_device.groups_bench(device, hopper, chip, clock_of(device)).calls(problem, candidates)
     assert calls.keys() == candidates.keys(), caplog.text
+
+
+def test_without_a_row_the_tile_is_near_the_best_that_was_timed() -> None:
+    """By the times of the shipped table: a tile's place in one product need not be that in products of groups."""
+    (shipped,) = measured.tables(FORM, H100)
+    shares: dict[str, list[float]] = {}
+    for key, row in shipped.rows.items():
+        found = grouped_mm_table.default(GroupsProblem(*key, HOPPER))
+        assert found in row.times, key
+        shares.setdefault(str(key[0]), []).append(min(row.times.values()) / row.times[found])
+    assert shares.keys() == {"rows", "tokens"}
+    assert all(geomean(found) > 0.98 and min(found) > 0.95 for found in shares.values()), shares

@@ -13,6 +13,7 @@ from fp8fn.ops.cuda.gemm.scaled_mm import KINDS, ScaledMmConfig
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.tuning.model import (
     FITTED,
+    TALL,
     X,
     candidates,
     config_name,
@@ -155,6 +156,12 @@ def test_the_model_knows_waves_shares_of_k_and_bytes() -> None:
     assert ranked(Problem(64, 512, 16384), 132)[0].SPLIT > 1
     assert ranked(Problem(64, 512, 256), 132)[0].SPLIT == 1
     assert {config.SPLIT for config in ranked(large, 132)} == {1}
+    # Blocks of a cluster have a tile each, also one that lies outside.
+    assert [
+        tile_count(Problem(256, n, 128, batch=3), replace(TALL, CLUSTER=2, SHARE_B=False))
+        for n in (1, 128, 129, 256, 257)
+    ] == [6, 6, 6, 6, 12]
+    assert tile_count(Problem(257, 128, 128), replace(TALL, CLUSTER=2)) == 2
     # A batch of 64 is 64 times the tiles, and float32 outputs are twice the bytes.
     assert tile_count(Problem(128, 128, 128, batch=64), ScaledMmConfig()) == 64
     wide = Problem(4096, 4096, 128)
@@ -179,7 +186,13 @@ def test_names_of_configurations_are_read_back(kinds: tuple[str, str]) -> None:
     assert config_name(config_of("192x128d1g16s2")) == "192x128d1g16s2"
 
 
-@pytest.mark.parametrize("name", ["", "192x128", "256x256d1", "192x128d1s", "128x256d2", "128x128d2 "])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "192x128", "256x256d1", "192x128d1s", "128x256d2", "128x128d2 ", "192x128d1g0", "192x128d1s0",
+        "256x128d1a4", "256x128d1b2", "192x128d1a2",
+    ],
+)  # fmt: skip
 def test_unknown_names_are_errors(name: str) -> None:
     with pytest.raises(ValueError, match="names no configuration"):
         config_of(name)

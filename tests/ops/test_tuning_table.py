@@ -89,6 +89,11 @@ BAD: dict[str, tuple[list[Any], str]] = {
     "a number for a configuration": (changed("config", 7), "has no time of its configuration 7"),
     "no configuration": (changed("times_us", {"64x128d2s2": 1.0, "9x9d1": 2.0}), "'9x9d1' names no configuration"),
     "another kind's tile": ([*GOOD[:9], "128x192d2", {"128x192d2": 1.0}, 1, None], "has the configuration 128x192d2"),
+    "a time of another kind's tile": (
+        changed("times_us", {"64x128d2s2": 1.0, "128x192d2": 2.0}), "has a time of 128x192d2, in which the kernel",
+    ),
+    "a time of three that share K": (changed("times_us", {"64x128d2s2": 1.0, "64x128d2s3": 2.0}), "has a time of"),
+    "a group of no rows": (changed("times_us", {"64x128d2s2": 1.0, "64x128d2g0": 2.0}), "names no configuration"),
     "three share K": ([*GOOD[:9], "64x128d2s3", {"64x128d2s3": 1.0}, 1, None], "has the configuration 64x128d2s3"),
     "too many share K": ([*GOOD[:9], "64x128d2s8", {"64x128d2s8": 1.0}, 1, None], "has the configuration 64x128d2s8"),
     "too little of K to share": (changed("K", 512), "has the configuration 64x128d2s2, in which the kernel can't"),
