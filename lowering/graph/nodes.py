@@ -48,7 +48,11 @@ def source_of(node: Node) -> str:
     lines = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
     users = [line for line in lines if "/site-packages/" not in line[0]]
     users = users or [line for line in lines if "/site-packages/torch/" not in line[0]] or lines
-    return f"{users[-1][0].rsplit('/', 1)[-1]}:{users[-1][1]}" if users else ""
+    if not users:
+        return ""
+    # A cell of a notebook is a file with a number for its name.
+    file = "cell" if "/ipykernel_" in users[-1][0] else users[-1][0].rsplit("/", 1)[-1]
+    return f"{file}:{users[-1][1]}"
 
 
 def input_of(node: Node, place: int = 0) -> Node:

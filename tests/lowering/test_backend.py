@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import fp8fn
+from fp8fn.lowering.graph.nodes import source_of
 from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe
 from fp8fn.site import Site
@@ -349,3 +350,9 @@ def test_explain_names_line_and_reason() -> None:
     (row,) = explanation.rows
     assert row.source.startswith("test_backend.py:")
     assert row.reason == "float64 operands; FP8 takes bfloat16, float16 and float32"
+
+
+def test_a_cell_of_a_notebook_has_no_number_for_a_name() -> None:
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = 'File "/tmp/ipykernel_7/1432963372.py", line 21, in forward'
+    assert source_of(node) == "cell:21"
