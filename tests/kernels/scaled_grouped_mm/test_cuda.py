@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import accumulate
 from random import Random
 from typing import Any, Final
@@ -31,7 +32,7 @@ from fp8fn.ops.quantize_grouped_fused import (
     quantize_silu_mul_grouped_kernel,
 )
 from fp8fn.ops.targets import GFX942, SM90, Target
-from fp8fn.ops.tuning.model import SMALLEST, X, grouped_config, grouped_tiles, tiles
+from fp8fn.ops.tuning.model import SMALLEST, W, X, grouped_config, grouped_tiles, tiles
 from fp8fn.ops.tuning.problem import Problem, problem_of
 from support.accuracy import relative_error, same_bits
 from support.compilers import needs_nvrtc
@@ -483,6 +484,18 @@ def test_products_of_rows_emulated(kind: str) -> None:
         out = rows.product(rows.bias, config, out_dtype, FEW)
         assert relative_error(out, rows.biased) < (1e-6 if out_dtype == FP32 else 2e-3), config
         assert torch.equal(rows.product(rows.bias, config, out_dtype, FEW, backwards=True), out), config
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["rows", "rows, columns' scales"])
+def test_a_tiles_first_product_starts_before_the_epilogue_of_the_one_before_emulated(kind: str) -> None:
+    """One block's tiles: of several groups and, last, of rows of no group, or of these alone: nothing is multiplied."""
+    one = replace(FEW, multiprocessors=1)
+    for sizes, rest, k in (([3, 0, 130], 7, 300), ([2], 150, 128), ([0, 0], 70, 200)):
+        rows = Rows(kind, sizes, rest, 264, k)
+        out = rows.product(rows.bias, W, BF16, one)
+        assert not sum(sizes) or relative_error(out, rows.biased) < 2e-3
+        assert torch.equal(rows.product(rows.bias, W, BF16, one, backwards=True), out)
 
 
 # ---- values, on a GPU ------------------------------------------------------------------------------------------------
