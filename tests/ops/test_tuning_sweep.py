@@ -143,7 +143,7 @@ class Nothing(FakeBench):
 
 
 def test_a_problem_that_no_configuration_runs_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"none of 192x128d1, .* runs on NVIDIA Test"):
+    with pytest.raises(RuntimeError, match=r"none of .*192x128d1, .* runs on NVIDIA Test"):
         tune(PROBLEM, Nothing())
 
 
