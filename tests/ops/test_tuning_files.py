@@ -185,7 +185,8 @@ def test_a_plan_says_who_chose(monkeypatch: pytest.MonkeyPatch) -> None:
     launch = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert isinstance(launch, CudaLaunch)
     assert launch.reason == "cuda by the model"
-    assert (launch.options["BM"], launch.options["BN"]) == (192, 128)
+    models = ranked(PROBLEM, CHIP.multiprocessors)[0]
+    assert (launch.options["BM"], launch.options["BN"]) == (models.BM, models.BN) != (128, 256)
     save({PROBLEM: replace(ENTRY, peer_us=305.0)})
     tuned = dispatched(operands(PROBLEM).product(SM90, CHIP))
     assert tuned.reason == "cuda by nvidia-test-132.json"
