@@ -219,7 +219,7 @@ def _programs(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig
     tiles = rows * -(-n // (config.BN * pair_n))
     if config.SPLIT > 1:  # a cluster computes one tile
         return tiles * config.SPLIT
-    return min(tiles, target.cores // config.CLUSTER) * config.CLUSTER
+    return min(tiles, max(target.cores // config.CLUSTER, 1)) * config.CLUSTER
 
 
 def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
