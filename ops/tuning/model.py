@@ -30,7 +30,8 @@ TALL: Final = ScaledMmConfig(SLICES_M=2, DEPTH=1)
 SMALLEST: Final = ScaledMmConfig(MATH=1, BN=64)
 # The tiles by the kinds of the scales, with the nanoseconds that a k-block of 128 takes where each multiprocessor works
 # on one. None of the tiles spills. The L2's rate is in the times: 64x64 asks for 10 TB/s. At 1.7 GHz the tensor core
-# alone needs 452 for 192x128 and 602 for 128x256.
+# alone needs 452 for 192x128 and 602 for 128x256. Those of 128x256 and 256x128 are 192x128's by their ratio on an H100,
+# since they have early starts.
 _BLOCK_NS: Final[dict[ScaledMmConfig, float]] = {
     X: 612,
     W: 835,
@@ -55,8 +56,8 @@ _VECTOR_NS: Final[dict[ScaledMmConfig, float]] = {
 # Of groups, where squares of b have scales: 128x256 has 0.86 to 0.95 of 192x128's speed for groups of rows on an H100.
 _GROUPED_NS: Final = {**_BLOCK_NS, W: 875}
 # Without scales along K: less by what promoting every fourth block only saves. Not fitted: of seven small products that
-# were timed, all but one rank as with these. Two temporaries are one accumulated further and cost no registers: 192x128
-# and 128x192 spill 74 and 94 elsewhere, not here.
+# were timed, all but one rank as with these; 192x128's warpgroups take turns since. Two temporaries are one accumulated
+# further and cost no registers: 192x128 and 128x192 spill 74 and 94 elsewhere, not here.
 _UNSCALED_NS: Final[dict[ScaledMmConfig, float]] = {
     X: 612,
     ScaledMmConfig(MATH=3): 625,
@@ -152,8 +153,8 @@ def banded(problem: Problem, config: ScaledMmConfig, cores: int) -> list[ScaledM
         if group * config.BM < problem.m:
             other = replace(config, GROUP=group)
             found.setdefault(_bands(problem, other), other)
-    pairs = [_paired(other) for other in found.values()] if config in _PAIRED else []
-    return [other for other in (*found.values(), *pairs) if other is not config]
+    paired = [_paired(other) for other in found.values()] if config in _PAIRED else []
+    return [other for other in (*found.values(), *paired) if other is not config]
 
 
 def _paired(config: ScaledMmConfig) -> ScaledMmConfig:
