@@ -53,7 +53,7 @@ _VECTOR_NS: Final[dict[ScaledMmConfig, float]] = {
     for tile, ns in {**_BLOCK_NS, W: 860, TALL: 885, ScaledMmConfig(DEPTH=1): 470}.items()
     if tile != ScaledMmConfig()
 }
-# Of groups, where squares of b have scales: 128x256 has 0.86 to 0.95 of 192x128's speed for groups of rows on an H100.
+# Products of groups where squares of b have scales: for rows 128x256 has 0.86 to 0.95 of 192x128's speed on an H100.
 _GROUPED_NS: Final = {**_BLOCK_NS, W: 875}
 # Without scales along K: less by what promoting every fourth block only saves. Not fitted: of seven small products that
 # were timed, all but one rank as with these; 192x128's warpgroups take turns since. Two temporaries are one accumulated
@@ -134,7 +134,7 @@ def candidates(problem: Problem, cores: int) -> tuple[ScaledMmConfig, ...]:
 def runs(problem: Problem, config: ScaledMmConfig) -> bool:
     """Whether the kernel can multiply a problem in a configuration, however slowly."""
     tile = _tile(config)
-    if tile not in tiles(problem) or config.GROUP > _LARGEST_GROUP:
+    if tile not in tile_ns(problem) or config.GROUP > _LARGEST_GROUP:
         return False
     if config.CLUSTER > 1 and (tile not in _PAIRED or config != _paired(config)):
         return False
@@ -161,6 +161,7 @@ def _paired(config: ScaledMmConfig) -> ScaledMmConfig:
     return replace(config, CLUSTER=2, SHARE_B=False)
 
 
+@cache
 def _tile(config: ScaledMmConfig) -> ScaledMmConfig:
     """The tile of a configuration: alone, in the usual bands, K in one part."""
     usual = ScaledMmConfig
@@ -202,8 +203,8 @@ def _can_share(tile: ScaledMmConfig, blocks: int, split: int) -> bool:
 
 
 def config_name(config: ScaledMmConfig) -> str:
-    """`"192x128d1"`: tile and temporaries, `a` the blocks that share a, `g` the group where it is not 8, `s` the blocks
-    that share K.
+    """`"192x128d1"`: tile and temporaries, `a` or `b` the blocks that share it, `g` the group where it is not 8, `s`
+    the blocks that share K.
     """
     group = "" if config.GROUP == ScaledMmConfig.GROUP else f"g{config.GROUP}"
     split = "" if config.SPLIT == 1 else f"s{config.SPLIT}"
@@ -336,6 +337,6 @@ def grouped_microseconds(problem: Problem, config: ScaledMmConfig, cores: int, *
         count = groups * ceil(rows) * columns
         k = max(k // groups, 1)
     of_squares = problem.is_scaled_along_k and problem.b_scale != "VECTOR"
-    ns = _GROUPED_NS[replace(config, GROUP=ScaledMmConfig.GROUP)] if of_squares else block_ns(problem, config)
+    ns = _GROUPED_NS[_tile(config)] if of_squares else block_ns(problem, config)
     tile = ceil(k / BK) * ns / 1e3 + _GROUPED_EPILOGUE_US * config.BM * config.BN
     return ceil(count / cores) * tile

@@ -220,8 +220,8 @@ def _fault_of_row(row: Any) -> str | None:
     except ValueError as error:
         return f"has a time of no configuration: {error!s:.80}"
     problem = _problem_of_row(row)
-    for name in (cells["config"], *times):
-        if not runs(problem, configs[name]):
+    for name, config in configs.items():
+        if not runs(problem, config):
             of = "the configuration" if name == cells["config"] else "a time of"
             return f"has {of} {name}, in which the kernel can't multiply its problem"
     return None

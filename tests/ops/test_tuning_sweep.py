@@ -95,7 +95,7 @@ def test_the_shortlist_is_the_models_best_and_the_largest_tiles_or_the_smallest(
         short = shortlist(problem, 132)
         assert short[:4] == list(ranked(problem, 132)[:4])
         assert ({X, W, TALL} if shape[0] > 128 else {SMALLEST}) <= set(short)
-        assert len({replace(config, GROUP=8) for config in short}) <= 8
+        assert len({replace(config, GROUP=8) for config in short}) <= 7
 
 
 def test_large_products_are_tuned_in_bands_of_several_heights() -> None:
@@ -143,7 +143,7 @@ class Nothing(FakeBench):
 
 
 def test_a_problem_that_no_configuration_runs_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"none of .*192x128d1, .* runs on NVIDIA Test"):
+    with pytest.raises(RuntimeError, match=r"none of 192x128d1, .* runs on NVIDIA Test"):
         tune(PROBLEM, Nothing())
 
 
