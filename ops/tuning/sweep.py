@@ -32,6 +32,12 @@ _LEAST_SPREAD: Final = 0.005
 _FINALISTS: Final = 8
 _HEAT: Final = 4  # a heat repeats a call this many times less than a full round
 _BURST_US: Final = 6000.0
+# Calls that are repeated within a round no more.
+_LONG_US: Final = 4e3
+_ROUNDS_US: Final = 1e5
+_MOST_ROUNDS: Final = 9
+# Runs whose median says that a call is far behind.
+_SURE: Final = 3
 _MOST_REPEATS: Final = 30
 _FLUSH_US: Final = 80.0
 # While the operands of a problem are made the chip cools.
@@ -70,9 +76,12 @@ class Turns:
 
 
 def turns_for(us: float) -> Turns:
-    """Fewer for a longer call: a run of 100 ms averages over what a short one has to be repeated for."""
-    if us > 4e3:
-        return Turns(3, 1)
+    """Fewer for a longer call: a run of 100 ms averages over what a short one has to be repeated for.
+
+    A chip at its power limit slows down for some milliseconds at a time: runs of 10 ms differ by up to 1.6x.
+    """
+    if us > _LONG_US:
+        return Turns(max(_SURE, min(_MOST_ROUNDS, round(_ROUNDS_US / us))), 1)
     return Turns(5, max(1, min(_MOST_REPEATS, round(_BURST_US / (us + _FLUSH_US)))))
 
 
@@ -101,7 +110,7 @@ def tune(problem: Problem, bench: Bench) -> Entry:
 
 
 def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -> dict[str, list[float]]:
-    """The times of each call's turns; one far behind the best after a round has that turn alone, but for `stays`.
+    """The times of each call's turns; what is far behind the best after `_SURE` runs has no more, but for `stays`.
 
     Only those of many calls that `heats` leaves have times, in more and shorter turns: they differ by less than the
     clock of the chip drifts during a long one.
@@ -115,7 +124,7 @@ def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -
         shuffle(order)
         for name in order:
             samples[name].append(_turn(calls[name], clock, turns.repeats))
-        if turn == 0:
+        if turn == max(1, _SURE // turns.repeats) - 1:
             least = min(median(times) for times in samples.values())
             order = [name for name in order if name == stays or median(samples[name]) <= _BEHIND * least]
     return samples

@@ -79,14 +79,29 @@ def test_calls_take_turns_and_what_is_far_behind_leaves() -> None:
     assert {*turns[:3]} == times.keys()
     rounds = [tuple(turns[i : i + 2]) for i in range(3, len(turns), 2)]
     assert {*rounds} == {("64x64d2", "64x128d2"), ("64x128d2", "64x64d2")}
-    assert {name: len(samples) for name, samples in measure(calls, bench, Turns(4, 1), "128x64d2").items()} == {
+    assert {name: len(samples) for name, samples in measure(calls, bench, Turns(4, 3), "128x64d2").items()} == {
         "64x64d2": 4, "64x128d2": 4, "128x64d2": 4,
     }  # fmt: skip
 
 
 def test_long_calls_have_fewer_turns() -> None:
     counts = [turns_for(time) for time in (10.0, 1000.0, 5e3, 1e5)]
-    assert [(turns.rounds, turns.repeats) for turns in counts] == [(5, 30), (5, 6), (3, 1), (3, 1)]
+    assert [(turns.rounds, turns.repeats) for turns in counts] == [(5, 30), (5, 6), (9, 1), (3, 1)]
+
+
+def test_a_call_whose_first_run_was_slow_has_the_others() -> None:
+    """As long calls' on a chip that its power limit slows down now and then."""
+
+    class Slowed(FakeBench):
+        def samples(self, call: Call, repeats: int, lead_us: float) -> list[float]:
+            found = super().samples(call, repeats, lead_us)
+            return [1.6 * us if len(self.runs) == 1 else us for us in found]
+
+    bench, times = Slowed(), {"64x64d2": 10000.0, "64x128d2": 9000.0}
+    calls = {name: bench._call(name, time) for name, time in times.items()}
+    found = measure(calls, bench, turns_for(10000.0), stays="none")
+    assert [len(samples) for samples in found.values()] == [9, 9]
+    assert decide(found, "none").config == "64x128d2"
 
 
 def test_the_shortlist_is_the_models_best_and_the_largest_tiles_or_the_smallest() -> None:
