@@ -7,8 +7,8 @@ distance: the root of the squared logarithms of the sizes' ratios. Where they ar
 second is relative, since rows that timed a configuration may all be small, where the chip is faster: a tile that nobody
 timed for large products would win these.
 
-Where all rows of a problem's shape are left out of the table, the choices have 99.2 % of the best speed in the
-geometric mean on an H100 and 99.4 % on an H200, the model's 98.1 % and 99.0 % (`compare.left_out`, `compare.regret`).
+Where all rows of a problem's shape are left out of the table, the choices have 99.4 % of the best speed in the
+geometric mean on an H100 and on an H200, the model's 97.8 % and 99.0 % (`compare.left_out`, `compare.regret`).
 """
 
 from __future__ import annotations
