@@ -39,7 +39,7 @@ def test_an_example_learns(name: str, ranks: int) -> None:
 def test_the_benchmark_of_fsdp2(tmp_path: Path) -> None:
     sizes = {"hidden": 512, "ffn": 256, "layers": 1, "tokens": 32, "steps": 1, "warmup": 1}
     small = [f"--{name}={size}" for name, size in sizes.items()]
-    _torchrun("fp8fn.bench.fsdp", *small, "--no-compile", "--json", str(tmp_path / "out.json"))
+    _torchrun("fp8fn.bench.scale_out", *small, "--no-compile", "--json", str(tmp_path / "out.json"))
     results = json.loads((tmp_path / "out.json").read_text())["results"]["rows"]
     assert [each["variant"] for each in results][::3] == ["bf16", "fp8fn, FP8 on the wire"]
     assert all("skipped" in each or len(each["losses"]) == 2 for each in results)
