@@ -1,4 +1,8 @@
-"""Steps of FSDP2 with 16 bits and FP8 on the wire: `torchrun --nproc-per-node 2 -m fp8fn.bench.fsdp --json OUT`."""
+"""Training steps on several GPUs with 16 bits and FP8 on the wire.
+
+`torchrun --nproc-per-node 4 -m fp8fn.bench.scale_out --json OUT` times FSDP2; `--kinds` adds FSDP2 beside tensor and
+sequence parallelism, experts on all ranks, and bare gathers.
+"""
 
 from __future__ import annotations
 
@@ -9,46 +13,127 @@ import time
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
 
-from fp8fn.bench import record
-from fp8fn.distributed import gather_fp8, update_scales
+import fp8fn
+import fp8fn.distributed as fp8_styles
+from fp8fn.bench import record, wire
+from fp8fn.distributed import combine, dispatch, gather_fp8, update_scales
 
 HEAD: Final = 128
+# What changes a model, and gives what runs after each step.
+Prepare: TypeAlias = Callable[[nn.Module], Callable[[nn.Module], None]]
+
+
+class Attention(nn.Module):
+    """Attention of Llama 3 without rotary embeddings."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.k_proj, self.v_proj = (nn.Linear(hidden, hidden // 4, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return out
+
+
+class FeedForward(nn.Module):
+    """The feed-forward network of Llama 3."""
+
+    def __init__(self, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class Layer(nn.Module):
-    """A decoder layer of Llama 3 without rotary embeddings."""
+    """A decoder layer."""
 
     def __init__(self, hidden: int, ffn: int) -> None:
         super().__init__()
         self.input_norm, self.mlp_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.q_proj, self.o_proj = nn.Linear(hidden, hidden, bias=False), nn.Linear(hidden, hidden, bias=False)
-        self.k_proj, self.v_proj = (
-            nn.Linear(hidden, hidden // 4, bias=False),
-            nn.Linear(hidden, hidden // 4, bias=False),
-        )
-        self.gate_proj, self.up_proj = nn.Linear(hidden, ffn, bias=False), nn.Linear(hidden, ffn, bias=False)
-        self.down_proj = nn.Linear(ffn, hidden, bias=False)
+        self.attention, self.feed_forward = Attention(hidden), FeedForward(hidden, ffn)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.input_norm(x)
-        q, k, v = (f(y).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.o_proj(attended.transpose(1, 2).flatten(2))
-        y = self.mlp_norm(x)
-        out: Tensor = x + self.down_proj(F.silu(self.gate_proj(y)) * self.up_proj(y))
+        x = x + self.attention(self.input_norm(x))
+        out: Tensor = x + self.feed_forward(self.mlp_norm(x))
         return out
+
+
+class Experts(nn.Module):
+    """A norm and experts, two for each token; this rank holds its part of the experts."""
+
+    def __init__(self, hidden: int, ffn: int, experts: int, *, fp8: bool) -> None:
+        super().__init__()
+        self.experts, self.fp8, local = experts, fp8, experts // dist.get_world_size()
+        self.norm, self.router = nn.RMSNorm(hidden), nn.Linear(hidden, experts, bias=False)
+        self.up = nn.Parameter(torch.randn(local, hidden, 2 * ffn) / hidden**0.5)
+        self.down = nn.Parameter(torch.randn(local, ffn, hidden) / ffn**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        weights, chosen = self.router(y).softmax(-1).topk(2)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        sent = y.repeat_interleave(2, 0)[order]
+        if self.fp8:
+            rows, routing = dispatch(sent, counts)
+            out = combine(_mlp_fp8(rows, self.up, self.down, routing.offsets), routing)
+        else:
+            out = self._in_16_bits(sent, counts)
+        mixed = (out * weights.flatten()[order, None]).to(x.dtype)
+        return x.index_add(0, order // 2, mixed)
+
+    def _in_16_bits(self, sent: Tensor, counts: Tensor) -> Tensor:
+        """As `dispatch` and `combine` send, in the type of the rows."""
+        from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
+
+        ranks, group = dist.get_world_size(), dist.group.WORLD
+        assert group is not None
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts)
+        to_send, to_receive = (x.view(ranks, -1).sum(1).tolist() for x in (counts, theirs))
+        rows = all_to_all(sent, to_receive, to_send, group)
+        expert = torch.arange(counts.numel() // ranks, device=counts.device).repeat(ranks)
+        order = expert.repeat_interleave(theirs, output_size=rows.shape[0]).argsort(stable=True)
+        ends = theirs.view(ranks, -1).sum(0).cumsum(0).to(torch.int32)
+        out = _mlp(rows[order], self.up, self.down, ends)
+        back: Tensor = all_to_all(torch.empty_like(out).index_copy(0, order, out), to_send, to_receive, group)
+        return back
+
+
+def _mlp(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+    gate, value = torch._grouped_mm(rows, up, offs=ends).chunk(2, -1)
+    return torch._grouped_mm(F.silu(gate) * value, down, offs=ends)
+
+
+def _mlp_fp8(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
+    gate, value = fp8fn.grouped_gemm(rows, up, ends, recipe=fp8fn.BLOCKWISE_POW2).chunk(2, -1)
+    return fp8fn.grouped_gemm(F.silu(gate) * value, down, ends, recipe=fp8fn.BLOCKWISE_POW2)
 
 
 def _nothing(_: nn.Module) -> None:
     pass
+
+
+def _as_it_is(_: nn.Module) -> Callable[[nn.Module], None]:
+    return _nothing
 
 
 def _torchao(model: nn.Module) -> Callable[[nn.Module], None]:
@@ -58,37 +143,115 @@ def _torchao(model: nn.Module) -> Callable[[nn.Module], None]:
     return after
 
 
-def _fp8(model: nn.Module) -> Callable[[nn.Module], None]:
-    gather_fp8(model, where="*_proj.weight")
-    return update_scales
+def _gathered(recipe: str) -> Prepare:
+    def prepare(model: nn.Module) -> Callable[[nn.Module], None]:
+        gather_fp8(model, where="*_proj.weight", recipe=recipe)
+        return update_scales
+
+    return prepare
 
 
-# What changes the model and gives what runs after each step, and the backend.
-VARIANTS: Final[dict[str, tuple[Callable[[nn.Module], Callable[[nn.Module], None]], str]]] = {
-    "bf16": (lambda _: _nothing, "inductor"),
-    "torchao, FP8 on the wire": (_torchao, "inductor"),
-    "fp8fn, 16 bits on the wire": (lambda _: _nothing, "fp8fn"),
-    "fp8fn, FP8 on the wire": (_fp8, "fp8fn"),
-}
+class Variant(NamedTuple):
+    """One way to train the model of a kind: `kind` is "fsdp", "fsdp-tp" or "experts"."""
+
+    kind: str
+    name: str
+    prepare: Prepare = _as_it_is
+    backend: str = "inductor"
+    options: dict[str, Any] | None = None
+    styles: Any = torch_styles
 
 
-def run(name: str, args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Times steps of one variant; the largest of the ranks' times counts."""
-    prepare, backend = VARIANTS[name]
+_POW2: Final = {"recipe": "blockwise_pow2"}
+VARIANTS: Final = (
+    Variant("fsdp", "bf16"),
+    Variant("fsdp", "torchao, FP8 on the wire", _torchao),
+    Variant("fsdp", "fp8fn, 16 bits on the wire", backend="fp8fn"),
+    Variant("fsdp", "fp8fn, FP8 on the wire", _gathered("blockwise"), "fp8fn"),
+    Variant("fsdp-tp", "bf16"),
+    Variant("fsdp-tp", "fp8fn, 16 bits on the wires", backend="fp8fn", options=_POW2),
+    Variant("fsdp-tp", "fp8fn, FP8 on both wires", _gathered("blockwise_pow2"), "fp8fn", _POW2, fp8_styles),
+    Variant("experts", "bf16"),
+    Variant("experts", "fp8fn, FP8 to the experts", backend="fp8fn"),
+)
+
+
+class Trained(NamedTuple):
+    """A model, what runs after each of its steps, and this rank's input."""
+
+    model: nn.Module
+    after: Callable[[nn.Module], None]
+    x: Tensor
+
+
+def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
+    """The model of a variant, sharded, with its layers or their parts compiled."""
+    ranks, replica = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
+    if variant.kind == "experts":
+        fp8 = variant.backend == "fp8fn"
+        make = (Experts(args.hidden, args.expert_ffn, args.experts, fp8=fp8) for _ in range(args.expert_layers))
+        with torch.device(device):
+            model = nn.Sequential(*make).bfloat16()
+        torch.manual_seed(1 + replica)
+        return Trained(model, _nothing, torch.randn(args.tokens, args.hidden, device=device, dtype=torch.bfloat16))
     with torch.device(device):
         model = nn.Sequential(*(Layer(args.hidden, args.ffn) for _ in range(args.layers)))
-    after = prepare(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    sharding: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    }
+    tensor = args.tensor_parallel if variant.kind == "fsdp-tp" else 1
+    if tensor > 1:
+        mesh = init_device_mesh(device, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor"))
+        sharding["mesh"], replica = mesh["data"], mesh["data"].get_local_rank()
+        for layer in model:
+            torch_styles.parallelize_module(layer, mesh["tensor"], _plan(variant.styles))
+    after = variant.prepare(model)
     for layer in model:
         if args.compile:
-            layer.compile(backend=backend)
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+            parts: tuple[Any, ...] = (layer.attention, layer.feed_forward) if tensor > 1 else (layer,)
+            for part in parts:
+                part.compile(backend=variant.backend, options=variant.options)
+        fully_shard(layer, **sharding)
+    fully_shard(model, **sharding)
+    torch.manual_seed(1 + replica)
+    x = torch.randn(args.batch, args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    if tensor > 1:
+        part = x.chunk(tensor, 1)[mesh["tensor"].get_local_rank()].contiguous()
+        x = DTensor.from_local(part, mesh["tensor"], [Shard(1)], run_check=False)
+    return Trained(model, after, x)
+
+
+def _plan(styles: Any) -> dict[str, Any]:
+    plan: dict[str, Any] = {name: torch_styles.SequenceParallel() for name in ("input_norm", "mlp_norm")}
+    for name in ("attention", "feed_forward"):
+        plan[name] = styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj"):
+        plan[name] = styles.ColwiseParallel()
+    for name in ("feed_forward.gate_proj", "feed_forward.up_proj"):
+        plan[name] = styles.ColwiseParallel()
+    for name in ("attention.o_proj", "feed_forward.down_proj"):
+        plan[name] = styles.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return plan
+
+
+def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Times steps of one variant; the largest of the ranks' times counts. A last step is profiled on a GPU."""
+    model, after, x = built(variant, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     after(model)
-    torch.manual_seed(1 + dist.get_rank())
-    x = torch.randn(args.batch, args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    wanted = x.roll(1, 0) if x.ndim == 2 else x.flip(2)
+
+    def step() -> float:
+        loss = (model(x).float() - wanted.float()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after(model)
+        _wait(device)
+        whole = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
+        return float(whole)
+
     times, losses = [], []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -96,21 +259,46 @@ def run(name: str, args: argparse.Namespace, device: str) -> dict[str, Any]:
         dist.barrier()
         _wait(device)
         begin = time.perf_counter()
-        loss = (model(x).float() - x.float().roll(1, 1)).square().mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after(model)
-        _wait(device)
+        losses.append(step())
         seconds = torch.tensor(time.perf_counter() - begin, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         times.append(seconds.item())
-        losses.append(loss.item())
     measured = times[args.warmup :]
-    return {
-        "variant": name, "median_ms": 1e3 * statistics.median(measured), "least_ms": 1e3 * min(measured),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None, "losses": losses,
+    found = {
+        "kind": variant.kind, "variant": variant.name, "median_ms": 1e3 * statistics.median(measured),
+        "least_ms": 1e3 * min(measured), "losses": losses,
+        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
     }  # fmt: skip
+    if device == "cuda":
+        dist.barrier()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
+            step()
+        if dist.get_rank() == 0:
+            found["wire"] = wire.summary(wire.kernels_of(profiler))
+    return found
+
+
+def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> list[dict[str, float]]:
+    """Milliseconds of a gather of so many bytes in all, and of one of half as many, as FP8 sends for bf16."""
+    found, ranks = [], dist.get_world_size()
+    for size in megabytes:
+        row: dict[str, float] = {"megabytes": size}
+        for name, bytes_sent in (("bf16_ms", size << 20), ("fp8_ms", size << 19)):
+            part = torch.zeros(bytes_sent // ranks, dtype=torch.uint8, device=device)
+            whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
+            times = []
+            for _ in range(15):
+                dist.barrier()
+                _wait(device)
+                begin = time.perf_counter()
+                dist.all_gather_into_tensor(whole, part)
+                _wait(device)
+                times.append(time.perf_counter() - begin)
+            worst = torch.tensor(statistics.median(times[5:]), device=device)
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            row[name] = 1e3 * worst.item()
+        found.append(row)
+    return found
 
 
 def _wait(device: str) -> None:
@@ -122,10 +310,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for option, value in (
         ("--hidden", 4096), ("--ffn", 14336), ("--layers", 12), ("--batch", 1), ("--tokens", 8192), ("--steps", 10),
-        ("--warmup", 4),
+        ("--warmup", 4), ("--tensor-parallel", 2), ("--experts", 8), ("--expert-ffn", 3584), ("--expert-layers", 4),
     ):  # fmt: skip
         parser.add_argument(option, type=int, default=value)
-    parser.add_argument("--variants", nargs="*", choices=list(VARIANTS), default=list(VARIANTS))
+    parser.add_argument("--kinds", nargs="+", choices=("fsdp", "fsdp-tp", "experts", "gathers"), default=["fsdp"])
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -133,24 +321,28 @@ def main() -> None:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     if device == "cuda":
         torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    results = []
-    for name in args.variants:
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "ranks": dist.get_world_size(),
+        "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": [],
+    }  # fmt: skip
+    if "gathers" in args.kinds:
+        found["gathers"] = gathers(device)
+    for variant in VARIANTS:
+        if variant.kind not in args.kinds:
+            continue
         try:
-            results.append(run(name, args, device))
+            row = run(variant, args, device)
         except ImportError as error:
-            results.append({"variant": name, "skipped": str(error)})
+            row = {"kind": variant.kind, "variant": variant.name, "skipped": str(error)}
+        found["rows"].append(row)
         torch._dynamo.reset()
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
-            print(results[-1], flush=True)
-    if dist.get_rank() == 0 and args.json is not None:
-        found = {
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "ranks": dist.get_world_size(),
-            "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": results,
-        }  # fmt: skip
-        record.write(args.json, "fsdp", found)
+            print({key: value for key, value in row.items() if key != "wire"}, flush=True)
+            if args.json is not None:
+                record.write(args.json, "scale_out", found)
     dist.destroy_process_group()
 
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from fp8fn.bench.fsdp import Layer
+from fp8fn.bench.scale_out import Layer
 from fp8fn.bench.train.models import SIZES
 from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.saved import SavePlan
