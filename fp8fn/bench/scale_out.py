@@ -249,8 +249,8 @@ def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, An
         optimizer.zero_grad()
         after(model)
         _wait(device)
-        whole = loss.detach().full_tensor() if isinstance(loss, DTensor) else loss.detach()
-        return float(whole)
+        detached: Any = loss.detach()
+        return float(detached.full_tensor() if isinstance(detached, DTensor) else detached)
 
     times, losses = [], []
     if device == "cuda":

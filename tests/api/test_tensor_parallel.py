@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism on processes of a CPU: unmodified models, PyTorch's styles and fp8fn's."""
+"""Tensor and sequence parallelism on processes of a CPU or on GPUs: unmodified models, PyTorch's styles and fp8fn's."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import fp8fn
 import fp8fn.distributed as fp8_styles
 from fp8fn.distributed import gather_fp8, update_scales
 from support.accuracy import snr
+from support.processes import DEVICES, drawn, mesh_of, process_group, skip_without
 
 VOCABULARY, WIDTH, HEADS = 256, 512, 4
 PLANS = {"torch": torch_styles, "fp8fn": fp8_styles}
@@ -88,7 +89,8 @@ def _model() -> Llama:
 
 def _batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    one, two = torch.randint(0, VOCABULARY, (2, 4, 64), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (2, 4, 64), generator=generator, device="cpu")
+    one, two = tokens.to(torch.get_default_device())
     return one, two
 
 
@@ -174,7 +176,10 @@ def _styles(kind: str, *, local_loss: bool, compiled: str = "") -> None:
     reference, expected = _trained()
     tokens, targets = _batch()
     _forget_graphs()
-    model, mesh = _plain() if compiled else _model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    model, mesh = (
+        _plain() if compiled else _model(),
+        mesh_of(),
+    )
     model = _parallel(model, mesh, PLANS[kind], local_loss=local_loss)
     if compiled:
         model = _compile(model, whole=compiled == "whole")
@@ -194,7 +199,7 @@ def _placed(x: Tensor, mesh: Any) -> DTensor:
 def _wire() -> None:
     """A feed-forward network in bf16, of even and of ragged sequences."""
     for length in (64, 33):
-        x, grad = torch.randn(2, 4, length, WIDTH, generator=torch.Generator().manual_seed(2)).bfloat16()
+        x, grad = drawn(2, 4, length, WIDTH, seed=2).bfloat16()
         torch.manual_seed(0)
         reference = FeedForward().bfloat16()
         y = fp8fn.fp8(reference, recipe="blockwise_pow2")(x)
@@ -204,7 +209,10 @@ def _wire() -> None:
             if kind == "torch" and length % dist.get_world_size() != 0:
                 continue  # PyTorch 2.11's own products fail there: they view what is not contiguous
             torch.manual_seed(0)
-            model, mesh = FeedForward().bfloat16(), init_device_mesh("cpu", (dist.get_world_size(),))
+            model, mesh = (
+                FeedForward().bfloat16(),
+                mesh_of(),
+            )
             plan: dict[str, Any] = {
                 "": styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
                 "w1": styles.ColwiseParallel(),
@@ -229,7 +237,9 @@ def _two_dimensions(replicas: int, *, fp8_wire: str = "", compiled: bool = False
     reference, expected = _trained()
     tokens, targets = _batch()
     _forget_graphs()
-    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(
+        torch.get_default_device().type, (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "tp")
+    )
     model: Any = _plain() if compiled else _model()
     if fp8_wire == "before":
         assert len(gather_fp8(model.block, recipe="blockwise_pow2").quantized) == 7
@@ -275,20 +285,18 @@ def _of_four() -> None:
     _two_dimensions(2, fp8_wire="after", compiled=True)
 
 
-def _run(rank: int, store: str, cases: Callable[[], None], ranks: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
-    try:
+def _run(rank: int, device: str, store: str, cases: Callable[[], None], ranks: int) -> None:
+    with process_group(device, rank, ranks, store):
         cases()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 @pytest.mark.parametrize(("cases", "ranks"), [(_of_two, 2), (_of_four, 4)], ids=["two", "four"])
-def test_processes(cases: Callable[[], None], ranks: int, tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"), cases, ranks), nprocs=ranks)
+@DEVICES
+def test_processes(device: str, cases: Callable[[], None], ranks: int, tmp_path: Path) -> None:
+    skip_without(device, ranks)
+    mp.spawn(_run, (device, str(tmp_path / "store"), cases, ranks), nprocs=ranks)
 
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view")
@@ -302,7 +310,7 @@ def test_gathered_weights_of_tensor_parallelism(tmp_path: Path) -> None:
         model.load_state_dict(plain.state_dict())
         expected = fp8fn.fp8(plain)(x)
         expected.square().sum().backward()
-        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        mesh = mesh_of(1, 1, names=("dp", "tp"))
         torch_styles.parallelize_module(model, mesh["tp"], torch_styles.ColwiseParallel())
         gather_fp8(model, "*")
         fully_shard(model, mesh=mesh["dp"])

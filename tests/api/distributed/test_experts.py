@@ -1,4 +1,4 @@
-"""Expert parallelism with FP8 on the wire, on two processes of a CPU."""
+"""Expert parallelism with FP8 on the wire, on two processes of a CPU or two GPUs."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import fp8fn
 from fp8fn.distributed import combine, dispatch
 from fp8fn.ops import reference
 from support.accuracy import snr
+from support.processes import DEVICES, drawn, process_group, skip_without
 
 RANKS, EXPERTS, K, N = 2, 4, 300, 128
 COUNTS = torch.tensor([[3, 0, 40, 7], [1, 0, 0, 25]])  # of each rank; nobody has rows for expert 1
@@ -26,8 +27,7 @@ def _rounded(x: Tensor) -> Tensor:
 
 
 def _rows(rank: int) -> Tensor:
-    generator = torch.Generator().manual_seed(rank)
-    x = torch.randn(int(COUNTS[rank].sum()), K, generator=generator)
+    x = drawn(int(COUNTS[rank].sum()), K, seed=rank)
     return (x * torch.logspace(-3, 3, x.shape[0])[:, None]).bfloat16()
 
 
@@ -48,7 +48,7 @@ def _case(rank: int) -> None:
     x, mine = _rows(rank).requires_grad_(), range(rank * 2, rank * 2 + 2)
     dist.all_to_all_single = counted
     try:
-        rows, routing = dispatch(x, COUNTS[rank])
+        rows, routing = dispatch(x, COUNTS[rank].to(x.device))
         assert sent <= 0.55 * x.numel() * 2
         expected = _by_expert([_rounded(_rows(each)) for each in range(RANKS)], mine)
         assert torch.equal(rows, torch.cat(expected))
@@ -59,12 +59,12 @@ def _case(rank: int) -> None:
         y = fp8fn.grouped_gemm(rows, weights[mine.start : mine.stop], routing.offsets, recipe="blockwise_pow2")
         out = combine(y, routing)
         whole = _rows(rank).requires_grad_()
-        ends = COUNTS[rank].cumsum(0).to(torch.int32)
+        ends = COUNTS[rank].cumsum(0).to(x.device, torch.int32)
         one = fp8fn.grouped_gemm(whole, weights, ends, recipe="blockwise_pow2")
         assert torch.equal(out, one)  # dispatched rows are not rounded again
 
         sent = 0
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(5 + rank)).bfloat16()
+        grad = drawn(*out.shape, seed=5 + rank).bfloat16()
         out.backward(grad)
         one.backward(grad)
         assert 0 < sent <= 0.55 * grad.numel() * 2
@@ -92,16 +92,14 @@ def _bits_beyond_numbers(rank: int) -> None:
     assert rows[:, 256:].isfinite().all()
 
 
-def _run(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
+def _run(rank: int, device: str, folder: str) -> None:
+    with process_group(device, rank, RANKS, f"{folder}/store"):
         _case(rank)
         _bits_beyond_numbers(rank)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-def test_two_processes(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path),), nprocs=RANKS)
+@DEVICES
+def test_two_processes(device: str, tmp_path: Path) -> None:
+    skip_without(device, RANKS)
+    mp.spawn(_run, (device, str(tmp_path)), nprocs=RANKS)

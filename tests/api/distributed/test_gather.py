@@ -1,4 +1,4 @@
-"""FSDP2 with FP8 on the wire, on two processes of a CPU, against one process on the same micro-batches."""
+"""FSDP2 with FP8 on the wire, on two processes of a CPU or two GPUs, against one process on the same micro-batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
@@ -26,6 +25,7 @@ from fp8fn import FP8Weight
 from fp8fn.distributed import gather_fp8, update_scales
 from fp8fn.ops import reference
 from support.gathers import counted_gathers
+from support.processes import DEVICES, drawn, mesh_of, process_group, skip_without
 
 RANKS, STEPS = 2, 2
 
@@ -73,11 +73,11 @@ class Case(NamedTuple):
 
 
 def _hybrid() -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (1, RANKS), mesh_dim_names=("replicate", "shard"))}
+    return {"mesh": mesh_of(1, RANKS, names=("replicate", "shard"))}
 
 
 def _replicas() -> dict[str, Any]:
-    return {"mesh": init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))}
+    return {"mesh": mesh_of(RANKS, 1, names=("replicate", "shard"))}
 
 
 def _columns() -> dict[str, Any]:
@@ -111,7 +111,7 @@ CASES = {
 
 
 def _tokens(step: int, number: int) -> Tensor:
-    return torch.randn(32, 256, generator=torch.Generator().manual_seed(100 * step + number))
+    return drawn(32, 256, seed=100 * step + number)
 
 
 def _loss(model: nn.Module, x: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ def _meta_and_checkpoints(folder: str) -> None:
         model = nn.Sequential(*(Block(309, False) for _ in range(2)))
     gather_fp8(model)
     _sharded(model, {})
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     torch.manual_seed(3 + dist.get_rank())
     with torch.no_grad():
         for parameter in model.parameters():
@@ -428,13 +428,11 @@ def _same_experts(name: str) -> None:
         layer.reshard()  # type: ignore[operator]
 
 
-def _run(rank: int, folder: str) -> None:
+def _run(rank: int, device: str, folder: str) -> None:
     warnings.simplefilter("error")
     for kind in (FutureWarning, DeprecationWarning, UserWarning):  # PyTorch's own
         warnings.filterwarnings("ignore", category=kind, module="torch")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    try:
+    with process_group(device, rank, RANKS, f"{folder}/store"):
         for name in CASES:
             _same_training(name)
         for name in EXPERT_CASES:
@@ -445,15 +443,15 @@ def _run(rank: int, folder: str) -> None:
         _plain_products()
         _meta_and_checkpoints(f"{folder}/checkpoint")
         _assigned()
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
-def test_two_processes(tmp_path: Path) -> None:
+@DEVICES
+def test_two_processes(device: str, tmp_path: Path) -> None:
     """All cases in one pair of processes: starting them takes longer than the cases."""
-    mp.spawn(_run, (str(tmp_path),), nprocs=RANKS)
+    skip_without(device, RANKS)
+    mp.spawn(_run, (device, str(tmp_path)), nprocs=RANKS)
 
 
 def test_what_stays() -> None:
