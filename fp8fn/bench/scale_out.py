@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
@@ -177,11 +177,12 @@ VARIANTS: Final = (
 
 
 class Trained(NamedTuple):
-    """A model, what runs after each of its steps, and this rank's input."""
+    """A model, what runs after each of its steps, this rank's input, and the output that is wanted."""
 
     model: nn.Module
     after: Callable[[nn.Module], None]
     x: Tensor
+    wanted: Tensor
 
 
 def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
@@ -194,7 +195,8 @@ def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
         with torch.device(device):
             model = nn.Sequential(*make).bfloat16()
         torch.manual_seed(1 + replica)
-        return Trained(model, _nothing, torch.randn(args.tokens, args.hidden, device=device, dtype=torch.bfloat16))
+        x = torch.randn(args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
+        return Trained(model, _nothing, x, x.flip(-1))
     with torch.device(device):
         model = nn.Sequential(*(Layer(args.hidden, args.ffn) for _ in range(args.layers)))
     sharding: dict[str, Any] = {
@@ -216,10 +218,16 @@ def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
     fully_shard(model, **sharding)
     torch.manual_seed(1 + replica)
     x = torch.randn(args.batch, args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    wanted = x.flip(-1)
     if tensor > 1:
-        part = x.chunk(tensor, 1)[mesh["tensor"].get_local_rank()].contiguous()
-        x = DTensor.from_local(part, mesh["tensor"], [Shard(1)], run_check=False)
-    return Trained(model, after, x)
+        x, wanted = (_sequence(each, mesh["tensor"]) for each in (x, wanted))
+    return Trained(model, after, x, wanted)
+
+
+def _sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """`x` as a DTensor that is sharded along its sequence."""
+    part = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+    return DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
 
 
 def _plan(styles: Any) -> dict[str, Any]:
@@ -237,10 +245,9 @@ def _plan(styles: Any) -> dict[str, Any]:
 
 def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Times steps of one variant; the largest of the ranks' times counts. A last step is profiled on a GPU."""
-    model, after, x = built(variant, args, device)
+    model, after, x, wanted = built(variant, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     after(model)
-    wanted = x.roll(1, 0) if x.ndim == 2 else x.flip(2)
 
     def step() -> float:
         loss = (model(x).float() - wanted.float()).square().mean()

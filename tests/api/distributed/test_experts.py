@@ -92,10 +92,20 @@ def _bits_beyond_numbers(rank: int) -> None:
     assert rows[:, 256:].isfinite().all()
 
 
+def _whole_blocks(dtype: torch.dtype) -> None:
+    """The bits of float32's products, of values that become subnormal too."""
+    x = (drawn(64, 256, seed=3) * torch.logspace(-38, 3 if dtype == torch.float16 else 38, 64)[:, None]).to(dtype)
+    rows, _ = dispatch(x, torch.tensor([32, 0, 32, 0]))
+    half = _rounded(x)[:32] if dist.get_rank() == 0 else _rounded(x)[32:]
+    assert torch.equal(rows, half.repeat(2, 1))
+
+
 def _run(rank: int, device: str, folder: str) -> None:
     with process_group(device, rank, RANKS, f"{folder}/store"):
         _case(rank)
         _bits_beyond_numbers(rank)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            _whole_blocks(dtype)
 
 
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed with gloo")
