@@ -12,14 +12,14 @@ from torch.fx import GraphModule
 
 from fp8fn.lowering.joint_pass import SubstitutionPass, with_pass
 from fp8fn.lowering.monitor_pass import training, with_monitor
-from fp8fn.lowering.post_grad_pass import with_fusion
+from fp8fn.lowering.post_grad_pass import with_fusion, with_pipeline
 from fp8fn.lowering.recipe_pass import rewrite
 from fp8fn.lowering.watched_graph import check_every, watched
 from fp8fn.ops.layout import without_guards
 from fp8fn.ops.recipe import BACKEND_DEFAULT, SAVES, Recipe, parse_recipe, recipe_key
 from fp8fn.site import check_where, takes_everything
 
-OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "batch_invariant")
+OPTIONS = ("recipe", "where", "fuse_quantize", "save", "monitor", "batch_invariant", "async_tp")
 
 
 def fp8fn(
@@ -54,6 +54,9 @@ def fp8fn(
     The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
     the same bits whatever the number of rows and its place among them are. It fixes how activations are read.
 
+    The option `async_tp` multiplies a sequence while it is gathered, where the styles of `fp8fn.distributed` gather it
+    in FP8 within the graph. It is False by default.
+
     The option `monitor` is a number of steps: every so many, the graph measures its operands in FP8, for
     `fp8fn.read_monitor`. Results have the same bits with and without it.
     """
@@ -68,10 +71,12 @@ def fp8fn(
     every = check_every(given.pop("monitor", None))
     fuse = given.pop("fuse_quantize", None)
     save = given.pop("save", None)
+    async_tp = given.pop("async_tp", None)
     patches = _inductor_options(mode, given)
     decisions = rewrite(gm, recipe, where, numbered=every is not None, replayed=_replays(patches))
     graph = watched(every, gm, decisions)
-    patches = with_fusion(with_pass(patches, takes_everything(where), recipe.batch_invariant), fuse)
+    patches = with_pass(patches, takes_everything(where), recipe.batch_invariant)
+    patches = with_fusion(with_pipeline(patches, async_tp), fuse)
     patches = _with_partitioner(patches, recipe, save, fuse is not False)
     if graph is not None:
         patches = with_monitor(patches, graph.state.first, graph.names)

@@ -7,6 +7,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import fp8fn.meta.gather_scaled_mm
 import fp8fn.meta.monitor  # noqa: F401  registers an op without results
 from fp8fn.meta import autograd, autograd_expert_mlp, autograd_grouped, sharding, vmap
 from fp8fn.meta.registry import Op, declare, register_shardings

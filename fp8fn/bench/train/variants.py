@@ -18,7 +18,7 @@ from fp8fn.weights import quantize_weights
 
 BF16: Final = "bf16"
 # The options of `backend="fp8fn"` beside the recipe, which `lowering.backend` names too.
-BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save", "monitor", "batch_invariant")
+BACKEND_OPTIONS: Final = ("where", "fuse_quantize", "save", "monitor", "batch_invariant", "async_tp")
 TORCHAO: Final = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "blockwise")
 TRANSFORMER_ENGINE: Final = "transformer_engine"
 # PEFT's LoRA over frozen weights: in bf16; in FP8, with the activations of many rows in FP8, or all in 16 bits.

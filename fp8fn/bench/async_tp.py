@@ -1,0 +1,106 @@
+"""Products of a gathered sequence: `torchrun --nproc-per-node 4 -m fp8fn.bench.async_tp --json OUT`.
+
+Two NCCL all-gathers and then the product, beside `fp8fn::gather_scaled_mm`, which multiplies while it gathers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fp8fn.bench import record
+from fp8fn.ops.gather_scaled_mm import gather_scaled_mm_reference, not_pipelined
+
+# N of all ranks: gate and up as one, and q, k, v as one, of Llama 3 8B; K is its width.
+WIDTH: Final = 4096
+WIDE: Final = {"gate_up": 28672, "qkv": 6144}
+
+
+def run(tokens: int, width: int, n: int, repeats: int, warmup: int, device: str) -> dict[str, Any]:
+    """Medians of both ways to compute one product, in turn; of the ranks' times the largest counts."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    generator = torch.Generator(device).manual_seed(rank)
+    x = torch.randn(tokens // ranks, width, device=device, generator=generator).bfloat16()
+    weight = torch.randn(n // ranks, width, device=device, generator=generator).bfloat16()
+    a, b = torch.ops.fp8fn.quantize(x, (1, 128)), torch.ops.fp8fn.quantize(weight.mT, (128, 128))
+    group: Any = dist.group.WORLD
+    form = torch.bfloat16, ranks, group.group_name
+    arguments = (a[0], a[1].contiguous(), [b[0]], [b[1]], (128, 128), [None], *form)
+    ways: dict[str, Callable[..., tuple[Tensor, Tensor, list[Tensor]]]] = {
+        "synchronous": gather_scaled_mm_reference, "pipelined": torch.ops.fp8fn.gather_scaled_mm,
+    }  # fmt: skip
+    (data, scale, outs), (other, other_scale, others) = (way(*arguments) for way in ways.values())
+    equal = torch.equal(data.view(torch.uint8), other.view(torch.uint8)) and torch.equal(scale, other_scale)
+    error = (outs[0].float() - others[0].float()).norm() / outs[0].float().norm()
+    same = torch.tensor([equal, torch.equal(outs[0], others[0]), error < 1e-3], device=device).int()
+    dist.all_reduce(same, dist.ReduceOp.MIN)
+    if not (same[0] and same[2]):
+        raise AssertionError(f"the pipelined op has other values: gathered {bool(same[0])}, relative error {error}")
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(warmup + repeats):
+        for name, way in ways.items():
+            dist.barrier()
+            times[name].append(_milliseconds(way, arguments, device))
+    medians = {name: statistics.median(values[warmup:]) for name, values in times.items()}
+    slowest = torch.tensor(list(medians.values()), device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found = dict(zip((f"{name}_ms" for name in medians), slowest.tolist(), strict=True))
+    first = "runs on the CPU" if device == "cpu" else not_pipelined(group.group_name, ranks)
+    return {**found, "gain": slowest[0].item() / slowest[1].item(), "same_bits": bool(same[1]), "gathered_first": first}
+
+
+def _milliseconds(way: Callable[..., Any], arguments: Sequence[Any], device: str) -> float:
+    """The time of one call, by the GPU's clock where there is one."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        way(*arguments)
+        return 1e3 * (time.perf_counter() - begin)
+    begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin_event.record()
+    way(*arguments)
+    end_event.record()
+    torch.cuda.synchronize()
+    elapsed: float = begin_event.elapsed_time(end_event)
+    return elapsed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, nargs="*", default=[8192, 16384], help="of all ranks")
+    parser.add_argument("--width", type=int, default=WIDTH, help=f"K; N is in proportion to that of K={WIDTH}")
+    parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    rows = []
+    for tokens in args.tokens:
+        for name, n in WIDE.items():
+            wide = n * args.width // WIDTH
+            row = run(tokens, args.width, wide, args.repeats, args.warmup, device)
+            rows.append({"product": name, "tokens": tokens, "k": args.width, "n": wide // dist.get_world_size(), **row})
+            if dist.get_rank() == 0:
+                print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
+                               for key, value in rows[-1].items()), flush=True)  # fmt: skip
+    if dist.get_rank() == 0 and args.json is not None:
+        found = {
+            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "ranks": dist.get_world_size(),
+            "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": rows,
+        }  # fmt: skip
+        record.write(args.json, "async_tp", found)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Async tensor parallelism: a sequence is multiplied while it is gathered, with the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as torch_styles
+
+import fp8fn  # noqa: F401  registers the backend
+import fp8fn.distributed as fp8_styles
+from fp8fn.bench import record
+from fp8fn.lowering import backend, post_grad_pass
+
+WIDTH = 512
+OP = "fp8fn.gather_scaled_mm.default"
+needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
+
+
+class Layer(nn.Module):
+    """The gather lies in the graph of a layer that is compiled with its feed-forward network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed_forward = FeedForward()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.feed_forward(x)
+        return out
+
+
+def _trained(styles: Any, device: str, batch: int, tokens: int, async_tp: bool) -> tuple[list[Tensor], list[Any]]:
+    """Output and gradients of one rank, and what the pass reports."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layer, mesh = Layer().bfloat16().to(device), init_device_mesh(device, (dist.get_world_size(),))
+    plan: dict[str, Any] = {
+        "feed_forward": styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
+        "feed_forward.w1": styles.ColwiseParallel(),
+        "feed_forward.w3": styles.ColwiseParallel(),
+        "feed_forward.w2": styles.RowwiseParallel(output_layouts=Shard(1)),
+    }
+    torch_styles.parallelize_module(layer, mesh, plan)
+    options = {"where": "*", "recipe": "blockwise_pow2", "async_tp": async_tp}
+    layer.compile(backend="fp8fn", options=options)
+    generator = torch.Generator().manual_seed(1 + dist.get_rank())
+    x = torch.randn(batch, tokens, WIDTH, generator=generator).bfloat16().to(device).requires_grad_()
+    with post_grad_pass.recorded() as reports:
+        out = layer(x)
+        out.float().square().sum().backward()
+    parameters = [p.grad.to_local() for p in layer.parameters() if isinstance(p.grad, torch.distributed.tensor.DTensor)]
+    assert len(parameters) == 4
+    assert x.grad is not None
+    return [out, x.grad, *parameters], [each for each in reports if each.pattern == "async_tp"]
+
+
+def _same_bits(styles: Any, device: str, batch: int, tokens: int) -> list[Any]:
+    expected, off = _trained(styles, device, batch, tokens, False)
+    found, on = _trained(styles, device, batch, tokens, True)
+    assert not off
+    for one, two in zip(expected, found, strict=True):
+        assert torch.equal(one, two)
+    return on
+
+
+def _on_cpu() -> None:
+    made = [each.made for each in _same_bits(fp8_styles, "cpu", 1, 64) if each.reason is None]
+    assert OP in made
+    reasons = [each.reason for each in _same_bits(fp8_styles, "cpu", 2, 64)]
+    assert any("a batch of several sequences" in str(reason) for reason in reasons)
+    reasons = [each.reason for each in _same_bits(torch_styles, "cpu", 1, 64)]
+    assert any("16 bits are gathered" in str(reason) for reason in reasons)
+
+
+def _on_gpus() -> None:
+    torch.cuda.set_device(dist.get_rank())
+    made = [each.made for each in _same_bits(fp8_styles, "cuda", 1, 1024) if each.reason is None]
+    assert OP in made
+
+
+def _run(rank: int, store: str, cases: Callable[[], None], backend: str) -> None:
+    torch.set_num_threads(1)
+    torch._inductor.config.force_disable_caches = True
+    dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
+    try:
+        cases()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_same_bits_on_two_processes(tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path / "store"), _on_cpu, "gloo"), nprocs=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_same_bits_on_two_gpus(tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path / "store"), _on_gpus, "nccl"), nprocs=2)
+
+
+@needs_gloo
+def test_op_of_one_rank(tmp_path: Path, fp8_opcheck: Callable[..., dict[str, str]]) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        generator = torch.Generator().manual_seed(0)
+        a, a_scale = torch.ops.fp8fn.quantize(torch.randn(48, 256, generator=generator), (1, 128), None, "pow2")
+        sides = [
+            torch.ops.fp8fn.quantize(torch.randn(256, n, generator=generator), (128, 128), None, "pow2")
+            for n in (128, 64)
+        ]
+        bias = torch.randn(64, generator=generator)
+        form = torch.bfloat16, 1, dist.group.WORLD.group_name  # type: ignore[union-attr]  # it is initialised
+        b, b_scale = ([side[place] for side in sides] for place in (0, 1))
+        arguments = (a, a_scale, b, b_scale, (128, 128), [None, bias], *form)
+        data, scale, outs = torch.ops.fp8fn.gather_scaled_mm(*arguments)
+        assert torch.equal(data.view(torch.uint8), a.view(torch.uint8))
+        assert torch.equal(scale, a_scale)
+        for out, side, row in zip(outs, sides, (None, bias), strict=True):
+            product = torch.ops.fp8fn.scaled_mm(a, a_scale, (1, 128), *side, (128, 128), row, torch.bfloat16)
+            assert torch.equal(out, product)
+        results = fp8_opcheck(torch.ops.fp8fn.gather_scaled_mm.default, arguments, {})
+        assert set(results.values()) == {"SUCCESS"}
+        with pytest.raises(ValueError, match="2 b, 2 b_scale and 1 bias"):
+            torch.ops.fp8fn.gather_scaled_mm(*arguments[:5], [None], *form)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@needs_gloo
+def test_benchmark_on_two_processes(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--tokens", "64", "--width", "256", "--repeats", "2", "--warmup", "1", "--json", tmp_path / "out.json"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([*command, "-m", "fp8fn.bench.async_tp", *options], check=True, env=environment)
+    rows = record.read(tmp_path / "out.json")["results"]["rows"]
+    assert [row["product"] for row in rows] == ["gate_up", "qkv"]
+    assert all(row["same_bits"] for row in rows)
+
+
+def test_refused_value_of_the_option() -> None:
+    with pytest.raises(ValueError, match=r"options\['async_tp'\] is 'yes'; use True or False"):
+        post_grad_pass.with_pipeline({}, "yes")  # type: ignore[arg-type]
+    assert post_grad_pass.with_pipeline({}, None) == {}
+    assert "async_tp" in backend.OPTIONS
