@@ -179,12 +179,15 @@ def _same_training(name: str) -> None:
         assert counts["dequantized"] == 0
         assert counts["bytes"] == counts["gathered"] > 0
         dist.all_reduce(total)
-        assert abs(total.item() / RANKS - expected[step]) <= case.tolerance * abs(expected[step]), name
+        # On a GPU other kernels, which sum in another order, take weights that lie otherwise, as gathered ones may.
+        tolerance = max(case.tolerance, 1e-4 if total.is_cuda else 0.0)
+        assert total.item() / RANKS == pytest.approx(expected[step], rel=tolerance), name
     assert case.backend is None or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     _same_bits(model, case)
     if case.tolerance == 1e-6:
         for one, other in zip(model.parameters(), reference_model.parameters(), strict=True):
-            torch.testing.assert_close(one.full_tensor() + 0, other.detach(), rtol=0, atol=1e-5)  # type: ignore[attr-defined]
+            whole, close = one.full_tensor() + 0, 1e-3 if other.is_cuda else 1e-5  # type: ignore[attr-defined]
+            torch.testing.assert_close(whole, other.detach(), rtol=0, atol=close)
 
 
 def _same_bits(model: nn.Module, case: Case) -> None:
@@ -411,9 +414,10 @@ def _same_experts(name: str) -> None:
     assert counts["quantized"] == 4 * STEPS
     assert counts["dequantized"] == 0
     assert counts["bytes"] == counts["gathered"] > 0
-    torch.testing.assert_close(found, expected, rtol=1e-6 if case.backend is None else 1e-3, atol=0)
+    exact = case.backend is None and not x.is_cuda
+    torch.testing.assert_close(found, expected, rtol=1e-6 if exact else 1e-3, atol=0)
     for one, other in zip(sharded_gradients, gradients, strict=True):
-        close = (1e-5, 1e-7) if case.backend is None else (3e-2, 1e-3)
+        close = (1e-5, 1e-7) if exact else (3e-2, 1e-3)
         torch.testing.assert_close(one, other, rtol=close[0], atol=close[1])
     for layer in model.children():
         layer.reshard()  # type: ignore[operator]
