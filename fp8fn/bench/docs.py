@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -54,17 +55,56 @@ def compiled(run: dict[str, Any]) -> str:
     return "\n".join([*lines, "", f"Medians of {len(seconds['inductor'])}. {provenance(run)}"])
 
 
-def fsdp(run: dict[str, Any]) -> str:
-    """Milliseconds of a training step under FSDP2, peak memory, and the loss of the last step, beside bf16."""
-    found, rows = run["results"], run["results"]["rows"]
+def fsdp(run: dict[str, Any], kind: str = "fsdp") -> str:
+    """Milliseconds of a training step on several GPUs, peak memory, and the loss of the last step, beside bf16."""
+    found = run["results"]
+    rows = [row for row in found["rows"] if row.get("kind", "fsdp") == kind]
     lines = ["| variant | step, ms | over bf16 | peak memory, GB | last loss |", "|---|---|---|---|---|"]
     plain = rows[0]["median_ms"]
     for row in rows:
         ratio = f"{plain / row['median_ms']:.3f}x"
         cells = row["variant"], f"{row['median_ms']:.1f}", ratio, f"{row['peak_gb']:.2f}", f"{row['losses'][-1]:.4f}"
         lines.append(f"| {' | '.join(cells)} |")
-    setting = f"{found['arguments']['layers']} layers, {found['arguments']['tokens']} tokens a rank"
+    layers, tokens = (
+        found["arguments"]["expert_layers" if kind == "experts" else "layers"],
+        found["arguments"]["tokens"],
+    )
+    each = f"{found['arguments']['tensor_parallel']} ranks" if kind == "fsdp-tp" else "rank"
+    setting = f"{layers} layers, {tokens} tokens for each {each}"
     return "\n".join([*lines, "", f"{setting}; {found['ranks']} x {provenance(run)}"])
+
+
+def on_the_wire(run: dict[str, Any]) -> str:
+    """What a profile of a step has of gathers and of the sums of gradients, and how much of them products covered."""
+    lines = [
+        "| variant | gathers, ms | covered | sums, ms | covered | other kernels, ms |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in run["results"]["rows"]:
+        if row["kind"] == "fsdp":
+            sent = row["wire"]["collectives"]
+            both = sent["AllGather"], sent["ReduceScatter"]
+            cells = [f"{each['ms']:.1f} | {100 * each['covered']:.0f} %" for each in both]
+            lines.append(f"| {row['variant']} | {' | '.join(cells)} | {row['wire']['busy_ms']:.1f} |")
+    return "\n".join([*lines, "", f"One step of rank 0; {provenance(run)}"])
+
+
+def gathers(run: dict[str, Any]) -> str:
+    """Milliseconds of a bare gather in bf16, and of half as many bytes."""
+    lines = ["| bf16, MB in all | bf16, ms | FP8, ms | ratio |", "|---|---|---|---|"]
+    for row in run["results"]["gathers"]:
+        ratio = row["fp8_ms"] / row["bf16_ms"]
+        lines.append(f"| {row['megabytes']} | {row['bf16_ms']:.3f} | {row['fp8_ms']:.3f} | {ratio:.2f} |")
+    return "\n".join([*lines, "", f"{run['results']['ranks']} x {provenance(run)}"])
+
+
+def async_tp(run: dict[str, Any]) -> str:
+    """Milliseconds of a gather and a product after it, and of the product while rows are gathered."""
+    lines = ["| product | tokens | gather, then product, ms | pipelined, ms | gain |", "|---|---|---|---|---|"]
+    for row in run["results"]["rows"]:
+        times = f"{row['synchronous_ms']:.2f} | {row['pipelined_ms']:.2f} | {row['gain']:.2f}x"
+        lines.append(f"| {row['product']}, {row['k']} x {row['n']} | {row['tokens']} | {times} |")
+    return "\n".join([*lines, "", f"{run['results']['ranks']} x {provenance(run)}"])
 
 
 def tuned(document: dict[str, Any]) -> str:
@@ -147,7 +187,16 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("compile", compiled),
         _committed("seeds", seeds.of_document, optional=True),
     ),
-    "distributed.md": (_committed("fsdp", fsdp), _committed("fsdp-one", fsdp)),
+    "distributed.md": (
+        _committed("fsdp", fsdp),
+        _committed("fsdp-one", fsdp),
+        _committed("scale-out", fsdp),
+        _committed("scale-out-wire", on_the_wire, "scale_out"),
+        _committed("gathers", gathers, "scale_out"),
+        _committed("scale-out-tp", partial(fsdp, kind="fsdp-tp")),
+        _committed("scale-out-experts", partial(fsdp, kind="experts"), "scale_out"),
+        _committed("async-tp", async_tp),
+    ),
     "command_line.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
     "tuning.md": (
         Table("tuned-h100", Path(tuning.__path__[0]) / "tables" / "h100.json", tuned),

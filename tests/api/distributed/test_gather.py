@@ -187,7 +187,7 @@ def _same_training(name: str) -> None:
     if case.tolerance == 1e-6:
         for one, other in zip(model.parameters(), reference_model.parameters(), strict=True):
             whole, close = one.full_tensor() + 0, 1e-3 if other.is_cuda else 1e-5  # type: ignore[attr-defined]
-            torch.testing.assert_close(whole, other.detach(), rtol=0, atol=close)
+            torch.testing.assert_close(whole.to(other.device), other.detach(), rtol=0, atol=close)
 
 
 def _same_bits(model: nn.Module, case: Case) -> None:
@@ -202,6 +202,7 @@ def _same_bits(model: nn.Module, case: Case) -> None:
         for layer, master in zip((block.up, block.down), whole, strict=True):
             assert isinstance(layer.weight, FP8Weight)
             scaled = layer.weight.scaled
+            master = master.to(scaled.data.device)  # from the host, where they are offloaded
             data, scales = reference.quantize(master, recipe.weight_block, torch.float8_e4m3fn, scale)
             assert torch.equal(scaled.data.view(torch.uint8), data.view(torch.uint8))
             assert torch.equal(scaled.scale, scales)
