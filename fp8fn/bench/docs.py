@@ -75,7 +75,7 @@ def fsdp(run: dict[str, Any], kind: str = "fsdp") -> str:
 
 
 def on_the_wire(run: dict[str, Any]) -> str:
-    """What a profile of a step has of gathers and of the sums of gradients, and how much of them products covered."""
+    """Times of gathers and of sums of gradients in a profiled step, and the share that other kernels covered."""
     lines = [
         "| variant | gathers, ms | covered | sums, ms | covered | other kernels, ms |",
         "|---|---|---|---|---|---|",

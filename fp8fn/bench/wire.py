@@ -1,4 +1,4 @@
-"""What a profile says of the wire: how long collectives ran, and how much of that other kernels covered."""
+"""Collectives in a profile: how long they ran, and how much of that other kernels covered."""
 
 from __future__ import annotations
 
