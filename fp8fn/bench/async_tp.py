@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fp8fn.bench import record
+from fp8fn.bench import ranks, record
 from fp8fn.ops.gather_scaled_mm import gather_scaled_mm_reference, not_pipelined
 
 # N of all ranks: gate and up as one, and q, k, v as one, of Llama 3 8B; K is its width.
@@ -26,13 +26,13 @@ WIDE: Final = {"gate_up": 28672, "qkv": 6144}
 
 def run(tokens: int, width: int, n: int, repeats: int, warmup: int, device: str) -> dict[str, Any]:
     """Medians of both ways to compute one product, in turn; of the ranks' times the largest counts."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator(device).manual_seed(rank)
-    x = torch.randn(tokens // ranks, width, device=device, generator=generator).bfloat16()
-    weight = torch.randn(n // ranks, width, device=device, generator=generator).bfloat16()
+    x = torch.randn(tokens // world, width, device=device, generator=generator).bfloat16()
+    weight = torch.randn(n // world, width, device=device, generator=generator).bfloat16()
     a, b = torch.ops.fp8fn.quantize(x, (1, 128)), torch.ops.fp8fn.quantize(weight.mT, (128, 128))
     group: Any = dist.group.WORLD
-    form = torch.bfloat16, ranks, group.group_name
+    form = torch.bfloat16, world, group.group_name
     arguments = (a[0], a[1].contiguous(), [b[0]], [b[1]], (128, 128), [None], *form)
     ways: dict[str, Callable[..., tuple[Tensor, Tensor, list[Tensor]]]] = {
         "synchronous": gather_scaled_mm_reference, "pipelined": torch.ops.fp8fn.gather_scaled_mm,
@@ -53,7 +53,7 @@ def run(tokens: int, width: int, n: int, repeats: int, warmup: int, device: str)
     slowest = torch.tensor(list(medians.values()), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     found = dict(zip((f"{name}_ms" for name in medians), slowest.tolist(), strict=True))
-    first = "runs on the CPU" if device == "cpu" else not_pipelined(group.group_name, ranks)
+    first = "runs on the CPU" if device == "cpu" else not_pipelined(group.group_name, world)
     return {**found, "gain": slowest[0].item() / slowest[1].item(), "same_bits": bool(same[1]), "gathered_first": first}
 
 
@@ -80,10 +80,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    device = ranks.join()
     rows = []
     for tokens in args.tokens:
         for name, n in WIDE.items():
@@ -94,11 +91,7 @@ def main() -> None:
                 print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"
                                for key, value in rows[-1].items()), flush=True)  # fmt: skip
     if dist.get_rank() == 0 and args.json is not None:
-        found = {
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "ranks": dist.get_world_size(),
-            "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": rows,
-        }  # fmt: skip
-        record.write(args.json, "async_tp", found)
+        record.write(args.json, "async_tp", ranks.described(args, rows))
     dist.destroy_process_group()
 
 

@@ -26,7 +26,7 @@ from torch.distributed.tensor import parallel as torch_styles
 
 import fp8fn
 import fp8fn.distributed as fp8_styles
-from fp8fn.bench import record, wire
+from fp8fn.bench import ranks, record, wire
 from fp8fn.distributed import combine, dispatch, gather_fp8, update_scales
 
 HEAD: Final = 128
@@ -104,15 +104,15 @@ class Experts(nn.Module):
         """As `dispatch` and `combine` send, in the type of the rows."""
         from torch.distributed._functional_collectives import all_to_all_single_autograd as all_to_all
 
-        ranks, group = dist.get_world_size(), dist.group.WORLD
+        world, group = dist.get_world_size(), dist.group.WORLD
         assert group is not None
         theirs = torch.empty_like(counts)
         dist.all_to_all_single(theirs, counts)
-        to_send, to_receive = (x.view(ranks, -1).sum(1).tolist() for x in (counts, theirs))
+        to_send, to_receive = (x.view(world, -1).sum(1).tolist() for x in (counts, theirs))
         rows = all_to_all(sent, to_receive, to_send, group)
-        expert = torch.arange(counts.numel() // ranks, device=counts.device).repeat(ranks)
+        expert = torch.arange(counts.numel() // world, device=counts.device).repeat(world)
         order = expert.repeat_interleave(theirs, output_size=rows.shape[0]).argsort(stable=True)
-        ends = theirs.view(ranks, -1).sum(0).cumsum(0).to(torch.int32)
+        ends = theirs.view(world, -1).sum(0).cumsum(0).to(torch.int32)
         out = _mlp(rows[order], self.up, self.down, ends)
         back: Tensor = all_to_all(torch.empty_like(out).index_copy(0, order, out), to_send, to_receive, group)
         return back
@@ -187,7 +187,7 @@ class Trained(NamedTuple):
 
 def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
     """The model of a variant, sharded, with its layers or their parts compiled."""
-    ranks, replica = dist.get_world_size(), dist.get_rank()
+    world, replica = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     if variant.kind == "experts":
         fp8 = variant.backend == "fp8fn"
@@ -204,7 +204,7 @@ def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
     }
     tensor = args.tensor_parallel if variant.kind == "fsdp-tp" else 1
     if tensor > 1:
-        mesh = init_device_mesh(device, (ranks // tensor, tensor), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(device, (world // tensor, tensor), mesh_dim_names=("data", "tensor"))
         sharding["mesh"], replica = mesh["data"], mesh["data"].get_local_rank()
         for layer in model:
             torch_styles.parallelize_module(layer, mesh["tensor"], _plan(variant.styles))
@@ -287,12 +287,12 @@ def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, An
 
 def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> list[dict[str, float]]:
     """Milliseconds of a gather of so many bytes in all, and of one of half as many, as FP8 sends for bf16."""
-    found, ranks = [], dist.get_world_size()
+    found, world = [], dist.get_world_size()
     for size in megabytes:
         row: dict[str, float] = {"megabytes": size}
         for name, bytes_sent in (("bf16_ms", size << 20), ("fp8_ms", size << 19)):
-            part = torch.zeros(bytes_sent // ranks, dtype=torch.uint8, device=device)
-            whole = torch.empty(part.numel() * ranks, dtype=torch.uint8, device=device)
+            part = torch.zeros(bytes_sent // world, dtype=torch.uint8, device=device)
+            whole = torch.empty(part.numel() * world, dtype=torch.uint8, device=device)
             times = []
             for _ in range(15):
                 dist.barrier()
@@ -324,16 +324,11 @@ def main() -> None:
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
-    found: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu", "ranks": dist.get_world_size(),
-        "arguments": {key: value for key, value in vars(args).items() if key != "json"}, "rows": [],
-    }  # fmt: skip
+    device = ranks.join()
+    found = ranks.described(args, [])
     if "gathers" in args.kinds:
         found["gathers"] = gathers(device)
+        _show(found["gathers"], found, args.json)
     for variant in VARIANTS:
         if variant.kind not in args.kinds:
             continue
@@ -346,11 +341,16 @@ def main() -> None:
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
-        if dist.get_rank() == 0:
-            print({key: value for key, value in row.items() if key != "wire"}, flush=True)
-            if args.json is not None:
-                record.write(args.json, "scale_out", found)
+        _show({key: value for key, value in row.items() if key != "wire"}, found, args.json)
     dist.destroy_process_group()
+
+
+def _show(new: Any, found: dict[str, Any], path: Path | None) -> None:
+    """Prints what is new, and writes what was found so far."""
+    if dist.get_rank() == 0:
+        print(new, flush=True)
+        if path is not None:
+            record.write(path, "scale_out", found)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def measure(calls: Mapping[str, Call], clock: Clock, turns: Turns, stays: str) -
         shuffle(order)
         for name in order:
             samples[name].append(_turn(calls[name], clock, turns.repeats))
-        if turn == max(1, _SURE // turns.repeats) - 1:
+        if turn == -(-_SURE // turns.repeats) - 1:
             least = min(median(times) for times in samples.values())
             order = [name for name in order if name == stays or median(samples[name]) <= _BEHIND * least]
     return samples
