@@ -141,20 +141,30 @@ def update_scales(model: nn.Module) -> None:
     for weight in _sharded(model):
         groups.setdefault(weight.group, []).append(weight)
     for group, weights in groups.items():
-        largest = torch.cat([weight.amax().view(-1) for weight in weights])
-        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it. The last one is
-        # the number of a weight that some rank has lost: all raise, for the others would wait for that rank.
+        counts = [weight.blocks for weight in weights]
+        # The last one is the number of a weight that some rank has lost: all raise, for the others would wait for it.
         lost = max((number for number, weight in enumerate(weights, 1) if weight.replaced), default=0)
-        bits = torch.cat([largest.view(torch.int32), largest.new_full((1,), lost, dtype=torch.int32)])
+        bits = torch.zeros(sum(counts) + 1, dtype=torch.int32, device=weights[0].device)
+        bits[-1:].fill_(lost)
+        largest = bits[:-1].view(torch.float32)
+        for weight, part in zip(weights, largest.split(counts), strict=True):
+            weight.write_amax(part)
+        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it.
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
         if any(weight.replaced or not weight.has_scales for weight in weights) and (found := int(bits[-1])):
             raise RuntimeError(
                 f"update_scales: {weights[found - 1].form.name} was replaced since gather_fp8 on this rank or another, "
                 "by another parameter; write into the weights that are there, or load by model.load_state_dict"
             )
-        parts = bits[:-1].view(torch.float32).split([weight.blocks for weight in weights])
-        for weight, part in zip(weights, parts, strict=True):
-            weight.quantize(part)
+        scales = {form: _scales(largest, *form).split(counts) for form in {weight.scaling for weight in weights}}
+        for number, (weight, part) in enumerate(zip(weights, largest.split(counts), strict=True)):
+            weight.quantize(part, scales[weight.scaling][number])
+
+
+def _scales(largest: Tensor, dtype: torch.dtype | None, scale: str) -> Tensor:
+    """The scales of blocks by their largest magnitudes."""
+    _, scales = torch.ops.fp8fn.quantize(largest.view(-1, 1), (1, WHOLE), dtype, scale)
+    return cast(Tensor, scales).view(-1)
 
 
 class _Placed:
@@ -175,6 +185,7 @@ class _Placed:
         self.padded[dim] = step
         self.grid = scale_shape(size, form.block)
         self.blocks = math.prod(self.grid)
+        self.pieces = list(self._pieces())
 
     @property
     def values(self) -> Tensor:
@@ -185,21 +196,22 @@ class _Placed:
         """Whether this shard was quantized before, however old that is."""
         return self.master._shard.mark is not None
 
-    def amax(self) -> Tensor:
-        """The largest magnitude of each block of the whole weight, of this shard's part of it."""
-        x = self.values
-        largest = x.new_zeros(self.grid, dtype=torch.float32)
-        for piece, blocks in self._pieces():
-            largest[blocks] = torch.ops.fp8fn.amax(x[piece], self.form.block)
-        return largest
+    @property
+    def scaling(self) -> tuple[torch.dtype | None, str]:
+        """What decides a block's scale beside its largest magnitude."""
+        return self.form.dtype, self.form.scale
 
-    def quantize(self, largest: Tensor) -> None:
-        """Stores the shard's bytes by the largest magnitudes of the whole weight."""
-        x, form = self.values, self.form
-        largest = largest.view(self.grid)
-        _, scale = torch.ops.fp8fn.quantize(largest.view(-1, 1), (1, WHOLE), form.dtype, form.scale)
+    def write_amax(self, largest: Tensor) -> None:
+        """Writes the largest magnitudes of this shard's blocks among those of the whole weight, which are zero."""
+        x, largest = self.values, largest.view(self.grid)
+        for piece, blocks in self.pieces:
+            largest[blocks].copy_(torch.ops.fp8fn.amax(x[piece], self.form.block))
+
+    def quantize(self, largest: Tensor, scale: Tensor) -> None:
+        """Stores the shard's bytes by the largest magnitudes and the scales of the whole weight."""
+        x, form, largest = self.values, self.form, largest.view(self.grid)
         parts = []
-        for piece, blocks in self._pieces():
+        for piece, blocks in self.pieces:
             data, _ = torch.ops.fp8fn.quantize(x[piece], form.block, form.dtype, form.scale, largest[blocks], False)
             parts.append((piece, data))
         dtype = parts[0][1].dtype if parts else torch.ops.fp8fn.quantize(largest, (1, WHOLE), form.dtype)[0].dtype

@@ -6,6 +6,7 @@ calls `fsdp_pre_all_gather` on a shard, which gives the bytes that `update_scale
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,6 +77,12 @@ def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwar
         return out
     first = masters[0]
     return pytree.tree_map_only(Tensor, lambda tensor: MasterWeight(tensor, first._form, shard_of(first)), out)
+
+
+def _signature_known(method: Any) -> Any:
+    """Keeps the signature of a method that FSDP2 inspects at each gather: working it out takes longer than the rest."""
+    method.__signature__ = inspect.signature(method)
+    return method
 
 
 def _text(master: MasterWeight, *, tensor_contents: Any = None) -> str:
@@ -155,6 +162,7 @@ class MasterWeight(Tensor):
         shard = self._shard
         shard.data, shard.scale, shard.dtype, shard.mark = data, scale, dtype, self._mark()
 
+    @_signature_known
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Gathered]:
@@ -177,7 +185,10 @@ class MasterWeight(Tensor):
     ) -> Any:
         """The whole weight as an `FP8Weight` over the gathered bytes; `out` is that of an earlier gather."""
         size = metadata.size
-        data = outputs[0].reshape(-1)[: math.prod(size)].view(size).view(metadata.dtype)
+        data, count = outputs[0], math.prod(size)
+        if data.numel() != count:  # FSDP's padding
+            data = data.reshape(-1)[:count]
+        data = data.view(size).view(metadata.dtype)
         if out is not None:
             weight = local_of(
                 out

@@ -344,8 +344,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         experts = self.up.shape[0]
-        ends = torch.tensor([len(x) * (i + 1) // (experts + 1) for i in range(experts)], dtype=torch.int32)
-        return x + self._product(F.silu(self._product(x, self.up, ends)), self.down, ends)
+        ends = [len(x) * (i + 1) // (experts + 1) for i in range(experts)]
+        offsets = torch.tensor(ends, dtype=torch.int32, device=x.device)
+        return x + self._product(F.silu(self._product(x, self.up, offsets)), self.down, offsets)
 
 
 class ExpertCase(NamedTuple):
