@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor import parallel as torch_styles
 
 import fp8fn
@@ -177,16 +177,20 @@ VARIANTS: Final = (
 
 
 class Trained(NamedTuple):
-    """A model, what runs after each of its steps, this rank's input, and the output that is wanted."""
+    """A model, what runs after each of its steps, this rank's input, the output that is wanted, and its share of both.
+
+    Ranks of tensor parallelism share a batch: each has a part of its sequences.
+    """
 
     model: nn.Module
     after: Callable[[nn.Module], None]
     x: Tensor
     wanted: Tensor
+    share: float = 1.0
 
 
 def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
-    """The model of a variant, sharded, with its layers or their parts compiled."""
+    """The model of a variant, sharded, with its layers compiled."""
     world, replica = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     if variant.kind == "experts":
@@ -210,28 +214,21 @@ def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
             torch_styles.parallelize_module(layer, mesh["tensor"], _plan(variant.styles))
     after = variant.prepare(model)
     for layer in model:
-        if args.compile:
-            parts: tuple[Any, ...] = (layer.attention, layer.feed_forward) if tensor > 1 else (layer,)
-            for part in parts:
-                part.compile(backend=variant.backend, options=variant.options)
+        if args.compile:  # tensor parallelism in one graph needs constant sizes, with PyTorch's own backend too
+            layer.compile(backend=variant.backend, options=variant.options, fullgraph=True, dynamic=False)
         fully_shard(layer, **sharding)
     fully_shard(model, **sharding)
     torch.manual_seed(1 + replica)
     x = torch.randn(args.batch, args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
-    wanted = x.flip(-1)
     if tensor > 1:
-        x, wanted = (_sequence(each, mesh["tensor"]) for each in (x, wanted))
-    return Trained(model, after, x, wanted)
-
-
-def _sequence(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`x` as a DTensor that is sharded along its sequence."""
-    part = x.chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
-    return DTensor.from_local(part, mesh, [Shard(1)], run_check=False)
+        x = x.chunk(tensor, 1)[mesh["tensor"].get_local_rank()].contiguous()
+    return Trained(model, after, x, x.flip(-1), 1 / tensor)
 
 
 def _plan(styles: Any) -> dict[str, Any]:
-    plan: dict[str, Any] = {name: torch_styles.SequenceParallel() for name in ("input_norm", "mlp_norm")}
+    """Tensor and sequence parallelism, with plain tensors at both ends of a layer: one graph then holds all of it."""
+    norms = ("input_norm", "mlp_norm")
+    plan: dict[str, Any] = {name: torch_styles.SequenceParallel(use_local_output=True) for name in norms}
     for name in ("attention", "feed_forward"):
         plan[name] = styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj"):
@@ -239,25 +236,24 @@ def _plan(styles: Any) -> dict[str, Any]:
     for name in ("feed_forward.gate_proj", "feed_forward.up_proj"):
         plan[name] = styles.ColwiseParallel()
     for name in ("attention.o_proj", "feed_forward.down_proj"):
-        plan[name] = styles.RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        plan[name] = styles.RowwiseParallel(output_layouts=Shard(1))
     return plan
 
 
 def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Times steps of one variant; the largest of the ranks' times counts. A last step is profiled on a GPU."""
-    model, after, x, wanted = built(variant, args, device)
+    model, after, x, wanted, share = built(variant, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     after(model)
 
     def step() -> float:
-        loss = (model(x).float() - wanted.float()).square().mean()
+        loss = share * (model(x).float() - wanted.float()).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         after(model)
         _wait(device)
-        detached: Any = loss.detach()
-        return float(detached.full_tensor() if isinstance(detached, DTensor) else detached)
+        return float(loss.detach())
 
     times, losses = [], []
     if device == "cuda":
@@ -270,10 +266,11 @@ def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, An
         seconds = torch.tensor(time.perf_counter() - begin, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         times.append(seconds.item())
-    measured = times[args.warmup :]
+    measured, of_all = times[args.warmup :], torch.tensor(losses, device=device)
+    dist.all_reduce(of_all)
     found = {
         "kind": variant.kind, "variant": variant.name, "median_ms": 1e3 * statistics.median(measured),
-        "least_ms": 1e3 * min(measured), "losses": losses,
+        "least_ms": 1e3 * min(measured), "losses": (of_all / (share * dist.get_world_size())).tolist(),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
     }  # fmt: skip
     if device == "cuda":
