@@ -19,11 +19,14 @@ def cases(*names: str, **marks: pytest.Mark) -> list[Any]:
     ]  # fmt: skip
 
 
-def run(items: list[Any], chosen: bool = True, most: int = quick.MOST) -> tuple[list[str], list[str]]:
+def run(
+    items: list[Any], chosen: bool = True, most: int = quick.MOST, compiled_most: int | None = None
+) -> tuple[list[str], list[str]]:
     """The names that run, and those that are deselected."""
     deselected: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
-    config: Any = SimpleNamespace(getoption={"--quick": chosen, "--at-most": most}.__getitem__, hook=hook)
+    options = {"--quick": chosen, "--at-most": most, "--compiled-at-most": compiled_most}
+    config: Any = SimpleNamespace(getoption=options.__getitem__, hook=hook)
     quick.select(config, items)
     return [item.nodeid for item in items], [item.nodeid for item in deselected]
 
@@ -48,6 +51,14 @@ def test_no_more_cases_than_asked_for() -> None:
     assert len(two) == 2
     assert set(two) < set(part)
     assert len(run(cases(*names, every_case=pytest.mark.every_case.mark), most=2)[0]) == 20
+
+
+@pytest.mark.parametrize(("fixtures", "kept"), [(["seed", "fresh_dynamo"], 1), (["seed"], 2)])
+def test_functions_that_compile_may_have_fewer(fixtures: list[str], kept: int) -> None:
+    items = cases(*map(str, range(20)))
+    for item in items:
+        item.fixturenames = fixtures
+    assert len(run(items, most=2, compiled_most=1)[0]) == kept
 
 
 def test_few_values_leave_the_least_number() -> None:

@@ -4,6 +4,7 @@ The part has at least `LEAST` cases and, up to `MOST`, every value of every para
 names, those cases come first that have a word in their names which none before them has. `slow(but="llama")` leaves one
 case of a slow function, which the name in brackets tells. `every_case` leaves all of a function that takes no time.
 `--at-most N` leaves the first N of a part: what another release of a package breaks, it mostly breaks in every case.
+`--compiled-at-most N` does so for functions that compile (they use the fixture `fresh_dynamo`), for seconds a case.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--at-most", type=int, default=MOST, metavar="N", help="with --quick: no more than N cases of each function"
     )
+    parser.addoption(
+        "--compiled-at-most", type=int, metavar="N", help="with --quick: --at-most for functions that compile"
+    )
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,11 +35,16 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--quick"):
         return
     most = config.getoption("--at-most")
+    compiled_most = config.getoption("--compiled-at-most") or most
     functions = defaultdict(list)
     for item in items:
         # Cases for a GPU have a part of their own, which a machine without one skips.
         functions[item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None].append(item)
-    kept = {id(item) for cases in functions.values() for item in part(list(filter(_is_quick, cases)), most)}
+    kept = {
+        id(item)
+        for cases in functions.values()
+        for item in part(list(filter(_is_quick, cases)), compiled_most if _compiles(cases[0]) else most)
+    }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
@@ -56,6 +65,10 @@ def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
 def _is_quick(item: pytest.Item) -> bool:
     mark = item.get_closest_marker("slow")
     return mark is None or mark.kwargs.get("but") == _case(item)
+
+
+def _compiles(item: pytest.Item) -> bool:
+    return "fresh_dynamo" in getattr(item, "fixturenames", ())
 
 
 def _case(item: pytest.Item) -> str:
