@@ -2,7 +2,7 @@
 
 Forward has 2MNK operations, backward 4MNK; combined is 6MNK over the sum of both times. SNR compares all elements of
 out, dA and dB with bf16's. Layers of equal sizes are measured once. The recipe `BLOCKWISE_SQUARE` is timed beside
-`BLOCKWISE`; the table's pairs are those of `BLOCKWISE`.
+`BLOCKWISE`; the table has one line of all layers for each, and a line of each model for `BLOCKWISE`.
 """
 
 from __future__ import annotations
@@ -98,17 +98,19 @@ class Pair(NamedTuple):
         return self.bf16.combined / self.fp8fn.combined
 
 
-def pairs(rows: Iterable[Row]) -> dict[tuple[int, ...], Pair]:
-    """The pair of each shape; shapes with a missing time are left out."""
+def pairs(rows: Iterable[Row], who: str = "fp8fn") -> dict[tuple[int, ...], Pair]:
+    """The pair of each shape, by `who`: "fp8fn" or "fp8fn square"; shapes with a missing time are left out."""
     by_shape: dict[tuple[int, ...], dict[str, Row]] = {}
     for row in rows:
         by_shape.setdefault(row.shape, {})[row.label] = row
     found = {}
     for shape, by_label in by_shape.items():
-        ours, theirs = times(by_label, "fp8fn"), times(by_label, "torch bf16")
-        snr = worst(value for label, row in by_label.items() if "square" not in label for value in row.snr_db.values())
-        if ours is not None and theirs is not None and snr is not None:
-            found[shape] = Pair(by_label["fp8fn forward"].operations, ours, theirs, snr)
+        ours, theirs = times(by_label, who), times(by_label, "torch bf16")
+        if ours is not None and theirs is not None:
+            forward, backward = by_label[f"{who} forward"], by_label[f"{who} backward"]
+            snr = worst((*forward.snr_db.values(), *backward.snr_db.values()))
+            if snr is not None:
+                found[shape] = Pair(forward.operations, ours, theirs, snr)
     return found
 
 

@@ -77,14 +77,20 @@ def layers(run: dict[str, Any]) -> str:
 
 
 def llm84(run: dict[str, Any]) -> str:
-    """A line for each model: TFLOP/s of bf16 → fp8fn, speedup, lowest speedup with the layer's id, and worst SNR."""
-    found = pairs(rows_of(run))
+    """A line for each model: TFLOP/s of bf16 → fp8fn, speedup, lowest speedup with the layer's id, and worst SNR.
+
+    `BLOCKWISE_SQUARE`, where it was measured, has one line of all layers.
+    """
+    rows = rows_of(run)
+    found, square = pairs(rows), pairs(rows, "fp8fn square")
     measured = [(s.id, s.model, found[s[2:]]) for s in LLM84 if s[2:] in found]
     groups = [
         (name, [(id, pair) for id, model, pair in measured if model == name])
         for name in dict.fromkeys(s.model for s in LLM84)
     ]
     groups.append(("all", [(id, pair) for id, _, pair in measured]))
+    if square:
+        groups.append(("all, `BLOCKWISE_SQUARE`", [(s.id, square[s[2:]]) for s in LLM84 if s[2:] in square]))
     body = []
     for name, members in groups:
         if not members:
@@ -113,7 +119,7 @@ def llm84(run: dict[str, Any]) -> str:
         f"TFLOP/s of bf16 → fp8fn, geometric means. {slower} of {len(measured)} layers are slower than bf16 combined,"
         f" {under} have under {SNR_BAR_DB:.0f} dB; {len(LLM84) - len(measured)} of {len(LLM84)} were not measured.",
     ]
-    return "\n".join([*lines, *_missing_figures(rows_of(run)), "", provenance(run)])
+    return "\n".join([*lines, *_missing_figures(rows), "", provenance(run)])
 
 
 def provenance(run: dict[str, Any]) -> str:

@@ -472,6 +472,19 @@ class TestTables:
         pair = llm84.pairs(rows)[shape(1)[2:]]
         assert (pair.fp8fn.combined, pair.bf16.combined, pair.speedup, pair.snr_db) == (4.0, 6.0, 1.5, 26.0)
 
+    def test_llm84_has_a_line_of_the_square_recipe(self) -> None:
+        """Its SNR is its own, and it changes no other line."""
+        size = shape(1)[2:]
+        rows = [row(size, "fp8fn forward", 1.0), row(size, "fp8fn backward", 3.0, 2e9, 26.0)]
+        rows += [row(size, "torch bf16 forward", 2.0, snr=None), row(size, "torch bf16 backward", 4.0, 2e9, None)]
+        plain = tables.llm84(run_of(rows, "llm84")).split("\n")
+        rows += [row(size, "fp8fn square forward", 1.0), row(size, "fp8fn square backward", 2.0, 2e9, 24.0)]
+        *lines, square = tables.llm84(run_of(rows, "llm84")).split("\n")[2:11]
+        assert [*map(cells, lines)] == [*map(cells, plain[2:10])]
+        assert cells(square) == [
+            "all, `BLOCKWISE_SQUARE`", "1", "500 → 1000", "500 → 1000", "500 → 1000", "2.00x", "2.00x (1)", "24.0",
+        ]  # fmt: skip
+
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]

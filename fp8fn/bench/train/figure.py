@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from fp8fn.bench.train.models import Size, operations
 from fp8fn.bench.train.runs import milliseconds, speedup
 
 SHOWN: Final = {"bf16": "bf16", "torchao:tensorwise": "torchao, tensorwise", "fp8fn:BLOCKWISE_SQUARE": "fp8fn, default"}
@@ -35,16 +36,20 @@ def draw(document: Mapping[str, Any], path: str | Path) -> None:
 
 
 def shown(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The run of the most tokens of each card that has all variants of the picture; of several the last."""
+    """The run of each card with the most operations a step that has all variants of the picture; of equals the last."""
     found: dict[str, Mapping[str, Any]] = {}
     for run in document["results"]["runs"]:
-        if set(SHOWN) <= {row["variant"] for row in run["rows"]} and _tokens(run) >= _tokens(found.get(run["device"])):
+        if set(SHOWN) <= {row["variant"] for row in run["rows"]} and _work(run) >= _work(found.get(run["device"])):
             found[run["device"]] = run
     return list(found.values())
 
 
-def _tokens(run: Mapping[str, Any] | None) -> int:
-    return run["setting"]["batch"] * run["setting"]["sequence"] if run is not None else 0
+def _work(run: Mapping[str, Any] | None) -> float:
+    """Operations of a forward and backward; 0 without a run."""
+    if run is None:
+        return 0.0
+    setting = run["setting"]
+    return operations(Size(**setting["size"]), setting["batch"], setting["sequence"])
 
 
 Bars = Sequence[tuple[float, str]]
