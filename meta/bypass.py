@@ -65,15 +65,20 @@ def is_last(keys: torch._C.DispatchKeySet) -> bool:
     return keys.raw_repr() & _WITH_WORK == 0
 
 
-def nothing_watches(*tensors: Tensor | None) -> bool:
-    """Whether nothing except autograd observes ops on these tensors or prepares the tensors for a kernel."""
-    if (
+def is_watched() -> bool:
+    """Whether something observes all ops of this thread: a mode, a transform, a tracer or a profiler."""
+    return bool(
         torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._get_tracing_state() is not None
         or torch._C._autograd._profiler_enabled()
         or inside_transform()
-    ):
+    )
+
+
+def nothing_watches(*tensors: Tensor | None) -> bool:
+    """Whether nothing except autograd observes ops on these tensors or prepares the tensors for a kernel."""
+    if is_watched():
         return False
     for tensor in tensors:  # a subclass without `__torch_dispatch__` has no key, but may have `__torch_function__`
         if tensor is not None and (type(tensor) not in _PLAIN or _keys_of(tensor).raw_repr() & _WITH_WORK):

@@ -18,6 +18,9 @@ from torch.fx import Node
 
 from fp8fn.meta.registry import OPS
 
+# Types of devices where launches are kept.
+_WITH_SITES = {"cuda"}
+
 
 @cache
 def install() -> None:
@@ -126,6 +129,20 @@ def _spelled(arg: Any) -> str | None:
     return repr(arg) if arg is None or type(arg) in (bool, int, float, str, torch.dtype) else None
 
 
+def _is_constant(call: Any) -> bool:
+    """Whether a call on a GPU has tensors of the same sizes and strides each time that the graph runs."""
+    from torch._inductor import ir
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    # The code of a graph within a graph shares the module, where the names of its buffers are taken.
+    if type(V.graph) is not GraphLowering or call.results[0].get_device().type not in _WITH_SITES:
+        return False
+    results = [result for result in call.results if not isinstance(result.layout, ir.MultiOutputLayout)]
+    sizes = (size for tensor in (*call.inputs, *results) for size in (*tensor.get_size(), *tensor.get_stride()))
+    return all(isinstance(size, int) or size.is_Integer for size in sizes)
+
+
 @cache
 def _maker() -> Callable[..., Any]:
     """The function that makes a call's nodes; their classes are defined here, since importing Inductor is slow."""
@@ -164,11 +181,27 @@ def _maker() -> Callable[..., Any]:
             args = [next(given).codegen_reference() if text is None else text for text in self.spelled]
             used = [result for result in self.results if result.get_name() not in V.graph.removed_buffers]
             names = [result.get_name() if result in used else "_" for result in self.results]
-            wrapper.writeline(f"{', '.join(names)} = {self.get_kernel_name()}({', '.join(args)})")
+            called = f"{self.get_kernel_name()}({', '.join(args)})"
+            if _is_constant(self):
+                called = self._at_a_site(
+                    wrapper, [arg for arg, text in zip(args, self.spelled, strict=True) if text is None]
+                )
+            wrapper.writeline(f"{', '.join(names)} = {called}")
             if "_" in names:
                 wrapper.writeline("del _")
             for result in used:
                 result.codegen_size_asserts(wrapper)
+
+        def _at_a_site(self, wrapper: Any, tensors: Sequence[str]) -> str:
+            """The call by a `CallSite` of this place, which the module of the graph's code has."""
+            names = iter(f"x{number}" for number in range(len(tensors)))
+            given = [next(names) if text is None else text for text in self.spelled]
+            parameters = ", ".join(f"x{number}" for number in range(len(tensors)))
+            site = f"site_{self.get_name()}"
+            wrapper.add_import_once("from fp8fn.lowering.inductor.call_site import CallSite")
+            op = f"lambda {parameters}: {self.get_kernel_name()}({', '.join(given)})"
+            wrapper.header.writeline(f"{site} = CallSite({op})")
+            return f"{site}({', '.join(tensors)})"
 
     def layout(value: Tensor) -> Any:
         size, stride = map(convert_shape_to_inductor, (value.size(), value.stride()))

@@ -13,6 +13,7 @@ from torch._inductor.utils import fresh_cache, run_and_get_code
 
 import fp8fn
 from fp8fn.lowering.inductor import extern_call
+from fp8fn.ops.cuda.runtime.fused_calls import Program
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OWN_WAY = {
@@ -63,6 +64,66 @@ def test_the_same_bits_as_inductors_own_way(own_way: Callable[[], None], dynamic
     for op in ("quantize_dual", "quantize", "scaled_mm"):
         assert len(calls_of(code, op)) == len(calls_of(other, op)) > 0
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_site_for_each_call_whose_sizes_are_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = mlp(), torch.randn(24, 256, dtype=torch.bfloat16)
+    expected, code = step(model, x)
+    calls = {op: len(calls_of(code, op)) for op in ("quantize_dual", "quantize", "scaled_mm")}
+    monkeypatch.setattr(extern_call, "_WITH_SITES", {"cpu"})
+    torch._dynamo.reset()
+    found, code = step(model, x)
+    for op, count in calls.items():
+        assert not calls_of(code, op)
+        made = 0
+        for text in code:
+            sites = [line for line in text.splitlines() if f": torch.ops.fp8fn.{op}.default(x0" in line]
+            assert all(text.count(f" = {line.partition(' = ')[0]}(") == 1 for line in sites)
+            made += len(sites)
+        assert made == count > 0
+    assert all(map(torch.equal, found, expected))
+    torch._dynamo.reset()
+    found, code = step(model, x, dynamic=True)
+    assert calls_of(code, "quantize_dual")  # of rows that are known at run time alone
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("graphs", [False, True])
+def test_sites_on_a_gpu(graphs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New values, other addresses, an unaligned one, and a profiler that sees each op."""
+    started: list[Program] = []
+    start = Program.__call__
+    monkeypatch.setattr(Program, "__call__", lambda self, *x: started.append(self) or start(self, *x))
+    model = mlp().cuda()
+    options = {"where": "*", "triton.cudagraphs": graphs}
+    compiled = torch.compile(model, backend="fp8fn", dynamic=False, options=options)
+    inputs = [torch.randn(160, 256, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    inputs.append(torch.randn(160 * 256 + 1, device="cuda", dtype=torch.bfloat16)[1:].view(160, 256))
+
+    def run(x: Tensor) -> list[Tensor]:
+        out = compiled(x.clone() if graphs else x)
+        return [out.detach().clone(), *torch.autograd.grad(out.float().square().sum(), list(model.parameters()))]
+
+    found = [[each.clone() for each in run(x)] for x in inputs]
+    assert len(started) > 8 or graphs  # in a graph's replay nothing is called
+    monkeypatch.setattr(extern_call, "_WITH_SITES", set())
+    torch._dynamo.reset()
+    with fresh_cache():
+        compiled = torch.compile(model, backend="fp8fn", dynamic=False, options=options)
+        for x, got in zip(inputs, found, strict=True):
+            assert all(map(torch.equal, got, run(x)))
+
+
+@pytest.mark.gpu
+def test_a_profiler_sees_the_ops_of_sites() -> None:
+    model, x = mlp().cuda(), torch.randn(160, 256, device="cuda", dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="fp8fn", dynamic=False, options={"where": "*"})
+    for _ in range(3):
+        compiled(x)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        compiled(x)
+    assert sum(event.count for event in profiler.key_averages() if event.key == "fp8fn::scaled_mm") == 2
 
 
 @pytest.mark.parametrize("patches", OWN_WAY.values(), ids=OWN_WAY)

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import fp8fn
+from fp8fn.lowering.inductor.call_site import CallSite
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime import fused_calls as module
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
@@ -186,3 +188,52 @@ def test_a_layers_calls_as_one_give_the_same_bits() -> None:
     with torch.no_grad():
         assert torch.equal(fp8fn.linear(x, x), fp8fn.linear(x, x.clone()))
         assert not torch.equal(fp8fn.linear(x, g), fp8fn.linear(x, x))
+
+
+def test_a_site_starts_what_its_first_call_launched() -> None:
+    call, ran = add(), []
+
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        ran.append(1)
+        return call(x, y)[0]
+
+    site = CallSite(op)
+    for value in (1.0, 10.0, 100.0):
+        out = site(ones(value), ones(2 * value))
+        assert isinstance(out, Tensor)
+        assert torch.equal(out, torch.full((4,), 3 * value))
+    assert len(ran) == 1
+    pair = CallSite(lambda x, y: tuple(call(x, y) + call(y, y)))
+    for value in (1.0, 10.0):
+        assert [float(out[0]) for out in pair(ones(value), ones(2 * value))] == [3 * value, 4 * value]
+
+
+def test_a_site_calls_the_op_where_it_must() -> None:
+    """An unaligned tensor, a mode, a profiler; one tensor twice, and an op that is more than launches, for good."""
+    call, ran = add(), []
+
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        ran.append(1)
+        return call(x, y)[0]
+
+    def runs(site: CallSite, x: Tensor, y: Tensor) -> int:
+        before = len(ran)
+        out = site(x, y)
+        assert isinstance(out, Tensor)
+        assert torch.equal(out, x + y)
+        return len(ran) - before
+
+    x, y, unaligned = ones(1.0), ones(2.0), known(torch.arange(5.0)[1:])[0]
+    site = CallSite(op)
+    assert unaligned.data_ptr() % 16
+    assert runs(site, unaligned, y) == 1
+    assert (runs(site, x, y), runs(site, y, x), runs(site, unaligned, y)) == (1, 0, 1)
+    with FlopCounterMode(display=False):
+        assert runs(site, x, y) == 1
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True):
+        assert runs(site, x, y) == 1
+    assert runs(site, x, y) == 0
+    twice = CallSite(op)
+    assert (runs(twice, x, x), runs(twice, x, y), runs(twice, x, y)) == (1, 1, 1)
+    copies = CallSite(lambda x, y: known(op(x, y).clone())[0])
+    assert (runs(copies, x, y), runs(copies, x, y)) == (1, 1)
