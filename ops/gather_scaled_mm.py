@@ -121,7 +121,7 @@ def _as_sent(x: Tensor) -> Tensor:
 
 @cache
 def not_pipelined(group_name: str, group_size: int) -> str | None:
-    """Why rows are gathered before they are multiplied, or None. All ranks of a group find the same answer."""
+    """Why rows are gathered before they are multiplied, or None. Each rank decides alone, by the GPUs that it sees."""
     if group_size == 1:
         return "the group has one rank"
     groups: Any = dist.distributed_c10d  # the function is private

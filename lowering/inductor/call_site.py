@@ -15,7 +15,7 @@ from fp8fn.meta import bypass
 from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.cuda.runtime.fused_calls import Program, recorded
 
-# What a kept launch may need of an address; the first call's decides which kernel it is.
+# A kernel may load 16 bytes at once; one was chosen for addresses that are multiples of that, as the first call's were.
 _ALIGNMENT: Final = 16
 
 
