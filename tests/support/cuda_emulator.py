@@ -23,6 +23,7 @@ from torch import Tensor
 from fp8fn.ops import targets
 from fp8fn.ops.cuda.runtime import call_cache, nvrtc
 from fp8fn.ops.cuda.runtime import launch as cuda_launch
+from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
 from support import build_cache
@@ -99,11 +100,19 @@ def _built(kernel: CudaKernel) -> ctypes.CDLL:
     return loaded
 
 
-def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards: bool = False, seed: int = 0) -> None:
+def emulate(
+    launch: CudaLaunch,
+    addresses: list[int] | None = None,
+    *,
+    backwards: bool = False,
+    seed: int = 0,
+    deals: bool = True,
+) -> None:
     """Runs a launch; `addresses` take the place of those of its tensors, as in `Prepared.launch`.
 
     Warps run in the order of their numbers, or `backwards`, each as far as it can before the next; clusters of blocks
     take turns in the order. With a `seed` of 32 bits warps run in an order drawn anew each time.
+    Where the launch can, and `deals`, tiles are dealt out while it runs: then the first cluster takes all of them over.
 
     Raises:
         AssertionError: where a load begins outside of all tensors, a store of 8 or 16 bytes leaves them, a barrier has
@@ -115,6 +124,7 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
     values: list[Any] = []
     spans: list[tuple[int, int]] = []
     settled: list[tuple[int, int]] = []
+    counters = (ctypes.c_int * (1 + MOST_LISTS))()
     for i, (name, arg) in enumerate(launch.args.items()):
         if isinstance(arg, TensorMap):
             fields.append((f"p{i}", ctypes.c_uint64 * 16))
@@ -130,6 +140,8 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
         number = ctypes.c_float if isinstance(arg, float) else ctypes.c_int
         fields.append((f"p{i}", ctypes.c_uint64 if pointer else number))
         values.append(next(pointers) if pointer else arg)
+        if name == launch.counted and deals:
+            values[-1] = ctypes.addressof(counters)
         if isinstance(arg, Tensor):
             start = int(values[-1])
             span = start, start + arg.element_size() * extent(arg.shape, arg.stride())
@@ -143,6 +155,7 @@ def emulate(launch: CudaLaunch, addresses: list[int] | None = None, *, backwards
         ctypes.byref(parameters), *launch.grid, launch.threads, cluster, launch.shared, backwards, seed,
     )  # fmt: skip
     assert not fault, f"{launch.describe()}: {fault.decode()}"
+    assert not any(counters), f"{launch.describe()}: {list(counters)} are left in the counters"
 
 
 def _spans(spans: list[tuple[int, int]]) -> tuple[Any, int]:

@@ -1,8 +1,9 @@
 // The scaled product on Hopper: out (M, N) = a (M, K) · b (N, K)ᵀ in FP8, promoted to float32 after every K tile.
 //
 // Decomposition. The grid is persistent: each block, or cluster of blocks, walks over output tiles of BM x BN
-// (`tiles.cuh`). A block has one producer warpgroup and MATH consumer warpgroups. A consumer owns SLICES_M x 64 rows of
-// the tile and computes SLICES_N products of WIDTH columns for each K tile of BK = 128, one wgmma group each.
+// (`tiles.cuh`), and takes over tiles of those that start late (`deal.cuh`). A block has one producer warpgroup and MATH
+// consumer warpgroups. A consumer owns SLICES_M x 64 rows of the tile and computes SLICES_N products of WIDTH columns
+// for each K tile of BK = 128, one wgmma group each.
 //
 // Pipeline. The producer keeps STAGES K tiles in flight by TMA: A and B, swizzled as wgmma reads them, and the scales
 // of the K tile. Where 128 columns of B, or 128 rows of A, have one scale, one more producer warp copies the scales of
@@ -80,6 +81,7 @@ constexpr bool EARLY =
 constexpr int COLUMN_CHUNK = BN % 128 == 0 ? 128 : BN % 64 == 0 ? 64 : BN % 32 == 0 ? 32 : 16;
 constexpr int COLUMN_CHUNKS = BN / COLUMN_CHUNK;
 
+#include "deal.cuh"
 #include "tiles.cuh"
 
 constexpr int A_BYTES = BM * BK;
@@ -140,7 +142,8 @@ constexpr int AT_RUN_FULL = AT_EMPTY + STAGES * 8;
 constexpr int AT_RUN_EMPTY = AT_RUN_FULL + RUNS * 8;
 constexpr int AT_TILE_FULL = AT_RUN_EMPTY + RUNS * 8;
 constexpr int AT_TILE_EMPTY = AT_TILE_FULL + TILES * 8;
-constexpr int AT_ARRIVED = AT_TILE_EMPTY + TILES * 8;
+constexpr int AT_DEAL = AT_TILE_EMPTY + TILES * 8;
+constexpr int AT_ARRIVED = AT_DEAL + DEAL_BYTES;
 
 #if A_SCALE == VECTOR
 using AScale = TensorMap;
@@ -184,13 +187,15 @@ constexpr const int* offsets = nullptr;
 #define CLUSTER_DIMS
 #endif
 
-#include "ring.cuh"
+// Whether the launch may have counters (`deal.cuh`). Few rows, or a cluster that shares K, have few tiles; those of some
+// groups have few K tiles or none.
+constexpr bool DEALT = SPLIT == 1 && !B_ONCE && (GROUPED == DENSE || GROUPED == JAGGED_M);
 
 extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP, 1)
     scaled_mm(const __grid_constant__ TensorMap a, const __grid_constant__ TensorMap b, const __grid_constant__ Out out,
               const __grid_constant__ AScale a_scale, const __grid_constant__ BScale b_scale, const BiasType* bias,
-              const Problem problem, int a_batched, int b_batched, int out_m, int as_batch, int bs_batch, int bs_n,
-              int bs_k BLOCK_PARAMETERS GROUP_PARAMETERS) {
+              const Problem problem, int* counters, int a_batched, int b_batched, int out_m, int as_batch, int bs_batch,
+              int bs_n, int bs_k BLOCK_PARAMETERS GROUP_PARAMETERS) {
     extern __shared__ __align__(1024) char memory[];
     const uint32_t base = shared_address(memory);
     auto full = [&](int stage) { return base + AT_FULL + stage * 8; };
@@ -203,6 +208,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     const int warpgroup = __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0);
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0) % 4;
     const int lane = lane_index();
+    if constexpr (!DEALT) counters = nullptr;
+    int number = Deal::own();  // of the first tile
+    // A draw takes its time, in which the mbarriers are initialized.
+    if (counters != nullptr && warpgroup == MATH && warp == 3 && lane == 0 && (CLUSTER == 1 || cluster_rank() == 0))
+        number = Deal::draw(counters);
 
     // Prologue: initialize the mbarriers, and let all blocks of the cluster know.
     const bool copies = warpgroup == MATH && warp == 0;
@@ -219,8 +229,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         }
         for (int place = 0; place < TILES; ++place) {
             barrier_init(full_tile(place), 1);
-            barrier_init(empty_tile(place), MATH * WARPGROUP);
+            barrier_init(empty_tile(place), MATH * WARPGROUP + 32 * ((A_SCALE == BLOCK) + (B_SCALE == BLOCK)));
         }
+        if constexpr (DEALT) Deal::initialize(base + AT_DEAL);
         if constexpr (SPLIT > 1) barrier_init(base + AT_ARRIVED, 1);
         barrier_init_fence();
         if constexpr (SPLIT > 1) barrier_expect(base + AT_ARRIVED, SUMS_BYTES);
@@ -235,18 +246,26 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
     else
         block_sync<(MATH + 1) * WARPGROUP>();
 
-    const int first = blockIdx.x / (CLUSTER * SPLIT), step = gridDim.x / (CLUSTER * SPLIT);
+    RingOf<TILES> places;
+    auto next_tile = [&]() {
+        barrier_wait(full_tile(places.stage), places.parity);
+        const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);
+        barrier_arrive(empty_tile(places.stage));
+        places.advance();
+        return tile;
+    };
 
     if (warpgroup == MATH) {
         // Producer: one thread issues the TMA loads of operands and scales. It has few registers: loops are not
         // unrolled.
         if constexpr (MATH > 1) give_registers<MATH == 2 ? 40 : 32>();
         Ring ring;
+        Deal deal{base + AT_DEAL, counters, number};
         if (copies && elect()) {
             const uint32_t rank = CLUSTER > 1 ? cluster_rank() : 0;
             [[maybe_unused]] const uint64_t first_out = B_ONCE ? first_out_policy() : 0;
             Walk walk(problem, offsets);
-            for (int index = first; walk.reaches(index); index += step) {
+            for (int index; walk.reaches(index = deal.next());) {
                 const Tile tile = walk.at(index);
                 const int a_batch = tile.batch * a_batched, b_batch = tile.batch * b_batched;
 #pragma unroll 1  // this warpgroup has few registers
@@ -287,9 +306,9 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
             using Of = decltype(operand);
             RingOf<RUNS> runs;
             const uint32_t to_lane = base + AT_RUN + lane * 4;
-            Walk walk(problem, offsets);
-            for (int index = first; walk.reaches(index); index += step) {
-                const Tile tile = walk.at(index);
+            while (true) {
+                const Tile tile = next_tile();
+                if (!tile.exists()) break;
                 const float* matrix = scales + int64_t(tile.batch) * batch_step;
                 const int begin = Of::IS_A ? tile.m : tile.n, end = Of::IS_A ? problem.M : problem.N;
 #pragma unroll 1  // this warpgroup has few registers
@@ -313,18 +332,46 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #if A_SCALE == BLOCK
         if (warp == 2) copy_runs(RunsOfA{}, a_scale, a_batched * as_batch, as_m, as_k);
 #endif
-        if (warp == 3 && elect()) {
-            RingOf<TILES> places;
+        if (warp == 3) {
+            Walk walk(problem, offsets);
             auto put = [&](const Tile& tile) {
                 barrier_wait(empty_tile(places.stage), places.parity ^ 1);
                 tile.put(base + AT_TILE + places.stage * TILE_BYTES);
                 barrier_arrive(full_tile(places.stage));
-                places.advance();
             };
-            Walk walk(problem, offsets);
+            const bool deals = DEALT && counters != nullptr && (CLUSTER == 1 || cluster_rank() == 0);
+            bool listed = true, multiplied = true;  // of the last tile: whether it is of the own list, and no zeros
+            int index;
 #pragma unroll 1  // this warpgroup has few registers
-            for (int index = first; walk.reaches(index); index += step) put(walk.at(index));
-            put(Tile::none());
+            while (true) {
+                if (deals) {
+                    index = __shfl_sync(~0u, deal.number, 0);
+                    listed = listed && walk.reaches(index);
+                    // What is left of other lists. Tiles that are only written come last: none follows them.
+                    if (!listed) index = multiplied ? Deal::take_over(counters, walk.tiles()) : NO_TILE;
+                    if (lane == 0) deal.hand_out(index);
+                } else if (counters == nullptr) {
+                    index = deal.next();
+                } else {
+                    if (lane == 0) index = deal.receive();
+                    index = __shfl_sync(~0u, index, 0);
+                }
+                if (!walk.reaches(index)) break;
+                const Tile tile = walk.at(index);
+                multiplied = tile.is_multiplied();
+                if (lane == 0) {
+                    put(tile);
+                    if (deals) {
+                        // The next one is drawn when the consumers have begun this one, so that blocks end together.
+                        barrier_wait(empty_tile(places.stage), places.parity);
+                        if (listed) deal.number = Deal::draw(counters);
+                    }
+                }
+                __syncwarp();
+                places.advance();
+            }
+            if (lane == 0) put(Tile::none());
+            if (deals) Deal::end(counters);
         }
     } else {
         // Consumer.
@@ -347,14 +394,6 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
         // Barriers of the turns: the warpgroup before arrives, and the one whose turn it is waits.
         auto turn_of = [](int of) { return 1 + MATH + of; };
         if (TURNS && warpgroup == MATH - 1) named_arrive<2 * WARPGROUP>(turn_of(0));
-        RingOf<TILES> places;
-        auto next_tile = [&]() {
-            barrier_wait(full_tile(places.stage), places.parity);
-            const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);
-            barrier_arrive(empty_tile(places.stage));
-            places.advance();
-            return tile;
-        };
         auto take_rows = [&](Scales& scales, int stage, int slice, const Tile& of) {
 #if A_SCALE == VECTOR
             const int of_row = row + slice * 64 + (A_SCALE_EXTRA ? of.m % 4 : 0);

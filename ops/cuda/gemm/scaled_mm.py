@@ -15,6 +15,7 @@ from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
+from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.groups import unit_of
 from fp8fn.ops.layout import WHOLE, round_up
 from fp8fn.ops.products import ScaledProduct
@@ -26,6 +27,10 @@ _RUNS: Final = 2
 _RUN_BYTES: Final = 32 * 4
 # The ring of tiles in shared memory, and its mbarriers.
 _TILES_BYTES: Final = 4 * (32 + 16)
+# The least K of a product whose tiles are dealt out while it runs.
+_DEALT_K: Final = 1024
+# The ring of tiles' numbers, which are dealt out, and its mbarriers.
+_DEAL_BYTES: Final = 2 * (4 + 16)
 # The pairs of scale kinds, of a and of b, that are tuned; `scale_kind` names them.
 KINDS: Final = (("VECTOR", "BLOCK"), ("VECTOR", "VECTOR"), ("LINE", "LINE"), ("WHOLE", "WHOLE"))
 # The pairs with which it sums over tokens of groups.
@@ -170,7 +175,7 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
         "b": TensorMap(as_batch(b.mT), (1, b_rows, BK), 128, promotion=128 if once else 256),
         "out": TensorMap(as_batch(out), (1, 64, 64), 128) if out_via == "BULK" else out,
         "a_scale": a_scales, "b_scale": b_scales, "bias": bias,
-        "problem": (m, n, k, batches),
+        "problem": (m, n, k, batches), "counters": None,
         "a_batched": int(a.dim() == 3), "b_batched": int(b.dim() == 3), "out_m": out.stride(-2),
         "as_batch": a_scale.stride(0) if a.dim() == 3 else 0, "bs_batch": b_scale.stride(0) if b.dim() == 3 else 0,
         "bs_n": b_scale.stride(-1), "bs_k": b_scale.stride(-2),
@@ -195,31 +200,37 @@ def plan(product: ScaledProduct, config: ScaledMmConfig) -> tuple[CudaLaunch]:
     if counts is not None:
         binds["offsets"] = "counts"
         options["ZEROS"] = int(product.zeros)
+    blocks = _blocks(m, n, batches, grouped, config)
+    programs = blocks  # where a cluster shares K, it computes one tile
+    if config.SPLIT == 1:
+        programs = min(blocks, max(target.cores // config.CLUSTER, 1) * config.CLUSTER)
+    # Tiles of few K tiles are done before a dealer finds the next one.
+    deals = programs < blocks and not once and grouped in ("DENSE", "JAGGED_M") and k >= _DEALT_K
+    deals = deals and programs // config.CLUSTER <= MOST_LISTS
     launch = CudaLaunch(
         kernel=CudaKernel(
             "scaled_mm.cu", "scaled_mm", tuple(macros.items()), (Wgmma(width, TYPES[a.dtype], TYPES[b.dtype]),)
         ),
-        grid=(_programs(m, n, batches, grouped, config, target), 1, 1),
+        grid=(programs, 1, 1),
         threads=128 * (config.MATH + 1),
         shared=shared,
         args=args,
         target=target,
         options=options,
         binds=binds,
+        counted="counters" if deals else "",
     )
     return (launch,)
 
 
-def _programs(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig, target: Target) -> int:
+def _blocks(m: int, n: int, batches: int, grouped: str, config: ScaledMmConfig) -> int:
+    """Blocks that would have one tile each."""
     pair_m = config.CLUSTER if config.SHARE_B else 1
     pair_n = config.CLUSTER if not config.SHARE_B else 1
     rows = -(-m // (config.BM * pair_m)) * batches
     if grouped == "JAGGED_M":  # each group may end in a tile of its own, and so may the tokens in none
         rows = m // config.BM + batches + 1
-    tiles = rows * -(-n // (config.BN * pair_n))
-    if config.SPLIT > 1:  # a cluster computes one tile
-        return tiles * config.SPLIT
-    return min(tiles, max(target.cores // config.CLUSTER, 1)) * config.CLUSTER
+    return rows * -(-n // (config.BN * pair_n)) * config.CLUSTER * config.SPLIT
 
 
 def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, scales_of_a: int) -> tuple[int, int]:
@@ -234,6 +245,6 @@ def _stages(config: ScaledMmConfig, kinds: tuple[str, str], out_chunks: int, sca
     chunks += config.MATH if kinds[0] == "BLOCK" else 0
     if chunks:
         fixed += _RUNS * (_RUN_BYTES * chunks + 16)
-    fixed += _TILES_BYTES
+    fixed += _TILES_BYTES + _DEAL_BYTES
     stages = config.STAGES or min((SHARED_LIMIT - fixed) // stage, 12)
     return stages, fixed + stages * stage

@@ -147,21 +147,36 @@ struct Walk {
     INLINE int last() const { return problem.batches; }
 #endif
     int before = 0;  // number of tiles of the groups before
+    int all = 0;
 
     INLINE Walk(const Problem& problem, const int* offsets)
         : problem(problem), offsets(offsets), group(offsets, problem.M) {}
 
     INLINE int tiles_m() const { return (group.stop - group.start + BM - 1) / BM; }
 
-    // Whether tile `index` exists; `index` may not decrease from call to call.
+    // Whether tile `index` exists. Where `index` is less than the one before, the walk may begin anew.
     INLINE bool reaches(int index) {
+        if (index < before) {
+            before = 0;
+#if GROUPED == MASKED
+            group = Counted(offsets, problem.M);
+#else
+            group = Group(offsets, problem.M);
+#endif
+        }
         for (int tiles; index >= before + (tiles = tiles_m() * problem.tiles_n());) {
-            if (group.group == last()) return false;
+            if (group.group == last()) {
+                all = before + tiles;
+                return false;
+            }
             before += tiles;
             group.advance(offsets, problem.batches, problem.M);
         }
         return true;
     }
+
+    // The number of tiles, once one was not reached.
+    INLINE int tiles() const { return all; }
 
     INLINE Tile at(int index) const {
         Tile tile;
@@ -188,6 +203,7 @@ struct Walk {
     INLINE Walk(const Problem& problem, const int* offsets) : problem(problem), offsets(offsets) {}
 
     INLINE bool reaches(int index) const { return index < problem.tiles(); }
+    INLINE int tiles() const { return problem.tiles(); }
 
     INLINE Tile at(int index) const {
         Tile tile;

@@ -27,6 +27,7 @@ MAP_BYTES: Final = 128
 MAP_ALIGNMENT: Final = 64
 _CAPTURE_ACTIVE: Final = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _CAPTURE_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_NON_BLOCKING: Final = 1  # CU_STREAM_NON_BLOCKING
 _CLUSTER_DIMENSION: Final = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _OVERLAPS: Final = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -79,6 +80,19 @@ def relaxed_capture() -> Iterator[None]:
         yield
     finally:
         check(library().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "mode of capture")
+
+
+def zeros(size: int) -> int:
+    """The address of so many bytes of the current device, all 0, which are never freed."""
+    cuda, address, stream = library(), ctypes.c_uint64(), ctypes.c_void_p()
+    with relaxed_capture():
+        check(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), f"allocation of {size} bytes")
+        # Not on the stream of all: it may not be used while another is captured.
+        check(cuda.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "stream")
+        check(cuda.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream), f"{size} bytes of zeros")
+        check(cuda.cuStreamSynchronize(stream), f"{size} bytes of zeros")
+        check(cuda.cuStreamDestroy_v2(stream), "stream")
+    return address.value
 
 
 def captured(stream: int) -> tuple[int, int | None] | None:

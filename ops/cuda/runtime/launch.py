@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fp8fn.ops.code_cache import warn_once
 from fp8fn.ops.cuda.runtime import driver, packaged
+from fp8fn.ops.cuda.runtime.counters import counters_of
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_into_cache, compile_kernel
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 
@@ -61,6 +62,8 @@ class CudaLaunch(Launch):
     """The pointer arguments that only the launches of one call read and write: none of the op's tensors."""
     constant: tuple[str, ...] = ()
     """The arguments that a launch which overlaps reads before it waits: no launch that may still run writes them."""
+    counted: str = ""
+    """The pointer argument, None here, that is the address of counters when the kernel starts, or null (`counters`)."""
 
     @property
     def settles(self) -> bool:
@@ -146,6 +149,9 @@ class Prepared:
         self.index = index
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan
         self._pack(launch.args)
+        self._counted = list(launch.args).index(launch.counted) if launch.counted else None
+        self._counters = self._own_counters(self._parameters)
+        self._stream: int | None = None  # the stream that has these counters, if it keeps them
         self._shape = (*launch.grid, launch.threads, 1, 1, launch.shared)
         self._extent = launch.grid, launch.threads, launch.shared
         self.overlaps = launch.overlaps
@@ -187,6 +193,10 @@ class Prepared:
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
+            if self._counters is not None and stream != self._stream:
+                self._counters.value = counters_of(stream, self.index)
+                # Any other stream may be captured next time.
+                self._stream = 0 if stream == 0 and self._counters.value else None
             status = self._start(stream)
             if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
                 driver.make_context_current(self.index)
@@ -213,7 +223,7 @@ class Prepared:
         self._last = addresses
 
     def copied(self, slots: Sequence[int]) -> Parameters:
-        """A copy of the parameters, whose pointers lie at `slots` and whose descriptors are its own."""
+        """A copy of the parameters, whose pointers lie at `slots` and whose descriptors and counters are its own."""
         pointers = (ctypes.c_void_p * len(self._parameters))(*self._parameters)
         for number, slot in zip(self._pointers, slots, strict=True):
             pointers[number] = slot
@@ -227,7 +237,15 @@ class Prepared:
                 pointers[self._pointers[place]] = address
                 maps.append((place, ctypes.c_void_p(address)))
                 address += driver.MAP_BYTES
-        return Parameters(pointers, maps, (storage, self))
+        return Parameters(pointers, maps, self._own_counters(pointers), (storage, self))
+
+    def _own_counters(self, parameters: ctypes.Array[ctypes.c_void_p]) -> ctypes.c_uint64 | None:
+        """A place for the address of the counters, which it puts among the parameters; None where there are none."""
+        if self._counted is None:
+            return None
+        place = ctypes.c_uint64()
+        parameters[self._counted] = ctypes.addressof(place)
+        return place
 
     def start_of(self, parameters: Parameters, stream: int) -> tuple[Any, ...]:
         """The driver's function that starts the kernel on a stream, and its arguments."""
@@ -241,10 +259,14 @@ class Prepared:
 
 
 class Parameters(NamedTuple):
-    """A kernel's parameters: where each lies, its descriptors by the number of their pointer, and what holds them."""
+    """A kernel's parameters: where each lies, its descriptors by the number of their pointer, and what holds them.
+
+    `counters` is the place of the address of its counters, where it has some.
+    """
 
     pointers: ctypes.Array[ctypes.c_void_p]
     maps: list[tuple[int, ctypes.c_void_p]]
+    counters: ctypes.c_uint64 | None
     holders: tuple[object, ...]
 
 
@@ -252,7 +274,7 @@ class LaunchSequence:
     """Loaded kernels that start one after another on one device.
 
     The kernels share one list of addresses, in which each address is written once. If a call has the addresses and the
-    stream of the call before, nothing is written.
+    stream of the call before, nothing is written. It is not for a stream that is captured.
 
     Args:
         steps: each kernel, and for each of its pointers the place of its address in the list, or None for null.
@@ -286,6 +308,9 @@ class LaunchSequence:
             if addresses != self._last:
                 self._place(addresses)
             if stream != self._stream:
+                for _, parameters in self._kernels:
+                    if parameters.counters is not None:
+                        parameters.counters.value = counters_of(stream, self._index)
                 self._starts = [kernel.start_of(parameters, stream) for kernel, parameters in self._kernels]
                 self._stream = stream
             for function, *arguments in self._starts:

@@ -116,12 +116,13 @@ def test_machine_code_of_every_configuration(config: str, kind: str, tmp_path: P
     assert "UTMALDG.3D" in opcodes
     assert ("UTMALDG.3D.MULTICAST" in opcodes) == clustered
     assert ("UTMASTG.3D" in opcodes) == (SCALED_MM[config].SPLIT == 1)
-    assert bool([name for name in opcodes if name.startswith("STAS")]) == (SCALED_MM[config].SPLIT > 1)
+    # Sums, and numbers of tiles, go to the other blocks of a cluster.
+    assert bool([name for name in opcodes if name.startswith("STAS")]) == (SCALED_MM[config].SPLIT > 1 or clustered)
     assert not {name for name in opcodes if name.startswith(("LDL", "STL"))}
-    # A fence over the GPU costs hundreds of cycles: two of a cluster that shares loads, at its start and end, none in
-    # a loop.
+    # A fence over the GPU costs hundreds of cycles: two of a cluster that shares loads, at its start and end, and two
+    # of the warp that deals out tiles, when there are no more; none in a loop.
     fences = Counter(text for _, text in sass if re.search(r"MEMBAR\.\w+\.(GPU|SYS)", text))
-    assert fences.total() == (2 if clustered else 0)
+    assert fences.total() == 2 * clustered + 2 * (SCALED_MM[config].SPLIT == 1)
     multiplying = [i for i, (_, text) in enumerate(sass) if "QGMMA" in text]
     loops = main_loops(sass)
     assert loops
@@ -388,8 +389,8 @@ def shared_layout(config: ScaledMmConfig, macros: dict[str, int | str]) -> int:
     if config.SPLIT > 1:  # sums in place of lines, and their barrier
         out = (config.SPLIT - 1) * (config.BM // config.SPLIT) * config.BN * 4 + 16
     padded = sum(-(-size // 128) * 128 for size in (a_scale, b_scale))
-    tiles = 4 * (32 + 16)
-    return stages * ((config.BM + config.BN) * BK + padded + 16) + out + runs + tiles
+    tiles, numbers = 4 * (32 + 16), 2 * (4 + 16)
+    return stages * ((config.BM + config.BN) * BK + padded + 16) + out + runs + tiles + numbers
 
 
 @every_variant
@@ -617,7 +618,7 @@ def test_bands_are_as_high_as_each_other() -> None:
 
 def test_the_walk_is_the_one_of_the_source() -> None:
     """`walk` mirrors these lines, so that a change of the source asks for a change of the mirror."""
-    source = "".join(nvrtc.sources()[name].read_text() for name in ("tiles.cuh", "scaled_mm.cu"))
+    source = "".join(nvrtc.sources()[name].read_text() for name in ("tiles.cuh", "deal.cuh", "scaled_mm.cu"))
     for line in (
         "batch = B_ONCE && problem.batches == 1 ? 0 : index / (tiles_m * tiles_n);",
         "m = index & tiles_m - 1;",
@@ -636,7 +637,8 @@ def test_the_walk_is_the_one_of_the_source() -> None:
         "const int part = SPLIT > 1 ? cluster_rank() : 0;",
         "tile.k_start = blocks * part / SPLIT;",
         "tile.k_stop = blocks * (part + 1) / SPLIT;",
-        "const int first = blockIdx.x / (CLUSTER * SPLIT), step = gridDim.x / (CLUSTER * SPLIT);",
+        "static INLINE int own() { return blockIdx.x / (CLUSTER * SPLIT); }",
+        "static INLINE int step() { return gridDim.x / (CLUSTER * SPLIT); }",
     ):
         assert line in source, line
 

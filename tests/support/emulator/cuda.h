@@ -75,6 +75,12 @@ LINKED uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t selector) {
 }
 LINKED uint32_t __vmaxu2(uint32_t a, uint32_t b) { return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16; }
 LINKED uint32_t __vmaxs2(uint32_t a, uint32_t b) { return __vmaxu2(a ^ 0x80008000u, b ^ 0x80008000u) ^ 0x80008000u; }
+LINKED int atomicAdd(int* to, int value) {
+    const int before = *to;
+    *to += value;
+    return before;
+}
+LINKED void __threadfence() {}
 LINKED float __fmul_rn(float a, float b) { return a * b; }
 LINKED float __fadd_rn(float a, float b) { return a + b; }
 LINKED float __fdiv_rn(float a, float b) { return a / b; }
@@ -241,6 +247,10 @@ T exchanged(T value, int from) {
     return received;
 }
 template <typename T>
+T __shfl_up_sync(uint32_t, T value, int distance) {
+    return exchanged(value, max(current % 32 - distance, 0));
+}
+template <typename T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
     return exchanged(value, (current % 32) ^ mask);
 }
@@ -254,6 +264,10 @@ LINKED uint32_t __ballot_sync(uint32_t, bool value) {
     return votes;
 }
 LINKED bool __all_sync(uint32_t, bool value) { return __ballot_sync(~0u, value) == ~0u; }
+LINKED int __ffs(uint32_t bits) { return __builtin_ffs(bits); }
+LINKED uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
+    return (uint64_t(high) << 32 | low) >> (by & 31);
+}
 LINKED int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 LINKED uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
     for (int mask = 16; mask > 0; mask /= 2) value = max(value, __shfl_xor_sync(~0u, value, mask));
