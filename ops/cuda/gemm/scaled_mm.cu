@@ -332,7 +332,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
 #if A_SCALE == BLOCK
         if (warp == 2) copy_runs(RunsOfA{}, a_scale, a_batched * as_batch, as_m, as_k);
 #endif
-        if (warp == 3) {
+        if (warp == 3 && (DEALT || elect())) {
             Walk walk(problem, offsets);
             auto put = [&](const Tile& tile) {
                 barrier_wait(empty_tile(places.stage), places.parity ^ 1);
@@ -347,8 +347,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 if (deals) {
                     index = __shfl_sync(~0u, deal.number, 0);
                     listed = listed && walk.reaches(index);
-                    // What is left of other lists. Tiles that are only written come last: none follows them.
-                    if (!listed) index = multiplied ? Deal::take_over(counters, walk.tiles()) : NO_TILE;
+                    // What is left of other lists. With early starts nothing follows a tile that is only written.
+                    if (!listed) index = !EARLY || multiplied ? Deal::take_over(counters, walk.tiles()) : NO_TILE;
                     if (lane == 0) deal.hand_out(index);
                 } else if (counters == nullptr) {
                     index = deal.next();
@@ -359,7 +359,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 if (!walk.reaches(index)) break;
                 const Tile tile = walk.at(index);
                 multiplied = tile.is_multiplied();
-                if (lane == 0) {
+                if (!DEALT || lane == 0) {
                     put(tile);
                     if (deals) {
                         // The next one is drawn when the consumers have begun this one, so that blocks end together.
@@ -367,10 +367,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                         if (listed) deal.number = Deal::draw(counters);
                     }
                 }
-                __syncwarp();
+                if constexpr (DEALT) __syncwarp();
                 places.advance();
             }
-            if (lane == 0) put(Tile::none());
+            if (!DEALT || lane == 0) put(Tile::none());
             if (deals) Deal::end(counters);
         }
     } else {

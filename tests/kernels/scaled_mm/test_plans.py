@@ -176,8 +176,8 @@ def test_a_stage_is_given_back_when_the_last_of_its_scales_is_there(config: str,
     """The arrival depends on the load before it; what comes through the copy engine would else be too early."""
     launch = Problem("wgrad").plan(SCALED_MM[config])
     sass = [text for _, text in instructions(launch.compile().cubin, tmp_path)]
-    # The mbarriers of the ring of tiles come after those of the stages: no copy engine writes tiles.
-    of_tiles = launch.shared - 4 * 16 - (16 if SCALED_MM[config].SPLIT > 1 else 0)
+    # The mbarriers of the rings of tiles and their numbers come after those of the stages.
+    of_tiles = launch.shared - 2 * (4 + 16) - 4 * 16 - (16 if SCALED_MM[config].SPLIT > 1 else 0)
     arrivals = 0
     for i, text in enumerate(sass):
         if "SYNCS.ARRIVE.TRANS64.A1T0" not in text or int(text.split("+")[-1].split("]")[0], 16) >= of_tiles:
