@@ -13,13 +13,13 @@ from torch import Tensor
 from fp8fn.ops.cuda.gemm.operands import OUT, TYPES, as_batch, map_fault
 from fp8fn.ops.cuda.gemm.wgmma import Wgmma
 from fp8fn.ops.cuda.limits import LARGEST, SHARED_LIMIT, TMA_ALIGNMENT
+from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.cuda.runtime.launch import Argument, CudaLaunch, TensorMap
 from fp8fn.ops.cuda.runtime.nvrtc import CudaKernel
-from fp8fn.ops.cuda.runtime.counters import MOST_LISTS
 from fp8fn.ops.groups import unit_of
 from fp8fn.ops.layout import WHOLE, round_up
 from fp8fn.ops.products import ScaledProduct
-from fp8fn.ops.targets import OCP, Target, hopper_fault
+from fp8fn.ops.targets import OCP, hopper_fault
 
 BK: Final = 128
 # The scales of 128 x 128 blocks: runs of them in shared memory, and the bytes of one run of one chunk of lines.
