@@ -8,20 +8,18 @@ before are multiplied. Elsewhere two all-gathers come before the products.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any, Final, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fp8fn.ops import scaled_mm, targets
 from fp8fn.ops.cuda.runtime.call_cache import Outputs, call_of, keep, kind, recall
 from fp8fn.ops.cuda.runtime.launch import CudaLaunch
 from fp8fn.ops.layout import Block
+from fp8fn.ops.symmetric_memory import gather_and_consume, not_pipelined
 
 GATHER_SCALED_MM_SCHEMA: Final = (
     "gather_scaled_mm(Tensor a, Tensor a_scale, Tensor[] b, Tensor[] b_scale, int[2] b_block, Tensor?[] bias,"
@@ -96,8 +94,6 @@ def gather_scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     if reason is not None:
         _log.debug("gather_scaled_mm %s: gathered first: %s", tuple(a.shape), reason)
         return gather_scaled_mm_reference(a, a_scale, b, b_scale, b_block, bias, *form)
-    from torch.distributed._symmetric_memory import _pipelined_multi_all_gather_and_consume
-
     data, scale, outs = gather_scaled_mm_fake(a, a_scale, b, b_scale, b_block, bias, *form)
     parts = [out.chunk(group_size) for out in outs]
     block = (b_block[0], b_block[1])
@@ -111,37 +107,12 @@ def gather_scaled_mm_kernel(  # noqa: PLR0913 - an op's signature
     # Scales first: float32 elements have to be aligned within the pipeline's buffer, and bytes need not be.
     shards = [_as_sent(a_scale.contiguous()), _as_sent(a.contiguous())]
     gathered = [_as_sent(scale), _as_sent(data)]
-    _pipelined_multi_all_gather_and_consume(shards, multiply, gathered, cast(Any, group_name))
+    gather_and_consume(shards, multiply, gathered, group_name)
     return data, scale, outs
 
 
 def _as_sent(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
-
-
-@cache
-def not_pipelined(group_name: str, group_size: int) -> str | None:
-    """Why rows are gathered before they are multiplied, or None. Each rank decides alone, by the GPUs that it sees."""
-    if group_size == 1:
-        return "the group has one rank"
-    groups: Any = dist.distributed_c10d  # the function is private
-    ranks = dist.get_process_group_ranks(groups._resolve_process_group(group_name))
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-    if len({rank // local for rank in ranks}) > 1 or group_size > torch.cuda.device_count():
-        return f"the {group_size} ranks of the group are not on one machine's {torch.cuda.device_count()} GPUs"
-    from torch.distributed import _symmetric_memory as symmetric
-
-    if not symmetric.is_symm_mem_enabled_for_group(cast(Any, group_name)):
-        # The function is deprecated from PyTorch 2.9 on, where every group is enabled.
-        try:
-            symmetric.enable_symm_mem_for_group(cast(Any, group_name))
-        except (RuntimeError, ValueError) as error:
-            return f"symmetric memory is not enabled for the group: {error}"
-    here = torch.cuda.current_device()
-    others = (other for other in range(torch.cuda.device_count()) if other != here)
-    if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
-        return "some GPU cannot read another GPU's memory"
-    return None
 
 
 def multiply_into(

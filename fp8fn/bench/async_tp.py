@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fp8fn.bench import ranks, record
-from fp8fn.ops.gather_scaled_mm import gather_scaled_mm_reference, not_pipelined
+from fp8fn.ops.gather_scaled_mm import gather_scaled_mm_reference
+from fp8fn.ops.symmetric_memory import not_pipelined
 
 # N of all ranks: gate and up as one, and q, k, v as one, of Llama 3 8B; K is its width.
 WIDTH: Final = 4096

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ import fp8fn  # noqa: F401  registers the backend
 import fp8fn.distributed as fp8_styles
 from fp8fn.bench import record
 from fp8fn.lowering import backend, post_grad_pass
+from fp8fn.ops import symmetric_memory
 
 WIDTH = 512
 OP = "fp8fn.gather_scaled_mm.default"
@@ -121,6 +123,31 @@ def test_same_bits_on_two_processes(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_same_bits_on_two_gpus(tmp_path: Path) -> None:
     mp.spawn(_run, (str(tmp_path / "store"), _on_gpus, "nccl"), nprocs=2)
+
+
+def _on_unequal_ranks() -> None:
+    """The first group is one whose second rank sees a fault; both ranks of the second see none."""
+    rank, groups = dist.get_rank(), [dist.new_group([0, 1]) for _ in range(2)]
+    reasons = []
+    for group, faults in zip(groups, ((None, "a fault"), (None, None)), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symmetric_memory, "_local_fault", lambda *_, faults=faults: faults[rank])
+            reasons.append(symmetric_memory.not_pipelined(group.group_name, 2))
+            patch.setattr(symmetric_memory, "_local_fault", lambda *_: "asked again")
+            assert symmetric_memory.not_pipelined(group.group_name, 2) == reasons[-1]
+    assert reasons == [("another rank of the group cannot", "a fault")[rank], None]
+
+
+@needs_gloo
+def test_ranks_agree_whether_a_gather_is_pipelined(tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path / "store"), _on_unequal_ranks, "gloo"), nprocs=2)
+
+
+def test_a_torch_without_the_pipeline_gathers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed._symmetric_memory, "_pipelined_multi_all_gather_and_consume")
+    reason = symmetric_memory.not_pipelined.__wrapped__("any", 2)
+    assert f"torch {torch.__version__} does not have what fp8fn needs" in str(reason)
+    assert "_pipelined_multi_all_gather_and_consume" in str(reason)
 
 
 @needs_gloo

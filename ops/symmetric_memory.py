@@ -1,0 +1,73 @@
+"""PyTorch's pipeline of a gather and what is computed from it: the only file that uses its private parts.
+
+The pipeline copies one rank's rows over NVLink while those of the rank before are computed with. Every rank of a group
+takes part or none: they agree about it once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def gather_and_consume(
+    shards: Sequence[Tensor], consume: Callable[[list[Tensor], int], None], gathered: Sequence[Tensor], group_name: str
+) -> None:
+    """Gathers `shards` into `gathered` and calls `consume` with the shards of each rank and its number."""
+    _private()[0](list(shards), consume, list(gathered), cast(Any, group_name))
+
+
+@cache
+def not_pipelined(group_name: str, group_size: int) -> str | None:
+    """Why a gather over a group is not pipelined, or None: the same on all its ranks, all of which have to ask."""
+    if group_size == 1:
+        return "the group has one rank"
+    try:
+        _, resolve = _private()
+    except (ImportError, AttributeError) as error:
+        return f"torch {torch.__version__} does not have what fp8fn needs: {error}"
+    group = resolve(group_name)
+    return _agreed(_local_fault(group, group_name, group_size), group)
+
+
+def _private() -> tuple[Callable[..., None], Callable[[str], Any]]:
+    """The pipeline, and the function that finds a group by its name."""
+    from torch.distributed import distributed_c10d as groups
+    from torch.distributed._symmetric_memory import _pipelined_multi_all_gather_and_consume
+
+    return _pipelined_multi_all_gather_and_consume, cast(Any, groups)._resolve_process_group
+
+
+def _agreed(fault: str | None, group: Any) -> str | None:
+    """`fault`, or, where this rank has none and another has one, that."""
+    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    able = torch.tensor(fault is None, dtype=torch.int32, device=device)
+    dist.all_reduce(able, dist.ReduceOp.MIN, group)
+    return fault if fault is not None or able.item() else "another rank of the group cannot"
+
+
+def _local_fault(group: Any, group_name: str, group_size: int) -> str | None:
+    """What this rank sees that speaks against it."""
+    ranks = dist.get_process_group_ranks(group)
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+    if len({rank // local for rank in ranks}) > 1 or group_size > torch.cuda.device_count():
+        return f"the {group_size} ranks of the group are not on one machine's {torch.cuda.device_count()} GPUs"
+    from torch.distributed import _symmetric_memory as symmetric
+
+    if not symmetric.is_symm_mem_enabled_for_group(cast(Any, group_name)):
+        # The function is deprecated from PyTorch 2.9 on, where every group is enabled.
+        try:
+            symmetric.enable_symm_mem_for_group(cast(Any, group_name))
+        except (RuntimeError, ValueError) as error:
+            return f"symmetric memory is not enabled for the group: {error}"
+    here = torch.cuda.current_device()
+    others = (other for other in range(torch.cuda.device_count()) if other != here)
+    if not all(torch.cuda.can_device_access_peer(here, other) for other in others):
+        return "some GPU cannot read another GPU's memory"
+    return None
