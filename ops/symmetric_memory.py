@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import cache
-from typing import Any, cast
+from typing import Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from fp8fn.ops.cuda.runtime import graph_capture
 
 
 def gather_and_consume(
@@ -23,7 +25,10 @@ def gather_and_consume(
     _private()[0](list(shards), consume, list(gathered), cast(Any, group_name))
 
 
-@cache
+# By the group, as PyTorch gives the name of a group that was destroyed to another one.
+_answers: Final[WeakKeyDictionary[Any, str | None]] = WeakKeyDictionary()
+
+
 def not_pipelined(group_name: str, group_size: int) -> str | None:
     """Why a gather over a group is not pipelined, or None: the same on all its ranks, all of which have to ask."""
     if group_size == 1:
@@ -33,7 +38,11 @@ def not_pipelined(group_name: str, group_size: int) -> str | None:
     except (ImportError, AttributeError) as error:
         return f"torch {torch.__version__} does not have what fp8fn needs: {error}"
     group = resolve(group_name)
-    return _agreed(_local_fault(group, group_name, group_size), group)
+    if group not in _answers:
+        if graph_capture.capturing():
+            return "the ranks have not agreed yet, and cannot while a CUDA graph is captured"
+        _answers[group] = _agreed(_fault(group, group_name, group_size), group)
+    return _answers[group]
 
 
 def _private() -> tuple[Callable[..., None], Callable[[str], Any]]:
@@ -50,6 +59,14 @@ def _agreed(fault: str | None, group: Any) -> str | None:
     able = torch.tensor(fault is None, dtype=torch.int32, device=device)
     dist.all_reduce(able, dist.ReduceOp.MIN, group)
     return fault if fault is not None or able.item() else "another rank of the group cannot"
+
+
+def _fault(group: Any, group_name: str, group_size: int) -> str | None:
+    """What speaks against it on this rank. Whatever goes wrong does: the other ranks wait for the answer."""
+    try:
+        return _local_fault(group, group_name, group_size)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def _local_fault(group: Any, group_name: str, group_size: int) -> str | None:

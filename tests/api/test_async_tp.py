@@ -28,6 +28,7 @@ from fp8fn.ops import symmetric_memory
 
 WIDTH = 512
 OP = "fp8fn.gather_scaled_mm.default"
+_STORE: list[str] = []  # of the process group that `_run` made
 needs_gloo = pytest.mark.skipif(not dist.is_gloo_available(), reason="this PyTorch has no gloo")
 
 
@@ -106,6 +107,7 @@ def _on_gpus() -> None:
 def _run(rank: int, store: str, cases: Callable[[], None], backend: str) -> None:
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True
+    _STORE.append(store)
     dist.init_process_group(backend, store=dist.FileStore(store, 2), rank=rank, world_size=2)
     try:
         cases()
@@ -138,14 +140,58 @@ def _on_unequal_ranks() -> None:
     assert reasons == [("another rank of the group cannot", "a fault")[rank], None]
 
 
+def _on_a_name_that_is_used_again() -> None:
+    """PyTorch gives a new world the name of the one that was destroyed."""
+    names, reasons = [], []
+    for fault in (None, "a fault"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(symmetric_memory, "_local_fault", lambda *_, fault=fault: fault)
+            names.append(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+            reasons.append(symmetric_memory.not_pipelined(names[-1], 2))
+        if fault is None:
+            rank = dist.get_rank()
+            dist.destroy_process_group()
+            dist.init_process_group("gloo", store=dist.FileStore(_STORE[0] + "2", 2), rank=rank, world_size=2)
+    assert names[0] == names[1]
+    assert reasons == [None, "a fault"]
+
+
+def _on_ranks_that_fail() -> None:
+    """A rank that raises answers nevertheless: the other one waits for it."""
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank() == 0:
+            raise ValueError("LOCAL_WORLD_SIZE is no number")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric_memory, "_local_fault", fail)
+        reason = symmetric_memory.not_pipelined(dist.group.WORLD.group_name, 2)  # type: ignore[union-attr]
+    expected = ("ValueError: LOCAL_WORLD_SIZE is no number", "another rank of the group cannot")
+    assert reason == expected[dist.get_rank()]
+
+
 @needs_gloo
-def test_ranks_agree_whether_a_gather_is_pipelined(tmp_path: Path) -> None:
-    mp.spawn(_run, (str(tmp_path / "store"), _on_unequal_ranks, "gloo"), nprocs=2)
+@pytest.mark.parametrize("case", [_on_unequal_ranks, _on_a_name_that_is_used_again, _on_ranks_that_fail])
+def test_ranks_agree_whether_a_gather_is_pipelined(case: Callable[[], None], tmp_path: Path) -> None:
+    mp.spawn(_run, (str(tmp_path / "store"), case, "gloo"), nprocs=2)
+
+
+def test_ranks_do_not_agree_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = type("Group", (), {})()
+    monkeypatch.setattr(symmetric_memory, "_private", lambda: (None, lambda name: group))
+    monkeypatch.setattr(symmetric_memory, "_fault", lambda *_: None)
+    monkeypatch.setattr(symmetric_memory, "_agreed", lambda fault, _: fault)
+    monkeypatch.setattr(symmetric_memory.graph_capture, "capturing", lambda: True)
+    assert "while a CUDA graph is captured" in str(symmetric_memory.not_pipelined("any", 2))
+    monkeypatch.setattr(symmetric_memory.graph_capture, "capturing", lambda: False)
+    assert symmetric_memory.not_pipelined("any", 2) is None
+    monkeypatch.setattr(symmetric_memory.graph_capture, "capturing", lambda: True)
+    assert symmetric_memory.not_pipelined("any", 2) is None
 
 
 def test_a_torch_without_the_pipeline_gathers_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.distributed._symmetric_memory, "_pipelined_multi_all_gather_and_consume")
-    reason = symmetric_memory.not_pipelined.__wrapped__("any", 2)
+    reason = symmetric_memory.not_pipelined("any", 2)
     assert f"torch {torch.__version__} does not have what fp8fn needs" in str(reason)
     assert "_pipelined_multi_all_gather_and_consume" in str(reason)
 

@@ -43,6 +43,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
         monkeypatch.setattr(counters, store, {})
     monkeypatch.setattr(counters, "is_shared", lambda: True)
     monkeypatch.setattr(driver, "zeros", found.zeros)
+    monkeypatch.setattr(driver, "make_context_current", lambda device: None)
     monkeypatch.setattr(driver, "captured", lambda stream: (found.capture, 4) if found.capture > 0 else None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capture != 0)
     monkeypatch.setattr(
@@ -159,7 +160,52 @@ def test_a_sequence_has_counters_beside_those_of_its_launches(
     assert ctypes.c_uint64.from_address(first).value == FIRST
     sequence.start(given)
     assert address(plan, stub) == FIRST + BYTES
-    assert sequence is not None
+
+
+@pytest.mark.parametrize("captured_first", [False, True])
+def test_a_sequence_that_is_captured_has_the_counters_of_its_graph(
+    captured_first: bool, stub: StubDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller may have asked about the stream of another device; the stream is the same before and after."""
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 4096, raising=False)
+    plan = dealt()
+    count = len(pointers(plan.args))
+    sequence = LaunchSequence([(plan.prepare(), list(range(count)))], count)
+    found = {}
+    for capture in (9, 0, 9) if captured_first else (0, 9, 0):
+        streams.number, streams.capture = 1, capture
+        sequence.start([16 * (i + 1) for i in range(count)])
+        found.setdefault(capture, set()).add(address(plan, stub))
+    assert [len(found[0]), len(found[9])] == [1, 1]
+    assert found[0] != found[9]
+
+
+def test_a_sequence_started_before_its_process_joins_a_group_gets_them(
+    stub: StubDriver, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(counters, "is_shared", lambda: False)
+    plan = dealt()
+    count = len(pointers(plan.args))
+    sequence = LaunchSequence([(plan.prepare(), list(range(count)))], count)
+    given = [16 * (i + 1) for i in range(count)]
+    sequence.start(given)
+    assert address(plan, stub) == 0
+    monkeypatch.setattr(counters, "is_shared", lambda: True)
+    sequence.start(given)
+    assert address(plan, stub) == FIRST
+
+
+def test_a_gpu_without_memory_for_them_has_none(streams: Streams, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def zeros(size: int) -> int:
+        asked.append(size)
+        raise driver.DriverError("out of memory")
+
+    monkeypatch.setattr(driver, "zeros", zeros)
+    assert [streams.be(0, 0), streams.be(4096), streams.be(0, 0)] == [0, 0, 0]
+    assert asked == [SETS * BYTES]
 
 
 def test_zeros_are_written_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +242,6 @@ def test_zeros_are_written_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(driver, "library", Driver)
     assert driver.zeros(768) == 4096
     assert calls == [
-        ("mode", 2), ("alloc", 768), ("create", 1), ("set", (4096, 0, 768, 99)), ("synchronize", 99), ("destroy", 99),
+        ("mode", 2), ("create", 1), ("alloc", 768), ("set", (4096, 0, 768, 99)), ("synchronize", 99), ("destroy", 99),
         ("mode", 0),
     ]  # fmt: skip

@@ -6,7 +6,9 @@ streams, and in different CUDA graphs.
 
 from __future__ import annotations
 
+import ctypes
 import threading
+from collections.abc import Sequence
 from typing import Final, TypeAlias
 
 import torch
@@ -53,6 +55,27 @@ def counters_of(stream: int, device: int) -> int:
     return found
 
 
+class Kept:
+    """The counters of launches that are started again and again: the places from which they read the address.
+
+    Args:
+        places: an address for each launch that has counters.
+    """
+
+    def __init__(self, places: Sequence[ctypes.c_uint64]) -> None:
+        self._places = places
+        self._settled = False  # they are those of the stream of all, which is never captured
+
+    def refresh(self, stream: int, device: int) -> None:
+        """Writes the address for the current stream of the current device; call it before each start."""
+        if not self._places or (self._settled and stream == 0):
+            return
+        address = counters_of(stream, device)
+        for place in self._places:
+            place.value = address
+        self._settled = stream == 0 and address != 0
+
+
 def is_shared() -> bool:
     """Whether other kernels may run beside a product: those of NCCL, once the process is of a group."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -63,6 +86,11 @@ def _new(device: int) -> int:
     if used == SETS:
         return 0
     if device not in _pools:
-        _pools[device] = driver.zeros(SETS * _BYTES)
+        driver.make_context_current(device)
+        try:
+            _pools[device] = driver.zeros(SETS * _BYTES)
+        except driver.DriverError:  # a product does not fail for want of them
+            _used[device] = SETS
+            return 0
     _used[device] = used + 1
     return _pools[device] + used * _BYTES

@@ -86,12 +86,15 @@ def zeros(size: int) -> int:
     """The address of so many bytes of the current device, all 0, which are never freed."""
     cuda, address, stream = library(), ctypes.c_uint64(), ctypes.c_void_p()
     with relaxed_capture():
-        check(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), f"allocation of {size} bytes")
         # Not on the stream of all: it may not be used while another is captured.
         check(cuda.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING), "stream")
-        check(cuda.cuMemsetD8Async(address, ctypes.c_ubyte(0), ctypes.c_size_t(size), stream), f"{size} bytes of zeros")
-        check(cuda.cuStreamSynchronize(stream), f"{size} bytes of zeros")
-        check(cuda.cuStreamDestroy_v2(stream), "stream")
+        try:
+            check(cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), f"allocation of {size} bytes")
+            zero = ctypes.c_ubyte(0)
+            check(cuda.cuMemsetD8Async(address, zero, ctypes.c_size_t(size), stream), f"{size} bytes of zeros")
+            check(cuda.cuStreamSynchronize(stream), f"{size} bytes of zeros")
+        finally:
+            cuda.cuStreamDestroy_v2(stream)
     return address.value
 
 

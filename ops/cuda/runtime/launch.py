@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp8fn.ops.code_cache import warn_once
 from fp8fn.ops.cuda.runtime import driver, packaged
-from fp8fn.ops.cuda.runtime.counters import counters_of
+from fp8fn.ops.cuda.runtime.counters import Kept
 from fp8fn.ops.cuda.runtime.nvrtc import Compiled, CudaKernel, compile_into_cache, compile_kernel
 from fp8fn.ops.launch import Launch, Resources, cubin_resources
 
@@ -150,8 +150,7 @@ class Prepared:
         self._lock = threading.Lock()  # one buffer: two threads may launch the same plan
         self._pack(launch.args)
         self._counted = list(launch.args).index(launch.counted) if launch.counted else None
-        self._counters = self._own_counters(self._parameters)
-        self._stream: int | None = None  # the stream that has these counters, if it keeps them
+        self._counters = Kept(self._own_counters(self._parameters))
         self._shape = (*launch.grid, launch.threads, 1, 1, launch.shared)
         self._extent = launch.grid, launch.threads, launch.shared
         self.overlaps = launch.overlaps
@@ -193,10 +192,7 @@ class Prepared:
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
-            if self._counters is not None and stream != self._stream:
-                self._counters.value = counters_of(stream, self.index)
-                # Any other stream may be captured next time.
-                self._stream = 0 if stream == 0 and self._counters.value else None
+            self._counters.refresh(stream, self.index)
             status = self._start(stream)
             if status == driver.INVALID_CONTEXT:  # this thread's first call of CUDA
                 driver.make_context_current(self.index)
@@ -239,13 +235,13 @@ class Prepared:
                 address += driver.MAP_BYTES
         return Parameters(pointers, maps, self._own_counters(pointers), (storage, self))
 
-    def _own_counters(self, parameters: ctypes.Array[ctypes.c_void_p]) -> ctypes.c_uint64 | None:
-        """A place for the address of the counters, which it puts among the parameters; None where there are none."""
+    def _own_counters(self, parameters: ctypes.Array[ctypes.c_void_p]) -> list[ctypes.c_uint64]:
+        """The place, put among the parameters, for the address of the counters, where the kernel has some."""
         if self._counted is None:
-            return None
+            return []
         place = ctypes.c_uint64()
         parameters[self._counted] = ctypes.addressof(place)
-        return place
+        return [place]
 
     def start_of(self, parameters: Parameters, stream: int) -> tuple[Any, ...]:
         """The driver's function that starts the kernel on a stream, and its arguments."""
@@ -261,12 +257,12 @@ class Prepared:
 class Parameters(NamedTuple):
     """A kernel's parameters: where each lies, its descriptors by the number of their pointer, and what holds them.
 
-    `counters` is the place of the address of its counters, where it has some.
+    `counters` has the place of the address of its counters, where it has some.
     """
 
     pointers: ctypes.Array[ctypes.c_void_p]
     maps: list[tuple[int, ctypes.c_void_p]]
-    counters: ctypes.c_uint64 | None
+    counters: list[ctypes.c_uint64]
     holders: tuple[object, ...]
 
 
@@ -274,7 +270,7 @@ class LaunchSequence:
     """Loaded kernels that start one after another on one device.
 
     The kernels share one list of addresses, in which each address is written once. If a call has the addresses and the
-    stream of the call before, nothing is written. It is not for a stream that is captured.
+    stream of the call before, nothing is written.
 
     Args:
         steps: each kernel, and for each of its pointers the place of its address in the list, or None for null.
@@ -297,6 +293,7 @@ class LaunchSequence:
                 place = places[pointer]
                 assert place is not None
                 self._maps.append((place, map_))
+        self._counters = Kept([place for _, parameters in self._kernels for place in parameters.counters])
         self._last = [-1] * count
         self._stream: int | None = None
         self._starts: list[tuple[Any, ...]] = []
@@ -307,10 +304,8 @@ class LaunchSequence:
         with self._lock:
             if addresses != self._last:
                 self._place(addresses)
+            self._counters.refresh(stream, self._index)
             if stream != self._stream:
-                for _, parameters in self._kernels:
-                    if parameters.counters is not None:
-                        parameters.counters.value = counters_of(stream, self._index)
                 self._starts = [kernel.start_of(parameters, stream) for kernel, parameters in self._kernels]
                 self._stream = stream
             for function, *arguments in self._starts:
