@@ -54,8 +54,8 @@ def ways(product: ScaledProduct, config: ScaledMmConfig) -> dict[str, CudaLaunch
     return {"in advance": replace(launch, counted=""), "lists": launch} if launch.counted else {}
 
 
-def products(shape: tuple[int, int, int], target: Target) -> ScaledProduct:
-    """Random operands in blocks of 1 x 128 and 128 x 128."""
+def random_product(shape: tuple[int, int, int], target: Target) -> ScaledProduct:
+    """A product of random operands in blocks of 1 x 128 and 128 x 128."""
     product = empty_product(Problem(*shape), "cuda", target)
     for operand in (product.a, product.b):
         operand.data.copy_(torch.randn(operand.data.shape, device="cuda").to(operand.data.dtype))
@@ -109,7 +109,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
-        product = products(shape, target)
+        product = random_product(shape, target)
         for tile, config in TILES.items():
             if launches := ways(product, config):
                 medians = compared(launches, product, args.held, args.repeats)
