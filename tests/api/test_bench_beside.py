@@ -20,7 +20,7 @@ def test_both_ways_are_one_launch_with_counters_and_without() -> None:
             found = beside.ways(empty_product(Problem(*shape), "meta", SM90), config)
             assert {name: launch.counted for name, launch in found.items()} == {"in advance": "", "lists": "counters"}
             assert found["in advance"].grid == found["lists"].grid
-    assert beside.ways(empty_product(Problem(512, 512, 4096), "meta", SM90), beside.TILES["128x128"]) == {}
+    assert beside.ways(empty_product(Problem(m=512, n=512, k=4096), "meta", SM90), beside.TILES["128x128"]) == {}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")

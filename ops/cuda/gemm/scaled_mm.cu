@@ -28,7 +28,7 @@
 // the order of K and stores them.
 //
 // Shared memory: A (STAGES, BM, BK), B (STAGES, BN, BK), output buffers or received sums, scales of A, scales of B,
-// tiles, and the mbarriers. The AT_... constants are the offsets.
+// tiles, the mbarriers, and the ring of tiles' numbers. The AT_... constants are the offsets.
 //
 // Macros:
 //   A_TYPE, B_TYPE    the types of the operands, which only the generated `wgmma` reads
@@ -347,7 +347,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__((MATH + 1) * WARPGROUP
                 if (deals) {
                     index = __shfl_sync(~0u, deal.number, 0);
                     listed = listed && walk.reaches(index);
-                    // What is left of other lists. With early starts nothing follows a tile that is only written.
+                    // Tiles of other lists come next. With early starts none follows a tile that is only written.
                     if (!listed) index = !EARLY || multiplied ? Deal::take_over(counters, walk.tiles()) : NO_TILE;
                     if (lane == 0) deal.hand_out(index);
                 } else if (counters == nullptr) {

@@ -7,6 +7,7 @@ streams, and in different CUDA graphs.
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Sequence
 from typing import Final, TypeAlias
@@ -23,6 +24,7 @@ _PER_THREAD: Final = 2  # CU_STREAM_PER_THREAD: a stream of each thread, by one 
 Owner: TypeAlias = tuple[int, int, int | None]
 """A device, a stream, and the capture in which it is."""
 
+_LOG: Final = logging.getLogger("fp8fn")
 _lock: Final = threading.Lock()
 _pools: Final[dict[int, int]] = {}
 _sets: Final[dict[Owner, int]] = {}
@@ -51,7 +53,9 @@ def counters_of(stream: int, device: int) -> int:
     found = _sets.get(owner)
     if found is None:
         with _lock:
-            found = _sets[owner] if owner in _sets else _sets.setdefault(owner, _new(device))
+            if owner not in _sets:
+                _sets[owner] = _new(device)
+            found = _sets[owner]
     return found
 
 
@@ -84,12 +88,14 @@ def is_shared() -> bool:
 def _new(device: int) -> int:
     used = _used.get(device, 0)
     if used == SETS:
+        _LOG.info("GPU %d: no counters are left; products of one more stream or graph deal in advance", device)
         return 0
     if device not in _pools:
         driver.make_context_current(device)
         try:
             _pools[device] = driver.zeros(SETS * _BYTES)
-        except driver.DriverError:  # a product does not fail for want of them
+        except driver.DriverError as error:  # a product does not fail for want of them
+            _LOG.info("GPU %d: there is no memory for counters, and products deal in advance: %s", device, error)
             _used[device] = SETS
             return 0
     _used[device] = used + 1

@@ -43,7 +43,7 @@ def product(
     kind: str, shape: tuple[int, int, int], target: Target, *, device: str = "cpu", out: torch.dtype = BF16,
     offsets: Tensor | None = None,
 ) -> ScaledProduct:  # fmt: skip
-    """Of random operands, into NaN; with `offsets`, of groups of rows."""
+    """A product of random operands into NaN, or with `offsets` one of groups of rows."""
     (m, n, k), (a_block, b_block) = shape, KINDS[kind]
     groups = () if offsets is None else (offsets.shape[0],)
     made = torch.Generator(device).manual_seed(m + n + k)
