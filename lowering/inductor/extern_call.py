@@ -198,7 +198,7 @@ def _maker() -> Callable[..., Any]:
             given = [next(names) if text is None else text for text in self.spelled]
             parameters = ", ".join(f"x{number}" for number in range(len(tensors)))
             site = f"site_{self.get_name()}"
-            wrapper.add_import_once("from fp8fn.lowering.inductor.call_site import CallSite")
+            wrapper.add_import_once("from fp8fn.meta.call_site import CallSite")
             op = f"lambda {parameters}: {self.get_kernel_name()}({', '.join(given)})"
             wrapper.header.writeline(f"{site} = CallSite({op})")
             return f"{site}({', '.join(tensors)})"

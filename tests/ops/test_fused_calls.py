@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import fp8fn
-from fp8fn.lowering.inductor.call_site import CallSite
+from fp8fn.meta.call_site import CallSite
 from fp8fn.ops.cuda.runtime import call_cache
 from fp8fn.ops.cuda.runtime import fused_calls as module
 from fp8fn.ops.cuda.runtime.call_cache import Call, Step, geometry
