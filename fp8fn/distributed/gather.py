@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, cast
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight
-from fp8fn.ops.layout import WHOLE, is_square, scale_shape, turned
+from fp8fn.meta.call_site import CallSite
+from fp8fn.ops.cuda.runtime.call_cache import Geometry, geometry
+from fp8fn.ops.formats import scale_dtype
+from fp8fn.ops.layout import WHOLE, is_square, matrix_strides, scale_shape
 from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
 from fp8fn.site import Where, check_where
@@ -29,6 +33,8 @@ from fp8fn.weights.quantize import (
 
 # The forms of the parameters that `gather_fp8` has wrapped, by the module that holds them and by name.
 _WRAPPED: WeakKeyDictionary[nn.Module, dict[str, GatherForm]] = WeakKeyDictionary()
+# Where the shards of parameters lie, from the step before.
+_PLACED: Final = WeakTensorKeyDictionary()
 
 
 def _where(op: str, name: str, value: object) -> None:
@@ -119,9 +125,10 @@ def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metada
 def update_scales(model: nn.Module) -> None:
     """Quantizes the shards of all weights that `gather_fp8` has chosen: call it on all ranks after `optimizer.step()`.
 
-    Each rank finds the largest magnitudes of the blocks that it holds a part of; one MAX all-reduce for each process
-    group, of 4 bytes for each block of the model, makes them those of the whole weights; each rank quantizes its
-    shards once. A weight that was written since raises an error at its next gather, on each rank that has written it.
+    Each rank quantizes its shards once. One MAX all-reduce for each process group, of 4 bytes for each block of the
+    model, tells all ranks the scales of the whole weights; before it, where a block lies on several ranks, each of them
+    finds the largest magnitude of its part. A weight that was written since raises an error at its next gather, on each
+    rank that has written it.
 
     Args:
         model: Module on which `fully_shard` was called, or its root.
@@ -146,19 +153,28 @@ def update_scales(model: nn.Module) -> None:
         lost = max((number for number, weight in enumerate(weights, 1) if weight.replaced), default=0)
         bits = torch.zeros(sum(counts) + 1, dtype=torch.int32, device=weights[0].device)
         bits[-1:].fill_(lost)
-        largest = bits[:-1].view(torch.float32)
-        for weight, part in zip(weights, largest.split(counts), strict=True):
-            weight.write_amax(part)
-        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it.
+        whole = bits[:-1].view(torch.float32)
+        found = [pair for weight, part in zip(weights, whole.split(counts), strict=True) for pair in weight.found(part)]
+        if found:
+            torch._foreach_copy_([place for place, _ in found], [own for _, own in found])
+        # As integers, which order as the magnitudes do, a NaN last; a maximum of floats may lose it. A NaN has no sign.
+        bits &= 0x7FFFFFFF
         dist.all_reduce(bits, dist.ReduceOp.MAX, group=group)
-        if any(weight.replaced or not weight.has_scales for weight in weights) and (found := int(bits[-1])):
+        if any(weight.replaced or not weight.has_scales for weight in weights) and (number := int(bits[-1])):
             raise RuntimeError(
-                f"update_scales: {weights[found - 1].form.name} was replaced since gather_fp8 on this rank or another, "
-                "by another parameter; write into the weights that are there, or load by model.load_state_dict"
+                f"update_scales: {weights[number - 1].form.name} was replaced since gather_fp8 on this rank or "
+                "another, by another parameter; write into the weights that are there, or load by model.load_state_dict"
             )
-        scales = {form: _scales(largest, *form).split(counts) for form in {weight.scaling for weight in weights}}
-        for number, (weight, part) in enumerate(zip(weights, largest.split(counts), strict=True)):
-            weight.quantize(part, scales[weight.scaling][number])
+        scales = {form: _scales(whole, *form).split(counts) for form in {w.scaling for w in weights if w.by_amax}}
+        copies: list[tuple[Tensor, Tensor]] = []
+        for place, (weight, part) in enumerate(zip(weights, whole.split(counts), strict=True)):
+            if weight.by_amax:
+                weight.quantize(part)
+                part = scales[weight.scaling][place]
+            copies.append((weight.new_scale(part.dtype), bytes_of(part.view(weight.grid))))
+        torch._foreach_copy_([bytes_of(scale) for scale, _ in copies], [part for _, part in copies])
+        for weight, (scale, _) in zip(weights, copies, strict=True):
+            weight.master.settle(scale)
 
 
 def _scales(largest: Tensor, dtype: torch.dtype | None, scale: str) -> Tensor:
@@ -170,7 +186,8 @@ def _scales(largest: Tensor, dtype: torch.dtype | None, scale: str) -> Tensor:
 class _Placed:
     """A shard on the device of its mesh, and its place in the weight that FSDP has sharded: a matrix, or experts'.
 
-    `replaced`: the parameter holds a plain tensor in the place of the master.
+    `replaced`: the parameter holds a plain tensor in the place of the master. `by_amax`: a block may lie on several
+    ranks, so that its scale comes of the largest magnitude of all; the same on each rank.
     """
 
     def __init__(self, parameter: DTensor, master: MasterWeight, *, replaced: bool = False) -> None:
@@ -179,6 +196,8 @@ class _Placed:
         self.replaced = replaced
         (size, shards, dim, self.group, rank) = _shard_of(parameter)
         step = -(-size[dim] // shards)
+        edge = block_by_dimension(len(size), form.block)[dim]
+        self.by_amax = (shards > 1 and (edge == WHOLE or step % edge != 0)) or scale_dtype(form.scale) != torch.float32
         self.start = [0] * len(size)
         self.start[dim] = min(rank * step, size[dim])
         self.padded = size.copy()
@@ -186,6 +205,10 @@ class _Placed:
         self.grid = scale_shape(size, form.block)
         self.blocks = math.prod(self.grid)
         self.pieces = list(self._pieces())
+        self.geometry: Geometry = geometry(master._tensor)
+        self._quantize = CallSite(
+            lambda x: torch.ops.fp8fn.quantize(x, form.block, form.dtype, form.scale, None, False)
+        )
 
     @property
     def values(self) -> Tensor:
@@ -201,28 +224,54 @@ class _Placed:
         """What decides a block's scale beside its largest magnitude."""
         return self.form.dtype, self.form.scale
 
-    def write_amax(self, largest: Tensor) -> None:
-        """Writes the largest magnitudes of this shard's blocks among those of the whole weight, which are zero."""
-        x, largest = self.values, largest.view(self.grid)
-        for piece, blocks in self.pieces:
-            largest[blocks].copy_(torch.ops.fp8fn.amax(x[piece], self.form.block))
+    def found(self, whole: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """What this rank knows of its blocks, with the places for it among those of the whole weight.
 
-    def quantize(self, largest: Tensor, scale: Tensor) -> None:
-        """Stores the shard's bytes by the largest magnitudes and the scales of the whole weight."""
+        With `by_amax` these are the largest magnitudes. Otherwise they are the scales, and the bytes are kept.
+        """
+        x, whole = self.values, whole.view(self.grid)
+        if self.by_amax:
+            for piece, blocks in self.pieces:
+                yield whole[blocks], torch.ops.fp8fn.amax(x[piece], self.form.block)
+            return
+        parts = []
+        for piece, blocks in self.pieces:  # one, or none
+            data, scale = cast(tuple[Tensor, Tensor], self._quantize(x))
+            parts.append((piece, data))
+            yield whole[blocks], scale
+        self._keep(parts)
+
+    def quantize(self, largest: Tensor) -> None:
+        """Keeps the shard's bytes by the largest magnitudes of the whole weight."""
         x, form, largest = self.values, self.form, largest.view(self.grid)
         parts = []
         for piece, blocks in self.pieces:
             data, _ = torch.ops.fp8fn.quantize(x[piece], form.block, form.dtype, form.scale, largest[blocks], False)
             parts.append((piece, data))
-        dtype = parts[0][1].dtype if parts else torch.ops.fp8fn.quantize(largest, (1, WHOLE), form.dtype)[0].dtype
-        if len(parts) == 1 and list(x.shape) == self.padded and parts[0][1].is_contiguous():
+        self._keep(parts)
+
+    def new_scale(self, dtype: torch.dtype) -> Tensor:
+        """Memory for the scales of the whole weight."""
+        strides = matrix_strides(self.grid, False, 16 // dtype.itemsize)
+        return torch.empty_strided(self.grid, strides, dtype=dtype, device=self.device)
+
+    def _keep(self, parts: list[tuple[tuple[slice, ...], Tensor]]) -> None:
+        """Keeps the quantized parts of the shard as its bytes, with FSDP's padding."""
+        dtype = parts[0][1].dtype if parts else self._dtype
+        if len(parts) == 1 and list(parts[0][1].shape) == self.padded and parts[0][1].is_contiguous():
             whole = bytes_of(parts[0][1])
         else:
-            whole = torch.zeros(self.padded, dtype=torch.uint8, device=x.device)
+            whole = torch.zeros(self.padded, dtype=torch.uint8, device=self.device)
             for piece, data in parts:
                 whole[piece] = bytes_of(data)
-        home = self.master._tensor.device
-        self.master.store(whole.to(home), turned(scale.view(self.grid), False), dtype)
+        self.master.keep(whole.to(self.master._tensor.device), dtype)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The FP8 type of the bytes, where this rank has none."""
+        one = torch.ones(1, 1, device=self.device)
+        data, _ = torch.ops.fp8fn.quantize(one, (1, WHOLE), self.form.dtype)
+        return cast(Tensor, data).dtype
 
     def _pieces(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Parts of the shard whose blocks begin at their first element, and these blocks in the whole weight."""
@@ -263,6 +312,13 @@ def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGrou
     return size, mesh.size(axis), cut.dim, mesh.get_group(axis), mesh.get_local_rank(axis)
 
 
+def _placed(parameter: DTensor, master: MasterWeight) -> _Placed:
+    found: _Placed | None = _PLACED.get(parameter)
+    if found is None or found.master is not master or found.geometry != geometry(master._tensor):
+        found = _PLACED[parameter] = _Placed(parameter, master)
+    return found
+
+
 def _sharded(model: nn.Module) -> Iterator[_Placed]:
     seen: set[int] = set()
     for module in model.modules():
@@ -273,7 +329,7 @@ def _sharded(model: nn.Module) -> Iterator[_Placed]:
             local = local_of(parameter)
             if isinstance(local, MasterWeight):
                 seen.add(id(parameter))
-                yield _Placed(parameter, local)
+                yield _placed(parameter, local)
             elif name in forms:
                 seen.add(id(parameter))
                 yield _Placed(parameter, MasterWeight(local, forms[name]), replaced=True)

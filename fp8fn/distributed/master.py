@@ -157,10 +157,13 @@ class MasterWeight(Tensor):
         """Whether the FP8 bytes are those of the values."""
         return self._shard.mark == self._mark()
 
-    def store(self, data: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
-        """Keeps the FP8 bytes of the values, and the scales of the whole weight."""
-        shard = self._shard
-        shard.data, shard.scale, shard.dtype, shard.mark = data, scale, dtype, self._mark()
+    def keep(self, data: Tensor, dtype: torch.dtype) -> None:
+        """Keeps the FP8 bytes of the values; `settle` follows."""
+        self._shard.data, self._shard.dtype = data, dtype
+
+    def settle(self, scale: Tensor) -> None:
+        """Keeps the scales of the whole weight: the bytes are those of the values now."""
+        self._shard.scale, self._shard.mark = scale, self._mark()
 
     @_signature_known
     def fsdp_pre_all_gather(

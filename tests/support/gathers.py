@@ -19,12 +19,12 @@ def counted_gathers() -> Iterator[dict[str, int]]:
     from fp8fn.distributed.master import MasterWeight
 
     counts = dict.fromkeys(("quantized", "dequantized", "gathered", "bytes"), 0)
-    store, dequantize = MasterWeight.store, FP8Weight.dequantize
+    keep, dequantize = MasterWeight.keep, FP8Weight.dequantize
     inputs = FSDPParam.all_gather_inputs.fget  # type: ignore[attr-defined]
 
-    def stored(self: MasterWeight, *args: Any) -> None:
+    def kept(self: MasterWeight, *args: Any) -> None:
         counts["quantized"] += 1
-        store(self, *args)
+        keep(self, *args)
 
     def dequantized(self: FP8Weight, *args: Any) -> Tensor:
         counts["dequantized"] += 1
@@ -37,10 +37,10 @@ def counted_gathers() -> Iterator[dict[str, int]]:
             counts["bytes"] += sum(x.numel() * x.element_size() for x in out)
         return out
 
-    MasterWeight.store, FP8Weight.dequantize = stored, dequantized  # type: ignore[method-assign]
+    MasterWeight.keep, FP8Weight.dequantize = kept, dequantized  # type: ignore[method-assign]
     FSDPParam.all_gather_inputs = property(watched)  # type: ignore[assignment, method-assign]
     try:
         yield counts
     finally:
-        MasterWeight.store, FP8Weight.dequantize = store, dequantize  # type: ignore[method-assign]
+        MasterWeight.keep, FP8Weight.dequantize = keep, dequantize  # type: ignore[method-assign]
         FSDPParam.all_gather_inputs = property(inputs)  # type: ignore[assignment, method-assign]

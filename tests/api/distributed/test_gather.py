@@ -247,6 +247,24 @@ def _replaced(ranks: tuple[int, ...]) -> None:
             update_scales(model)
 
 
+def _nan(rows: int) -> None:
+    """A NaN, whatever its sign, in a block of one rank: all ranks have NaN for its scale, and the other blocks' own."""
+    model = _model(rows)
+    gather_fp8(model)
+    _sharded(model, {})
+    weight = model[0].up.weight
+    clean = reference.quantize(weight.full_tensor() + 0, (128, 128), torch.float8_e4m3fn, "fp32")[1]
+    if dist.get_rank() == RANKS - 1:
+        with torch.no_grad():
+            weight.to_local()[-1, -1] = -torch.tensor(torch.nan)
+    update_scales(model)
+    model[0].unshard()  # type: ignore[operator]
+    scales = model[0].up.weight.scaled.scale
+    assert scales[-1, -1].isnan()
+    clean[-1, -1] = scales[-1, -1] = 0
+    assert torch.equal(scales, clean)
+
+
 def _plain_products() -> None:
     """PyTorch's own products take unquantized activations, and their gradients reach the masters."""
     model, whole = _model(304), _model(304)
@@ -446,6 +464,8 @@ def _run(rank: int, device: str, folder: str) -> None:
         _stale()
         _replaced((0, 1))
         _replaced((1,))
+        for rows in (512, 304):
+            _nan(rows)
         _plain_products()
         _meta_and_checkpoints(f"{folder}/checkpoint")
         _assigned()
