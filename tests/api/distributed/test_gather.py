@@ -334,7 +334,9 @@ def _assigned() -> None:
             model(x)
         update_scales(model)
         expected.load_state_dict(loaded)
-        torch.testing.assert_close(model(x), expected(x), rtol=1e-6, atol=1e-6)
+        out, wanted = model(x), expected(x)
+        # On a GPU products sum in another order, and an activation may be rounded to the FP8 number beside.
+        assert (out - wanted).norm() <= (5e-3 if out.is_cuda else 1e-6) * wanted.norm()
         _same_bits(model, Case(309))
     sharded = {name: value.detach() * 2 for name, value in model.state_dict().items()}
     model.load_state_dict(sharded, assign=True)
