@@ -24,8 +24,10 @@ from fp8fn.lowering.quantized_weights import why_not_operands
 from fp8fn.lowering.whole_step import StepTimes, Taken, step_times
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe
+from fp8fn.ops.sharded import plain_of
 from fp8fn.ops.tuning.estimate import Parts, Times
 from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
+from fp8fn.weights.fp8_weight import is_gathered
 
 _log = logging.getLogger("fp8fn")
 _MOST_REASONS: Final = 3
@@ -37,6 +39,7 @@ class Decision:
 
     `possible` says whether another `where` could substitute it; `times` are its estimated times, if known. `taken` are
     its times as part of the step, if they are known and it is substituted, or would be but for the whole step.
+    `gathered`: FSDP has gathered the weight in FP8, so that there is no product in bf16 to compare with.
     """
 
     gemm: Gemm
@@ -44,6 +47,7 @@ class Decision:
     possible: bool
     times: Times | None
     taken: Taken | None = None
+    gathered: bool = False
 
 
 def decide(
@@ -63,7 +67,8 @@ def decide(
     step = step_of(decisions, replayed=replayed)
     if where is not None or not step.loses:
         return decisions
-    return [replace(each, reason=step.reason) if each.taken is not None else each for each in decisions]
+    left = (each.taken is not None and not each.gathered for each in decisions)
+    return [replace(each, reason=step.reason) if out else each for each, out in zip(decisions, left, strict=True)]
 
 
 def step_of(decisions: Iterable[Decision], *, replayed: bool = False) -> StepTimes:
@@ -80,16 +85,17 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
         return Decision(gemm, impossible, False, None)
     chip = chip_for(site.device, target)
     times = estimated(site, recipe, chip)
-    reason = why_not(site, where)
+    reason, gathered = why_not(site, where), is_gathered(plain_of(value(gemm.b)))
     if where is None:
-        slower = why_slower(times, backward=torch.is_grad_enabled()) if _is_16_bit(gemm.node) else None
+        compared = _is_16_bit(gemm.node) and not gathered
+        slower = why_slower(times, backward=torch.is_grad_enabled()) if compared else None
         reason = why_not_by_default(site) or heads.why(gemm) or slower
     if reason is not None or not _is_16_bit(gemm.node):
         return Decision(gemm, reason, True, times)
     parts = None if times is None else times.parts
     if gemm.groups is not None and gemm.groups.over == "M":
         parts = parts_of_groups(site, recipe, chip)
-    return Decision(gemm, reason, True, times, None if parts is None else _taken(gemm, parts))
+    return Decision(gemm, reason, True, times, None if parts is None else _taken(gemm, parts), gathered)
 
 
 def _taken(gemm: Gemm, parts: Parts) -> Taken:

@@ -120,12 +120,14 @@ def quantize(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The weight's own data and scales, in square blocks turned where `column_major` is not the weight's layout.
 
-    They are copies, unless FSDP has gathered the weight for the products of one layer.
+    They are copies, unless FSDP has gathered the weight for the products of one layer; of turned ones these copy the
+    data alone, for kernels read such scales with any strides.
     """
     _check_request("quantize", x, (block[0], block[1]), dtype, scale, amax)
     check_layout("quantize", (block[0], block[1]), column_major)
     if column_major is not None and column_major != is_column_major(x._data):
-        return turned(x._data, column_major), turned(x._scale, column_major)
+        scales = aten.alias.default(x._scale) if x._form.gathered else turned(x._scale, column_major)
+        return turned(x._data, column_major), scales
     if x._form.gathered:
         return aten.alias.default(x._data), aten.alias.default(x._scale)
     return moved(x._data, x.device), moved(x._scale, x.device)

@@ -24,6 +24,8 @@ from fp8fn.ops.tuning import table
 from fp8fn.ops.tuning.estimate import Step, Times, linear_times
 from fp8fn.ops.tuning.rates import NAMED
 from fp8fn.site import Site
+from fp8fn.weights.form import Form
+from fp8fn.weights.fp8_weight import weight_of
 
 H200 = NAMED["sm90"]
 FAST = Times(Step(10.0, 20.0), Step(20.0, 40.0), "a table")
@@ -245,6 +247,17 @@ def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper
         " forward and backward by shapes near it in h200.json; where='*' takes it too"
     )
     assert reasons(model, x) == reasons(model, x, target="sm90")
+
+
+def test_a_weight_that_fsdp_has_gathered_has_no_product_in_bf16(on_hopper: None) -> None:
+    """Left alone, it would multiply 16-bit rows by FP8 data, and the gradient by a dequantized weight."""
+    model, x = meta(8192)
+    scale = torch.empty(-(-512 // 128), -(-2048 // 128), device="meta")
+    data = torch.empty(512, 2048, dtype=torch.float8_e4m3fn, device="meta")
+    weight = weight_of(data, scale, Form((128, 128), torch.bfloat16, gathered=True))
+    model.narrow.weight = torch.nn.Parameter(weight)
+    assert reasons(model, x) == [None, None]
+    assert reasons(model, x, where="wide.*")[1] == "where said no"
 
 
 @pytest.mark.parametrize("where", ["*", ["narrow.*", "wide.*"], lambda site: True])
