@@ -241,7 +241,7 @@ def _plan(styles: Any) -> dict[str, Any]:
 
 
 def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Times steps of one variant; the largest of the ranks' times counts. A last step is profiled on a GPU."""
+    """Times steps of one variant; the largest of the ranks' times counts. On a GPU the last of two more is profiled."""
     model, after, x, wanted, share = built(variant, args, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
     after(model)
@@ -274,11 +274,9 @@ def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, An
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
     }  # fmt: skip
     if device == "cuda":
-        dist.barrier()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
-            step()
+        kernels = wire.profiled(step)
         if dist.get_rank() == 0:
-            found["wire"] = wire.summary(wire.kernels_of(profiler))
+            found["wire"] = wire.summary(kernels)
     return found
 
 

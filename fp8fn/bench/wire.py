@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
 
 _COLLECTIVES: Final = ("AllGather", "ReduceScatter", "AllReduce", "SendRecv")
 
@@ -14,6 +18,31 @@ class Kernel(NamedTuple):
     name: str
     begin: float
     end: float
+
+
+def profiled(step: Callable[[], object]) -> list[Kernel]:
+    """The kernels of a step of all ranks. The step before it bears what a profiler does at first.
+
+    Kernels alone are recorded. fp8fn would launch by the dispatcher, which names ops and takes the host twice as long.
+    """
+    recorded: list[Kernel] = []
+
+    def keep(profiler: Any) -> None:
+        recorded.extend(sorted(kernels_of(profiler), key=lambda kernel: kernel.begin))
+        del recorded[next(place for place, kernel in enumerate(recorded) if _is_sent(kernel))]  # the barrier
+
+    turns = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with (
+        mock.patch.object(torch._C._autograd, "_profiler_enabled", return_value=False),
+        torch.profiler.profile(activities=activities, schedule=turns, on_trace_ready=keep) as profiler,
+    ):
+        for _ in range(2):
+            dist.barrier()
+            torch.cuda.synchronize()
+            step()
+            profiler.step()
+    return recorded
 
 
 def kernels_of(profiler: Any) -> list[Kernel]:
@@ -27,8 +56,8 @@ def summary(kernels: Sequence[Kernel], longest: int = 12) -> dict[str, Any]:
 
     `covered` is the share of a collective's time during which another kernel than a collective ran.
     """
-    sent = [kernel for kernel in kernels if "nccl" in kernel.name.lower()]
-    others = [kernel for kernel in kernels if "nccl" not in kernel.name.lower()]
+    sent = [kernel for kernel in kernels if _is_sent(kernel)]
+    others = [kernel for kernel in kernels if not _is_sent(kernel)]
     busy = merged(others)
     found: dict[str, Any] = {"busy_ms": _length(busy) / 1e3, "collectives": {}, "kernels": {}}
     for kind in _COLLECTIVES:
@@ -56,6 +85,10 @@ def merged(kernels: Iterable[Kernel]) -> list[tuple[float, float]]:
         else:
             spans.append((begin, end))
     return spans
+
+
+def _is_sent(kernel: Kernel) -> bool:
+    return "nccl" in kernel.name.lower()
 
 
 def _common(one: Sequence[tuple[float, float]], other: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
