@@ -70,7 +70,7 @@ def fsdp(run: dict[str, Any], kind: str = "fsdp") -> str:
         found["arguments"]["tokens"],
     )
     each = f"{found['arguments']['tensor_parallel']} ranks" if kind == "fsdp-tp" else "rank"
-    setting = f"{layers} layers, {tokens} tokens for each {each}"
+    setting = f"{layers} layers {found['arguments']['hidden']} wide, {tokens} tokens for each {each}"
     return "\n".join([*lines, "", f"{setting}; {found['ranks']} x {provenance(run)}"])
 
 
@@ -196,6 +196,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("scale-out", fsdp),
         _committed("scale-out-wire", on_the_wire, "scale_out"),
         _committed("gathers", gathers, "scale_out"),
+        _committed("scale-out-tp-wide", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-tp", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-experts", partial(fsdp, kind="experts"), "scale_out"),
         _committed("async-tp", async_tp),

@@ -24,7 +24,8 @@ class Kernel(NamedTuple):
 def profiled(step: Callable[[], object]) -> list[Kernel]:
     """The kernels of a step of all ranks. The step before it bears what a profiler does at first.
 
-    Python collects no garbage meanwhile: half a second of one rank, for which all others wait. Kernels alone are recorded. fp8fn would launch by the dispatcher, which names ops and takes the host twice as long.
+    Python collects no garbage meanwhile: half a second of one rank, for which all others wait. Kernels alone are
+    recorded. fp8fn would launch by the dispatcher, which names ops and takes the host twice as long.
     """
     recorded: list[Kernel] = []
 
