@@ -94,7 +94,8 @@ class Experts(nn.Module):
         sent = y.repeat_interleave(2, 0)[order]
         if self.fp8:
             rows, routing = dispatch(sent, counts)
-            out = combine(_mlp_fp8(rows, self.up, self.down, routing.offsets), routing)
+            out = fp8fn.expert_mlp(rows, self.up, self.down, routing.offsets, recipe=fp8fn.BLOCKWISE_POW2)
+            out = combine(out, routing)
         else:
             out = self._in_16_bits(sent, counts)
         mixed = (out * weights.flatten()[order, None]).to(x.dtype)
@@ -121,11 +122,6 @@ class Experts(nn.Module):
 def _mlp(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
     gate, value = torch._grouped_mm(rows, up, offs=ends).chunk(2, -1)
     return torch._grouped_mm(F.silu(gate) * value, down, offs=ends)
-
-
-def _mlp_fp8(rows: Tensor, up: Tensor, down: Tensor, ends: Tensor) -> Tensor:
-    gate, value = fp8fn.grouped_gemm(rows, up, ends, recipe=fp8fn.BLOCKWISE_POW2).chunk(2, -1)
-    return fp8fn.grouped_gemm(F.silu(gate) * value, down, ends, recipe=fp8fn.BLOCKWISE_POW2)
 
 
 def _nothing(_: nn.Module) -> None:
