@@ -171,18 +171,16 @@ def _to_experts(x: Tensor, routing: Routing) -> Tensor:
     """Rows in FP8 to their experts, where bytes are sorted by expert and then read."""
     k = x.shape[1]
     data, scale = torch.ops.fp8fn.quantize(x, _BLOCK, None, "pow2")
-    exponents = (scale.contiguous().view(torch.int32) >> 23).to(torch.uint8)
-    packed = torch.cat([data.view(torch.uint8), exponents], 1)
+    exponents = scale.to(torch.float8_e8m0fnu)  # one byte; Inf is NaN in it
+    packed = torch.cat([data.view(torch.uint8), exponents.view(torch.uint8)], 1)
     got = _exchanged(packed, routing.sent, routing.received, routing.group)[routing.order]
-    bits = got[:, k:].to(torch.int32)
-    scale = torch.where(bits == 255, torch.nan, (bits << 23).view(torch.float32))
-    return _dequantized(got[:, :k].view(data.dtype), scale, x.dtype)
+    return _dequantized(got[:, :k].view(data.dtype), got[:, k:].view(torch.float8_e8m0fnu), x.dtype)
 
 
 def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Products with powers of two, which are exact in any type that has float32's exponents."""
     if dtype == torch.float16 or data.shape[1] % _BLOCK[1]:
-        return reference.dequantize(data.contiguous(), scale, _BLOCK).to(dtype)
+        return reference.dequantize(data.contiguous(), scale.to(torch.float32), _BLOCK).to(dtype)
     blocks: Tensor = data.to(dtype).unflatten(1, (-1, _BLOCK[1])) * scale.to(dtype)[..., None]
     return blocks.flatten(1)
 
