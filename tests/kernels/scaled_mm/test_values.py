@@ -124,6 +124,18 @@ def test_every_configuration_emulated(config: str, kind: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("config", ["128x128", "192x128", "64x64", "128x256 cluster"])
+def test_scales_of_a_square_block_lie_either_way_emulated(config: str) -> None:
+    """A weight's data is turned for the backward, and its scales are not (`fp8fn.weights.products`)."""
+    for batch in (None, 2):
+        operands = Operands("forward", (200, SCALED_MM[config].BN + 130, 400), FEW, b_batch=batch, device="cpu")
+        expected, lies = operands.product(SCALED_MM[config], BF16), operands.b_scale.stride()
+        operands.b_scale = operands.b_scale.contiguous()
+        assert operands.b_scale.stride() != lies
+        assert torch.equal(operands.product(SCALED_MM[config], BF16), expected)
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind", KINDS)
 def test_outputs_biases_and_batches_emulated(kind: str) -> None:
     for config, bias, (a_batch, b_batch), out in (
