@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any, Final, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -24,6 +25,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 Placements: TypeAlias = tuple[Placement, ...]
 
 _ROWS: Final = (1, 128)
+_ALIGNMENT: Final = 16
 
 
 def _checked(name: str, recipe: Recipe | str) -> Recipe:
@@ -44,21 +46,25 @@ def _is_sequence(placements: Placements, ndim: int) -> bool:
 
 
 def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
-    """All of `x` on each rank, after one byte an element and one scale for 128 elements are sent."""
-    parts = torch.ops.fp8fn.quantize(x, _ROWS, dtype, "pow2")
-    data, scale = (_whole(part) for part in parts)
-    out = dequantize(ScaledTensor(data, scale, _ROWS), x.dtype).contiguous()
-    return DTensor.from_local(out, x.device_mesh, [Replicate()], run_check=False)
-
-
-def _whole(part: Any) -> Tensor:
-    """FP8 is sent as bytes, which every backend can."""
-    local = part.to_local().contiguous()
-    sent = local.view(torch.uint8) if local.element_size() == 1 else local
-    stride = torch.empty(part.shape, device="meta").stride()
-    placed = DTensor.from_local(sent, part.device_mesh, part.placements, shape=part.shape, stride=stride)
+    """All of `x` on each rank, after one byte an element and one scale for 128 elements are sent, in one gather."""
+    data, scale = (part.to_local() for part in torch.ops.fp8fn.quantize(x, _ROWS, dtype, "pow2"))
+    columns = data.shape[-1]
+    sent, first = _packed(data, scale)
+    shape = (*x.shape[:-1], sent.shape[-1])
+    stride = torch.empty(shape, device="meta").stride()
+    placed = DTensor.from_local(sent, x.device_mesh, x.placements, shape=torch.Size(shape), stride=stride)
     whole: Tensor = placed.redistribute(placements=[Replicate()]).to_local()
-    return whole.view(local.dtype)
+    scales = whole[..., first : first + scale.element_size() * scale.shape[-1]].view(scale.dtype)
+    rows = ScaledTensor(whole[..., :columns].view(data.dtype), scales, _ROWS)
+    return DTensor.from_local(dequantize(rows, x.dtype).contiguous(), x.device_mesh, [Replicate()], run_check=False)
+
+
+def _packed(data: Tensor, scale: Tensor) -> tuple[Tensor, int]:
+    """The bytes of each row and of its scales in one row, and where the scales begin: both parts at multiples of 16."""
+    rows = scale.clone(memory_format=torch.contiguous_format)  # `contiguous` may leave strides that a view refuses
+    parts = data.contiguous().view(torch.uint8), rows.view(torch.uint8)
+    data_bytes, scale_bytes = (F.pad(part, (0, -part.shape[-1] % _ALIGNMENT)) for part in parts)
+    return torch.cat([data_bytes, scale_bytes], -1), data_bytes.shape[-1]
 
 
 class _Gather(torch.autograd.Function):

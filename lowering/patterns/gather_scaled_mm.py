@@ -1,6 +1,6 @@
 """Multiplies a gathered sequence while it is gathered: async tensor parallelism.
 
-    data, scale = all_gather(data), all_gather(scale)    # of one rank's rows in FP8, becomes
+    data, scale = all_gather(cat([data, scale]))    # of one rank's rows in FP8, becomes
     rows, rows_scale = quantize(dequantize(data, scale), (1, 128))
     q, k, v = (scaled_mm(rows, rows_scale, b, b_scale) for b, b_scale in weights)
                      ↓
@@ -32,21 +32,28 @@ _CAST: Final = torch.ops.prims.convert_element_type.default
 _PRODUCT: Final = torch.ops.fp8fn.scaled_mm.default
 _GATHER: Final = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
+_PAD: Final = aten.constant_pad_nd.default
+_CHANGED: Final = "what is gathered is changed before it is dequantized"
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """A tensor of which each rank holds some rows."""
+    """Rows of which each rank holds some, with their scales behind them: `data` and `scale` are views of the bytes."""
 
     wait: Node
+    data: Node
+    scale: Node
 
     @property
     def started(self) -> Node:
         return input_of(self.wait)
 
     @property
-    def local(self) -> Node:
-        return input_of(self.started)
+    def local(self) -> tuple[Node, Node]:
+        """This rank's data as bytes, and its scales."""
+        packed: Any = input_of(self.started)
+        data, scale = (input_of(part) if part.target is _PAD else part for part in packed.args[0])
+        return data, input_of(scale)
 
     @property
     def group(self) -> tuple[Any, Any]:
@@ -88,26 +95,23 @@ def _rewrite(graph: Graph, quantizer: Quantizer, x: Node) -> tuple[str | None, s
     found = _dequantized(x)
     if isinstance(found, str):
         return found, ""
-    data, scale, dtype = found
+    dtype = tensor_of(found.data).dtype
     if dtype != quantizer.dtype:
         return f"{dtype} is gathered, and {quantizer.dtype} is multiplied", ""
-    if data.group != scale.group:
-        return "data and scales are gathered in different groups", ""
     products = _products(quantizer)
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    at = min((data.wait, scale.wait), key=place.__getitem__)
-    products = [node for node in products if not _depends(_operands(node), {data.started, scale.started})]
+    place, at = {node: i for i, node in enumerate(graph.nodes)}, found.wait
+    products = [node for node in products if not _depends(_operands(node), {found.started})]
     if not products:
         return "no product reads the rows as they are gathered", ""
     form = _form(products[0])
     products = [node for node in products if _form(node) == form]
-    for node in _later([data.local, scale.local, *(x for p in products for x in _operands(p))], at, place):
+    for node in _later([*found.local, *(x for p in products for x in _operands(p))], at, place):
         at.prepend(node)
-    return None, _emit(graph, at, (data, scale, dtype), products)
+    return None, _emit(graph, found, products)
 
 
-def _dequantized(x: Node) -> tuple[_Gathered, _Gathered, torch.dtype] | str:
-    """The gathered data and scales that `x` is the product of, and the type of the data, or why it is none."""
+def _dequantized(x: Node) -> _Gathered | str:
+    """The gathered data and scales that `x` is the product of, or why it is none."""
     product: Any = x.args[0] if x.target is _CAST else x
     if product.target is not aten.mul.Tensor:
         return "16 bits are gathered: use the styles of fp8fn.distributed"
@@ -117,11 +121,14 @@ def _dequantized(x: Node) -> tuple[_Gathered, _Gathered, torch.dtype] | str:
     cast: Any = data.args[0] if data.target is _CAST else data
     if cast.target is not aten.view.dtype or scale.target is not aten.index.Tensor or not _by_blocks(scale):
         return "what is gathered is not dequantized by rows of 128"
-    whole = _whole(input_of(cast)), _whole(input_of(scale))
-    for found in whole:
-        if isinstance(found, str):
-            return found
-    return (*whole, tensor_of(cast).dtype)  # type: ignore[return-value]  # neither is a reason
+    views = cast, input_of(scale)
+    wait, other = map(_whole, views)
+    if isinstance(wait, str) or wait is not other:
+        return wait if isinstance(wait, str) else _CHANGED
+    packed: Any = input_of(input_of(wait))
+    if packed.target is not aten.cat.default or len(packed.args[0]) != 2:
+        return _CHANGED
+    return _Gathered(wait, *views)
 
 
 def _by_blocks(scale: Node) -> bool:
@@ -137,16 +144,17 @@ def _by_blocks(scale: Node) -> bool:
     return last.kwargs.get("rounding_mode") == "floor" and str(count.target) == "prims.iota.default" and start == (0, 1)
 
 
-def _whole(node: Node) -> _Gathered | str:
-    """The gathered tensor that `node` is a reshape of: ranks' rows follow one another, as the op returns them."""
-    node = reshaped_of(node)
+def _whole(view: Node) -> Node | str:
+    """The gathered bytes that `view` has some columns of: ranks' rows follow one another, as the op returns them."""
+    columns = input_of(view)
+    if columns.target is not aten.slice.Tensor or columns.args[1] != tensor_of(columns).dim() - 1:
+        return _CHANGED
+    node = reshaped_of(input_of(columns))
     if node.target is aten.slice.Tensor:
         return "the sequence is ragged: ranks hold different numbers of rows"
     if node.target is aten.cat.default:
         return "a batch of several sequences is gathered: the ranks' rows do not follow one another"
-    if node.target is not _WAIT or input_of(node).target is not _GATHER:
-        return "what is gathered is changed before it is dequantized"
-    return _Gathered(node)
+    return node if node.target is _WAIT and input_of(node).target is _GATHER else _CHANGED
 
 
 def _items(node: Node, place: int) -> list[Node]:
@@ -196,34 +204,41 @@ def _later(nodes: list[Node], at: Node, place: dict[Node, int]) -> list[Node]:
     return sorted((node for node in _ancestors(nodes) if place[node] > place[at]), key=place.__getitem__)
 
 
-def _emit(graph: Graph, at: Node, gathered: tuple[_Gathered, _Gathered, torch.dtype], products: list[Node]) -> str:
-    (data, scale, dtype), form, (size, group) = gathered, _form(products[0]), gathered[0].group
+def _emit(graph: Graph, gathered: _Gathered, products: list[Node]) -> str:
+    form, (size, group) = _form(products[0]), gathered.group
     b_block, out_dtype, *flags = form
     sides = [arguments_of(node) for node in products]
-    with graph.inserting_before(at):
-        a, a_scale = (_matrix(graph, each.local) for each in (data, scale))
-        a = call(graph, aten.view.dtype, a, dtype)
+    with graph.inserting_before(gathered.wait):
+        a, a_scale = (_matrix(graph, part) for part in gathered.local)
+        a = call(graph, aten.view.dtype, a, tensor_of(gathered.data).dtype)
         columns = ([each[name] for each in sides] for name in ("b", "b_scale"))
         arguments = (a, a_scale, *columns, list(b_block), [each["bias"] for each in sides], out_dtype, size, group)
         op = call(graph, torch.ops.fp8fn.gather_scaled_mm.default, *arguments, *flags)
-        rows, scales, outs = (call(graph, operator.getitem, op, place) for place in range(3))
-        whole = call(graph, aten.view.dtype, rows, tensor_of(data.wait).dtype), scales
+        *whole, outs = (call(graph, operator.getitem, op, place) for place in range(3))
         made = [call(graph, operator.getitem, outs, place) for place in range(len(products))]
         shaped = [
-            call(graph, aten.reshape.default, out, list(tensor_of(each.wait).shape))
-            for out, each in zip(whole, (data, scale), strict=True)
+            call(graph, aten.reshape.default, out, list(tensor_of(view).shape))
+            for out, view in zip(whole, (gathered.data, gathered.scale), strict=True)
         ]
     for key, meta in products[0].meta.items():
         if key not in ("val", "tensor_meta", "original_aten", "eager_input_vals"):
             op.meta.setdefault(key, meta)
     for product, out in zip(products, made, strict=True):
         replace(graph, product, out)
-    for each, out in zip((data, scale), shaped, strict=True):
-        started = each.started
-        replace(graph, each.wait, out)
-        if not started.users:
-            graph.erase_node(started)
+    for view, out in zip((gathered.data, gathered.scale), shaped, strict=True):
+        view.replace_all_uses_with(out)  # what reads them casts or indexes, and takes rows with any strides
+        _erase(graph, view)
     return str(op.target)
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """Erases a node that nothing reads, and then what only it has read, up to the gather."""
+    while not node.users:
+        source = input_of(node)
+        graph.erase_node(node)
+        if node.target is _GATHER:
+            return
+        node = source
 
 
 def _matrix(graph: Graph, node: Node) -> Node:
