@@ -25,7 +25,8 @@ from fp8fn.scaled_tensor import ScaledTensor
 Placements: TypeAlias = tuple[Placement, ...]
 
 _ROWS: Final = (1, 128)
-_ALIGNMENT: Final = 16
+_ALIGNMENT: Final = 16  # of what is sent: bytes of a row
+_FRACTION: Final = 23  # bits of float32's fraction
 
 
 def _checked(name: str, recipe: Recipe | str) -> Recipe:
@@ -46,25 +47,20 @@ def _is_sequence(placements: Placements, ndim: int) -> bool:
 
 
 def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
-    """All of `x` on each rank, after one byte an element and one scale for 128 elements are sent, in one gather."""
+    """All of `x` on each rank, after a byte for each element and one for each 128 of them are sent, in one gather."""
     data, scale = (part.to_local() for part in torch.ops.fp8fn.quantize(x, _ROWS, dtype, "pow2"))
-    columns = data.shape[-1]
-    sent, first = _packed(data, scale)
+    columns, blocks = data.shape[-1], scale.shape[-1]
+    # The exponent is all of a power of two. Shifts of integers, for Inductor's kernels make no FP8 type of it.
+    packed = torch.cat([data.view(torch.uint8), (scale.view(torch.int32) >> _FRACTION).to(torch.uint8)], -1)
+    sent = F.pad(packed, (0, -packed.shape[-1] % _ALIGNMENT))
     shape = (*x.shape[:-1], sent.shape[-1])
     stride = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(sent, x.device_mesh, x.placements, shape=torch.Size(shape), stride=stride)
     whole: Tensor = placed.redistribute(placements=[Replicate()]).to_local()
-    scales = whole[..., first : first + scale.element_size() * scale.shape[-1]].view(scale.dtype)
-    rows = ScaledTensor(whole[..., :columns].view(data.dtype), scales, _ROWS)
+    exponents = whole[..., columns : columns + blocks].to(torch.int32)
+    # The largest exponent is Inf, where the scale was NaN or Inf: the data of such a block is NaN.
+    rows = ScaledTensor(whole[..., :columns].view(data.dtype), (exponents << _FRACTION).view(torch.float32), _ROWS)
     return DTensor.from_local(dequantize(rows, x.dtype).contiguous(), x.device_mesh, [Replicate()], run_check=False)
-
-
-def _packed(data: Tensor, scale: Tensor) -> tuple[Tensor, int]:
-    """The bytes of each row and of its scales in one row, and where the scales begin: both parts at multiples of 16."""
-    rows = scale.clone(memory_format=torch.contiguous_format)  # `contiguous` may leave strides that a view refuses
-    parts = data.contiguous().view(torch.uint8), rows.view(torch.uint8)
-    data_bytes, scale_bytes = (F.pad(part, (0, -part.shape[-1] % _ALIGNMENT)) for part in parts)
-    return torch.cat([data_bytes, scale_bytes], -1), data_bytes.shape[-1]
 
 
 class _Gather(torch.autograd.Function):

@@ -13,7 +13,7 @@ for values that become subnormal where rounding raised the largest of a block to
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,13 +32,12 @@ _CAST: Final = torch.ops.prims.convert_element_type.default
 _PRODUCT: Final = torch.ops.fp8fn.scaled_mm.default
 _GATHER: Final = torch.ops._c10d_functional.all_gather_into_tensor.default
 _WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
-_PAD: Final = aten.constant_pad_nd.default
 _CHANGED: Final = "what is gathered is changed before it is dequantized"
 
 
 @dataclass(frozen=True)
 class _Gathered:
-    """Rows of which each rank holds some, with their scales behind them: `data` and `scale` are views of the bytes."""
+    """Rows of which each rank holds some, and their exponents; `data` and `scale` are made of the gathered bytes."""
 
     wait: Node
     data: Node
@@ -50,10 +49,10 @@ class _Gathered:
 
     @property
     def local(self) -> tuple[Node, Node]:
-        """This rank's data as bytes, and its scales."""
-        packed: Any = input_of(self.started)
-        data, scale = (input_of(part) if part.target is _PAD else part for part in packed.args[0])
-        return data, input_of(scale)
+        """This rank's data as bytes, and its scales, whose exponents are sent."""
+        packed: Any = _packed(self.wait)
+        data, exponents = packed.args[0]
+        return data, _behind(exponents, (_CAST, aten.__rshift__.Scalar, aten.view.dtype))
 
     @property
     def group(self) -> tuple[Any, Any]:
@@ -121,14 +120,29 @@ def _dequantized(x: Node) -> _Gathered | str:
     cast: Any = data.args[0] if data.target is _CAST else data
     if cast.target is not aten.view.dtype or scale.target is not aten.index.Tensor or not _by_blocks(scale):
         return "what is gathered is not dequantized by rows of 128"
-    views = cast, input_of(scale)
-    wait, other = map(_whole, views)
+    scale = input_of(scale)
+    wait, other = _whole(input_of(cast)), _whole(_behind(scale, (aten.view.dtype, aten.__lshift__.Scalar, _CAST)))
     if isinstance(wait, str) or wait is not other:
         return wait if isinstance(wait, str) else _CHANGED
-    packed: Any = input_of(input_of(wait))
+    packed: Any = _packed(wait)
     if packed.target is not aten.cat.default or len(packed.args[0]) != 2:
         return _CHANGED
-    return _Gathered(wait, *views)
+    return _Gathered(wait, cast, scale)
+
+
+def _packed(wait: Node) -> Node:
+    """What each rank sends, without the bytes that make its rows a multiple of 16."""
+    sent = input_of(input_of(wait))
+    return input_of(sent) if sent.target is aten.constant_pad_nd.default else sent
+
+
+def _behind(node: Node, targets: Sequence[Any]) -> Node:
+    """The node that calls of these targets, the last one first, have made `node` of; where one is missing, the last."""
+    for target in targets:
+        if node.target is not target:
+            break
+        node = input_of(node)
+    return node
 
 
 def _by_blocks(scale: Node) -> bool:
@@ -144,9 +158,8 @@ def _by_blocks(scale: Node) -> bool:
     return last.kwargs.get("rounding_mode") == "floor" and str(count.target) == "prims.iota.default" and start == (0, 1)
 
 
-def _whole(view: Node) -> Node | str:
-    """The gathered bytes that `view` has some columns of: ranks' rows follow one another, as the op returns them."""
-    columns = input_of(view)
+def _whole(columns: Node) -> Node | str:
+    """The gathered bytes that these are some columns of: ranks' rows follow one another, as the op returns them."""
     if columns.target is not aten.slice.Tensor or columns.args[1] != tensor_of(columns).dim() - 1:
         return _CHANGED
     node = reshaped_of(input_of(columns))

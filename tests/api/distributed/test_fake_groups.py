@@ -104,7 +104,7 @@ def test_a_step_of_sequence_parallelism(world: int, rank: int) -> None:
             out = fp8fn.fp8(model, recipe="blockwise_pow2")(x)
             assert out.shape == (1, k)
             out.sum().backward()
-        scales = 16  # one of 4 bytes, and bytes that make the row a multiple of 16
+        scales = 16  # one exponent, and bytes that make the row a multiple of 16
         assert step.of("all_gather") == [world * (k + scales)] * 2
         assert step.of("reduce_scatter") == [2 * world * k] * 2
 
