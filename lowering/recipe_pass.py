@@ -39,7 +39,7 @@ class Decision:
 
     `possible` says whether another `where` could substitute it; `times` are its estimated times, if known. `taken` are
     its times as part of the step, if they are known and it is substituted, or would be but for the whole step.
-    `gathered`: FSDP has gathered the weight in FP8, so that there is no product in bf16 to compare with.
+    `gathered`: FSDP has gathered the weight as the recipe has it, so that there is no product in bf16 to compare with.
     """
 
     gemm: Gemm
@@ -64,7 +64,7 @@ def decide(
     gemms = list(find_gemms(gm))
     heads = Heads(gm, gemms)
     decisions = [_decide(gemm, where, recipe, target, heads) for gemm in gemms]
-    step = step_of(decisions, replayed=replayed)
+    step = step_of((each for each in decisions if not each.gathered), replayed=replayed)
     if where is not None or not step.loses:
         return decisions
     left = (each.taken is not None and not each.gathered for each in decisions)
@@ -85,7 +85,7 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
         return Decision(gemm, impossible, False, None)
     chip = chip_for(site.device, target)
     times = estimated(site, recipe, chip)
-    reason, gathered = why_not(site, where), is_gathered(plain_of(value(gemm.b)))
+    reason, gathered = why_not(site, where), _is_gathered_for(recipe, gemm.b)
     if where is None:
         compared = _is_16_bit(gemm.node) and not gathered
         slower = why_slower(times, backward=torch.is_grad_enabled()) if compared else None
@@ -96,6 +96,14 @@ def _decide(gemm: Gemm, where: Where, recipe: Recipe, target: str | None, heads:
     if gemm.groups is not None and gemm.groups.over == "M":
         parts = parts_of_groups(site, recipe, chip)
     return Decision(gemm, reason, True, times, None if parts is None else _taken(gemm, parts), gathered)
+
+
+def _is_gathered_for(recipe: Recipe, weight: Node) -> bool:
+    """Whether FSDP has gathered the weight in FP8, in the recipe's blocks and type."""
+    found = plain_of(value(weight))
+    if not is_gathered(found):
+        return False
+    return found._form.block[-2:] == recipe.weight_block and recipe.weight_dtype in (None, found._data.dtype)
 
 
 def _taken(gemm: Gemm, parts: Parts) -> Taken:

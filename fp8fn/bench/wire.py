@@ -31,22 +31,26 @@ def profiled(step: Callable[[], object]) -> list[Kernel]:
 
     def keep(profiler: Any) -> None:
         recorded.extend(sorted(kernels_of(profiler), key=lambda kernel: kernel.begin))
-        del recorded[next(place for place, kernel in enumerate(recorded) if _is_sent(kernel))]  # the barrier
+        barrier = next((place for place, kernel in enumerate(recorded) if _is_sent(kernel)), None)
+        if barrier is not None:
+            del recorded[barrier]
 
     turns = torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1)
     activities = [torch.profiler.ProfilerActivity.CUDA]
     gc.collect()
     gc.disable()
-    with (
-        mock.patch.object(torch._C._autograd, "_profiler_enabled", return_value=False),
-        torch.profiler.profile(activities=activities, schedule=turns, on_trace_ready=keep) as profiler,
-    ):
-        for _ in range(2):
-            dist.barrier()
-            torch.cuda.synchronize()
-            step()
-            profiler.step()
-    gc.enable()
+    try:
+        with (
+            mock.patch.object(torch._C._autograd, "_profiler_enabled", return_value=False),
+            torch.profiler.profile(activities=activities, schedule=turns, on_trace_ready=keep) as profiler,
+        ):
+            for _ in range(2):
+                dist.barrier()
+                torch.cuda.synchronize()
+                step()
+                profiler.step()
+    finally:
+        gc.enable()
     return recorded
 
 

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator
 from itertools import product
 from typing import Any, Final, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp8fn.arguments import checked
 from fp8fn.distributed.master import GatherForm, MasterWeight
@@ -33,8 +32,9 @@ from fp8fn.weights.quantize import (
 
 # The forms of the parameters that `gather_fp8` has wrapped, by the module that holds them and by name.
 _WRAPPED: WeakKeyDictionary[nn.Module, dict[str, GatherForm]] = WeakKeyDictionary()
-# Where the shards of parameters lie, from the step before.
-_PLACED: Final = WeakTensorKeyDictionary()
+# Where the shards of parameters lie, from the step before, by module and by name: PyTorch converts no parameter to
+# which a weak reference leads.
+_PLACED: Final[WeakKeyDictionary[nn.Module, dict[str, _Placed]]] = WeakKeyDictionary()
 
 
 def _where(op: str, name: str, value: object) -> None:
@@ -192,8 +192,8 @@ class _Placed:
 
     def __init__(self, parameter: DTensor, master: MasterWeight, *, replaced: bool = False) -> None:
         form, mesh = master._form, parameter.device_mesh
-        self.master, self.form, self.device = master, form, torch.device(mesh.device_type)
-        self.replaced = replaced
+        self.form, self.device, self.replaced = form, torch.device(mesh.device_type), replaced
+        self._master, self._held = ref(master), master if replaced else None
         (size, shards, dim, self.group, rank) = _shard_of(parameter)
         step = -(-size[dim] // shards)
         edge = block_by_dimension(len(size), form.block)[dim]
@@ -204,11 +204,22 @@ class _Placed:
         self.padded[dim] = step
         self.grid = scale_shape(size, form.block)
         self.blocks = math.prod(self.grid)
-        self.pieces = list(self._pieces())
+        self.pieces = list(self._pieces(master.shape))
         self.geometry: Geometry = geometry(master._tensor)
         self._quantize = CallSite(
             lambda x: torch.ops.fp8fn.quantize(x, form.block, form.dtype, form.scale, None, False)
         )
+
+    @property
+    def master(self) -> MasterWeight:
+        """The shard, which is held by its parameter, and dies with it."""
+        master = self._master()
+        assert master is not None
+        return master
+
+    def is_of(self, master: MasterWeight) -> bool:
+        """Whether this is where `master` lies still."""
+        return self._master() is master and self.geometry == geometry(master._tensor)
 
     @property
     def values(self) -> Tensor:
@@ -273,9 +284,8 @@ class _Placed:
         data, _ = torch.ops.fp8fn.quantize(one, (1, WHOLE), self.form.dtype)
         return cast(Tensor, data).dtype
 
-    def _pieces(self) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    def _pieces(self, shape: torch.Size) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         """Parts of the shard whose blocks begin at their first element, and these blocks in the whole weight."""
-        shape = self.master.shape
         blocks = block_by_dimension(len(shape), self.form.block)
         cuts = (_cuts(size, start, block) for size, start, block in zip(shape, self.start, blocks, strict=True))
         for parts in product(*cuts):
@@ -312,10 +322,11 @@ def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGrou
     return size, mesh.size(axis), cut.dim, mesh.get_group(axis), mesh.get_local_rank(axis)
 
 
-def _placed(parameter: DTensor, master: MasterWeight) -> _Placed:
-    found: _Placed | None = _PLACED.get(parameter)
-    if found is None or found.master is not master or found.geometry != geometry(master._tensor):
-        found = _PLACED[parameter] = _Placed(parameter, master)
+def _placed(module: nn.Module, name: str, parameter: DTensor, master: MasterWeight) -> _Placed:
+    known = _PLACED.setdefault(module, {})
+    found = known.get(name)
+    if found is None or not found.is_of(master):
+        found = known[name] = _Placed(parameter, master)
     return found
 
 
@@ -329,7 +340,7 @@ def _sharded(model: nn.Module) -> Iterator[_Placed]:
             local = local_of(parameter)
             if isinstance(local, MasterWeight):
                 seen.add(id(parameter))
-                yield _placed(parameter, local)
+                yield _placed(module, name, parameter, local)
             elif name in forms:
                 seen.add(id(parameter))
                 yield _Placed(parameter, MasterWeight(local, forms[name]), replaced=True)

@@ -249,15 +249,36 @@ def test_what_is_slower_stays_by_default_and_the_reason_has_both_times(on_hopper
     assert reasons(model, x) == reasons(model, x, target="sm90")
 
 
+def gathered(weight: Tensor, block: tuple[int, int] = (128, 128)) -> nn.Parameter:
+    n, k = weight.shape
+    grid = (1, 1) if block == (-1, -1) else (-(-n // 128), -(-k // 128))
+    data = torch.empty(n, k, dtype=torch.float8_e4m3fn, device="meta")
+    return nn.Parameter(weight_of(data, torch.empty(grid, device="meta"), Form(block, torch.bfloat16, gathered=True)))
+
+
 def test_a_weight_that_fsdp_has_gathered_has_no_product_in_bf16(on_hopper: None) -> None:
     """Left alone, it would multiply 16-bit rows by FP8 data, and the gradient by a dequantized weight."""
     model, x = meta(8192)
-    scale = torch.empty(-(-512 // 128), -(-2048 // 128), device="meta")
-    data = torch.empty(512, 2048, dtype=torch.float8_e4m3fn, device="meta")
-    weight = weight_of(data, scale, Form((128, 128), torch.bfloat16, gathered=True))
-    model.narrow.weight = torch.nn.Parameter(weight)
+    model.narrow.weight = gathered(model.narrow.weight)
     assert reasons(model, x) == [None, None]
     assert reasons(model, x, where="wide.*")[1] == "where said no"
+
+
+def test_gathered_weights_take_no_part_in_the_sum_that_decides_about_others(on_hopper: None) -> None:
+    model, x = meta(8192)
+    alone = reasons(model, x)[0]
+    few = nn.Sequential(model.wide, *(nn.Linear(2048, 2048, bias=False) for _ in range(16)))
+    few[1:].to(device="meta", dtype=torch.bfloat16)
+    for layer in few[1:]:
+        layer.weight = gathered(layer.weight)
+    assert alone is None
+    assert reasons(few, x[:256])[0] == reasons(nn.Sequential(model.wide), x[:256])[0]
+
+
+def test_a_weight_that_is_gathered_in_other_blocks_is_compared_as_any(on_hopper: None) -> None:
+    model, x = meta(8192)
+    model.narrow.weight = gathered(model.narrow.weight, (-1, -1))
+    assert str(reasons(model, x)[1]).startswith("slower: ")
 
 
 @pytest.mark.parametrize("where", ["*", ["narrow.*", "wide.*"], lambda site: True])

@@ -265,6 +265,23 @@ def _nan(rows: int) -> None:
     assert torch.equal(scales, clean)
 
 
+def _converted() -> None:
+    """Masters of another type, which PyTorch puts in the place of the parameters' own."""
+    model = _model(512)
+    gather_fp8(model)
+    _sharded(model, {})
+    update_scales(model)
+    model.bfloat16()
+    for _ in range(2):
+        update_scales(model)
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                whole = parameter.full_tensor() + 0  # type: ignore[attr-defined]
+                assert whole.dtype == torch.bfloat16
+                expected = reference.quantize(whole, (128, 128), torch.float8_e4m3fn, "fp32")[1]
+                assert torch.equal(parameter.to_local()._shard.scale, expected)  # type: ignore[attr-defined]
+
+
 def _plain_products() -> None:
     """PyTorch's own products take unquantized activations, and their gradients reach the masters."""
     model, whole = _model(304), _model(304)
@@ -468,6 +485,7 @@ def _run(rank: int, device: str, folder: str) -> None:
         _replaced((1,))
         for rows in (512, 304):
             _nan(rows)
+        _converted()
         _plain_products()
         _meta_and_checkpoints(f"{folder}/checkpoint")
         _assigned()
