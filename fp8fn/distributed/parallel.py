@@ -52,7 +52,8 @@ def _gathered(x: DTensor, dtype: torch.dtype | None) -> DTensor:
     columns, blocks = data.shape[-1], scale.shape[-1]
     # The exponent is all of a power of two. Shifts of integers, for Inductor's kernels make no FP8 type of it.
     packed = torch.cat([data.view(torch.uint8), (scale.view(torch.int32) >> _FRACTION).to(torch.uint8)], -1)
-    sent = F.pad(packed, (0, -packed.shape[-1] % _ALIGNMENT))
+    free = -packed.shape[-1] % _ALIGNMENT
+    sent = F.pad(packed, (0, free)) if free else packed  # a copy otherwise too
     shape = (*x.shape[:-1], sent.shape[-1])
     stride = torch.empty(shape, device="meta").stride()
     placed = DTensor.from_local(sent, x.device_mesh, x.placements, shape=torch.Size(shape), stride=stride)
