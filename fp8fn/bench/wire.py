@@ -24,8 +24,9 @@ class Kernel(NamedTuple):
 def profiled(step: Callable[[], object]) -> list[Kernel]:
     """The kernels of a step of all ranks. The step before it bears what a profiler does at first.
 
-    Python collects no garbage meanwhile: half a second of one rank, for which all others wait. Kernels alone are
-    recorded. fp8fn would launch by the dispatcher, which names ops and takes the host twice as long.
+    Python collects no garbage meanwhile: that takes one rank half a second, for which all others wait. fp8fn does not
+    see this profiler, under which it would launch by the dispatcher, to have its ops named, and take the host twice as
+    long. The first collective is left out: the barrier before the step.
     """
     recorded: list[Kernel] = []
 

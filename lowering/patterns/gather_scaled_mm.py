@@ -1,6 +1,6 @@
 """Multiplies a gathered sequence while it is gathered: async tensor parallelism.
 
-    data, scale = all_gather(cat([data, scale]))    # of one rank's rows in FP8, becomes
+    data, scale = all_gather(cat([data, scale]))    # one rank's rows in FP8 and their exponents; becomes
     rows, rows_scale = quantize(dequantize(data, scale), (1, 128))
     q, k, v = (scaled_mm(rows, rows_scale, b, b_scale) for b, b_scale in weights)
                      ↓
