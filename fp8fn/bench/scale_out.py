@@ -236,21 +236,29 @@ def _plan(styles: Any) -> dict[str, Any]:
     return plan
 
 
-def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
-    """Times steps of one variant; the largest of the ranks' times counts. On a GPU the last of two more is profiled."""
-    model, after, x, wanted, share = built(variant, args, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
-    after(model)
+class Training:
+    """A variant's model in training."""
 
-    def step() -> float:
-        loss = share * (model(x).float() - wanted.float()).square().mean()
+    def __init__(self, variant: Variant, args: argparse.Namespace, device: str) -> None:
+        self.model, self.after, self.x, self.wanted, self.share = built(variant, args, device)
+        self.device = device
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
+        self.after(self.model)
+
+    def step(self) -> float:
+        """One step, and this rank's part of its loss."""
+        loss = self.share * (self.model(self.x).float() - self.wanted.float()).square().mean()
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        after(model)
-        _wait(device)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.after(self.model)
+        _wait(self.device)
         return float(loss.detach())
 
+
+def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
+    """Times steps of one variant; the largest of the ranks' times counts."""
+    training = Training(variant, args, device)
     times, losses = [], []
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -258,22 +266,25 @@ def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, An
         dist.barrier()
         _wait(device)
         begin = time.perf_counter()
-        losses.append(step())
+        losses.append(training.step())
         seconds = torch.tensor(time.perf_counter() - begin, device=device)
         dist.all_reduce(seconds, dist.ReduceOp.MAX)
         times.append(seconds.item())
     measured, of_all = times[args.warmup :], torch.tensor(losses, device=device)
     dist.all_reduce(of_all)
-    found = {
+    return {
         "kind": variant.kind, "variant": variant.name, "median_ms": 1e3 * statistics.median(measured),
-        "least_ms": 1e3 * min(measured), "losses": (of_all / (share * dist.get_world_size())).tolist(),
+        "least_ms": 1e3 * min(measured), "losses": (of_all / (training.share * dist.get_world_size())).tolist(),
         "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
     }  # fmt: skip
-    if device == "cuda":
-        kernels = wire.profiled(step)
-        if dist.get_rank() == 0:
-            found["wire"] = wire.summary(kernels)
-    return found
+
+
+def profiled(variant: Variant, args: argparse.Namespace) -> dict[str, Any]:
+    """The collectives and kernels of a step of one variant on a GPU."""
+    training = Training(variant, args, "cuda")
+    for _ in range(args.warmup):
+        training.step()
+    return wire.summary(wire.profiled(training.step))
 
 
 def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> list[dict[str, float]]:
@@ -299,6 +310,14 @@ def gathers(device: str, megabytes: tuple[int, ...] = (16, 64, 128, 256)) -> lis
     return found
 
 
+def _forget(device: str) -> None:
+    """Releases what the last variant held."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
@@ -320,19 +339,21 @@ def main() -> None:
     if "gathers" in args.kinds:
         found["gathers"] = gathers(device)
         _show(found["gathers"], found, args.json)
-    for variant in VARIANTS:
-        if variant.kind not in args.kinds:
-            continue
+    chosen = [variant for variant in VARIANTS if variant.kind in args.kinds]
+    for variant in chosen:
         try:
             row = run(variant, args, device)
         except ImportError as error:
             row = {"kind": variant.kind, "variant": variant.name, "skipped": str(error)}
+        _forget(device)
         found["rows"].append(row)
-        torch._dynamo.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
-        _show({key: value for key, value in row.items() if key != "wire"}, found, args.json)
+        _show(row, found, args.json)
+    if device == "cuda":  # last, for after its first profile CUDA takes the host longer for each launch
+        for variant, row in zip(chosen, found["rows"], strict=True):
+            if "skipped" not in row:
+                row["wire"] = profiled(variant, args)
+                _forget(device)
+                _show({"variant": variant.name, "busy_ms": row["wire"]["busy_ms"]}, found, args.json)
     dist.destroy_process_group()
 
 
