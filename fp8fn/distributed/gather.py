@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fp8fn.arguments import checked
-from fp8fn.distributed.master import GatherForm, MasterWeight
+from fp8fn.distributed.master import GatherForm, MasterWeight, Written
 from fp8fn.meta.call_site import CallSite
 from fp8fn.ops.cuda.runtime.call_cache import Geometry, geometry
 from fp8fn.ops.formats import scale_dtype
@@ -173,8 +173,9 @@ def update_scales(model: nn.Module) -> None:
                 part = scales[weight.scaling][place]
             copies.append((weight.new_scale(part.dtype), bytes_of(part.view(weight.grid))))
         torch._foreach_copy_([bytes_of(scale) for scale, _ in copies], [part for _, part in copies])
+        written = Written(weights[0].device)
         for weight, (scale, _) in zip(weights, copies, strict=True):
-            weight.master.settle(scale)
+            weight.master.settle(scale, written)
 
 
 def _scales(largest: Tensor, dtype: torch.dtype | None, scale: str) -> Tensor:

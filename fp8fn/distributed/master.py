@@ -33,6 +33,27 @@ class GatherForm(NamedTuple):
     scale: str
 
 
+class Written:
+    """When the bytes and scales of an `update_scales` are written on their GPU: streams that read them wait for it.
+
+    FSDP2's streams wait for the caller's stream at the begin of a forward, but not where the forward before it raised,
+    nor for what follows an event that `set_post_optim_event` was given.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._device, self._waiting = device, set[int]()
+
+    def wait(self) -> None:
+        """Has the current stream wait."""
+        if self._event is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._waiting:
+            stream.wait_event(self._event)
+            self._waiting.add(stream.cuda_stream)
+
+
 @dataclass
 class Shard:
     """What is known of the memory of a shard, shared by all views of it.
@@ -43,6 +64,7 @@ class Shard:
         data: The shard as FP8 bytes, padded to the rows of the largest shard.
         scale: The scales of the whole weight.
         dtype: The FP8 type of the bytes.
+        written: When the bytes and the scales are there.
         origin: The shard from which this memory was allocated.
     """
 
@@ -51,6 +73,7 @@ class Shard:
     data: Tensor | None = None
     scale: Tensor | None = None
     dtype: torch.dtype | None = None
+    written: Written | None = None
     origin: Shard | None = None
 
 
@@ -161,9 +184,9 @@ class MasterWeight(Tensor):
         """Keeps the FP8 bytes of the values; `settle` follows."""
         self._shard.data, self._shard.dtype = data, dtype
 
-    def settle(self, scale: Tensor) -> None:
+    def settle(self, scale: Tensor, written: Written) -> None:
         """Keeps the scales of the whole weight: the bytes are those of the values now."""
-        self._shard.scale, self._shard.mark = scale, self._mark()
+        self._shard.scale, self._shard.written, self._shard.mark = scale, written, self._mark()
 
     @_signature_known
     def fsdp_pre_all_gather(
@@ -180,6 +203,8 @@ class MasterWeight(Tensor):
         assert shard.data is not None
         assert shard.scale is not None
         assert shard.dtype is not None
+        assert shard.written is not None
+        shard.written.wait()
         data, scale = (part.to(self.device, non_blocking=True) for part in (shard.data, shard.scale))
         return (data,), Gathered(outer_size, scale, form.block, shard.dtype)
 
@@ -224,7 +249,8 @@ def _carry(master: Any, source: Any) -> None:
         return
     shard, old = master._shard, source._shard
     if shard.origin is old and master.shape == source.shape and source.is_current:
-        shard.data, shard.scale, shard.dtype, shard.mark = old.data, old.scale, old.dtype, master._mark()
+        shard.data, shard.scale, shard.dtype, shard.written = old.data, old.scale, old.dtype, old.written
+        shard.mark = master._mark()
 
 
 def _same(master: MasterWeight) -> Shard:
@@ -240,7 +266,7 @@ def _copied(master: MasterWeight) -> Shard:
     if not master.is_current:
         return Shard()
     old = master._shard
-    return Shard(mark=(0, 0), data=old.data, scale=old.scale, dtype=old.dtype)
+    return Shard(mark=(0, 0), data=old.data, scale=old.scale, dtype=old.dtype, written=old.written)
 
 
 # The ops whose results are masters too; any other op's result is a plain tensor.
