@@ -195,9 +195,9 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
     "a tile's place that is free too early": (
         "scaled_mm.cu",
         "const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);\n"
-        "            barrier_arrive(empty_tile(places.stage));",
+        "        barrier_arrive(empty_tile(places.stage));",
         "barrier_arrive(empty_tile(places.stage));\n"
-        "            const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);",
+        "        const Tile tile = Tile::at(base + AT_TILE + places.stage * TILE_BYTES);",
         walk_of_products, "all threads wait",
     ),
     "a turn that nobody takes": (
@@ -220,6 +220,12 @@ RACES: Final[dict[str, tuple[str, str, str, Callable[[], Tensor], str | None]]] 
         rows, None,
     ),
 }  # fmt: skip
+
+
+def test_races_are_of_the_sources() -> None:
+    """A quick run makes one of them."""
+    texts = {path.name: path.read_text(encoding="utf-8") for path in nvrtc.sources().values()}
+    assert [name for name, (file, old, *_) in RACES.items() if texts[file].count(old) != 1] == []
 
 
 @pytest.mark.parametrize("race", RACES)
