@@ -89,23 +89,48 @@ class Gathered(NamedTuple):
 def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Runs an op on the master itself; a view or a copy of a master is one too."""
     kwargs = kwargs or {}
-    masters = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, MasterWeight)]
-    plain_args, plain_kwargs = pytree.tree_map_only(MasterWeight, lambda master: master._tensor, (args, kwargs))
-    out = func(*plain_args, **plain_kwargs)
+    out = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
     if func._schema.is_mutable:
         _count_writes(func, args, kwargs)
         return args[0] if args and isinstance(args[0], MasterWeight) else out
     shard_of = _KEPT.get(func)
     if shard_of is None:
         return out
-    first = masters[0]
+    first = next(one for value in (*args, *kwargs.values()) for one in _masters(value))
     return pytree.tree_map_only(Tensor, lambda tensor: MasterWeight(tensor, first._form, shard_of(first)), out)
 
 
-def _signature_known(method: Any) -> Any:
-    """Keeps the signature of a method that FSDP2 inspects at each gather: working it out takes longer than the rest."""
-    method.__signature__ = inspect.signature(method)
-    return method
+def _plain(value: Any) -> Any:
+    """An op's argument with the tensors of masters in their place: a tensor, a list of them, or of such lists."""
+    if isinstance(value, MasterWeight):
+        return value._tensor
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) if isinstance(one, _HOLDS_MASTERS) else one for one in value]
+    return value
+
+
+def _masters(value: Any) -> list[MasterWeight]:
+    """The masters in an op's argument."""
+    if isinstance(value, MasterWeight):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [master for one in value if isinstance(one, _HOLDS_MASTERS) for master in _masters(one)]
+    return []
+
+
+class _PreAllGather:
+    """A master's `fsdp_pre_all_gather`: FSDP2 reads its signature at each gather, and a bound method's takes longer."""
+
+    __slots__ = ("_master",)
+    __signature__: Final = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
+
+    def __init__(self, master: MasterWeight) -> None:
+        self._master = master
+
+    def __call__(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Gathered]:
+        return self._master.gathered(outer_size)
 
 
 def _text(master: MasterWeight, *, tensor_contents: Any = None) -> str:
@@ -188,11 +213,13 @@ class MasterWeight(Tensor):
         """Keeps the scales of the whole weight: the bytes are those of the values now."""
         self._shard.scale, self._shard.written, self._shard.mark = scale, written, self._mark()
 
-    @_signature_known
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Gathered]:
-        """The bytes that FSDP2 gathers."""
+    @property
+    def fsdp_pre_all_gather(self) -> _PreAllGather:
+        """What FSDP2 calls before it gathers."""
+        return _PreAllGather(self)
+
+    def gathered(self, size: torch.Size) -> tuple[tuple[Tensor, ...], Gathered]:
+        """The bytes that FSDP2 gathers, and the weight of `size` that they stand for."""
         shard, form = self._shard, self._form
         if not self.is_current:
             what = "has no scales yet" if shard.mark is None else "changed since the last update_scales"
@@ -206,7 +233,7 @@ class MasterWeight(Tensor):
         assert shard.written is not None
         shard.written.wait()
         data, scale = (part.to(self.device, non_blocking=True) for part in (shard.data, shard.scale))
-        return (data,), Gathered(outer_size, scale, form.block, shard.dtype)
+        return (data,), Gathered(size, scale, form.block, shard.dtype)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Gathered, param_dtype: torch.dtype | None, *, out: Any = None
@@ -233,11 +260,8 @@ class MasterWeight(Tensor):
 
 def _count_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        given = args[number] if number < len(args) else kwargs.get(argument.name)
-        for master in pytree.tree_leaves(given):
-            if isinstance(master, MasterWeight):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for master in _masters(args[number] if number < len(args) else kwargs.get(argument.name)):
                 master._shard.writes += 1
     if func is aten.copy_.default:
         _carry(*args[:2])
@@ -268,6 +292,8 @@ def _copied(master: MasterWeight) -> Shard:
     old = master._shard
     return Shard(mark=(0, 0), data=old.data, scale=old.scale, dtype=old.dtype, written=old.written)
 
+
+_HOLDS_MASTERS: Final = (MasterWeight, list, tuple)
 
 # The ops whose results are masters too; any other op's result is a plain tensor.
 _KEPT: Final[dict[Any, Callable[[MasterWeight], Shard]]] = {
