@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,6 +60,30 @@ def test_functions_that_compile_may_have_fewer(fixtures: list[str], kept: int) -
     for item in items:
         item.fixturenames = fixtures
     assert len(run(items, most=2, compiled_most=1)[0]) == kept
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [(0.1, 10), (0.45, 4), (1.5, 1), (60.0, 1)])
+def test_what_takes_long_has_fewer(seconds: float, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "SECONDS", {"tests/test_a.py::test_b": seconds})
+    assert len(run(cases(*map(str, range(20))))[0]) == kept
+    on_gpu = cases(*map(str, range(20)), gpu=pytest.mark.gpu.mark)  # measured on no GPU
+    assert len(run(on_gpu)[0]) == quick.MOST
+
+
+def test_what_was_measured_exists() -> None:
+    texts: dict[str, str] = {}
+    for function in quick.SECONDS:
+        file, _, name = function.partition("::")
+        texts.setdefault(file, (Path(__file__).parents[2] / file).read_text(encoding="utf-8"))
+        assert f"def {name}(" in texts[file], f"{function}: measure anew by tests/support/quick.py"
+
+
+def test_seconds_of_a_report(tmp_path: Path) -> None:
+    times = {"test_b[1]": 0.5, "test_b[2]": 1.5, "test_quick[1]": 0.1, "test_alone": 9.0}
+    parts = [f'<testcase classname="tests.test_a" name="{name}" time="{time}"/>' for name, time in times.items()]
+    skipped = '<testcase classname="tests.test_a" name="test_b[3]" time="0"><skipped/></testcase>'
+    (tmp_path / "junit.xml").write_text(f"<suites>{''.join(parts)}{skipped}</suites>")
+    assert quick._measured(str(tmp_path / "junit.xml")) == {"tests/test_a.py::test_b": 1.0}
 
 
 def test_few_values_leave_the_least_number() -> None:

@@ -5,19 +5,30 @@ names, those cases come first that have a word in their names which none before 
 case of a slow function, which the name in brackets tells. `every_case` leaves all of a function that takes no time.
 `--at-most N` leaves the first N of a part: what another release of a package breaks, it mostly breaks in every case.
 `--compiled-at-most N` does so for functions that compile (they use the fixture `fresh_dynamo`), for seconds a case.
+
+No function takes longer than `BUDGET_S`, but by its first case. What a case takes is committed: measured by `--quick
+--junitxml FILE`, and written to `quick_seconds.json` by `python tests/support/quick.py FILE`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
+from xml.etree import ElementTree
 
 import pytest
 
 LEAST: Final = 4
 MOST: Final = 10
+BUDGET_S: Final = 2.0
+_FILE: Final = Path(__file__).with_name("quick_seconds.json")
+# Seconds that a case takes, for functions of several cases of which `MOST` would take longer than `BUDGET_S`.
+SECONDS: Final[dict[str, float]] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 
 def add_option(parser: pytest.Parser) -> None:
@@ -42,11 +53,19 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         functions[item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None].append(item)
     kept = {
         id(item)
-        for cases in functions.values()
-        for item in part(list(filter(_is_quick, cases)), compiled_most if _compiles(cases[0]) else most)
+        for (function, on_gpu), cases in functions.items()
+        for item in part(
+            list(filter(_is_quick, cases)),
+            min(compiled_most if _compiles(cases[0]) else most, most if on_gpu else affordable(function)),
+        )
     }
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
+
+
+def affordable(function: str) -> int:
+    """The number of cases that `BUDGET_S` is enough for, or one."""
+    return max(1, int(BUDGET_S / SECONDS[function])) if function in SECONDS else MOST
 
 
 def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
@@ -73,3 +92,18 @@ def _compiles(item: pytest.Item) -> bool:
 
 def _case(item: pytest.Item) -> str:
     return item.nodeid.partition("[")[2].removesuffix("]")
+
+
+def _measured(junit: str) -> dict[str, float]:
+    """`SECONDS` by a run's report."""
+    found = defaultdict(list)
+    for case in ElementTree.parse(junit).iter("testcase"):
+        name, bracket, _ = case.attrib["name"].partition("[")
+        if bracket and case.find("skipped") is None:
+            found[f"{case.attrib['classname'].replace('.', '/')}.py::{name}"].append(float(case.attrib["time"]))
+    means = {function: round(sum(times) / len(times), 2) for function, times in sorted(found.items())}
+    return {function: mean for function, mean in means.items() if mean * MOST > BUDGET_S}
+
+
+if __name__ == "__main__":
+    _FILE.write_text(json.dumps(_measured(sys.argv[1]), indent=1) + "\n", encoding="utf-8")
