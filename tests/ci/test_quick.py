@@ -21,12 +21,18 @@ def cases(*names: str, **marks: pytest.Mark) -> list[Any]:
 
 
 def run(
-    items: list[Any], chosen: bool = True, most: int = quick.MOST, compiled_most: int | None = None
+    items: list[Any],
+    chosen: bool = True,
+    most: int = quick.MOST,
+    compiled_most: int | None = None,
+    budget: float | None = None,
+    turn: int = 0,
 ) -> tuple[list[str], list[str]]:
     """The names that run, and those that are deselected."""
     deselected: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     options = {"--quick": chosen, "--at-most": most, "--compiled-at-most": compiled_most}
+    options |= {"--budget": budget, "--turn": turn}
     config: Any = SimpleNamespace(getoption=options.__getitem__, hook=hook)
     quick.select(config, items)
     return [item.nodeid for item in items], [item.nodeid for item in deselected]
@@ -68,6 +74,18 @@ def test_what_takes_long_has_fewer(seconds: float, kept: int, monkeypatch: pytes
     assert len(run(cases(*map(str, range(20))))[0]) == kept
     on_gpu = cases(*map(str, range(20)), gpu=pytest.mark.gpu.mark)  # measured on no GPU
     assert len(run(on_gpu)[0]) == quick.MOST
+
+
+def test_a_budget_has_all_cases_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "SECONDS", {"tests/test_a.py::test_b": 2.0})
+    names = list(map(str, range(7)))
+    turns = [run(cases(*names), chosen=False, budget=5.0, turn=turn)[0] for turn in range(4)]
+    assert [len(set(each)) for each in turns] == [2, 2, 2, 2]
+    assert sorted({one for each in turns for one in each}) == [f"tests/test_a.py::test_b[{name}]" for name in names]
+    slow = cases(*names, slow=pytest.mark.slow.mark)
+    assert len(run(slow, chosen=False, budget=5.0)[0]) == 7
+    monkeypatch.setattr(quick, "SECONDS", {})
+    assert len(run(cases(*names), chosen=False, budget=5.0)[0]) == 7
 
 
 def test_what_was_measured_exists() -> None:

@@ -8,6 +8,9 @@ case of a slow function, which the name in brackets tells. `every_case` leaves a
 
 No function takes longer than `BUDGET_S`, but by its first case. What a case takes is committed: measured by `--quick
 --junitxml FILE`, and written to `quick_seconds.json` by `python tests/support/quick.py FILE`.
+
+`--budget S` without `--quick` leaves all slow tests, and of each other function what S seconds are enough for: for each
+`--turn N` other cases, so that all have run after some turns.
 """
 
 from __future__ import annotations
@@ -39,33 +42,56 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--compiled-at-most", type=int, metavar="N", help="with --quick: --at-most for functions that compile"
     )
+    parser.addoption(
+        "--budget", type=float, metavar="S", help="S seconds for the cases of each function that is not slow"
+    )
+    parser.addoption("--turn", type=int, default=0, metavar="N", help="with --budget: which cases come first")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselects what a quick run leaves out."""
-    if not config.getoption("--quick"):
+    """Deselects what a quick run, or one by a budget, leaves out."""
+    if config.getoption("--quick"):
+        chosen = _quickly
+    elif config.getoption("--budget"):
+        chosen = _by_budget
+    else:
         return
-    most = config.getoption("--at-most")
-    compiled_most = config.getoption("--compiled-at-most") or most
     functions = defaultdict(list)
     for item in items:
         # Cases for a GPU have a part of their own, which a machine without one skips.
-        functions[item.nodeid.partition("[")[0], item.get_closest_marker("gpu") is not None].append(item)
-    kept = {
-        id(item)
-        for (function, on_gpu), cases in functions.items()
-        for item in part(
-            list(filter(_is_quick, cases)),
-            min(compiled_most if _compiles(cases[0]) else most, most if on_gpu else affordable(function)),
-        )
-    }
+        functions[item.nodeid.partition("[")[0], _is_for_gpus(item)].append(item)
+    kept = {id(item) for cases in functions.values() for item in chosen(config, cases)}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
 
-def affordable(function: str) -> int:
-    """The number of cases that `BUDGET_S` is enough for, or one."""
-    return max(1, int(BUDGET_S / SECONDS[function])) if function in SECONDS else MOST
+def _quickly(config: pytest.Config, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    most: int = config.getoption("--at-most")
+    if _compiles(cases[0]):
+        most = config.getoption("--compiled-at-most") or most
+    if not _is_for_gpus(cases[0]):
+        most = min(most, affordable(cases[0], BUDGET_S))
+    return part(list(filter(_is_quick, cases)), most)
+
+
+def _by_budget(config: pytest.Config, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    if any(_is_for_gpus(item) or item.get_closest_marker("slow") for item in cases):
+        return cases
+    return in_turn(cases, affordable(cases[0], config.getoption("--budget")), config.getoption("--turn"))
+
+
+def affordable(item: pytest.Item, budget: float) -> int:
+    """The number of cases of an item's function that `budget` seconds are enough for, or one."""
+    seconds = SECONDS.get(item.nodeid.partition("[")[0])
+    return sys.maxsize if seconds is None else max(1, int(budget / seconds))
+
+
+def in_turn(cases: Sequence[pytest.Item], count: int, turn: int) -> list[pytest.Item]:
+    """`count` of the cases, in each turn those that follow the last turn's in the order of a digest of their names."""
+    if count >= len(cases):
+        return list(cases)
+    order = _by_digest(cases)
+    return [order[(turn * count + i) % len(order)] for i in range(count)]
 
 
 def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
@@ -74,11 +100,19 @@ def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
         return list(cases)
     seen: set[str] = set()
     first, others = [], []
-    for item in sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
+    for item in _by_digest(cases):
         words = set(_case(item).split("-"))
         (others if words <= seen else first).append(item)
         seen |= words
     return (first + others)[: min(most, max(LEAST, min(len(first), MOST)))]
+
+
+def _by_digest(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    return sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+
+
+def _is_for_gpus(item: pytest.Item) -> bool:
+    return item.get_closest_marker("gpu") is not None
 
 
 def _is_quick(item: pytest.Item) -> bool:
