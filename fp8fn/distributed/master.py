@@ -16,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.layout import Block
 from fp8fn.ops.sharded import local_of
 from fp8fn.weights.form import Form, block_by_dimension
@@ -36,17 +37,18 @@ class GatherForm(NamedTuple):
 class Written:
     """When the bytes and scales of an `update_scales` are written on their GPU: streams that read them wait for it.
 
-    FSDP2's streams wait for the caller's stream at the begin of a forward, but not where the forward before it raised,
-    nor for what follows an event that `set_post_optim_event` was given.
+    FSDP2's streams wait for the caller's stream when a forward begins, but not where the forward before it raised, nor
+    for what follows an event that `set_post_optim_event` was given.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        self._captured = graph_capture.capturing()
         self._device, self._waiting = device, set[int]()
 
     def wait(self) -> None:
-        """Has the current stream wait."""
-        if self._event is None:
+        """Has the current stream wait. No stream can wait across the begin of a CUDA graph's capture, or its end."""
+        if self._event is None or self._captured != graph_capture.capturing():
             return
         stream = torch.cuda.current_stream(self._device)
         if stream.cuda_stream not in self._waiting:
