@@ -26,14 +26,15 @@ def run(
     most: int = quick.MOST,
     compiled_most: int | None = None,
     budget: float | None = None,
-    turn: int = 0,
+    turn: str = "",
+    args: tuple[str, ...] = (),
 ) -> tuple[list[str], list[str]]:
     """The names that run, and those that are deselected."""
     deselected: list[Any] = []
     hook = SimpleNamespace(pytest_deselected=lambda items: deselected.extend(items))
     options = {"--quick": chosen, "--at-most": most, "--compiled-at-most": compiled_most}
     options |= {"--budget": budget, "--turn": turn}
-    config: Any = SimpleNamespace(getoption=options.__getitem__, hook=hook)
+    config: Any = SimpleNamespace(getoption=options.__getitem__, hook=hook, args=args)
     quick.select(config, items)
     return [item.nodeid for item in items], [item.nodeid for item in deselected]
 
@@ -79,13 +80,25 @@ def test_what_takes_long_has_fewer(seconds: float, kept: int, monkeypatch: pytes
 def test_a_budget_has_all_cases_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick, "SECONDS", {"tests/test_a.py::test_b": 2.0})
     names = list(map(str, range(7)))
-    turns = [run(cases(*names), chosen=False, budget=5.0, turn=turn)[0] for turn in range(4)]
-    assert [len(set(each)) for each in turns] == [2, 2, 2, 2]
+    turns = [run(cases(*names), chosen=False, budget=5.0, turn=f"{turn:040x}")[0] for turn in range(0, 400, 8)]
+    assert {len(set(each)) for each in turns} == {2}
     assert sorted({one for each in turns for one in each}) == [f"tests/test_a.py::test_b[{name}]" for name in names]
     slow = cases(*names, slow=pytest.mark.slow.mark)
     assert len(run(slow, chosen=False, budget=5.0)[0]) == 7
     monkeypatch.setattr(quick, "SECONDS", {})
     assert len(run(cases(*names), chosen=False, budget=5.0)[0]) == 7
+
+
+@pytest.mark.parametrize(("chosen", "budget"), [(True, None), (False, 0.0)])
+def test_what_is_named_runs(chosen: bool, budget: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick, "SECONDS", {"tests/test_a.py::test_b": 9.0})
+    named = tuple(f"tests/test_a.py::test_b[{i}]" for i in range(3))
+    assert set(named) <= set(run(cases(*map(str, range(20))), chosen=chosen, budget=budget, args=named)[0])
+
+
+def test_a_budget_beside_quick() -> None:
+    with pytest.raises(pytest.UsageError, match="give one of --quick and --budget"):
+        run(cases("a"), budget=5.0)
 
 
 def test_what_was_measured_exists() -> None:
@@ -97,7 +110,7 @@ def test_what_was_measured_exists() -> None:
 
 
 def test_seconds_of_a_report(tmp_path: Path) -> None:
-    times = {"test_b[1]": 0.5, "test_b[2]": 1.5, "test_quick[1]": 0.1, "test_alone": 9.0}
+    times = {"test_b[1]": 0.5, "test_b[2]": 1.5, "test_quick[1]": 0.01, "test_alone": 9.0}
     parts = [f'<testcase classname="tests.test_a" name="{name}" time="{time}"/>' for name, time in times.items()]
     skipped = '<testcase classname="tests.test_a" name="test_b[3]" time="0"><skipped/></testcase>'
     (tmp_path / "junit.xml").write_text(f"<suites>{''.join(parts)}{skipped}</suites>")

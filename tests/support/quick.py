@@ -10,7 +10,7 @@ No function takes longer than `BUDGET_S`, but by its first case. What a case tak
 --junitxml FILE`, and written to `quick_seconds.json` by `python tests/support/quick.py FILE`.
 
 `--budget S` without `--quick` leaves all slow tests, and of each other function what S seconds are enough for: for each
-`--turn N` other cases, so that all have run after some turns.
+`--turn TEXT` other cases. Both leave what the command line names as `file::function[case]`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ import pytest
 LEAST: Final = 4
 MOST: Final = 10
 BUDGET_S: Final = 2.0
+SHORTEST_S: Final = 0.03
 _FILE: Final = Path(__file__).with_name("quick_seconds.json")
-# Seconds that a case takes, for functions of several cases of which `MOST` would take longer than `BUDGET_S`.
+# Seconds that a case takes, for functions of several cases that take no less than `SHORTEST_S`.
 SECONDS: Final[dict[str, float]] = json.loads(_FILE.read_text(encoding="utf-8"))
 
 
@@ -45,14 +46,17 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(
         "--budget", type=float, metavar="S", help="S seconds for the cases of each function that is not slow"
     )
-    parser.addoption("--turn", type=int, default=0, metavar="N", help="with --budget: which cases come first")
+    parser.addoption("--turn", default="", metavar="TEXT", help="with --budget: another text, other cases")
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects what a quick run, or one by a budget, leaves out."""
-    if config.getoption("--quick"):
+    quick, budget = config.getoption("--quick"), config.getoption("--budget")
+    if quick and budget is not None:
+        raise pytest.UsageError("--quick has a budget of its own; give one of --quick and --budget")
+    if quick:
         chosen = _quickly
-    elif config.getoption("--budget"):
+    elif budget is not None:
         chosen = _by_budget
     else:
         return
@@ -61,6 +65,7 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
         # Cases for a GPU have a part of their own, which a machine without one skips.
         functions[item.nodeid.partition("[")[0], _is_for_gpus(item)].append(item)
     kept = {id(item) for cases in functions.values() for item in chosen(config, cases)}
+    kept |= {id(item) for item in items if item.nodeid in config.args}
     config.hook.pytest_deselected(items=[item for item in items if id(item) not in kept])
     items[:] = [item for item in items if id(item) in kept]
 
@@ -86,12 +91,9 @@ def affordable(item: pytest.Item, budget: float) -> int:
     return sys.maxsize if seconds is None else max(1, int(budget / seconds))
 
 
-def in_turn(cases: Sequence[pytest.Item], count: int, turn: int) -> list[pytest.Item]:
-    """`count` of the cases, in each turn those that follow the last turn's in the order of a digest of their names."""
-    if count >= len(cases):
-        return list(cases)
-    order = _by_digest(cases)
-    return [order[(turn * count + i) % len(order)] for i in range(count)]
+def in_turn(cases: Sequence[pytest.Item], count: int, turn: str) -> Sequence[pytest.Item]:
+    """`count` of the cases, others in each turn."""
+    return cases if count >= len(cases) else _by_digest(cases, turn)[:count]
 
 
 def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
@@ -107,8 +109,8 @@ def part(cases: Sequence[pytest.Item], most: int = MOST) -> list[pytest.Item]:
     return (first + others)[: min(most, max(LEAST, min(len(first), MOST)))]
 
 
-def _by_digest(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    return sorted(cases, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
+def _by_digest(cases: Sequence[pytest.Item], turn: str = "") -> list[pytest.Item]:
+    return sorted(cases, key=lambda item: hashlib.sha256(f"{turn}{item.nodeid}".encode()).digest())
 
 
 def _is_for_gpus(item: pytest.Item) -> bool:
@@ -136,7 +138,7 @@ def _measured(junit: str) -> dict[str, float]:
         if bracket and case.find("skipped") is None:
             found[f"{case.attrib['classname'].replace('.', '/')}.py::{name}"].append(float(case.attrib["time"]))
     means = {function: round(sum(times) / len(times), 2) for function, times in sorted(found.items())}
-    return {function: mean for function, mean in means.items() if mean * MOST > BUDGET_S}
+    return {function: mean for function, mean in means.items() if mean >= SHORTEST_S}
 
 
 if __name__ == "__main__":
