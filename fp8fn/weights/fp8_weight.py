@@ -15,6 +15,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fp8fn.meta.untraced import untraced
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.layout import WHOLE
@@ -35,6 +36,7 @@ class NoForm(Exception):
     """An op has no form for a weight, or for its view, and has to dequantize it."""
 
 
+@untraced
 def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Runs an op that has an `FP8Weight` among its arguments."""
     kwargs = kwargs or {}
