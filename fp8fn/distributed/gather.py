@@ -88,6 +88,7 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
             setattr(place.module, place.name, parameter)
             if place.module not in _WRAPPED:
                 place.module.register_load_state_dict_pre_hook(_wrap_assigned)
+                place.module.register_state_dict_post_hook(_show_plain)
             _WRAPPED.setdefault(place.module, {})[place.name] = form
     return QuantizedWeights(tuple(name for name in places if any(name in names for names in chosen.values())), kept)
 
@@ -108,6 +109,20 @@ def _wrapped(weight: Tensor, form: GatherForm) -> nn.Parameter:
             master, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
     return nn.Parameter(master, requires_grad=weight.requires_grad)
+
+
+def _show_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """After `state_dict`: plain tensors over the masters' memory, which checkpoints copy to the host."""
+    for name, parameter in module._parameters.items():
+        master, shown = local_of(parameter), state.get(prefix + name)
+        if not isinstance(master, MasterWeight) or shown is None or shown is parameter:  # the last by `keep_vars=True`
+            continue
+        plain = master._tensor.detach()
+        if isinstance(shown, DTensor):
+            plain = DTensor.from_local(
+                plain, shown.device_mesh, shown.placements, run_check=False, shape=shown.shape, stride=shown.stride()
+            )
+        state[prefix + name] = plain
 
 
 def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object) -> None:

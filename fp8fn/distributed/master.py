@@ -10,13 +10,14 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fp8fn.ops.cuda.runtime import graph_capture
+from fp8fn.meta.untraced import untraced
 from fp8fn.ops.layout import Block
 from fp8fn.ops.sharded import local_of
 from fp8fn.weights.form import Form, block_by_dimension
@@ -42,18 +43,21 @@ class Written:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-        self._captured = graph_capture.capturing()
         self._device, self._waiting = device, set[int]()
+        self._event = None if self._is_captured() else torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
-        """Has the current stream wait. No stream can wait across the begin of a CUDA graph's capture, or its end."""
-        if self._event is None or self._captured != graph_capture.capturing():
+        """Has the current stream wait. None can wait across the begin of a CUDA graph's capture, or its end."""
+        if self._event is None or self._is_captured():
             return
         stream = torch.cuda.current_stream(self._device)
         if stream.cuda_stream not in self._waiting:
             stream.wait_event(self._event)
             self._waiting.add(stream.cuda_stream)
+
+    def _is_captured(self) -> bool:
+        """Whether the stream is captured, or the device has no streams."""
+        return self._device.type != "cuda" or torch.cuda.is_current_stream_capturing()
 
 
 @dataclass
@@ -88,14 +92,17 @@ class Gathered(NamedTuple):
     dtype: torch.dtype
 
 
+@untraced
 def _dispatch(cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
     """Runs an op on the master itself; a view or a copy of a master is one too."""
     kwargs = kwargs or {}
     out = func(*map(_plain, args), **{name: _plain(value) for name, value in kwargs.items()})
-    if func._schema.is_mutable:
-        _count_writes(func, args, kwargs)
+    if written := _written(func):
+        _count_writes(written, args, kwargs)
+        if func is aten.copy_.default:
+            _carry(*args[:2])
         return args[0] if args and isinstance(args[0], MasterWeight) else out
-    shard_of = _KEPT.get(func)
+    shard_of = _shard_of(func)
     if shard_of is None:
         return out
     first = next(one for value in (*args, *kwargs.values()) for one in _masters(value))
@@ -198,6 +205,11 @@ class MasterWeight(Tensor):
         Tensor.data.__set__(self, master)  # type: ignore[attr-defined]
         self._tensor, self._shard = master._tensor, master._shard
 
+    def share_memory_(self) -> MasterWeight:
+        """PyTorch's own reads the memory of the wrapper, which has none."""
+        self._tensor.share_memory_()
+        return self
+
     def data_ptr(self) -> int:
         """Where the values lie: accelerate tells an optimizer's parameters apart by it, and a wrapper's own is 0."""
         return self._tensor.data_ptr()
@@ -260,13 +272,19 @@ class MasterWeight(Tensor):
         return self._shard.writes, 0 if self._tensor.is_inference() else self._tensor._version
 
 
-def _count_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for number, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for master in _masters(args[number] if number < len(args) else kwargs.get(argument.name)):
-                master._shard.writes += 1
-    if func is aten.copy_.default:
-        _carry(*args[:2])
+@cache
+def _written(func: Any) -> tuple[tuple[int, str], ...]:
+    """The arguments that an op writes. The schemas of c10d's ops do not tell: they write the first one."""
+    arguments = func._schema.arguments
+    if func.namespace == "c10d":
+        return ((0, arguments[0].name),) if func._schema.name.endswith("_") else ()
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def _count_writes(written: tuple[tuple[int, str], ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for number, name in written:
+        for master in _masters(args[number] if number < len(args) else kwargs.get(name)):
+            master._shard.writes += 1
 
 
 def _carry(master: Any, source: Any) -> None:
@@ -297,15 +315,15 @@ def _copied(master: MasterWeight) -> Shard:
 
 _HOLDS_MASTERS: Final = (MasterWeight, list, tuple)
 
-# The ops whose results are masters too; any other op's result is a plain tensor.
+# The ops beside views whose results are masters too; any other op's result is a plain tensor.
 _KEPT: Final[dict[Any, Callable[[MasterWeight], Shard]]] = {
-    **dict.fromkeys(
-        (
-            aten.alias.default, aten.as_strided.default, aten.detach.default, aten.narrow.default, aten.slice.Tensor,
-            aten.split.Tensor, aten.split_with_sizes.default, aten.view.default, aten._reshape_alias.default,
-        ),
-        _same,
-    ),
     **dict.fromkeys((aten.empty_like.default, aten.new_empty.default, aten.new_zeros.default), _new),
     **dict.fromkeys((aten._to_copy.default, aten.clone.default, aten._pin_memory.default), _copied),
-}  # fmt: skip
+}
+
+
+@cache
+def _shard_of(func: Any) -> Callable[[MasterWeight], Shard] | None:
+    """What is known of the memory of an op's results, by the master; None where the results are no masters."""
+    is_view = any(result.alias_info is not None for result in func._schema.returns)
+    return _same if is_view else _KEPT.get(func)

@@ -229,6 +229,31 @@ def _stale() -> None:
     model(x)
 
 
+def _written() -> None:
+    """Writes by views, by collectives and into what `state_dict` shows are seen."""
+    writes: list[Callable[[nn.Module, Any], object]] = [
+        lambda model, weight: weight.t().mul_(0),
+        lambda model, weight: weight.unsqueeze(0).zero_(),
+        lambda model, weight: weight.to_local()[0].fill_(1),
+        lambda model, weight: weight.to_local().unbind()[0].fill_(1),
+        lambda model, weight: dist.broadcast(weight.to_local(), 0),
+        lambda model, weight: dist.all_reduce(weight.to_local()),
+        lambda model, weight: model.state_dict()["0.up.weight"].to_local().zero_(),
+    ]
+    for write in writes:
+        model, x = _model(512), _tokens(0, 0)
+        gather_fp8(model)
+        _sharded(model, {})
+        update_scales(model)
+        model(x)
+        model.reshard()  # type: ignore[operator]
+        assert type(model.state_dict()["0.up.weight"].to_local()) is Tensor
+        with torch.no_grad():
+            write(model, model[0].up.weight)
+        with pytest.raises(RuntimeError, match=r"0\.up\.weight changed since the last update_scales"):
+            model(x)
+
+
 def _replaced(ranks: tuple[int, ...]) -> None:
     """A weight that some ranks have lost: all raise, before a gather or after one."""
     for gathered in (False, True):
@@ -335,6 +360,17 @@ def _meta_and_checkpoints(folder: str) -> None:
         other(x)
     update_scales(other)
     assert torch.equal(other(x), expected)
+    other.reshard()  # type: ignore[operator]
+    dcp.async_save(
+        {"model": other.state_dict()}, checkpoint_id=f"{folder}-later", process_group=dist.new_group(backend="gloo")
+    ).result()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    dcp.load(state, checkpoint_id=f"{folder}-later")
+    other.load_state_dict(state["model"])
+    for parameter, master in zip(other.parameters(), masters, strict=True):
+        assert torch.equal(parameter.full_tensor(), master)  # type: ignore[attr-defined]
 
 
 def _assigned() -> None:
@@ -488,6 +524,7 @@ def _run(rank: int, device: str, folder: str) -> None:
         for name in EXPERT_CASES:
             _same_experts(name)
         _stale()
+        _written()
         _replaced((0, 1))
         _replaced((1,))
         for rows in (512, 304):
@@ -547,6 +584,35 @@ def test_masters_lie_at_addresses_of_their_own() -> None:
     gather_fp8(model)
     assert [parameter.data_ptr() for parameter in model.parameters()] == before
     assert len(set(before)) == len(before)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_that_torch_compile_breaks_at_hooks(tmp_path: Path) -> None:
+    """Outside graphs torch.compile leaves the ops of gathered weights and of masters alone."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 384), nn.ReLU(), nn.Linear(384, 256))
+        gather_fp8(model)
+        for layer in (model[0], model[2]):
+            fully_shard(layer, mesh=mesh_of(1))
+        fully_shard(model, mesh=mesh_of(1))
+        update_scales(model)
+        x = torch.randn(8, 256)
+        out = torch.compile(model, backend="aot_eager")(x)
+        out.sum().backward()
+        assert torch.equal(out, model(x))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_master_in_shared_memory() -> None:
+    model = _model(304)
+    gather_fp8(model)
+    before = model[0].up.weight + 0
+    model.share_memory()
+    assert model[0].up.weight._tensor.is_shared()
+    assert torch.equal(model[0].up.weight + 0, before)
 
 
 def test_a_recipe_whose_weights_have_two_forms() -> None:
