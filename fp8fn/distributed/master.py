@@ -324,6 +324,6 @@ _KEPT: Final[dict[Any, Callable[[MasterWeight], Shard]]] = {
 
 @cache
 def _shard_of(func: Any) -> Callable[[MasterWeight], Shard] | None:
-    """What is known of the memory of an op's results, by the master; None where the results are no masters."""
+    """A function from the master to what is known of the memory of an op's results; None where they are no masters."""
     is_view = any(result.alias_info is not None for result in func._schema.returns)
     return _same if is_view else _KEPT.get(func)
