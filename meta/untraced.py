@@ -6,18 +6,29 @@ next graph begins. Of a dispatch it would meet a subclass whose parts are not th
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, TypeVar, cast
+from types import CodeType, FunctionType
+from typing import Any, Final, TypeVar, cast
 
-from torch._C._dynamo import eval_frame
+import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LOG: Final = logging.getLogger("fp8fn")
 
 
 def untraced(function: F) -> F:
     """Has Dynamo skip the function and all that it calls. `torch.compiler.disable` would import Dynamo at once."""
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
+    try:
+        _skip(cast(FunctionType, function).__code__)
+    except (ImportError, AttributeError, TypeError) as error:  # the rest of fp8fn works without
+        _LOG.debug("Dynamo may trace %s: torch %s lacks a part: %s", function.__module__, torch.__version__, error)
     return function
+
+
+def _skip(code: CodeType) -> None:
+    """By parts of PyTorch that are not public."""
+    from torch._C._dynamo import eval_frame
+
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))

@@ -23,6 +23,7 @@ from fp8fn.ops.recipe import BLOCKWISE, Recipe, parse_recipe, recipe_key
 from fp8fn.ops.sharded import local_of
 from fp8fn.site import Where, check_where
 from fp8fn.weights.form import block_by_dimension, bytes_of
+from fp8fn.weights.parts import placed_as
 from fp8fn.weights.quantize import (
     QuantizedWeights,
     check_module,
@@ -105,9 +106,7 @@ def _why_not(name: str, weight: Tensor, module: nn.Module, where: Where) -> str 
 def _wrapped(weight: Tensor, form: GatherForm) -> nn.Parameter:
     master: Tensor = MasterWeight(local_of(weight).detach(), form)
     if isinstance(weight, DTensor):  # of tensor parallelism
-        master = DTensor.from_local(
-            master, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
+        master = placed_as(weight, master)
     return nn.Parameter(master, requires_grad=weight.requires_grad)
 
 
@@ -118,11 +117,7 @@ def _show_plain(module: nn.Module, state: dict[str, Any], prefix: str, metadata:
         if not isinstance(master, MasterWeight) or shown is None or shown is parameter:  # the last by `keep_vars=True`
             continue
         plain = master._tensor.detach()
-        if isinstance(shown, DTensor):
-            plain = DTensor.from_local(
-                plain, shown.device_mesh, shown.placements, run_check=False, shape=shown.shape, stride=shown.stride()
-            )
-        state[prefix + name] = plain
+        state[prefix + name] = placed_as(shown, plain) if isinstance(shown, DTensor) else plain
 
 
 def _wrap_assigned(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: object) -> None:

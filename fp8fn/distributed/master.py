@@ -44,20 +44,18 @@ class Written:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._waiting = device, set[int]()
-        self._event = None if self._is_captured() else torch.cuda.current_stream(device).record_event()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
         """Has the current stream wait. None can wait across the begin of a CUDA graph's capture, or its end."""
-        if self._event is None or self._is_captured():
+        if self._event is None or torch.cuda.is_current_stream_capturing():
             return
         stream = torch.cuda.current_stream(self._device)
         if stream.cuda_stream not in self._waiting:
             stream.wait_event(self._event)
             self._waiting.add(stream.cuda_stream)
-
-    def _is_captured(self) -> bool:
-        """Whether the stream is captured, or the device has no streams."""
-        return self._device.type != "cuda" or torch.cuda.is_current_stream_capturing()
 
 
 @dataclass

@@ -13,6 +13,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fp8fn.meta.untraced import untraced
 from fp8fn.ops.layout import WHOLE
 from fp8fn.weights.form import bytes_of
 from fp8fn.weights.fp8_weight import FP8Weight, implements, weight_of
@@ -21,6 +22,7 @@ from fp8fn.weights.views import alias, with_row_scales
 aten = torch.ops.aten
 
 
+@untraced
 def _dispatch(
     cls: type, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
 ) -> Any:
