@@ -1,4 +1,4 @@
-"""PyTorch's pipeline of a gather and what is computed from it: the only file that uses its private parts.
+"""Memory that all ranks of a group read, and PyTorch's pipeline over it: the only file that uses its private parts.
 
 The pipeline copies one rank's rows over NVLink while those of the rank before are computed with. Every rank of a group
 takes part or none: they agree about it once.
@@ -43,6 +43,56 @@ def not_pipelined(group_name: str, group_size: int) -> str | None:
             return "the ranks have not agreed yet, and cannot while a CUDA graph is captured"
         _answers[group] = _agreed(_fault(group, group_name, group_size), group)
     return _answers[group]
+
+
+def not_shared(group: Any) -> str | None:
+    """Why the ranks of a group cannot read each other's memory, or None; the same on all its ranks, all of which ask.
+
+    A group of one rank needs no other's memory.
+    """
+    if "nccl" not in dist.get_backend(group):
+        return f"the group's backend is {dist.get_backend(group)}, which has no GPUs"
+    return not_pipelined(group.group_name, group.size()) if group.size() > 1 else None
+
+
+class SharedBuffer:
+    """Bytes on each rank of a group that all of its ranks read. All of them make one of the same size at once.
+
+    Args:
+        nbytes: Size on each rank.
+        group: Process group for which `not_shared` gives None.
+        device: The rank's GPU.
+    """
+
+    def __init__(self, nbytes: int, group: Any, device: torch.device) -> None:
+        self._handle: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        if group.size() == 1:
+            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            addresses = [self.bytes.data_ptr()]
+        else:
+            from torch.distributed import _symmetric_memory as symmetric
+
+            self.bytes = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+            self._handle = symmetric.rendezvous(self.bytes, group.group_name)
+            ranks = range(group.size())
+            addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
+        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+        """Where the bytes of each rank begin, as this rank's GPU addresses them."""
+
+    def claim(self) -> None:
+        """Orders what follows on the current stream behind what another stream did with the bytes."""
+        if not self.bytes.is_cuda or graph_capture.capturing():
+            return
+        stream = torch.cuda.current_stream(self.bytes.device)
+        if self._stream is not None and self._stream != stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+
+    def wait(self) -> None:
+        """The current stream waits for all ranks' streams to come here, and sees what they have written."""
+        if self._handle is not None:
+            self._handle.barrier(channel=0)
 
 
 def _private() -> tuple[Callable[..., None], Callable[[str], Any]]:

@@ -1,6 +1,7 @@
 """Products of a gathered sequence: `torchrun --nproc-per-node 4 -m fp8fn.bench.async_tp --json OUT`.
 
 Two NCCL all-gathers and then the product, beside `fp8fn::gather_scaled_mm`, which multiplies while it gathers.
+`--graph` captures each, so that the host's time does not count.
 """
 
 from __future__ import annotations
@@ -8,7 +9,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +27,7 @@ WIDTH: Final = 4096
 WIDE: Final = {"gate_up": 28672, "qkv": 6144}
 
 
-def run(tokens: int, width: int, n: int, repeats: int, warmup: int, device: str) -> dict[str, Any]:
+def run(tokens: int, width: int, n: int, device: str, args: argparse.Namespace) -> dict[str, Any]:
     """Medians of both ways to compute one product, in turn; of the ranks' times the largest counts."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator(device).manual_seed(rank)
@@ -46,11 +48,14 @@ def run(tokens: int, width: int, n: int, repeats: int, warmup: int, device: str)
     if not (same[0] and same[2]):
         raise AssertionError(f"the pipelined op has other values: gathered {bool(same[0])}, relative error {error}")
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(warmup + repeats):
-        for name, way in ways.items():
+    calls: dict[str, Callable[[], object]] = {name: partial(way, *arguments) for name, way in ways.items()}
+    if args.graph and device == "cuda":
+        calls = {name: _captured(call) for name, call in calls.items()}
+    for _ in range(args.warmup + args.repeats):
+        for name, call in calls.items():
             dist.barrier()
-            times[name].append(_milliseconds(way, arguments, device))
-    medians = {name: statistics.median(values[warmup:]) for name, values in times.items()}
+            times[name].append(_milliseconds(call, device))
+    medians = {name: statistics.median(values[args.warmup :]) for name, values in times.items()}
     slowest = torch.tensor(list(medians.values()), device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     found = dict(zip((f"{name}_ms" for name in medians), slowest.tolist(), strict=True))
@@ -58,15 +63,27 @@ def run(tokens: int, width: int, n: int, repeats: int, warmup: int, device: str)
     return {**found, "gain": slowest[0].item() / slowest[1].item(), "same_bits": bool(same[1]), "gathered_first": first}
 
 
-def _milliseconds(way: Callable[..., Any], arguments: Sequence[Any], device: str) -> float:
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = call()
+
+    def replay() -> object:
+        graph.replay()
+        return kept
+
+    return replay
+
+
+def _milliseconds(call: Callable[[], object], device: str) -> float:
     """The time of one call, by the GPU's clock where there is one."""
     if device == "cpu":
         begin = time.perf_counter()
-        way(*arguments)
+        call()
         return 1e3 * (time.perf_counter() - begin)
     begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin_event.record()
-    way(*arguments)
+    call()
     end_event.record()
     torch.cuda.synchronize()
     elapsed: float = begin_event.elapsed_time(end_event)
@@ -79,6 +96,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=WIDTH, help=f"K; N is in proportion to that of K={WIDTH}")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--graph", action="store_true", help="each call as a CUDA graph")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = ranks.join()
@@ -86,7 +104,7 @@ def main() -> None:
     for tokens in args.tokens:
         for name, n in WIDE.items():
             wide = n * args.width // WIDTH
-            row = run(tokens, args.width, wide, args.repeats, args.warmup, device)
+            row = run(tokens, args.width, wide, device, args)
             rows.append({"product": name, "tokens": tokens, "k": args.width, "n": wide // dist.get_world_size(), **row})
             if dist.get_rank() == 0:
                 print(" ".join(f"{key}={value:.4g}" if isinstance(value, float) else f"{key}={value}"

@@ -200,6 +200,9 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("scale-out-tp", partial(fsdp, kind="fsdp-tp")),
         _committed("scale-out-experts", partial(fsdp, kind="experts"), "scale_out"),
         _committed("async-tp", async_tp),
+        _committed("async-tp-graph", async_tp),
+        _committed("scale-out-tp-wide-graph", partial(fsdp, kind="fsdp-tp")),
+        _committed("scale-out-tp-graph", partial(fsdp, kind="fsdp-tp")),
     ),
     "command_line.md": tuple(_committed(f"demo-{card}", demo.markdown, optional=True) for card in ("h100", "h200")),
     "tuning.md": (

@@ -1,7 +1,7 @@
 """Training steps on several GPUs with 16 bits and FP8 on the wire.
 
 `torchrun --nproc-per-node 4 -m fp8fn.bench.scale_out --json OUT` times FSDP2; `--kinds` adds FSDP2 beside tensor and
-sequence parallelism, experts on all ranks, and bare gathers.
+sequence parallelism, experts on all ranks, and bare gathers. `--graph` captures each step as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import fp8fn
 import fp8fn.distributed as fp8_styles
 from fp8fn.bench import ranks, record, wire
 from fp8fn.distributed import combine, dispatch, gather_fp8, update_scales
+from fp8fn.ops.sharded import local_of
 
 HEAD: Final = 128
 # What changes a model, and gives what runs after each step.
@@ -77,11 +78,14 @@ class Layer(nn.Module):
 
 
 class Experts(nn.Module):
-    """A norm and experts, two for each token; this rank holds its part of the experts."""
+    """A norm and experts, two for each token; this rank holds its part of the experts.
 
-    def __init__(self, hidden: int, ffn: int, experts: int, *, fp8: bool) -> None:
+    `capacity` is that of `dispatch`, as a multiple of the rows that a rank sends; 0 for any number.
+    """
+
+    def __init__(self, hidden: int, ffn: int, experts: int, *, fp8: bool, capacity: float = 0.0) -> None:
         super().__init__()
-        self.experts, self.fp8, local = experts, fp8, experts // dist.get_world_size()
+        self.experts, self.fp8, self.capacity, local = experts, fp8, capacity, experts // dist.get_world_size()
         self.norm, self.router = nn.RMSNorm(hidden), nn.Linear(hidden, experts, bias=False)
         self.up = nn.Parameter(torch.randn(local, hidden, 2 * ffn) / hidden**0.5)
         self.down = nn.Parameter(torch.randn(local, ffn, hidden) / ffn**0.5)
@@ -90,10 +94,11 @@ class Experts(nn.Module):
         y = self.norm(x)
         weights, chosen = self.router(y).softmax(-1).topk(2)
         order = chosen.flatten().argsort(stable=True)
-        counts = torch.bincount(chosen.flatten(), minlength=self.experts)
+        one = torch.ones_like(order)
+        counts = order.new_zeros(self.experts).index_add(0, chosen.flatten(), one)  # `bincount` waits for the device
         sent = y.repeat_interleave(2, 0)[order]
         if self.fp8:
-            rows, routing = dispatch(sent, counts)
+            rows, routing = dispatch(sent, counts, capacity=int(self.capacity * sent.shape[0]) or None)
             out = fp8fn.expert_mlp(rows, self.up, self.down, routing.offsets, recipe=fp8fn.BLOCKWISE_POW2)
             out = combine(out, routing)
         else:
@@ -156,9 +161,14 @@ class Variant(NamedTuple):
     backend: str = "inductor"
     options: dict[str, Any] | None = None
     styles: Any = torch_styles
+    capacity: bool = False
+    captured: bool = False
+    graphs_only: bool = False
 
 
 _POW2: Final = {"recipe": "blockwise_pow2"}
+_ASYNC: Final = {**_POW2, "async_tp": True}
+_TP: Final = (_gathered("blockwise_pow2"), "fp8fn")
 VARIANTS: Final = (
     Variant("fsdp", "bf16"),
     Variant("fsdp", "torchao, FP8 on the wire", _torchao),
@@ -166,9 +176,12 @@ VARIANTS: Final = (
     Variant("fsdp", "fp8fn, FP8 on the wire", _gathered("blockwise"), "fp8fn"),
     Variant("fsdp-tp", "bf16"),
     Variant("fsdp-tp", "fp8fn, 16 bits on the wires", backend="fp8fn", options=_POW2),
-    Variant("fsdp-tp", "fp8fn, FP8 on both wires", _gathered("blockwise_pow2"), "fp8fn", _POW2, fp8_styles),
+    Variant("fsdp-tp", "fp8fn, FP8 on both wires", *_TP, _POW2, fp8_styles),
+    Variant("fsdp-tp", "fp8fn, FP8 on both wires, async TP", *_TP, _ASYNC, fp8_styles, graphs_only=True),
     Variant("experts", "bf16"),
     Variant("experts", "fp8fn, FP8 to the experts", backend="fp8fn"),
+    Variant("experts", "fp8fn, a capacity", backend="fp8fn", capacity=True),
+    Variant("experts", "fp8fn, a capacity, as a CUDA graph", backend="fp8fn", capacity=True, captured=True),
 )
 
 
@@ -191,7 +204,9 @@ def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
     torch.manual_seed(0)
     if variant.kind == "experts":
         fp8 = variant.backend == "fp8fn"
-        make = (Experts(args.hidden, args.expert_ffn, args.experts, fp8=fp8) for _ in range(args.expert_layers))
+        sizes = (args.hidden, args.expert_ffn, args.experts)
+        capacity = args.expert_capacity if variant.capacity else 0.0
+        make = (Experts(*sizes, fp8=fp8, capacity=capacity) for _ in range(args.expert_layers))
         with torch.device(device):
             model = nn.Sequential(*make).bfloat16()
         torch.manual_seed(1 + replica)
@@ -214,8 +229,11 @@ def built(variant: Variant, args: argparse.Namespace, device: str) -> Trained:
             layer.compile(backend=variant.backend, options=variant.options, fullgraph=True, dynamic=False)
         fully_shard(layer, **sharding)
     fully_shard(model, **sharding)
-    torch.manual_seed(1 + replica)
-    x = torch.randn(args.batch, args.tokens, args.hidden, device=device, dtype=torch.bfloat16)
+    parts = []
+    for number in range(args.replicas) if args.replicas else (replica,):
+        torch.manual_seed(1 + number)
+        parts.append(torch.randn(args.batch, args.tokens, args.hidden, device=device, dtype=torch.bfloat16))
+    x = torch.cat(parts)
     if tensor > 1:
         x = x.chunk(tensor, 1)[mesh["tensor"].get_local_rank()].contiguous()
     return Trained(model, after, x, x.flip(-1), 1 / tensor)
@@ -244,24 +262,59 @@ class Training:
         self.device = device
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
         self.after(self.model)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()  # a graph allocates when it is captured
+        self._train = self._captured() if variant.captured and device == "cuda" else self._eager
 
     def step(self) -> float:
         """One step, and this rank's part of its loss."""
-        loss = self.share * (self.model(self.x).float() - self.wanted.float()).square().mean()
+        loss = self._train()
+        _wait(self.device)
+        return float(loss)
+
+    def _eager(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.share * (self.model(self.x).float() - self.wanted.float()).square().mean()
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad()
         self.after(self.model)
-        _wait(self.device)
-        return float(loss.detach())
+        return loss.detach()
+
+    def _captured(self) -> Callable[[], Tensor]:
+        """A step as one CUDA graph, captured after two steps, which are then taken back."""
+        shards = [local_of(parameter).detach() for parameter in self.model.parameters()]
+        before = [value + 0 for value in shards]
+        for group in self.optimizer.param_groups:
+            group["capturable"] = True
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                self._eager()
+        torch.cuda.current_stream().wait_stream(side)
+        self.optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = self._eager()
+        with torch.no_grad():
+            for local, value in zip(shards, before, strict=True):
+                local.copy_(value)
+            for state in self.optimizer.state.values():
+                for value in state.values():
+                    value.zero_()
+        self.after(self.model)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return loss
+
+        return replay
 
 
 def run(variant: Variant, args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Times steps of one variant; the largest of the ranks' times counts."""
     training = Training(variant, args, device)
     times, losses = [], []
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     for _ in range(args.warmup + args.steps):
         dist.barrier()
         _wait(device)
@@ -330,7 +383,10 @@ def main() -> None:
         ("--warmup", 4), ("--tensor-parallel", 2), ("--experts", 8), ("--expert-ffn", 3584), ("--expert-layers", 4),
     ):  # fmt: skip
         parser.add_argument(option, type=int, default=value)
+    parser.add_argument("--expert-capacity", type=float, default=1.5, help="times the rows that a rank sends")
     parser.add_argument("--kinds", nargs="+", choices=("fsdp", "fsdp-tp", "experts", "gathers"), default=["fsdp"])
+    parser.add_argument("--replicas", type=int, default=0, help="one rank trains on the batches of so many ranks")
+    parser.add_argument("--graph", action="store_true", help="each step as one CUDA graph, except of experts")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -339,7 +395,9 @@ def main() -> None:
     if "gathers" in args.kinds:
         found["gathers"] = gathers(device)
         _show(found["gathers"], found, args.json)
-    chosen = [variant for variant in VARIANTS if variant.kind in args.kinds]
+    chosen = [each for each in VARIANTS if each.kind in args.kinds and (args.graph or not each.graphs_only)]
+    if args.graph:
+        chosen = [variant._replace(captured=variant.captured or variant.kind != "experts") for variant in chosen]
     for variant in chosen:
         try:
             row = run(variant, args, device)
@@ -348,7 +406,9 @@ def main() -> None:
         _forget(device)
         found["rows"].append(row)
         _show(row, found, args.json)
-    if device == "cuda":  # last, for after its first profile CUDA takes the host longer for each launch
+    if (
+        device == "cuda" and not args.graph
+    ):  # last, for after its first profile CUDA takes the host longer for each launch
         for variant, row in zip(chosen, found["rows"], strict=True):
             if "skipped" not in row:
                 row["wire"] = profiled(variant, args)

@@ -7,7 +7,7 @@ two rounds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -18,11 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
+from fp8fn.distributed.exchange import ByCollective, ByPulls, Exchange
 from fp8fn.meta import levels
-from fp8fn.ops import reference
-from fp8fn.ops.layout import Block
+from fp8fn.ops.symmetric_memory import not_shared
 
-_BLOCK: Final[Block] = (1, 128)
+_LOG: Final = logging.getLogger("fp8fn")
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,55 +31,52 @@ class Routing:
 
     Args:
         offsets: Ends of the rows of each expert of this rank, int32, as `grouped_gemm` takes them.
-        sent: Rows that this rank sent to each rank.
-        received: Rows that it received from each rank.
-        order: For each row, sorted by expert, its place among the received ones.
-        group: Process group of the ranks.
+        exchange: The way of the rows.
     """
 
     offsets: Tensor
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
-    order: Tensor
-    group: Any
+    exchange: Exchange
 
 
 @checked(x=arguments.matrix, counts=arguments.tensor)
-def dispatch(x: Tensor, counts: Tensor, group: Any = None) -> tuple[Tensor, Routing]:
-    """Sends rows to the ranks of their experts as FP8 bytes and scales, in one `all_to_all_single`.
+def dispatch(x: Tensor, counts: Tensor, group: Any = None, *, capacity: int | None = None) -> tuple[Tensor, Routing]:
+    """Sends rows to the ranks of their experts as FP8 bytes and scales.
 
-    Experts are divided evenly: rank `r` of `W` has experts `r E / W` to `(r + 1) E / W - 1`. Rows are rounded once, to
-    FP8 with power-of-two scales of (1, 128) blocks; `BLOCKWISE_POW2` products take them without another rounding.
-    The backward of `dispatch` returns gradients in the type of `x`. That of `combine` sends gradients in FP8, as here.
-    The host waits once, for the counts.
+    Rank `r` of `W` has experts `r E / W` to `(r + 1) E / W - 1`. Rows are rounded once, by powers of two for
+    (1, 128) blocks; `BLOCKWISE_POW2` products take them as they are. Gradients come in the type of `x`.
+
+    The host waits once, for the counts. With a `capacity`, where all ranks are GPUs that read each other's memory, it
+    does not: a CUDA graph may capture the step once it has run, and wrong numbers of rows make all results NaN.
 
     Args:
         x: Rows sorted by expert: bfloat16, float16 or float32.
-        counts: Number of rows for each expert of all ranks, int32 or int64.
-        group: Process group; by default the world.
+        counts: Rows for each expert of all ranks, int32 or int64.
+        group: Process group; the world by default.
+        capacity: The most rows that a rank receives or sends, equal on all ranks; None for any number.
 
     Shape:
-        `x (T, K)`, `counts (E)` → `(R, K)`, with `R` the rows that all ranks have for this rank's experts.
+        `x (T, K)`, `counts (E)` → `(R, K)`, with `R` the rows of all ranks for this rank's experts, or `capacity`,
+        with zeros past them.
 
     Returns:
-        The received rows sorted by expert, in the type of `x`, and the `Routing` for `combine`.
+        The received rows by expert, in the type of `x`, and the `Routing` for `combine`.
 
     Raises:
         TypeError: `x` is not bfloat16, float16 or float32, or `counts` is no tensor.
-        ValueError: E is no multiple of the number of ranks, or on any rank `counts` do not sum to T; on all ranks.
+        ValueError: E is no multiple of the ranks, or T exceeds `capacity`; on all ranks, `counts` of one do not sum to
+            T, or it would receive too many rows.
 
     Example:
         >>> import torch.distributed as dist
-        >>> store = dist.HashStore()
-        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> rows, routing = fp8fn.distributed.dispatch(torch.randn(5, 256), torch.tensor([2, 3]))
         >>> fp8fn.distributed.combine(rows, routing).shape
         torch.Size([5, 256])
         >>> dist.destroy_process_group()
     """
     group = dist.group.WORLD if group is None else group
-    routing = _routing(x, counts, group)
-    rows: Tensor = levels.apply(_Dispatch, x, routing)
+    routing = _routing(x, counts, group) if capacity is None else _within(x, counts, group, capacity)
+    rows: Tensor = levels.apply(_Dispatch, x, routing.exchange)
     return rows, routing
 
 
@@ -111,88 +108,102 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
         torch.Size([5, 128])
         >>> dist.destroy_process_group()
     """
-    if y.shape[0] != sum(routing.received):
-        raise ValueError(f"combine: y has {y.shape[0]} rows, and dispatch received {sum(routing.received)}")
-    out: Tensor = levels.apply(_Combine, y, routing)
+    if y.shape[0] != routing.exchange.rows:
+        raise ValueError(f"combine: y has {y.shape[0]} rows, and dispatch returned {routing.exchange.rows}")
+    out: Tensor = levels.apply(_Combine, y, routing.exchange)
     return out
 
 
 def _routing(x: Tensor, counts: Tensor, group: Any) -> Routing:
+    """The host knows how many rows each rank has for this rank."""
+    mine = _counted(x, counts, group)
+    theirs = torch.empty_like(mine)
+    dist.all_to_all_single(theirs, mine, group=group)
+    wrong, theirs = theirs[:, -1], theirs[:, :-1]
+    faults, sent, received = torch.stack([wrong, mine[:, :-1].sum(1), theirs.sum(1)]).tolist()  # the host waits here
+    _check_faults(faults)
+    return _by_collective(theirs, sent, received, sum(received), group)
+
+
+def _counted(x: Tensor, counts: Tensor, group: Any) -> Tensor:
+    """This rank's `counts (W, E / W + 1)` for each rank, each with the number of rows that have no expert.
+
+    That number goes to all ranks, so that all of them raise.
+    """
     world = dist.get_world_size(group)
     if counts.ndim != 1 or counts.shape[0] % world:
         raise ValueError(
             f"dispatch: counts has shape {tuple(counts.shape)}; it needs one number for each expert, a multiple of the "
             f"{world} ranks"
         )
-    local = counts.shape[0] // world
-    # The number of rows without an expert goes to all ranks, so that all of them raise.
     missing = (x.shape[0] - counts.sum()).expand(world, 1)
-    mine = torch.cat([counts.to(torch.int64).view(world, local), missing.to(torch.int64)], 1)
-    theirs = torch.empty_like(mine)
-    dist.all_to_all_single(theirs, mine, group=group)
-    wrong, theirs = theirs[:, -1], theirs[:, :-1]
-    faults, sent, received = torch.stack([wrong, mine[:, :-1].sum(1), theirs.sum(1)]).tolist()  # the host waits here
+    return torch.cat([counts.to(torch.int64).view(world, -1), missing.to(torch.int64)], 1)
+
+
+def _check_faults(faults: list[int]) -> None:
     if any(faults):
         rank = next(rank for rank, fault in enumerate(faults) if fault)
         raise ValueError(
             f"dispatch: counts of rank {rank} sum to {-faults[rank]:+} rows more than x has; count each row once"
         )
-    expert = torch.arange(local, device=x.device).repeat(world)
+
+
+def _by_collective(theirs: Tensor, sent: list[int], received: list[int], rows: int, group: Any) -> Routing:
+    world, local = theirs.shape
+    expert = torch.arange(local, device=theirs.device).repeat(world)
     order = expert.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
     offsets = theirs.sum(0).cumsum(0).to(torch.int32)
-    return Routing(offsets, tuple(sent), tuple(received), order, group)
+    return Routing(offsets, ByCollective(tuple(sent), tuple(received), order, rows, group))
+
+
+def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
+    """All ranks know all counts, on their devices."""
+    if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
+        raise ValueError(f"dispatch: capacity is {capacity!r}; give a number of rows, or None for any number")
+    if x.shape[0] > capacity:
+        raise ValueError(
+            f"dispatch: x has {x.shape[0]} rows, and capacity is {capacity}; a rank sends no more than that"
+        )
+    mine = _counted(x, counts, group)
+    functional, world = torch.ops._c10d_functional, mine.shape[0]
+    gathered = functional.wait_tensor(functional.all_gather_into_tensor(mine, world, group.group_name))
+    gathered = gathered.view(world, *mine.shape)
+    by_rank, missing = gathered[..., :-1].flatten(1), gathered[:, 0, -1]
+    fault = not_shared(group)
+    if fault is None:
+        pulls = ByPulls(torch.cat([by_rank, missing[:, None]], 1), x.shape[0], capacity, group)
+        return Routing(pulls.offsets, pulls)
+    _LOG.debug("dispatch: the host waits for the counts: %s", fault)
+    between = gathered[..., :-1].sum(2)  # rows of each rank for each rank
+    *rows, faults = torch.cat([between, missing[None]]).tolist()  # the host waits here
+    _check_faults(faults)
+    received = [sum(to) for to in zip(*rows, strict=True)]
+    if max(received) > capacity:
+        rank = received.index(max(received))
+        raise ValueError(f"dispatch: rank {rank} would receive {received[rank]} rows, and capacity is {capacity}")
+    rank = dist.get_rank(group)
+    return _by_collective(gathered[:, rank, :-1], rows[rank], [row[rank] for row in rows], capacity, group)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        return _to_experts(x, routing)
+    def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_experts(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_rows(grad, ctx.routing), None
+        return ctx.exchange.to_rows(grad), None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, routing: Routing) -> Tensor:
-        ctx.routing = routing
-        return _to_rows(y, routing)
+    def forward(ctx: Any, y: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        return exchange.to_rows(y)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _to_experts(grad, ctx.routing), None
-
-
-def _to_experts(x: Tensor, routing: Routing) -> Tensor:
-    """Rows in FP8 to their experts, where bytes are sorted by expert and then read."""
-    k = x.shape[1]
-    data, scale = torch.ops.fp8fn.quantize(x, _BLOCK, None, "pow2")
-    exponents = scale.to(torch.float8_e8m0fnu)  # one byte; Inf is NaN in it
-    packed = torch.cat([data.view(torch.uint8), exponents.view(torch.uint8)], 1)
-    got = _exchanged(packed, routing.sent, routing.received, routing.group)[routing.order]
-    return _dequantized(got[:, :k].view(data.dtype), got[:, k:].view(torch.float8_e8m0fnu), x.dtype)
-
-
-def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Products with powers of two, which are exact in any type that has float32's exponents."""
-    if dtype == torch.float16 or data.shape[1] % _BLOCK[1]:
-        return reference.dequantize(data.contiguous(), scale.to(torch.float32), _BLOCK).to(dtype)
-    blocks: Tensor = data.to(dtype).unflatten(1, (-1, _BLOCK[1])) * scale.to(dtype)[..., None]
-    return blocks.flatten(1)
-
-
-def _to_rows(y: Tensor, routing: Routing) -> Tensor:
-    """Rows of the experts back to the ranks that they came from."""
-    received = torch.empty(y.shape, dtype=y.dtype, device=y.device)
-    received[routing.order] = y
-    return _exchanged(received, routing.received, routing.sent, routing.group)
-
-
-def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> Tensor:
-    out = rows.new_empty(sum(received), rows.shape[1])
-    dist.all_to_all_single(out, rows, list(received), list(sent), group=group)
-    return out
+        return ctx.exchange.to_experts(grad), None

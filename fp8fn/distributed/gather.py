@@ -274,6 +274,8 @@ class _Placed:
 
     def new_scale(self, dtype: torch.dtype) -> Tensor:
         """Memory for the scales of the whole weight."""
+        if (kept := self.master.scale_memory()) is not None:
+            return kept
         strides = matrix_strides(self.grid, False, 16 // dtype.itemsize)
         return torch.empty_strided(self.grid, strides, dtype=dtype, device=self.device)
 

@@ -58,26 +58,39 @@ class Written:
             self._waiting.add(stream.cuda_stream)
 
 
-@dataclass
+@dataclass(eq=False)
+class ShardBytes:
+    """A shard in FP8, which copies of the shard share.
+
+    Args:
+        data: The shard as FP8 bytes, padded to the rows of the largest shard.
+        dtype: The FP8 type of the bytes.
+        scale: The scales of the whole weight.
+        written: When the bytes and the scales are there.
+        graph_of: The shard whose gather a CUDA graph has captured: only it writes here, and in no other place.
+    """
+
+    data: Tensor
+    dtype: torch.dtype
+    scale: Tensor | None = None
+    written: Written | None = None
+    graph_of: Shard | None = None
+
+
+@dataclass(eq=False)
 class Shard:
     """What is known of the memory of a shard, shared by all views of it.
 
     Args:
         writes: The number of writes. Writes below a wrapper subclass do not move the version of the tensor inside.
         mark: The writes and the inner tensor's version at the time of `update_scales`; None before.
-        data: The shard as FP8 bytes, padded to the rows of the largest shard.
-        scale: The scales of the whole weight.
-        dtype: The FP8 type of the bytes.
-        written: When the bytes and the scales are there.
+        fp8: The shard in FP8.
         origin: The shard from which this memory was allocated.
     """
 
     writes: int = 0
     mark: tuple[int, int] | None = None
-    data: Tensor | None = None
-    scale: Tensor | None = None
-    dtype: torch.dtype | None = None
-    written: Written | None = None
+    fp8: ShardBytes | None = None
     origin: Shard | None = None
 
 
@@ -215,15 +228,30 @@ class MasterWeight(Tensor):
     @property
     def is_current(self) -> bool:
         """Whether the FP8 bytes are those of the values."""
-        return self._shard.mark == self._mark()
+        fp8 = self._shard.fp8
+        return self._shard.mark == self._mark() and fp8 is not None and fp8.graph_of in (None, self._shard)
 
     def keep(self, data: Tensor, dtype: torch.dtype) -> None:
         """Keeps the FP8 bytes of the values; `settle` follows."""
-        self._shard.data, self._shard.dtype = data, dtype
+        if (fp8 := self._in_graph()) is not None:
+            fp8.data.copy_(data)
+        else:
+            self._shard.fp8 = ShardBytes(data, dtype)
+
+    def scale_memory(self) -> Tensor | None:
+        """Where new scales have to be written; None for anywhere."""
+        fp8 = self._in_graph()
+        return None if fp8 is None else fp8.scale
+
+    def _in_graph(self) -> ShardBytes | None:
+        """The FP8 bytes, if a CUDA graph gathers them."""
+        fp8 = self._shard.fp8
+        return fp8 if fp8 is not None and fp8.graph_of is self._shard else None
 
     def settle(self, scale: Tensor, written: Written) -> None:
         """Keeps the scales of the whole weight: the bytes are those of the values now."""
-        self._shard.scale, self._shard.written, self._shard.mark = scale, written, self._mark()
+        assert self._shard.fp8 is not None
+        self._shard.fp8.scale, self._shard.fp8.written, self._shard.mark = scale, written, self._mark()
 
     @property
     def fsdp_pre_all_gather(self) -> _PreAllGather:
@@ -239,13 +267,15 @@ class MasterWeight(Tensor):
                 f"{form.name} {what}; call fp8fn.distributed.update_scales(model) after each optimizer.step(), after "
                 "loading or initialising weights, and before the first forward"
             )
-        assert shard.data is not None
-        assert shard.scale is not None
-        assert shard.dtype is not None
-        assert shard.written is not None
-        shard.written.wait()
-        data, scale = (part.to(self.device, non_blocking=True) for part in (shard.data, shard.scale))
-        return (data,), Gathered(size, scale, form.block, shard.dtype)
+        fp8 = shard.fp8
+        assert fp8 is not None
+        assert fp8.scale is not None
+        assert fp8.written is not None
+        fp8.written.wait()
+        if torch.cuda.is_current_stream_capturing():
+            fp8.graph_of = shard
+        data, scale = (part.to(self.device, non_blocking=True) for part in (fp8.data, fp8.scale))
+        return (data,), Gathered(size, scale, form.block, fp8.dtype)
 
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], metadata: Gathered, param_dtype: torch.dtype | None, *, out: Any = None
@@ -291,8 +321,9 @@ def _carry(master: Any, source: Any) -> None:
         return
     shard, old = master._shard, source._shard
     if shard.origin is old and master.shape == source.shape and source.is_current:
-        shard.data, shard.scale, shard.dtype, shard.written = old.data, old.scale, old.dtype, old.written
-        shard.mark = master._mark()
+        shard.fp8, shard.mark = old.fp8, master._mark()
+        if shard.fp8 is not None and shard.fp8.graph_of is old:
+            shard.fp8.graph_of = shard
 
 
 def _same(master: MasterWeight) -> Shard:
@@ -307,8 +338,7 @@ def _copied(master: MasterWeight) -> Shard:
     """The copy has memory of its own, and the values of the master."""
     if not master.is_current:
         return Shard()
-    old = master._shard
-    return Shard(mark=(0, 0), data=old.data, scale=old.scale, dtype=old.dtype, written=old.written)
+    return Shard(mark=(0, 0), fp8=master._shard.fp8)
 
 
 _HOLDS_MASTERS: Final = (MasterWeight, list, tuple)

@@ -69,7 +69,7 @@ def test_functions_that_compile_may_have_fewer(fixtures: list[str], kept: int) -
     assert len(run(items, most=2, compiled_most=1)[0]) == kept
 
 
-@pytest.mark.parametrize(("seconds", "kept"), [(0.1, 10), (0.45, 3), (1.5, 1), (60.0, 1)])
+@pytest.mark.parametrize(("seconds", "kept"), [(0.1, 10), (0.3, 3), (1.0, 1), (60.0, 1)])
 def test_what_takes_long_has_fewer(seconds: float, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick, "SECONDS", {"tests/test_a.py::test_b": seconds})
     assert len(run(cases(*map(str, range(20))))[0]) == kept

@@ -28,10 +28,12 @@ from fp8fn.ops.triton.gemm_config import GemmConfig
 from fp8fn.ops.triton.moe_gemm import plan_moe_gemm
 from fp8fn.ops.triton.mx_mm import plan_mx_mm
 from fp8fn.ops.triton.mx_mm_scaled import plan_mx_mm_scaled
+from fp8fn.ops.triton.pull_rows import Places, Source, plan_pull_rows
 from fp8fn.ops.triton.quantize import plan_quantize
 from fp8fn.ops.triton.quantize_dual import DUAL_BLOCKS, plan_quantize_dual
 from fp8fn.ops.triton.quantize_grouped import plan_quantize_grouped, plan_quantize_grouped_dual
 from fp8fn.ops.triton.statistics import PROGRAMS, SUMS, Row, plan_statistics
+from fp8fn.ops.triton.views import ceil_div
 from fp8fn.ops.tuning import mx
 from support import kernel_info
 from support.kernel_info import Expected, Form, Forms, KernelInfo, Operands, Place, dequantized
@@ -311,6 +313,51 @@ def _row(watched: Watched, into: Row) -> dict[str, Expected]:
     return {"row": Expected(value, sums, written)}
 
 
+def _pull_rows(place: Place, target: Target) -> Forms:
+    """Rows of two ranks: FP8 with scales, rows of whole 16 bytes and not, and another type; some rows are absent."""
+    for dtype, width in ((E4M3, 200), (E4M3, 256), (BF16, 131), (FP32, 260)):
+        operands, rows = Operands(place), 9
+        x = [torch.randn(rows, width, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+        made = [reference.quantize(part, (1, 128), E4M3, "pow2") if dtype == E4M3 else (part.to(dtype),) for part in x]
+        after = ceil_div(rows * width, 16) * 16 if dtype == E4M3 else 0
+        parts = [_in_bytes(part, after) for part in made]
+        ranks = [operands.input(f"rank{i}", part.shape, torch.uint8, values=part) for i, part in enumerate(parts)]
+        addresses = torch.tensor([part.data_ptr() for part in ranks])
+        rank = torch.tensor([0, 1, -1, 1, 0, 0, -1], dtype=torch.int32)
+        row = torch.tensor([8, 0, 0, 4, 1, 1, 9])
+        places = Places(
+            operands.input("rank", rank.shape, torch.int32, values=rank),
+            operands.input("row", row.shape, torch.int64, values=row),
+            operands.input("absent", (), FP32, values=torch.tensor(-3.0)),
+        )
+        source = Source(operands.input("addresses", (2,), torch.int64, values=addresses), dtype, after)
+        out = operands.output("out", (len(rank), width), FP32 if dtype == FP32 else BF16)
+        values = torch.stack(
+            [reference.dequantize(*part, (1, 128)) if len(part) == 2 else part[0].float() for part in made]
+        )
+        expected = torch.where(rank[:, None] < 0, -3.0, values[rank, row.clamp_max(rows - 1)])
+        operands.expected = partial(_pulled, expected.to(out.dtype))
+        yield Form(f"{dtype} {width}", (plan_pull_rows(source, places, out, target),), operands)
+
+
+def _in_bytes(parts: tuple[Tensor, ...], scales_at: int) -> Tensor:
+    """Data, and from `scales_at` on the scales as e8m0."""
+    data, *scales = parts
+    made = data.contiguous().view(torch.uint8).flatten()
+    if not scales:
+        return made
+    between = made.new_zeros(scales_at - made.numel())
+    return torch.cat([made, between, scales[0].to(torch.float8_e8m0fnu).contiguous().view(torch.uint8).flatten()])
+
+
+def _values(data: Tensor, scale: Tensor | None = None) -> Tensor:
+    return data.float() if scale is None else reference.dequantize(data, scale, (1, 128))
+
+
+def _pulled(expected: Tensor) -> dict[str, Expected]:
+    return {"out": Expected(expected)}
+
+
 def _parts(q: Quantization, made: Callable[[], tuple[Tensor, ...]]) -> dict[str, Expected]:
     return {name: Expected(part) for name, part in zip(q.outputs.tensors, made(), strict=True)}
 
@@ -361,4 +408,5 @@ TRITON: Final = (
         "statistics.py", _statistics, 1e-6, 1e-5, far=(("x", -2), ("data", -2)),
         emulated=(*(f"x {block}" for block in BLOCKS), "codes (1, 128)", "codes (1, 32)", "silu_mul", "rms_norm"),
     ),
+    KernelInfo("pull_rows.py", _pull_rows, emulated=(f"{E4M3} 200", f"{E4M3} 256", f"{BF16}", f"{FP32}")),
 )  # fmt: skip

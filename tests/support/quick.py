@@ -28,7 +28,7 @@ import pytest
 
 LEAST: Final = 4
 MOST: Final = 10
-BUDGET_S: Final = 1.5
+BUDGET_S: Final = 1.0
 SHORTEST_S: Final = 0.03
 _FILE: Final = Path(__file__).with_name("quick_seconds.json")
 # Seconds that a case takes, for functions of several cases that take no less than `SHORTEST_S`.

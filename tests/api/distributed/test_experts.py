@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fp8fn
 from fp8fn.distributed import combine, dispatch
+from fp8fn.distributed.exchange import ByCollective, ByPulls
 from fp8fn.ops import reference
 from support.accuracy import snr
 from support.processes import DEVICES, drawn, process_group, skip_without
@@ -36,8 +37,8 @@ def _by_expert(of_ranks: list[Tensor], experts: range) -> list[Tensor]:
     return [torch.cat([of_rank[expert] for of_rank in parts]) for expert in experts]
 
 
-def _case(rank: int) -> None:
-    sent = 0
+def _case(rank: int, capacity: int | None = None) -> None:
+    sent, pulled = 0, capacity is not None and torch.get_default_device().type == "cuda"
     plain = dist.all_to_all_single
 
     def counted(out: Tensor, rows: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -48,10 +49,14 @@ def _case(rank: int) -> None:
     x, mine = _rows(rank).requires_grad_(), range(rank * 2, rank * 2 + 2)
     dist.all_to_all_single = counted
     try:
-        rows, routing = dispatch(x, COUNTS[rank].to(x.device))
+        rows, routing = dispatch(x, COUNTS[rank].to(x.device), capacity=capacity)
         assert sent <= 0.55 * x.numel() * 2
         expected = _by_expert([_rounded(_rows(each)) for each in range(RANKS)], mine)
-        assert torch.equal(rows, torch.cat(expected))
+        received = len(torch.cat(expected))
+        assert torch.equal(rows[:received], torch.cat(expected))
+        assert rows.shape[0] == (received if capacity is None else capacity)
+        assert not rows[received:].count_nonzero()
+        assert isinstance(routing.exchange, ByPulls if pulled else ByCollective)
         assert routing.offsets.tolist() == torch.tensor([len(each) for each in expected]).cumsum(0).tolist()
 
         torch.manual_seed(9)
@@ -67,21 +72,44 @@ def _case(rank: int) -> None:
         grad = drawn(*out.shape, seed=5 + rank).bfloat16()
         out.backward(grad)
         one.backward(grad)
-        assert 0 < sent <= 0.55 * grad.numel() * 2
+        assert (sent == 0) if pulled else (0 < sent <= 0.55 * grad.numel() * 2)
         assert x.grad is not None
         assert whole.grad is not None
         assert snr(x.grad, whole.grad) > 60
     finally:
         dist.all_to_all_single = plain
 
+
+def _errors(rank: int) -> None:
     same = torch.randn(4, K)
-    rows, routing = dispatch(same, torch.tensor([4, 0, 0, 0]))
-    with pytest.raises(ValueError, match="combine: y has 1 rows, and dispatch received"):
+    _, routing = dispatch(same, torch.tensor([4, 0, 0, 0]))
+    with pytest.raises(ValueError, match="combine: y has 1 rows, and dispatch returned"):
         combine(torch.zeros(1, N), routing)
     with pytest.raises(ValueError, match="counts of rank 1 sum to"):  # on all ranks
         dispatch(same, torch.tensor([4, 0, 0, rank]))
     with pytest.raises(ValueError, match="a multiple of the 2 ranks"):
         dispatch(same, torch.tensor([4, 0, 0]))
+    with pytest.raises(ValueError, match="x has 4 rows, and capacity is 3"):
+        dispatch(same, torch.tensor([4, 0, 0, 0]), capacity=3)
+
+
+def _wrong_counts(rank: int, pulled: bool) -> None:
+    """Known to the host, or to be seen in the results of all ranks."""
+    same = torch.randn(4, K)
+    for counts, message in (
+        ([4, 0, 0, rank], "counts of rank 1 sum to"),
+        ([0, 4, 0, 0], "rank 0 would receive 8 rows, and capacity is 6"),
+    ):
+        if not pulled:
+            with pytest.raises(ValueError, match=message):
+                dispatch(same, torch.tensor(counts), capacity=6)
+            continue
+        rows, routing = dispatch(same, torch.tensor(counts), capacity=6)
+        assert rows.shape == (6, K)
+        assert rows.isnan().all()
+        assert combine(torch.zeros(6, N), routing).isnan().all()
+    rows, routing = dispatch(same, torch.tensor([0, 3, 0, 1]), capacity=6)
+    assert rows[:6].isfinite().all()  # and later calls are right
 
 
 def _bits_beyond_numbers(rank: int) -> None:
@@ -100,9 +128,41 @@ def _whole_blocks(dtype: torch.dtype) -> None:
     assert torch.equal(rows, half.repeat(2, 1))
 
 
+def _captured(rank: int) -> None:
+    """A graph sends other rows to other experts than the ones that it was captured with; nothing waits on the host."""
+    counts, x = COUNTS[rank].cuda(), torch.zeros(60, K).bfloat16()
+    x[: counts.sum()] = _rows(rank)
+    counts[-1] += 60 - counts.sum()
+
+    def step() -> tuple[Tensor, Tensor]:
+        rows, routing = dispatch(x, counts, capacity=120)
+        return rows, combine(rows * 2, routing)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            rows, out = step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for shift in (0, 1, 2):
+        counts.copy_(counts.roll(shift))
+        x.copy_(x.roll(shift, 0))
+        graph.replay()
+        assert torch.equal(out, _rounded(x) * 2)
+        assert torch.equal(rows, step()[0])
+
+
 def _run(rank: int, device: str, folder: str) -> None:
     with process_group(device, rank, RANKS, f"{folder}/store"):
+        pulled = device == "cuda"
         _case(rank)
+        _case(rank, capacity=80)
+        _errors(rank)
+        _wrong_counts(rank, pulled)
+        if pulled:
+            _captured(rank)
         _bits_beyond_numbers(rank)
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             _whole_blocks(dtype)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -254,6 +255,85 @@ def _written() -> None:
             model(x)
 
 
+def _written_in_place() -> None:
+    """A CUDA graph gathers the bytes where they were: new ones come there, and a copy's bytes are not overwritten."""
+    x, outputs = _tokens(0, 0), []
+    for captured in (False, True):
+        model = _model(304)
+        gather_fp8(model)
+        _sharded(model, {})
+        update_scales(model)
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
+            model(x)
+        model.reshard()  # type: ignore[operator]
+        masters = [block.up.weight.to_local() for block in model.children()]  # type: ignore[attr-defined]
+        copies = [master.clone() for master in masters]
+        places = [_places(master) for master in masters]
+        with torch.no_grad():
+            for master in masters:
+                master.mul_(3)
+        update_scales(model)
+        assert ([_places(master) for master in masters] == places) == captured
+        assert all(copy.is_current != captured for copy in copies)
+        outputs.append(model(x))
+    assert torch.equal(*outputs)
+
+
+def _places(master: Any) -> tuple[int, int]:
+    return master._shard.fp8.data.data_ptr(), master._shard.fp8.scale.data_ptr()
+
+
+def _captured_steps() -> None:
+    """A whole step as a CUDA graph has the losses of eager steps, with new scales in the graph or after it."""
+    losses: list[list[float]] = []
+    for inside in (None, True, False):
+        model = _model(512)
+        gather_fp8(model)
+        _in_fp8(model, "blockwise")
+        _sharded(model, {})
+        update_scales(model)
+        optimizer, x = torch.optim.SGD(model.parameters(), 0.1), _tokens(0, dist.get_rank())
+        begun = [parameter.to_local() + 0 for parameter in model.parameters()]  # type: ignore[attr-defined]
+
+        def step(
+            model: nn.Module = model, optimizer: Any = optimizer, x: Tensor = x, scaled: bool = inside is not False
+        ) -> Tensor:
+            optimizer.zero_grad()
+            loss = _loss(model, x)
+            loss.backward()
+            optimizer.step()
+            if scaled:
+                update_scales(model)
+            return loss.detach()
+
+        if inside is None:
+            losses.append([step().item() for _ in range(4)])
+            continue
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+            update_scales(model)
+        torch.cuda.current_stream().wait_stream(side)
+        optimizer.zero_grad()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = step()
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), begun, strict=True):
+                parameter.to_local().copy_(value)  # type: ignore[attr-defined]
+        update_scales(model)
+        losses.append([])
+        for _ in range(4):
+            graph.replay()
+            if not inside:
+                update_scales(model)
+            losses[-1].append(loss.item())
+    assert len(set(losses[0])) == 4
+    assert losses[1] == losses[0]
+    assert losses[2] == losses[0]
+
+
 def _replaced(ranks: tuple[int, ...]) -> None:
     """A weight that some ranks have lost: all raise, before a gather or after one."""
     for gathered in (False, True):
@@ -309,7 +389,7 @@ def _converted() -> None:
                 whole = parameter.full_tensor() + 0  # type: ignore[attr-defined]
                 assert whole.dtype == torch.bfloat16
                 expected = _scales_of(whole)
-                assert torch.equal(parameter.to_local()._shard.scale, expected)  # type: ignore[attr-defined]
+                assert torch.equal(parameter.to_local()._shard.fp8.scale, expected)  # type: ignore[attr-defined]
 
 
 def _plain_products() -> None:
@@ -525,6 +605,9 @@ def _run(rank: int, device: str, folder: str) -> None:
             _same_experts(name)
         _stale()
         _written()
+        _written_in_place()
+        if device == "cuda":
+            _captured_steps()
         _replaced((0, 1))
         _replaced((1,))
         for rows in (512, 304):
