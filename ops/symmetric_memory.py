@@ -50,9 +50,14 @@ def not_shared(group: Any) -> str | None:
 
     A group of one rank needs no other's memory.
     """
-    if "nccl" not in dist.get_backend(group):
-        return f"the group's backend is {dist.get_backend(group)}, which has no GPUs"
+    if not _has_gpus(group):
+        return f"the group's backends are {dist.get_backend_config(group)}, none of which has GPUs"
     return not_pipelined(group.group_name, group.size()) if group.size() > 1 else None
+
+
+def _has_gpus(group: Any) -> bool:
+    """By all backends of a group: one that was made without a backend's name has several."""
+    return "nccl" in str(dist.get_backend_config(group))
 
 
 class SharedBuffer:
@@ -67,26 +72,34 @@ class SharedBuffer:
     def __init__(self, nbytes: int, group: Any, device: torch.device) -> None:
         self._handle: Any = None
         self._stream: torch.cuda.Stream | None = None
-        if group.size() == 1:
-            self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            addresses = [self.bytes.data_ptr()]
-        else:
-            from torch.distributed import _symmetric_memory as symmetric
+        with torch.inference_mode(False):  # tensors of that mode could not be written outside of it
+            if group.size() == 1:
+                self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+                addresses = [self.bytes.data_ptr()]
+            else:
+                from torch.distributed import _symmetric_memory as symmetric
 
-            self.bytes = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
-            self._handle = symmetric.rendezvous(self.bytes, group.group_name)
-            ranks = range(group.size())
-            addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
-        self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
+                self.bytes = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
+                self._handle = symmetric.rendezvous(self.bytes, group.group_name)
+                ranks = range(group.size())
+                addresses = [self._handle.get_buffer(rank, (nbytes,), torch.uint8).data_ptr() for rank in ranks]
+            self.addresses = torch.tensor(addresses, dtype=torch.int64, device=device)
         """Where the bytes of each rank begin, as this rank's GPU addresses them."""
 
     def claim(self) -> None:
-        """Orders what follows on the current stream behind what another stream did with the bytes."""
-        if not self.bytes.is_cuda or graph_capture.capturing():
+        """Orders what follows on the current stream behind what another stream did with the bytes.
+
+        Both streams are captured, or none: no stream waits across the begin of a capture, or its end.
+        """
+        if not self.bytes.is_cuda:
             return
-        stream = torch.cuda.current_stream(self.bytes.device)
-        if self._stream is not None and self._stream != stream:
-            stream.wait_stream(self._stream)
+        stream, last = torch.cuda.current_stream(self.bytes.device), self._stream
+        if last is not None and last != stream:
+            captured = graph_capture.capturing()
+            with torch.cuda.stream(last):
+                both = graph_capture.capturing() == captured
+            if both:
+                stream.wait_stream(last)
         self._stream = stream
 
     def wait(self) -> None:
@@ -105,7 +118,7 @@ def _private() -> tuple[Callable[..., None], Callable[[str], Any]]:
 
 def _agreed(fault: str | None, group: Any) -> str | None:
     """`fault`, or, where this rank has none and another has one, that."""
-    device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+    device = "cuda" if _has_gpus(group) else "cpu"
     able = torch.tensor(fault is None, dtype=torch.int32, device=device)
     dist.all_reduce(able, dist.ReduceOp.MIN, group)
     return fault if fault is not None or able.item() else "another rank of the group cannot"

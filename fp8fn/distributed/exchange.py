@@ -90,24 +90,24 @@ def _dequantized(data: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 class ByPulls:
     """Each rank reads its rows out of the others' memory, at places that its GPU computes: the host knows no number.
 
-    The result is NaN on all ranks if `counts` of some rank have other rows than it sends, or a rank receives more than
-    `capacity`.
+    The result is NaN on all ranks if `faults` of some rank are not 0, or a rank receives more than `capacity`.
 
     Args:
-        counts: Rows of each rank for each expert, then those of a rank that `counts` lack, int64 `(W, E + 1)`.
+        counts: Rows of each rank for each expert, int64 `(W, E)`.
+        faults: What is wrong on each rank, int64; 0 for nothing.
         tokens: How many rows this rank sends.
         capacity: How many rows `to_experts` returns; zeros past the received ones.
         group: Process group of the ranks.
     """
 
-    def __init__(self, counts: Tensor, tokens: int, capacity: int, group: Any) -> None:
+    def __init__(self, counts: Tensor, faults: Tensor, tokens: int, capacity: int, group: Any) -> None:
         self.rows, self._tokens, self._group = capacity, tokens, group
         self._rank = dist.get_rank(group)
-        self._counts, missing = counts[:, :-1], counts[:, -1]
-        world, experts = self._counts.shape
+        self._counts = counts
+        world, experts = counts.shape
         self._local = experts // world
-        too_many = self._counts.sum(0).view(world, -1).sum(1) > capacity
-        wrong = (missing != 0).any() | too_many.any() | (self._counts < 0).any()
+        too_many = counts.sum(0).view(world, -1).sum(1) > capacity
+        wrong = (faults != 0).any() | too_many.any() | ((counts < 0) | (counts > capacity)).any()
         self._absent = torch.where(wrong, torch.nan, 0.0)
         self._ends = self._of_experts(self._counts).cumsum(0)
 
@@ -154,7 +154,8 @@ class ByPulls:
         data, exponents = _in_fp8(x)
         blocks = exponents.shape[1]
         after = math.ceil(self.rows * k / 16) * 16
-        buffer = _buffer(after + self.rows * blocks, self._group, x.device)
+        # Large enough for rows of the experts, which may come only when a graph is captured.
+        buffer = _buffer(max(after + self.rows * blocks, self.rows * k * x.itemsize), self._group, x.device)
         buffer.claim()
         tokens = self._tokens
         buffer.bytes[: tokens * k].view(tokens, k).copy_(data.view(torch.uint8))

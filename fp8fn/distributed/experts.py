@@ -20,9 +20,11 @@ from fp8fn import arguments
 from fp8fn.arguments import checked
 from fp8fn.distributed.exchange import ByCollective, ByPulls, Exchange
 from fp8fn.meta import levels
+from fp8fn.ops.cuda.runtime import graph_capture
 from fp8fn.ops.symmetric_memory import not_shared
 
 _LOG: Final = logging.getLogger("fp8fn")
+_NEGATIVE: Final = 2**62
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,9 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
         torch.Size([5, 128])
         >>> dist.destroy_process_group()
     """
+    arguments.matrix("combine", "y", y)  # an exchange of bytes would not notice
+    if y.ndim != 2:
+        raise ValueError(f"combine: y has shape {tuple(y.shape)}; it must be (R, N)")
     if y.shape[0] != routing.exchange.rows:
         raise ValueError(f"combine: y has {y.shape[0]} rows, and dispatch returned {routing.exchange.rows}")
     out: Tensor = levels.apply(_Combine, y, routing.exchange)
@@ -126,9 +131,9 @@ def _routing(x: Tensor, counts: Tensor, group: Any) -> Routing:
 
 
 def _counted(x: Tensor, counts: Tensor, group: Any) -> Tensor:
-    """This rank's `counts (W, E / W + 1)` for each rank, each with the number of rows that have no expert.
+    """This rank's `counts (W, E / W + 1)` for each rank, each with a fault: 0, or how many rows have no expert.
 
-    That number goes to all ranks, so that all of them raise.
+    The fault goes to all ranks, so that all of them raise.
     """
     world = dist.get_world_size(group)
     if counts.ndim != 1 or counts.shape[0] % world:
@@ -136,16 +141,23 @@ def _counted(x: Tensor, counts: Tensor, group: Any) -> Tensor:
             f"dispatch: counts has shape {tuple(counts.shape)}; it needs one number for each expert, a multiple of the "
             f"{world} ranks"
         )
-    missing = (x.shape[0] - counts.sum()).expand(world, 1)
-    return torch.cat([counts.to(torch.int64).view(world, -1), missing.to(torch.int64)], 1)
+    if counts.dtype.is_floating_point or counts.dtype.is_complex:
+        raise TypeError(f"dispatch: counts has dtype {counts.dtype}; use int32 or int64")
+    if counts.device != x.device:
+        raise ValueError(f"dispatch: x is on {x.device} and counts on {counts.device}; move them to one device")
+    counts = counts.to(torch.int64)
+    fault = torch.where((counts < 0).any(), _NEGATIVE, x.shape[0] - counts.sum())
+    return torch.cat([counts.view(world, -1), fault.expand(world, 1)], 1)
 
 
 def _check_faults(faults: list[int]) -> None:
-    if any(faults):
-        rank = next(rank for rank, fault in enumerate(faults) if fault)
-        raise ValueError(
-            f"dispatch: counts of rank {rank} sum to {-faults[rank]:+} rows more than x has; count each row once"
-        )
+    for rank, fault in enumerate(faults):
+        if fault == _NEGATIVE:
+            raise ValueError(f"dispatch: counts of rank {rank} have a negative number; count each row once")
+        if fault:
+            raise ValueError(
+                f"dispatch: counts of rank {rank} sum to {-fault:+} rows more than x has; count each row once"
+            )
 
 
 def _by_collective(theirs: Tensor, sent: list[int], received: list[int], rows: int, group: Any) -> Routing:
@@ -160,29 +172,34 @@ def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
     """All ranks know all counts, on their devices."""
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"dispatch: capacity is {capacity!r}; give a number of rows, or None for any number")
-    if x.shape[0] > capacity:
-        raise ValueError(
-            f"dispatch: x has {x.shape[0]} rows, and capacity is {capacity}; a rank sends no more than that"
-        )
+    tokens, width = x.shape
+    if tokens > capacity:
+        raise ValueError(f"dispatch: x has {tokens} rows, and capacity is {capacity}; a rank sends no more than that")
     mine = _counted(x, counts, group)
     functional, world = torch.ops._c10d_functional, mine.shape[0]
+    mine = torch.cat([mine, *(mine.new_full((world, 1), size) for size in (capacity, width))], 1)
     gathered = functional.wait_tensor(functional.all_gather_into_tensor(mine, world, group.group_name))
     gathered = gathered.view(world, *mine.shape)
-    by_rank, missing = gathered[..., :-1].flatten(1), gathered[:, 0, -1]
-    fault = not_shared(group)
-    if fault is None:
-        pulls = ByPulls(torch.cat([by_rank, missing[:, None]], 1), x.shape[0], capacity, group)
+    by_rank, faults, sizes = gathered[..., :-3], gathered[:, 0, -3], gathered[:, 0, -2:]
+    why_not = not_shared(group) if x.is_cuda else f"x is on {x.device}"
+    if why_not is None:
+        faults = faults.abs() + (sizes != mine[0, -2:]).sum(1)
+        pulls = ByPulls(by_rank.flatten(1), faults, tokens, capacity, group)
         return Routing(pulls.offsets, pulls)
-    _LOG.debug("dispatch: the host waits for the counts: %s", fault)
-    between = gathered[..., :-1].sum(2)  # rows of each rank for each rank
-    *rows, faults = torch.cat([between, missing[None]]).tolist()  # the host waits here
-    _check_faults(faults)
+    if graph_capture.capturing():
+        raise RuntimeError(f"dispatch: a CUDA graph cannot capture it, for the host has to wait: {why_not}")
+    _LOG.debug("dispatch: the host waits for the counts: %s", why_not)
+    # The host waits here, for the rows of each rank for each rank, and for each rank's fault and sizes.
+    *rows, faults_, capacities, widths = torch.cat([by_rank.sum(2), faults[None], sizes.T]).tolist()
+    if len({*zip(capacities, widths, strict=True)}) > 1:
+        raise ValueError(f"dispatch: ranks have capacity {capacities} and rows of width {widths}; use one of each")
+    _check_faults(faults_)
     received = [sum(to) for to in zip(*rows, strict=True)]
     if max(received) > capacity:
         rank = received.index(max(received))
         raise ValueError(f"dispatch: rank {rank} would receive {received[rank]} rows, and capacity is {capacity}")
     rank = dist.get_rank(group)
-    return _by_collective(gathered[:, rank, :-1], rows[rank], [row[rank] for row in rows], capacity, group)
+    return _by_collective(by_rank[:, rank], rows[rank], [row[rank] for row in rows], capacity, group)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8fn.arguments import checked
@@ -154,6 +155,7 @@ def update_scales(model: nn.Module) -> None:
         >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)  # after `fully_shard(model)`
         >>> hook = optimizer.register_step_post_hook(lambda *_: fp8fn.distributed.update_scales(model))
     """
+    _reshard(model)
     groups: dict[dist.ProcessGroup, list[_Placed]] = {}
     for weight in _sharded(model):
         groups.setdefault(weight.group, []).append(weight)
@@ -341,6 +343,15 @@ def _placed(module: nn.Module, name: str, parameter: DTensor, master: MasterWeig
     if found is None or not found.is_of(master):
         found = known[name] = _Placed(parameter, master)
     return found
+
+
+def _reshard(model: nn.Module) -> None:
+    """Gives back what FSDP still holds gathered, such as a root's own weights after a forward without a backward."""
+    wrapped = ((module, name) for module in model.modules() for name in _WRAPPED.get(module, ()))
+    if any(not isinstance(module._parameters.get(name), DTensor) for module, name in wrapped):
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _sharded(model: nn.Module) -> Iterator[_Placed]:

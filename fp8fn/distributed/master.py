@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -35,6 +36,11 @@ class GatherForm(NamedTuple):
     scale: str
 
 
+def capturing() -> bool:
+    """Whether the current stream is captured into a CUDA graph. PyTorch for CPUs has no such function."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 class Written:
     """When the bytes and scales of an `update_scales` are written on their GPU: streams that read them wait for it.
 
@@ -45,12 +51,12 @@ class Written:
     def __init__(self, device: torch.device) -> None:
         self._device, self._waiting = device, set[int]()
         self._event: torch.cuda.Event | None = None
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if device.type == "cuda" and not capturing():
             self._event = torch.cuda.current_stream(device).record_event()
 
     def wait(self) -> None:
         """Has the current stream wait. None can wait across the begin of a CUDA graph's capture, or its end."""
-        if self._event is None or torch.cuda.is_current_stream_capturing():
+        if self._event is None or capturing():
             return
         stream = torch.cuda.current_stream(self._device)
         if stream.cuda_stream not in self._waiting:
@@ -67,7 +73,8 @@ class ShardBytes:
         dtype: The FP8 type of the bytes.
         scale: The scales of the whole weight.
         written: When the bytes and the scales are there.
-        graph_of: The shard whose gather a CUDA graph has captured: only it writes here, and in no other place.
+        graph_of: The shard that a CUDA graph gathers from here, or writes here: it writes in no other place, and no
+            other shard is one of these bytes.
     """
 
     data: Tensor
@@ -229,7 +236,9 @@ class MasterWeight(Tensor):
     def is_current(self) -> bool:
         """Whether the FP8 bytes are those of the values."""
         fp8 = self._shard.fp8
-        return self._shard.mark == self._mark() and fp8 is not None and fp8.graph_of in (None, self._shard)
+        if fp8 is None or fp8.scale is None or fp8.graph_of not in (None, self._shard):
+            return False
+        return self._shard.mark == self._mark()
 
     def keep(self, data: Tensor, dtype: torch.dtype) -> None:
         """Keeps the FP8 bytes of the values; `settle` follows."""
@@ -244,9 +253,13 @@ class MasterWeight(Tensor):
         return None if fp8 is None else fp8.scale
 
     def _in_graph(self) -> ShardBytes | None:
-        """The FP8 bytes, if a CUDA graph gathers them."""
+        """The FP8 bytes, if a CUDA graph reads or writes them where they are."""
         fp8 = self._shard.fp8
-        return fp8 if fp8 is not None and fp8.graph_of is self._shard else None
+        if fp8 is None:
+            return None
+        if fp8.graph_of is None and fp8.scale is not None and capturing():
+            fp8.graph_of = self._shard
+        return fp8 if fp8.graph_of is self._shard else None
 
     def settle(self, scale: Tensor, written: Written) -> None:
         """Keeps the scales of the whole weight: the bytes are those of the values now."""
@@ -272,7 +285,7 @@ class MasterWeight(Tensor):
         assert fp8.scale is not None
         assert fp8.written is not None
         fp8.written.wait()
-        if torch.cuda.is_current_stream_capturing():
+        if capturing():
             fp8.graph_of = shard
         data, scale = (part.to(self.device, non_blocking=True) for part in (fp8.data, fp8.scale))
         return (data,), Gathered(size, scale, form.block, fp8.dtype)
@@ -320,10 +333,17 @@ def _carry(master: Any, source: Any) -> None:
     if not isinstance(master, MasterWeight) or not isinstance(source, MasterWeight):
         return
     shard, old = master._shard, source._shard
-    if shard.origin is old and master.shape == source.shape and source.is_current:
+    if shard.origin is not old:
+        return
+    shard.origin = None
+    if old.fp8 is not None and old.fp8.graph_of is old:
+        warnings.warn(
+            f"{master._form.name} was loaded into new memory, as FSDP pads its shard; a CUDA graph that was captured "
+            "before reads and writes the old one: capture the step again",
+            stacklevel=2,
+        )
+    elif master.shape == source.shape and source.is_current:
         shard.fp8, shard.mark = old.fp8, master._mark()
-        if shard.fp8 is not None and shard.fp8.graph_of is old:
-            shard.fp8.graph_of = shard
 
 
 def _same(master: MasterWeight) -> Shard:

@@ -85,6 +85,12 @@ def _errors(rank: int) -> None:
     _, routing = dispatch(same, torch.tensor([4, 0, 0, 0]))
     with pytest.raises(ValueError, match="combine: y has 1 rows, and dispatch returned"):
         combine(torch.zeros(1, N), routing)
+    with pytest.raises(TypeError, match="combine: y has dtype"):
+        combine(torch.zeros(routing.exchange.rows, N).to(torch.float8_e4m3fn), routing)
+    with pytest.raises(ValueError, match=r"combine: y has shape \(\d+, 2, 128\)"):
+        combine(torch.zeros(routing.exchange.rows, 2, N), routing)
+    with pytest.raises(TypeError, match=r"counts has dtype torch\.float32"):
+        dispatch(same, torch.tensor([4.0, 0, 0, 0]))
     with pytest.raises(ValueError, match="counts of rank 1 sum to"):  # on all ranks
         dispatch(same, torch.tensor([4, 0, 0, rank]))
     with pytest.raises(ValueError, match="a multiple of the 2 ranks"):
@@ -98,16 +104,20 @@ def _wrong_counts(rank: int, pulled: bool) -> None:
     same = torch.randn(4, K)
     for counts, message in (
         ([4, 0, 0, rank], "counts of rank 1 sum to"),
+        ([5, 0, 0, -1], "counts of rank 0 have a negative number"),
         ([0, 4, 0, 0], "rank 0 would receive 8 rows, and capacity is 6"),
+        ([0, 2, 2, 0], r"ranks have capacity \[6, 7\] and rows of width"),
     ):
+        capacity = 6 + rank * ("width" in message)
         if not pulled:
             with pytest.raises(ValueError, match=message):
-                dispatch(same, torch.tensor(counts), capacity=6)
+                dispatch(same, torch.tensor(counts), capacity=capacity)
             continue
-        rows, routing = dispatch(same, torch.tensor(counts), capacity=6)
+        rows, routing = dispatch(same, torch.tensor(counts), capacity=capacity)
+        rows = rows[:6]
         assert rows.shape == (6, K)
         assert rows.isnan().all()
-        assert combine(torch.zeros(6, N), routing).isnan().all()
+        assert combine(torch.zeros(capacity, N), routing).isnan().all()
     rows, routing = dispatch(same, torch.tensor([0, 3, 0, 1]), capacity=6)
     assert rows[:6].isfinite().all()  # and later calls are right
 

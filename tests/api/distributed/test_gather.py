@@ -263,7 +263,7 @@ def _written_in_place() -> None:
         gather_fp8(model)
         _sharded(model, {})
         update_scales(model)
-        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=captured):
+        with mock.patch.object(fp8fn.distributed.master, "capturing", return_value=captured):
             model(x)
         model.reshard()  # type: ignore[operator]
         masters = [block.up.weight.to_local() for block in model.children()]  # type: ignore[attr-defined]
@@ -281,6 +281,59 @@ def _written_in_place() -> None:
 
 def _places(master: Any) -> tuple[int, int]:
     return master._shard.fp8.data.data_ptr(), master._shard.fp8.scale.data_ptr()
+
+
+def _captured_update() -> None:
+    """A graph that has `update_scales` without a gather writes what is gathered outside."""
+    model = _model(304)
+    gather_fp8(model)
+    _sharded(model, {})
+    update_scales(model)
+    master = model[0].up.weight.to_local()  # type: ignore[union-attr, operator]
+    place = _places(master)
+    for captured in (True, False):
+        with mock.patch.object(fp8fn.distributed.master, "capturing", return_value=captured):
+            update_scales(model)
+        assert _places(master) == place
+
+
+def _evaluated() -> None:
+    """After a forward without a backward FSDP holds the root's own weights: they are quantized anew all the same."""
+    model = nn.Sequential(*_model(304), nn.Linear(256, 256, bias=False))
+    gather_fp8(model)
+    for block in model[:2]:
+        fully_shard(block)
+    fully_shard(model)
+    parameters = list(model.parameters())
+    update_scales(model)
+    with torch.no_grad():
+        model(_tokens(0, 0))
+        assert isinstance(model[2].weight, FP8Weight)
+        for parameter in parameters:
+            parameter.mul_(2)
+    update_scales(model)
+    masters = [parameter.to_local() for parameter in parameters if parameter.ndim == 2]  # type: ignore[attr-defined]
+    assert len(masters) == 5
+    assert all(master.is_current for master in masters)
+
+
+def _loaded_after_a_capture() -> None:
+    """FSDP pads a ragged shard into new memory, which no graph knows."""
+    for rows in (304, 309):
+        model = _model(rows)
+        gather_fp8(model)
+        _sharded(model, {})
+        update_scales(model)
+        with mock.patch.object(fp8fn.distributed.master, "capturing", return_value=True):
+            model(_tokens(0, 0))
+        model.reshard()  # type: ignore[operator]
+        with warnings.catch_warnings(record=True) as shown:
+            warnings.simplefilter("always")
+            model.load_state_dict(model.state_dict())
+        moved = any("capture the step again" in str(each.message) for each in shown)
+        assert moved == (rows == 309 and dist.get_rank() == 1)
+        update_scales(model)
+        model(_tokens(0, 0))
 
 
 def _captured_steps() -> None:
@@ -606,6 +659,9 @@ def _run(rank: int, device: str, folder: str) -> None:
         _stale()
         _written()
         _written_in_place()
+        _captured_update()
+        _evaluated()
+        _loaded_after_a_capture()
         if device == "cuda":
             _captured_steps()
         _replaced((0, 1))

@@ -54,8 +54,8 @@ def _on_ranks(counts: Tensor, run: Callable[[int, ByPulls], Any], monkeypatch: p
 
     def of_rank(rank: int) -> Any:
         here.rank = rank
-        missing = (COUNTS - counts).sum(1, keepdim=True)
-        return run(rank, ByPulls(torch.cat([counts, missing], 1), int(COUNTS[rank].sum()), CAPACITY, "group"))
+        missing = (COUNTS - counts).sum(1)
+        return run(rank, ByPulls(counts, missing, int(COUNTS[rank].sum()), CAPACITY, "group"))
 
     with ThreadPoolExecutor(world) as pool:
         found = list(pool.map(of_rank, range(world)))
