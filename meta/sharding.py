@@ -13,7 +13,7 @@ the argument `block` gives, and each rank's part has to begin with a whole block
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from fp8fn.ops import mx_mm as mx_mm_op
@@ -217,10 +217,18 @@ mx_mm: Final = Rule(
     inputs={**_PRODUCT, "a_scale": "*mk/MX_A", "b_scale": "*kn/MX_B"},
     outputs=("*mn",), reduces="sum", added=("bias",),
 )  # fmt: skip
-mm_a16w8: Final = Rule(
+_A16W8: Final = Rule(
     inputs={"x": "*mk", "w": "*kn", "w_scale": "*kn/w_block", "bias": "n|*n|*_n"},
     outputs=("*mn",), reduces="sum", added=("bias",),
 )  # fmt: skip
+
+
+def mm_a16w8(arguments: Mapping[str, Any]) -> Rule:
+    """Activations that are quantized with one scale for a whole row need the row."""
+    whole = arguments.get("activations") == "fp8" and arguments["w_block"][0] == WHOLE
+    return replace(_A16W8, uncut="k") if whole else _A16W8
+
+
 grouped_mm_a16w8: Final = Rule(
     inputs={"x": "mk", "w": "ekn", "w_scale": "ekn/w_block", "bias": "en"},
     outputs=("mn",), reduces="sum", added=("bias",), uncut="me",

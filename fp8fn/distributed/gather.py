@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from fp8fn.arguments import checked
-from fp8fn.distributed.master import GatherForm, MasterWeight, Written
+from fp8fn.distributed.master import GatherForm, MasterWeight, Written, version_of
 from fp8fn.meta.call_site import CallSite
 from fp8fn.ops.cuda.runtime.call_cache import Geometry, geometry
 from fp8fn.ops.formats import scale_dtype
@@ -207,7 +207,7 @@ class _Placed:
         form, mesh = master._form, parameter.device_mesh
         self.form, self.device, self.replaced = form, torch.device(mesh.device_type), replaced
         self._master, self._held = ref(master), master if replaced else None
-        (size, shards, dim, self.group, rank) = _shard_of(parameter)
+        (size, shards, dim, self.group, rank) = _shard_of(parameter, form)
         step = -(-size[dim] // shards)
         edge = block_by_dimension(len(size), form.block)[dim]
         self.by_amax = (shards > 1 and (edge == WHOLE or step % edge != 0)) or scale_dtype(form.scale) != torch.float32
@@ -322,7 +322,7 @@ def _cuts(size: int, start: int, block: int) -> list[tuple[slice, slice]]:
     return found
 
 
-def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGroup, int]:
+def _shard_of(parameter: DTensor, form: GatherForm) -> tuple[list[int], int, int, dist.ProcessGroup, int]:
     """The shape that FSDP shards, the number of shards, the dimension that is cut, and the group and rank."""
     mesh, size = parameter.device_mesh, list(parameter.shape)
     cuts: list[tuple[int, Any]] = [
@@ -332,7 +332,14 @@ def _shard_of(parameter: DTensor) -> tuple[list[int], int, int, dist.ProcessGrou
         return size, 1, 0, mesh.get_group(0), 0
     (axis, cut), *inner = cuts  # FSDP's dimensions come first: replicas, then shards; then those of tensor parallelism
     for other, placement in inner:
-        step = -(-size[placement.dim] // mesh.size(other))
+        whole, edge = size[placement.dim], block_by_dimension(len(size), form.block)[placement.dim]
+        step = -(-whole // mesh.size(other))
+        if step < whole and (edge == WHOLE or step % edge):
+            raise ValueError(
+                f"update_scales: {form.name} {tuple(parameter.shape)} is cut by tensor parallelism along dimension "
+                f"{placement.dim}, {step} to a rank, within a block of {form.block}; cut it at whole blocks, or leave "
+                "it out by gather_fp8(where=)"
+            )
         size[placement.dim] = max(0, min(step, size[placement.dim] - mesh.get_local_rank(other) * step))
     return size, mesh.size(axis), cut.dim, mesh.get_group(axis), mesh.get_local_rank(axis)
 
@@ -342,6 +349,7 @@ def _placed(module: nn.Module, name: str, parameter: DTensor, master: MasterWeig
     found = known.get(name)
     if found is None or not found.is_of(master):
         found = known[name] = _Placed(parameter, master)
+    master._shard.outer = version_of(parameter)
     return found
 
 

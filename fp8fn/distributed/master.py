@@ -93,12 +93,15 @@ class Shard:
         mark: The writes and the inner tensor's version at the time of `update_scales`; None before.
         fp8: The shard in FP8.
         origin: The shard from which this memory was allocated.
+        outer: The version of the parameter at the time of `update_scales`: an optimizer's step that Inductor has
+            compiled writes the memory, and moves no other version than that.
     """
 
     writes: int = 0
     mark: tuple[int, int] | None = None
     fp8: ShardBytes | None = None
     origin: Shard | None = None
+    outer: int | None = None
 
 
 class Gathered(NamedTuple):
@@ -145,6 +148,11 @@ def _masters(value: Any) -> list[MasterWeight]:
     return []
 
 
+def version_of(x: Tensor) -> int:
+    """The number of PyTorch's own count of writes; tensors of inference mode have none."""
+    return 0 if x.is_inference() else x._version
+
+
 class _PreAllGather:
     """A master's `fsdp_pre_all_gather`: FSDP2 reads its signature at each gather, and a bound method's takes longer."""
 
@@ -157,6 +165,11 @@ class _PreAllGather:
     def __call__(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Gathered]:
+        shard = self._master._shard
+        for parameter in module._parameters.values():
+            own = getattr(local_of(parameter), "_shard", None) is shard
+            if own and shard.outer not in (None, version_of(parameter)):
+                shard.writes += 1
         return self._master.gathered(outer_size)
 
 
@@ -310,7 +323,7 @@ class MasterWeight(Tensor):
         return weight_of(data, metadata.scale, form), outputs
 
     def _mark(self) -> tuple[int, int]:
-        return self._shard.writes, 0 if self._tensor.is_inference() else self._tensor._version
+        return self._shard.writes, version_of(self._tensor)
 
 
 @cache

@@ -40,6 +40,8 @@ def before_gather(shard: FP8Weight, mesh: Any, size: torch.Size) -> tuple[tuple[
     dtypes = (shard._data.dtype, shard._scale.dtype)
     if block == WHOLE:
         return (_padded(data, rows),), Gathered(size, shard._form, dtypes, shard._scale)
+    if mesh.size() == 1:  # where FSDP copies the first input alone
+        return (_padded(data, rows),), Gathered(size, shard._form, dtypes, shard._scale)
     # A column of scales is contiguous with any stride along the other axis, and no bytes are viewed along that.
     scale = bytes_of(shard._scale).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if size[0] % mesh.size() == 0 and rows % block == 0:

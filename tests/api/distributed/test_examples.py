@@ -28,7 +28,7 @@ def _torchrun(module: str, *args: str, ranks: int = 2) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("fsdp2", 2), ("fsdp2_tp", 4), ("ep", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [("fsdp2", 2), ("fsdp2_tp", 4), ("ep", 2), ("ep_transformers", 2)])
 def test_an_example_learns(name: str, ranks: int) -> None:
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", _torchrun(f"fp8fn.examples.{name}", ranks=ranks))]
     assert len(losses) == 5
@@ -48,7 +48,7 @@ def test_the_benchmark_of_several_gpus(tmp_path: Path) -> None:
     _torchrun("fp8fn.bench.scale_out", *small, "--no-compile", "--kinds", *kinds, "--json", str(out))
     results = json.loads(out.read_text())["results"]
     assert [row["megabytes"] for row in results["gathers"]] == [16, 64, 128, 256]
-    for kind, variants in (("fsdp", 4), ("fsdp-tp", 3), ("experts", 2)):
+    for kind, variants in (("fsdp", 4), ("fsdp-tp", 3), ("experts", 4)):
         rows = [row for row in results["rows"] if row["kind"] == kind]
         assert len(rows) == variants
         measured = [row["losses"] for row in rows if "skipped" not in row]

@@ -255,6 +255,28 @@ def _written() -> None:
             model(x)
 
 
+def _written_by_inductor() -> None:
+    """A compiled step of an optimizer writes below all wrappers."""
+    model, x = _model(512), _tokens(0, 0)
+    gather_fp8(model)
+    _sharded(model, {})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = torch.compile(optimizer.step)
+    update_scales(model)
+    for _ in range(2):
+        _loss(model, x).backward()
+        before = model[0].up.weight.full_tensor() + 0
+        step()
+        assert not torch.equal(model[0].up.weight.full_tensor() + 0, before)
+        with pytest.raises(RuntimeError, match=r"0\.up\.weight changed since the last update_scales"):
+            model(x)
+        model.reshard()  # type: ignore[operator]
+        optimizer.zero_grad()
+        update_scales(model)
+        model(x)
+        model.reshard()  # type: ignore[operator]
+
+
 def _written_in_place() -> None:
     """A CUDA graph gathers the bytes where they were: new ones come there, and a copy's bytes are not overwritten."""
     x, outputs = _tokens(0, 0), []
@@ -658,6 +680,7 @@ def _run(rank: int, device: str, folder: str) -> None:
             _same_experts(name)
         _stale()
         _written()
+        _written_by_inductor()
         _written_in_place()
         _captured_update()
         _evaluated()

@@ -35,6 +35,23 @@ def _model(rows: int, block: Block = (128, 128), seed: int = 0) -> nn.Sequential
     return made
 
 
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize(
+    ("rows", "block"), [(256, (128, 128)), (304, (128, 128)), (300, (1, 128)), (300, (1, -1)), (300, (-1, -1))], ids=str
+)
+def test_fsdp_of_one_rank(rows: int, block: Block, tmp_path: Path) -> None:
+    """FSDP copies one tensor of each weight there."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        layer, x = nn.Linear(256, rows, bias=False), torch.randn(3, 256)
+        layer.weight = nn.Parameter(make(rows, 256, block=block), requires_grad=False)
+        dense = values(layer.weight)
+        fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        assert snr(layer(x), x @ dense.T) > 100
+    finally:
+        dist.destroy_process_group()
+
+
 def _dense(model: nn.Sequential) -> nn.Sequential:
     made = copy.deepcopy(model)
     for layer in (made[0], made[2]):
