@@ -60,6 +60,11 @@ def _has_gpus(group: Any) -> bool:
     return "nccl" in str(dist.get_backend_config(group))
 
 
+def _captures(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return graph_capture.capturing()
+
+
 class SharedBuffer:
     """Bytes on each rank of a group that all of its ranks read. All of them make one of the same size at once.
 
@@ -71,7 +76,7 @@ class SharedBuffer:
 
     def __init__(self, nbytes: int, group: Any, device: torch.device) -> None:
         self._handle: Any = None
-        self._stream: torch.cuda.Stream | None = None
+        self._last: dict[bool, torch.cuda.Stream] = {}  # of eager calls, and of captured ones
         with torch.inference_mode(False):  # tensors of that mode could not be written outside of it
             if group.size() == 1:
                 self.bytes = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -89,18 +94,15 @@ class SharedBuffer:
     def claim(self) -> None:
         """Orders what follows on the current stream behind what another stream did with the bytes.
 
-        Both streams are captured, or none: no stream waits across the begin of a capture, or its end.
+        No stream waits across the begin of a capture, or its end.
         """
         if not self.bytes.is_cuda:
             return
-        stream, last = torch.cuda.current_stream(self.bytes.device), self._stream
-        if last is not None and last != stream:
-            captured = graph_capture.capturing()
-            with torch.cuda.stream(last):
-                both = graph_capture.capturing() == captured
-            if both:
-                stream.wait_stream(last)
-        self._stream = stream
+        stream, captured = torch.cuda.current_stream(self.bytes.device), graph_capture.capturing()
+        last = self._last.get(captured)
+        if last is not None and last != stream and (not captured or _captures(last)):
+            stream.wait_stream(last)
+        self._last[captured] = stream
 
     def wait(self) -> None:
         """The current stream waits for all ranks' streams to come here, and sees what they have written."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -217,10 +218,7 @@ def _wire() -> None:
             if kind == "torch" and length % dist.get_world_size() != 0:
                 continue  # PyTorch 2.11's own products fail there: they view what is not contiguous
             torch.manual_seed(0)
-            model, mesh = (
-                FeedForward().bfloat16(),
-                mesh_of(),
-            )
+            model, mesh = FeedForward().bfloat16(), mesh_of()
             plan: dict[str, Any] = {
                 "": styles.PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),
                 "w1": styles.ColwiseParallel(),
@@ -234,7 +232,10 @@ def _wire() -> None:
             gathered[kind] = wire.gathered
             assert snr(out.full_tensor(), y) > 45
             _same(reference, model, 60)
-        assert 0 < gathered["fp8fn"] < 0.55 * gathered.get("torch", 8 * x.numel())
+        world = dist.get_world_size()
+        in_16_bits = 2 * 2 * (x.numel() // length) * -(-length // world) * world  # of the input and of the gradient
+        assert gathered.get("torch", in_16_bits) == in_16_bits
+        assert 0 < gathered["fp8fn"] < 0.55 * in_16_bits
 
 
 def _two_dimensions(replicas: int, *, fp8_wire: str = "", compiled: str = "") -> None:
@@ -271,6 +272,21 @@ def _two_dimensions(replicas: int, *, fp8_wire: str = "", compiled: str = "") ->
                 parameter.mul_(2)
         update_scales(model)
         assert abs(_loss(model(tokens), targets) - _loss(reference(tokens), targets)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("style", "method"),
+    [
+        ("ColwiseParallel", "_prepare_input_fn"), ("RowwiseParallel", "_prepare_output_fn"),
+        ("PrepareModuleInput", "_prepare_input_arg"),
+    ],
+)  # fmt: skip
+def test_a_pytorch_without_a_method_that_the_styles_replace(
+    style: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(getattr(torch_styles, style), method)
+    with pytest.raises(ImportError, match=f"fp8fn.distributed needs {style}.{method}, which torch .* lacks"):
+        runpy.run_path(fp8_styles.parallel.__file__)
 
 
 def _gathered_within_a_block() -> None:

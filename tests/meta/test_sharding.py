@@ -109,6 +109,45 @@ def test_samples(ranks: Ranks, name: str, label: str) -> None:
                 assert_equal(one, other, least)
 
 
+PRODUCTS = ("scaled_mm", "mx_mm", "mm_a16w8", "grouped_mm_a16w8", "moe_gemm", "scaled_grouped_mm")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_products_whose_sums_are_exact_have_the_same_bits(ranks: Ranks, name: str) -> None:
+    """Small integers and scales near 1, so that an order of sums changes nothing: each tensor, each axis."""
+    op = getattr(ops, name)
+    for sample in SAMPLES[name]():
+        if "unwritten" in sample.label:
+            continue
+        parameters = op.default._schema.arguments
+        args = [_small(value, parameter.name) for value, parameter in zip(sample.args, parameters, strict=False)]
+        kwargs = {**sample.kwargs}
+        if "out_dtype" in {parameter.name for parameter in parameters[len(args) :]}:
+            kwargs["out_dtype"] = torch.float32
+        expected = op(*args, **kwargs)
+        with ranks.mode:
+            for i, x in enumerate(sample.tensors):
+                for dim in range(x.ndim if x.dtype != torch.float8_e8m0fnu else 0):  # PyTorch pads no e8m0
+                    assert_equal(op(*placed(args, ranks.mesh, i, Shard(dim)), **kwargs), expected)
+
+
+def _small(value: Any, name: str) -> Any:
+    """A tensor of numbers as small in the place of an op's argument, with its strides; offsets and ids as they are."""
+    if not isinstance(value, Tensor) or not value.dtype.is_floating_point:
+        return value
+    generator = torch.Generator().manual_seed(value.numel())
+    if "scale" in name or value.dtype == torch.float8_e8m0fnu:
+        numbers = 2.0 ** torch.randint(-1, 2, value.shape, generator=generator)
+    else:
+        numbers = torch.randint(-2, 3, value.shape, generator=generator).float()
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    if value.element_size() == 1:
+        made.view(torch.uint8).copy_(numbers.to(value.dtype).view(torch.uint8))
+        return made
+    return made.copy_(numbers)
+
+
 def test_the_block_is_in_the_key_of_the_cache(ranks: Ranks) -> None:
     """A rule for one block would cut the next one in two."""
     x = torch.randn(128, 256)

@@ -86,18 +86,33 @@ def test_a_step_of_fsdp2(world: int, rank: int, monkeypatch: pytest.MonkeyPatch)
             model(torch.zeros(2, k))
 
 
-@pytest.mark.parametrize(("world", "rank"), [(8, 0), (8, 7), (1024, 0), (1024, 1023)])
+@pytest.mark.parametrize(("world", "rank"), [(8, 0), (1000, 999)])
+def test_a_step_of_fsdp2_in_bf16_gathers_two_bytes_an_element(world: int, rank: int) -> None:
+    n, k = 1002, 256
+    with a_rank_of(world, rank):
+        model = nn.Sequential(nn.Linear(k, n, bias=False)).bfloat16()
+        fully_shard(model[0])
+        fully_shard(model)
+        with Collectives() as step:
+            model(torch.zeros(2, k, dtype=torch.bfloat16)).sum().backward()
+        assert step.of("allgather") == [2 * world * -(-n // world) * k] * 2
+
+
+@pytest.mark.parametrize(("world", "rank"), FIRST_AND_LAST)
 def test_a_step_of_sequence_parallelism(world: int, rank: int) -> None:
     """Two gathers of a sequence of one token a rank, of the input and of the output's gradient, a byte an element."""
     with a_rank_of(world, rank), torch.device("cpu"):
         mesh, k = init_device_mesh("cpu", (world,)), 128
-        model = nn.Sequential(nn.Linear(k, 128 * world, bias=False), nn.Linear(128 * world, k, bias=False)).bfloat16()
+        with torch.device("meta"):
+            layers = nn.Linear(k, 128 * world, bias=False), nn.Linear(128 * world, k, bias=False)
+        model = nn.Sequential(*layers).bfloat16()
         plan = {
             "": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
             "0": ColwiseParallel(),
             "1": RowwiseParallel(output_layouts=Shard(0)),
         }
         parallelize_module(model, mesh, plan)
+        model.to_empty(device="cpu")
         assert model[0].weight.to_local().shape == (128, k)  # type: ignore[operator]
         x = torch.zeros(1, k, dtype=torch.bfloat16, requires_grad=True)
         with Collectives() as step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("triton")
 
 from fp8fn.distributed import exchange
 from fp8fn.distributed.exchange import ByPulls
-from fp8fn.ops import reference, targets
+from fp8fn.ops import reference, symmetric_memory, targets
 from fp8fn.ops.targets import SM90
 from fp8fn.ops.triton.launch import TritonLaunch
 from fp8fn.ops.triton.pull_rows import Places, Source, plan_pull_rows
@@ -61,6 +62,37 @@ def _on_ranks(counts: Tensor, run: Callable[[int, ByPulls], Any], monkeypatch: p
         found = list(pool.map(of_rank, range(world)))
     assert len({buffer.waits for buffer in buffers}) == 1
     return found
+
+
+class _Stream:
+    def __init__(self, *, captured: bool = False) -> None:
+        self.waits: list[_Stream] = []
+        self.captured = captured
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.waits.append(other)
+
+
+def test_streams_that_share_a_buffer_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager ones, and those of one capture, but none across the begin of a capture or its end."""
+    buffer = symmetric_memory.SharedBuffer(16, SimpleNamespace(size=lambda: 1), torch.device("cpu"))
+    buffer.bytes = SimpleNamespace(is_cuda=True, device="cuda")  # type: ignore[assignment]
+    monkeypatch.setattr(symmetric_memory, "_captures", lambda stream: stream.captured)
+    eager, other = _Stream(), _Stream()
+    first, second = _Stream(captured=True), _Stream(captured=True)
+
+    def claimed(stream: _Stream) -> None:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+        monkeypatch.setattr(symmetric_memory.graph_capture, "capturing", lambda: stream.captured)
+        buffer.claim()
+
+    for stream in (eager, first, second, other):
+        claimed(stream)
+    assert (eager.waits, first.waits, second.waits, other.waits) == ([], [], [first], [eager])
+    second.captured = False  # its capture has ended
+    later = _Stream(captured=True)
+    claimed(later)
+    assert later.waits == []
 
 
 def _rows(rank: int, k: int, dtype: torch.dtype) -> Tensor:

@@ -49,6 +49,8 @@ def _pipeline(schedule: str, places: Callable[[int, int], list[int]], *, compile
     """The losses and the gradients of each stage have the bits of one process."""
     from torch.distributed import pipelining
 
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     x, target = torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(1))
     mine = places(dist.get_rank(), RANKS)
     count = RANKS * len(mine)
@@ -72,6 +74,7 @@ def _pipeline(schedule: str, places: Callable[[int, int], list[int]], *, compile
     given: dict[str, Any] = {"target": target, "losses": losses} if count - 1 in mine else {}
     runs = made(stages[0] if len(mine) == 1 else stages, n_microbatches=MICRO_BATCHES, loss_fn=_loss)
     runs.step(*((x,) if 0 in mine else ()), **given)
+    assert (torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0) == compiled
     if given:
         assert torch.equal(torch.stack(losses), torch.stack(expected))
     for place in mine:
