@@ -147,7 +147,7 @@ class ByPulls:
         from fp8fn.ops.triton.pull_rows import Places
 
         inside = inside & (self._absent == 0)
-        return Places(torch.where(inside, rank, -1).to(torch.int32), row, self._absent)
+        return Places(rank=torch.where(inside, rank, -1).to(torch.int32), row=row, absent=self._absent)
 
     def to_experts(self, x: Tensor) -> Tensor:
         k = x.shape[1]
@@ -173,7 +173,8 @@ class ByPulls:
 
         buffer.wait()
         if out.numel():
-            plan_pull_rows(Source(buffer.addresses, dtype, scales_at), places, out, target_of(out.device)).run()
+            source = Source(addresses=buffer.addresses, dtype=dtype, scales_at=scales_at)
+            plan_pull_rows(source=source, places=places, out=out, target=target_of(out.device)).run()
         buffer.wait()  # nobody writes again before all have read
         return out
 

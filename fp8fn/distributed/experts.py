@@ -165,7 +165,8 @@ def _by_collective(theirs: Tensor, sent: list[int], received: list[int], rows: i
     expert = torch.arange(local, device=theirs.device).repeat(world)
     order = expert.repeat_interleave(theirs.flatten(), output_size=sum(received)).argsort(stable=True)
     offsets = theirs.sum(0).cumsum(0).to(torch.int32)
-    return Routing(offsets, ByCollective(tuple(sent), tuple(received), order, rows, group))
+    exchange = ByCollective(sent=tuple(sent), received=tuple(received), order=order, rows=rows, group=group)
+    return Routing(offsets=offsets, exchange=exchange)
 
 
 def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
@@ -184,8 +185,8 @@ def _within(x: Tensor, counts: Tensor, group: Any, capacity: int) -> Routing:
     why_not = not_shared(group) if x.is_cuda else f"x is on {x.device}"
     if why_not is None:
         faults = faults.abs() + (sizes != mine[0, -2:]).sum(1)
-        pulls = ByPulls(by_rank.flatten(1), faults, tokens, capacity, group)
-        return Routing(pulls.offsets, pulls)
+        pulls = ByPulls(counts=by_rank.flatten(1), faults=faults, tokens=tokens, capacity=capacity, group=group)
+        return Routing(offsets=pulls.offsets, exchange=pulls)
     if graph_capture.capturing():
         raise RuntimeError(f"dispatch: a CUDA graph cannot capture it, for the host has to wait: {why_not}")
     _LOG.debug("dispatch: the host waits for the counts: %s", why_not)

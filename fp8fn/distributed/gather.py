@@ -155,7 +155,6 @@ def update_scales(model: nn.Module) -> None:
         >>> optimizer = torch.optim.SGD(model.parameters(), 0.1)  # after `fully_shard(model)`
         >>> hook = optimizer.register_step_post_hook(lambda *_: fp8fn.distributed.update_scales(model))
     """
-    _reshard(model)
     groups: dict[dist.ProcessGroup, list[_Placed]] = {}
     for weight in _sharded(model):
         groups.setdefault(weight.group, []).append(weight)
@@ -353,19 +352,18 @@ def _placed(module: nn.Module, name: str, parameter: DTensor, master: MasterWeig
     return found
 
 
-def _reshard(model: nn.Module) -> None:
-    """Gives back what FSDP still holds gathered, such as a root's own weights after a forward without a backward."""
-    wrapped = ((module, name) for module in model.modules() for name in _WRAPPED.get(module, ()))
-    if any(not isinstance(module._parameters.get(name), DTensor) for module, name in wrapped):
-        for module in model.modules():
+def _sharded(model: nn.Module) -> Iterator[_Placed]:
+    """The shards of all weights, once each. FSDP gives back what it still holds gathered.
+
+    That is, for example, a root's own weights after a forward without a backward.
+    """
+    modules = [(module, _WRAPPED.get(module, {})) for module in model.modules()]
+    if any(not isinstance(module._parameters.get(name), DTensor) for module, forms in modules for name in forms):
+        for module, _ in modules:
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-
-def _sharded(model: nn.Module) -> Iterator[_Placed]:
     seen: set[int] = set()
-    for module in model.modules():
-        forms = _WRAPPED.get(module, {})
+    for module, forms in modules:
         for name, parameter in module._parameters.items():
             if not isinstance(parameter, DTensor) or id(parameter) in seen:
                 continue

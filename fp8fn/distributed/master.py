@@ -37,7 +37,7 @@ class GatherForm(NamedTuple):
 
 
 def capturing() -> bool:
-    """Whether the current stream is captured into a CUDA graph. PyTorch for CPUs has no such function."""
+    """Whether the current stream is captured into a graph, of HIP too, which `graph_capture.capturing` leaves out."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

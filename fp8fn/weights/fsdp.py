@@ -38,9 +38,7 @@ def before_gather(shard: FP8Weight, mesh: Any, size: torch.Size) -> tuple[tuple[
     data, block = bytes_of(shard._data), shard._form.block[0]
     rows = -(-size[0] // mesh.size())
     dtypes = (shard._data.dtype, shard._scale.dtype)
-    if block == WHOLE:
-        return (_padded(data, rows),), Gathered(size, shard._form, dtypes, shard._scale)
-    if mesh.size() == 1:  # where FSDP copies the first input alone
+    if block == WHOLE or mesh.size() == 1:  # of one rank FSDP copies the first input alone
         return (_padded(data, rows),), Gathered(size, shard._form, dtypes, shard._scale)
     # A column of scales is contiguous with any stride along the other axis, and no bytes are viewed along that.
     scale = bytes_of(shard._scale).clone(memory_format=torch.contiguous_format).view(torch.uint8)
