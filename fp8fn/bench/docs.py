@@ -74,6 +74,19 @@ def fsdp(run: dict[str, Any], kind: str = "fsdp") -> str:
     return "\n".join([*lines, "", f"{setting}; {found['ranks']} x {provenance(run)}"])
 
 
+def losses(run: dict[str, Any]) -> str:
+    """Losses of the last step, and the largest difference of any, beside those of one GPU on the same batches."""
+    found = run["results"]
+    several = f"{found['ranks']} GPUs"
+    lines = [f"| variant | last loss, {several} | one GPU | largest difference |", "|---|---|---|---|"]
+    for row in found["rows"]:
+        pairs = list(zip(row["losses"], row["losses_beside"], strict=True))
+        worst = max(abs(loss / other - 1) for loss, other in pairs)
+        lines.append(f"| {row['variant']} | {pairs[-1][0]:.4f} | {pairs[-1][1]:.4f} | {100 * worst:.2f} % |")
+    setting = f"{len(pairs)} steps of {found['arguments']['layers']} layers {found['arguments']['hidden']} wide"
+    return "\n".join([*lines, "", f"{setting}; {provenance(run)}"])
+
+
 def on_the_wire(run: dict[str, Any]) -> str:
     """Times of gathers and of sums of gradients in a profiled step, and the share that other kernels covered."""
     lines = [
@@ -194,6 +207,7 @@ PAGES: Final[Mapping[str, Sequence[Table]]] = {
         _committed("fsdp", fsdp),
         _committed("fsdp-one", fsdp),
         _committed("scale-out", fsdp),
+        _committed("scale-out-losses", losses),
         _committed("scale-out-wire", on_the_wire, "scale_out"),
         _committed("gathers", gathers, "scale_out"),
         _committed("scale-out-tp-wide", partial(fsdp, kind="fsdp-tp")),

@@ -23,6 +23,6 @@ def described(args: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str,
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "ranks": dist.get_world_size(),
-        "arguments": {key: value for key, value in vars(args).items() if key != "json"},
+        "arguments": {key: value for key, value in vars(args).items() if key not in ("json", "beside")},
         "rows": rows,
     }

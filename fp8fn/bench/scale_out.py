@@ -386,12 +386,14 @@ def main() -> None:
     parser.add_argument("--expert-capacity", type=float, default=1.5, help="times the rows that a rank sends")
     parser.add_argument("--kinds", nargs="+", choices=("fsdp", "fsdp-tp", "experts", "gathers"), default=["fsdp"])
     parser.add_argument("--replicas", type=int, default=0, help="one rank trains on the batches of so many ranks")
+    parser.add_argument("--beside", type=Path, help="JSON of a run on other ranks, whose losses the rows take over")
     parser.add_argument("--graph", action="store_true", help="each step as one CUDA graph, except of experts")
     parser.add_argument("--no-compile", dest="compile", action="store_false")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = ranks.join()
     found = ranks.described(args, [])
+    beside = _losses(args.beside)
     if "gathers" in args.kinds:
         found["gathers"] = gathers(device)
         _show(found["gathers"], found, args.json)
@@ -404,17 +406,24 @@ def main() -> None:
         except ImportError as error:
             row = {"kind": variant.kind, "variant": variant.name, "skipped": str(error)}
         _forget(device)
+        if (variant.kind, variant.name) in beside:
+            row["losses_beside"] = beside[variant.kind, variant.name]
         found["rows"].append(row)
         _show(row, found, args.json)
-    if (
-        device == "cuda" and not args.graph
-    ):  # last, for after its first profile CUDA takes the host longer for each launch
+    # Last, for after its first profile CUDA takes the host longer for each launch.
+    if device == "cuda" and not args.graph:
         for variant, row in zip(chosen, found["rows"], strict=True):
             if "skipped" not in row:
                 row["wire"] = profiled(variant, args)
                 _forget(device)
                 _show({"variant": variant.name, "busy_ms": row["wire"]["busy_ms"]}, found, args.json)
     dist.destroy_process_group()
+
+
+def _losses(path: Path | None) -> dict[tuple[str, str], list[float]]:
+    """The losses of an earlier run by kind and variant."""
+    rows = [] if path is None else record.read(path)["results"]["rows"]
+    return {(row["kind"], row["variant"]): row["losses"] for row in rows if "losses" in row}
 
 
 def _show(new: Any, found: dict[str, Any], path: Path | None) -> None:

@@ -37,15 +37,19 @@ def test_an_example_learns(name: str, ranks: int) -> None:
 
 @pytest.mark.slow
 def test_the_benchmark_of_several_gpus(tmp_path: Path) -> None:
-    """Each kind learns in two steps, by FP8 nearly as in bf16. Modules that are not compiled multiply in 16 bits."""
+    """Each kind learns in two steps, by FP8 nearly as in bf16, and FSDP2 as one rank on the batches of both.
+
+    Modules that are not compiled multiply in 16 bits.
+    """
     sizes = {
         "hidden": 1024, "ffn": 256, "layers": 1, "tokens": 64, "steps": 1, "warmup": 1, "expert-ffn": 256,
         "expert-layers": 1,
     }  # fmt: skip
-    small = [f"--{name}={size}" for name, size in sizes.items()]
+    small = ["--no-compile", *(f"--{name}={size}" for name, size in sizes.items())]
     kinds = ["fsdp", "fsdp-tp", "experts", "gathers"]
-    out = tmp_path / "out.json"
-    _torchrun("fp8fn.bench.scale_out", *small, "--no-compile", "--kinds", *kinds, "--json", str(out))
+    one, out = tmp_path / "one.json", tmp_path / "out.json"
+    _torchrun("fp8fn.bench.scale_out", *small, "--replicas=2", f"--json={one}", ranks=1)
+    _torchrun("fp8fn.bench.scale_out", *small, f"--beside={one}", f"--json={out}", "--kinds", *kinds)
     results = json.loads(out.read_text())["results"]
     assert [row["megabytes"] for row in results["gathers"]] == [16, 64, 128, 256]
     for kind, variants in (("fsdp", 4), ("fsdp-tp", 3), ("experts", 4)):
@@ -54,3 +58,7 @@ def test_the_benchmark_of_several_gpus(tmp_path: Path) -> None:
         measured = [row["losses"] for row in rows if "skipped" not in row]
         assert all(second < first for first, second in measured)
         assert measured[-1] == pytest.approx(measured[0], rel=5e-3)
+        beside = [(row["losses"], row["losses_beside"]) for row in rows if "losses_beside" in row]
+        assert len(beside) == (len(measured) if kind == "fsdp" else 0)
+        for losses, others in beside:
+            assert losses == pytest.approx(others, rel=1e-3)
