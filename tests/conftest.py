@@ -78,6 +78,7 @@ def _set_caches(config: pytest.Config) -> None:
         "TORCH_COMPILE_CACHE_KEY_TAG": secrets.token_hex(8),
         # More threads are processes, which each process that compiles starts: 4 s of a core, for kernels of GPUs only.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # a process of a test that crashes says where
     }
     for name, value in caches.items():
         os.environ.setdefault(name, value)

@@ -110,7 +110,8 @@ def test_the_list_of_results_is_whole() -> None:
 def test_runs_from_top_to_bottom(path: Path) -> None:
     notebook = executed(path)
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-    assert not [output.text for output in outputs if output.get("name") == "stderr"]
+    warned = [output.text for output in outputs if output.get("name") == "stderr"]
+    assert not [text for text in warned if "No CUDA runtime is found" not in text]  # a CUDA build of PyTorch says it
     within = 2.0 if path.stem in TRAINED else 0.5
     assert moved(texts(nbformat.read(path, as_version=4)), texts(notebook), within) == []
 
