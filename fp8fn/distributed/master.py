@@ -19,6 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fp8fn.meta.untraced import untraced
+from fp8fn.ops.cuda.runtime.graph_capture import capturing
 from fp8fn.ops.layout import Block
 from fp8fn.ops.sharded import local_of
 from fp8fn.weights.form import Form, block_by_dimension
@@ -34,11 +35,6 @@ class GatherForm(NamedTuple):
     block: Block
     dtype: torch.dtype | None
     scale: str
-
-
-def capturing() -> bool:
-    """Whether the current stream is captured into a graph, of HIP too, which `graph_capture.capturing` leaves out."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Written:

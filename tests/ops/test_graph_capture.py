@@ -61,6 +61,7 @@ class Launched:
 @pytest.fixture
 def graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[Graph]:
     found = Graph()
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(graph_capture, "capturing", lambda: True)
     monkeypatch.setattr(driver, "captured", found.place)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 77, raising=False)
@@ -75,6 +76,16 @@ def launch(graph: Graph, *settles: bool) -> Tensor:
     x = torch.empty(4)
     steps = tuple(Step(Launched(graph, each), (0, 1)) for each in settles)  # type: ignore[arg-type]
     return Call(steps, (geometry(x),), 1)(x)[0]
+
+
+def test_a_graph_of_hip_is_captured_and_its_places_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for captured in (True, False):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captured=captured: captured)
+        assert graph_capture.capturing() == captured
+        assert graph_capture.ahead(CPU) is None
+        assert not graph_capture.readable(torch.empty(4))
 
 
 def test_at_the_beginning_everything_may_be_read(graph: Graph) -> None:

@@ -37,8 +37,8 @@ _windows: Final[OrderedDict[Place, Window]] = OrderedDict()
 
 
 def capturing() -> bool:
-    """Whether the current stream is captured into a CUDA graph."""
-    return torch.version.cuda is not None and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream is captured into a graph, of CUDA or of HIP."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def readable(*tensors: Tensor) -> bool:
@@ -84,7 +84,7 @@ def _meet(one: range, other: range) -> bool:
 
 
 def _place(device: torch.device) -> Place | None:
-    if device.index != torch._C._cuda_getDevice():
+    if torch.version.cuda is None or device.index != torch._C._cuda_getDevice():  # the driver is CUDA's
         return None
     found = driver.captured(torch._C._cuda_getCurrentRawStream(device.index))
     return None if found is None else Place(*found)
