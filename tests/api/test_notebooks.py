@@ -118,14 +118,14 @@ def test_runs_from_top_to_bottom(path: Path) -> None:
 
 def moved(committed: list[str], found: list[str], within: float = 0.5) -> list[tuple[str, str]]:
     """Lines whose words differ, or whose numbers differ by more than a share of them."""
-    number = re.compile(r"\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+    number = re.compile(r"(?:(?<![\w.)])[-+])?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
     before, after = ([line for text in each for line in text.splitlines()] for each in (committed, found))
     if len(before) != len(after):
         return [(f"{len(before)} lines", f"{len(after)} lines")]
 
     def equal(old: str, new: str) -> bool:
         pairs = [*zip(map(float, number.findall(old)), map(float, number.findall(new)), strict=False)]
-        close = all(abs(a - b) <= within + within * min(a, b) for a, b in pairs)
+        close = all(abs(a - b) <= within + within * min(abs(a), abs(b)) for a, b in pairs)
         return close and number.sub("", old).split() == number.sub("", new).split()
 
     return [(old, new) for old, new in zip(before, after, strict=True) if not equal(old, new)]
@@ -135,6 +135,8 @@ def test_moved() -> None:
     assert moved(["SNR 25.7 dB\n2 of 3"], ["SNR 25.9 dB\n2 of 3"]) == []
     assert moved(["SNR 25.7 dB"], ["SNR 11.9 dB"]) == [("SNR 25.7 dB", "SNR 11.9 dB")]
     assert moved(["amax 45"], ["amax 81"], within=2.0) == []
+    assert moved(["loss +0.13%"], ["loss -0.21%"]) == []
+    assert moved(["loss +0.13%"], ["loss -0.51%"]) == [("loss +0.13%", "loss -0.51%")]
     assert moved(["a 1"], ["b 1"]) == [("a 1", "b 1")]
     assert moved(["a", "b"], ["a"]) == [("2 lines", "1 lines")]
 
