@@ -120,7 +120,10 @@ def _parser(benchmark: str, doc: str | None, suites: Mapping[str, Suite]) -> arg
     parser = options.parser_of(
         f"bench {benchmark}", doc, "--json run.json --plot run.png", f"--shape {shape} --peers torch", epilog=_EXIT
     )
-    parser.add_argument("--suite", choices=suites, default=default, help=f"what to measure (default: {default})")
+    parser.add_argument(
+        "--suite", choices=suites, default=default, metavar="SUITE",
+        help=f"what to measure: {', '.join(suites)} (default: {default})",
+    )  # fmt: skip
     parser.add_argument(
         "--shape", type=sizes, metavar=axes, action="append", help="a shape in place of the suite's; repeatable"
     )

@@ -142,6 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", type=options.positive, metavar="N", help="sequences a step (default: the size's own)")
     add("--minutes", type=options.positive, metavar="M", help="begin nothing new after M minutes (default: no limit)")
     add("--commit", metavar="NAME", help="the code's name in the file (default: git's, or a digest of the sources)")
-    add("--device", type=options.device, default=default, help="default: %(default)s")
+    add("--device", type=options.device, default=default, help="default: cuda where there is a GPU, otherwise cpu")
     add("--json", type=options.output_file, metavar="FILE", help="add the figures to FILE, and go on from those in it")
     return parser

@@ -664,8 +664,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("input", type=Path, metavar="INPUT", help="a safetensors file, an index, or their folder")
     parser.add_argument("output", type=Path, metavar="OUTPUT", help="a folder, made if it does not exist")
     parser.add_argument(
-        "--format", choices=list(FORMATS), default="deepseek", help="format of the output (default: %(default)s)"
-    )
+        "--format", choices=list(FORMATS), default="deepseek", metavar="FORMAT",
+        help=f"format of the output: {', '.join(FORMATS)} (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--block",
         type=_block,

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 from fp8fn import cli
 
-_WIDTH: Final = "100"  # columns
+_WIDTH: Final = "80"  # columns
 
 
 def text() -> str:

@@ -381,10 +381,10 @@ def _parser() -> argparse.ArgumentParser:
         "isa",
         __doc__,
         "",
-        "--arch gfx950 --op scaled_mm --shape 8192,6144,4096",
+        "--arch gfx950 --op forward --shape 8192,6144,4096",
     )
     parser.add_argument("--arch", choices=TARGETS, help="architecture to compile for (default: gfx950)")
-    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"ops to compile (default: {','.join(OPS)})")
+    parser.add_argument("--op", type=_ops, metavar="NAMES", help=f"ops to compile (default: {', '.join(OPS)})")
     parser.add_argument(
         "--shape", type=sizes, default=SHAPE, metavar="M,N,K", help="x (M, K) @ w (N, K)ᵀ (default: 4096,4096,4096)"
     )

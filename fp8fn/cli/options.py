@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import torch
 
 
 class _Help(argparse.HelpFormatter):
-    """Paragraphs fill the terminal; those with a line that is indented or begins with a dash stay as they are."""
+    """Paragraphs and items of lists fill the terminal; paragraphs with indented lines stay as they are."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        paragraphs = text.strip().split("\n\n")
-        return "\n\n".join(
-            each if re.search("^[ -]", each, re.MULTILINE) else super(_Help, self)._fill_text(each, width, indent)
-            for each in paragraphs
-        )
+        return "\n\n".join(self._filled(each, width, indent) for each in text.strip().split("\n\n"))
+
+    def _filled(self, paragraph: str, width: int, indent: str) -> str:
+        if re.search(r"^- ", paragraph, re.MULTILINE):
+            items = re.split(r"\n(?=- )", paragraph)
+            return "\n".join(textwrap.fill(re.sub(r"\s+", " ", each), width, subsequent_indent="  ") for each in items)
+        return paragraph if re.search("^ ", paragraph, re.MULTILINE) else super()._fill_text(paragraph, width, indent)
 
 
 def parser_of(

@@ -296,7 +296,10 @@ def _parser() -> argparse.ArgumentParser:
         "--op mm_a16w8",
         "--arch gfx950 --dry-run --shapes 8192,6144,4096",
     )
-    parser.add_argument("--op", choices=tune_op.OPS, help="whose kernels are timed, by default those of scaled_mm")
+    parser.add_argument(
+        "--op", choices=tune_op.OPS, metavar="OP",
+        help=f"whose kernels are timed: {', '.join(tune_op.OPS)} (default: scaled_mm)",
+    )  # fmt: skip
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
         "--shapes", type=sizes, nargs="+", metavar="M,N,K", help="layers x (M, K) @ w (N, K)ᵀ of your model"

@@ -65,7 +65,8 @@ def gather_fp8(model: nn.Module, where: Where = None, recipe: Recipe | str = BLO
     Args:
         model: Module whose parameters are not sharded by FSDP yet, on any device, `meta` included.
         where: Names of the weights: a glob, a list of globs, or a function of a `fp8fn.Site`; as in `quantize_weights`.
-        recipe: `Recipe` with a square `weight_block`, or its name: that of the model's products.
+        recipe: `Recipe` or its name, with a square `weight_block`; block, type and scales of weights are those of the
+            products' recipe.
 
     Returns:
         A `QuantizedWeights`: the names of the weights that will be gathered in FP8, and the reason for each other one.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +55,18 @@ def test_kept_help_is_that_of_the_parsers() -> None:
     assert not re.search(r"/(home|root|work|tmp|usr)/", kept)
 
 
+def test_kept_help_fits_80_columns() -> None:
+    """But for calls, which are to be copied."""
+    texts: dict[str, str] = json.loads(cli.HELP.read_text(encoding="utf-8"))
+    lines = [line for text in texts.values() for line in text.splitlines() if not line.startswith("  python -m fp8fn")]
+    assert [line for line in lines if len(line) > 80] == []
+
+
 @pytest.mark.parametrize("names", [names for names, _ in help_texts.commands(cli.COMMANDS)], ids=" ".join)
-def test_help_of_each_command_has_an_example(names: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_command_has_an_example(
+    names: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parser takes it."""
     assert exit_status(*names, "--help") == 0
     text, _, examples = capsys.readouterr().out.partition("\nExamples:\n")
     call = " ".join(("python -m fp8fn", *names))
@@ -65,17 +78,33 @@ def test_help_of_each_command_has_an_example(names: tuple[str, ...], capsys: pyt
         for word in line.split():
             if word.startswith("--"):
                 assert re.search(rf"{word}\b", text), f"{line}: there is no {word}"
+    parse = argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", lambda *args: _stop(parse(*args)))
+    for line in calls:
+        with pytest.raises(_Parsed):
+            cli.main(shlex.split(line)[3:])
+
+
+class _Parsed(Exception):
+    """A command's arguments were read."""
+
+
+def _stop(namespace: argparse.Namespace) -> None:
+    raise _Parsed
 
 
 def test_help_fits_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "60")
+    items = "- " + "four " * 20 + "\n- five\n  and six"
     parser = options.parser_of(
-        "tune", "One two " * 20 + "\n\n  kept  as it is\n", "--shapes 1,2,3", epilog="Three " * 20
+        "tune", "One two " * 20 + "\n\n  kept  as it is\n\n" + items, "--shapes 1,2,3", epilog="Three " * 20
     )
     parser.print_help()
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 58
     assert "\n  kept  as it is\n" in text
+    assert "\n  four four" in text
+    assert "\n- five and six\n" in text
     assert text.endswith("\n\nExamples:\n  python -m fp8fn tune --shapes 1,2,3\n")
 
 

@@ -13,8 +13,6 @@ Figures are printed as they come. With --json, they are written after each shape
 interrupted run: shapes that the file has for this machine and commit are not measured again. The report has the
 published figures beside those measured here, with their GPU and source. On a CPU the shapes are scaled down, and
 nothing is compared.
-
-Example: python -m fp8fn bench seeds --minutes 9 --json seeds.json --report seeds.md
 """
 
 from __future__ import annotations
