@@ -18,7 +18,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx import Graph, GraphModule, Node
 
 from fp8fn.lowering.saved import SavePlan, shrink
-from fp8fn.lowering.saved.cut import Cut
+from fp8fn.lowering.saved.cut import Cut, written
 
 _CHOOSE: Final = "choose_saved_values_set"
 _LOCK: Final = threading.RLock()
@@ -62,10 +62,12 @@ class Partitioner(CustomPartitionerFn):
     def _choose(self, chosen: list[Node], graph: Graph, info: Any, budget: float) -> list[Node]:
         # The output node depends on gradients too, but it reads the forward's results.
         backward = frozenset(node for node in info.tangents_closure if node.op != "output")
+        changed = written(graph)
         cut = Cut(
             graph=graph,
             saved=dict.fromkeys(chosen),
-            parameters=_parameters(graph, frozenset(info.static_lifetime_input_nodes)),
+            parameters=_parameters(graph, frozenset(info.static_lifetime_input_nodes)) - changed,
+            written=changed,
             forward={node for node in graph.nodes if info.is_required_fw(node)},
             backward=backward,
             roots=backward | frozenset(node for node in info.required_bw_nodes if node.op != "output"),

@@ -7,6 +7,7 @@ import operator
 from dataclasses import dataclass
 from typing import Final
 
+from torch._ops import OpOverload
 from torch.fx import Node
 
 from fp8fn.lowering.graph.nodes import input_of, place_of, source_of, tensor_of, value
@@ -48,7 +49,7 @@ def shrink(cut: Cut, plan: SavePlan, budget: float = 1.0) -> list[Node]:
             dropped["weights quantized again"] = drop_weights(cut)
         dropped["before expand"] = unexpand(cut)
         dropped["columns quantized again"] = drop_columns(cut, plan.fuse)
-        if plan.save == "fp8":
+        if plan.save == "fp8" and _multiplies_in_fp8(cut):
             if budget < 1:
                 _LOG.warning(
                     "save='fp8' is ignored: activation_memory_budget=%s decides what is kept; set one of the two",
@@ -63,6 +64,11 @@ def shrink(cut: Cut, plan: SavePlan, budget: float = 1.0) -> list[Node]:
     if _LOG.isEnabledFor(logging.DEBUG):
         _LOG.debug("kept between forward and backward:\n%s", "\n".join(listing(cut)))
     return list(cut.saved)
+
+
+def _multiplies_in_fp8(cut: Cut) -> bool:
+    """Whether the graph has an op of fp8fn; without one nothing is gained, and gradients should be plain PyTorch's."""
+    return any(isinstance(node.target, OpOverload) and node.target.namespace == "fp8fn" for node in cut.graph.nodes)
 
 
 def listing(cut: Cut) -> list[str]:

@@ -44,7 +44,9 @@ class Cut:
     Args:
         graph: Joint graph.
         saved: Values that the forward saves, in the partitioner's order.
-        parameters: Inputs that live as long as the model, so that saving one costs nothing.
+        parameters: Inputs that live as long as the model and that the graph does not write: saving one costs nothing.
+        written: Inputs that the graph writes at its end, such as running statistics. The backward would read what they
+            hold then.
         forward: Nodes that the forward's results need.
         backward: Nodes that the gradients are computed by and that depend on the incoming gradients.
         roots: Nodes that the backward must compute or return.
@@ -53,6 +55,7 @@ class Cut:
     graph: Graph
     saved: dict[Node, None]
     parameters: frozenset[Node]
+    written: frozenset[Node]
     forward: set[Node]
     backward: frozenset[Node]
     roots: frozenset[Node]
@@ -131,6 +134,19 @@ def is_tagged(node: Node) -> bool:
 
 def is_result_of(node: Node, targets: Iterable[Any]) -> bool:
     return node.target is operator.getitem and input_of(node).target in targets
+
+
+def written(graph: Graph) -> frozenset[Node]:
+    """The inputs that a graph writes in place: AOTAutograd leaves of all writes a `copy_` at the end."""
+    return frozenset(
+        node.args[0]
+        for node in graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.is_mutable
+        and node.args
+        and isinstance(node.args[0], Node)
+        and node.args[0].op == "placeholder"
+    )
 
 
 def root_of(node: Node) -> Node:

@@ -139,7 +139,7 @@ def unexpand(cut: Cut) -> int:
         if source.target is not aten.expand.default or is_tagged(node) or is_tagged(source) or not is_large(node):
             continue
         root = root_of(input_of(source))
-        if root not in cut.forward or nbytes(root) >= nbytes(node):
+        if root not in cut.forward or root in cut.written or nbytes(root) >= nbytes(node):
             continue
         dropped += nbytes(node) - (0 if root in cut.saved else nbytes(root))
         cut.replace_saved([node], root)

@@ -20,20 +20,31 @@ from fp8fn.lowering.graph.nodes import tensor_of, value
 from fp8fn.lowering.graph.quantizers import elementwise
 from fp8fn.lowering.graph.views import aten, divides
 from fp8fn.lowering.saved.cut import QUANTIZERS, Cut, is_cheap, is_large, is_result_of, is_tagged, nbytes
+from fp8fn.ops.code_cache import warn_once
 from fp8fn.ops.layout import Block
 
 BLOCK: Final[Block] = (1, 128)
 _CAST: Final = torch.ops.prims.convert_element_type.default
 _16_BIT: Final = (torch.bfloat16, torch.float16)
+_FLOATS: Final = (*_16_BIT, torch.float32)
+# Their relative error grows with their argument, or near a point of it, beyond the argument's own.
+_SENSITIVE: Final = (
+    aten.sin.default, aten.cos.default, aten.tan.default, aten.asin.default, aten.acos.default, aten.atanh.default,
+    aten.log.default, aten.log2.default, aten.log10.default, aten.reciprocal.default, aten.rsqrt.default,
+    aten.erfinv.default, aten.pow.Scalar,
+)  # fmt: skip
 
 
 def keep_in_fp8(cut: Cut) -> int:
     """Saves values in FP8 and computes the backward from them; returns how many bytes fewer are kept."""
     again = cut.made_again()
     returned = set(cut.graph.output_node().all_input_nodes)
-    chosen = [
+    fitting = [
         node for node in cut.saved if node not in returned and _fits(node) and _only_elementwise(cut, node, again)
     ]
+    chosen = [node for node in fitting if tensor_of(node).dtype in _16_BIT]
+    if fitting and not any(x is not None and x.dtype in _16_BIT for x in map(value, cut.saved)):
+        warn_once("save='fp8' keeps nothing in FP8: it takes values of 16 bits, and these are float32; use autocast")
     stand_ins: dict[Node, Node] = {}
     dropped = 0
     for node in chosen:
@@ -46,9 +57,10 @@ def keep_in_fp8(cut: Cut) -> int:
 
 def _fits(node: Node) -> bool:
     x = value(node)
-    if x is None or node.op != "call_function" or is_tagged(node) or x.dtype not in _16_BIT or x.dim() < 2:
+    if x is None or node.op != "call_function" or is_tagged(node) or x.dtype not in _FLOATS or x.dim() < 2:
         return False
-    return divides(BLOCK[1], x.shape[-1]) and x.stride(-1) == 1 and is_large(node)
+    unknown = sum(not isinstance(size, int) for size in x.shape)  # a shape has room for one -1
+    return unknown <= 1 and divides(BLOCK[1], x.shape[-1]) and x.stride(-1) == 1 and is_large(node)
 
 
 def _only_elementwise(cut: Cut, node: Node, again: dict[Node, None]) -> bool:
@@ -59,6 +71,8 @@ def _only_elementwise(cut: Cut, node: Node, again: dict[Node, None]) -> bool:
             if user in seen or user.op == "output":
                 continue
             seen.add(user)
+            if user.target in _SENSITIVE and (user in cut.backward or user in again):
+                return False
             if user in cut.backward:
                 if not elementwise(user):
                     return False
@@ -100,7 +114,7 @@ def _sizes(x: torch.Tensor) -> list[int]:
     known = [size for size in x.shape if isinstance(size, int)]
     if len(known) == x.dim():
         return known
-    assert len(known) == x.dim() - 1
+    assert len(known) == x.dim() - 1, "`_fits` takes one symbolic size"
     assert prod(known) > 0
     return [size if isinstance(size, int) else -1 for size in x.shape]
 

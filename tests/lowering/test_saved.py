@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ import fp8fn
 from fp8fn.lowering.graph.nodes import arguments_of
 from fp8fn.lowering.inductor import partitioner
 from fp8fn.lowering.saved import SavePlan
+from fp8fn.ops import code_cache
 from fp8fn.ops.layout import is_column_major
 from support.kept import Kept, OpByOp, kept
 
@@ -66,6 +68,27 @@ class Attention(nn.Module):
         )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.o(out.transpose(1, 2).reshape(count, WIDTH))
+
+
+class Written(nn.Module):
+    """State that the forward reads and then writes: a mean, and a buffer and a parameter that products multiply by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.register_buffer("mean", torch.full((WIDTH,), 0.5))
+        self.register_buffer("w", torch.randn(WIDTH, WIDTH) / 16)
+        self.writes = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.sigmoid(self.a(x))
+        y = self.c(fp8fn.linear(self.b(h - self.mean), self.w))
+        if self.writes:
+            with torch.no_grad():
+                self.mean.copy_(h.mean(0) * 9)
+                self.w.mul_(4)
+                self.c.weight.mul_(2)
+        return y
 
 
 class Tied(nn.Module):
@@ -201,6 +224,68 @@ def test_fp8_is_near(kind: type[nn.Module], bias: bool | None) -> None:
     assert exact.nbytes - half.nbytes == inputs * TOKENS * HIDDEN * (2 - 1 - 4 / 128)
 
 
+class Sine(nn.Module):
+    """Whose derivative has 30 times the error of its input."""
+
+    def __init__(self, scale: float = 30.0) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.sin(self.scale * self.up(x)))
+
+
+def test_inputs_of_sensitive_functions_stay_in_16_bits() -> None:
+    model = made(Sine)
+    assert step(HALF, model).equals(step(None, model))
+
+
+def test_a_graph_without_products_in_fp8_stays_as_it_is() -> None:
+    results = []
+    for plan in (EXACT, HALF):
+        torch._dynamo.reset()
+        model = made(Gelu)
+        results.append(compiled_step(torch.compile(model, backend=OpByOp(plan, None)), model))
+    assert results[1].equals(results[0])
+    assert results[1].nbytes == results[0].nbytes
+
+
+def test_32_bit_values_stay_with_a_warning(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code_cache, "_said", set())
+    torch.manual_seed(0)
+    model, x = Gelu(), torch.randn(TOKENS, WIDTH)
+    results = []
+    for plan in (EXACT, HALF):
+        torch._dynamo.reset()
+        call = compiled(plan, model)
+        results.append(kept(model, lambda call=call: call(x).square().mean()))
+    assert results[1].equals(results[0])
+    assert [r.getMessage() for r in caplog.records if "save=" in r.getMessage()] == [
+        "save='fp8' keeps nothing in FP8: it takes values of 16 bits, and these are float32; use autocast"
+    ]
+
+
+class Batched(nn.Module):
+    """A product that stays in 16 bits, whose batch and rows both have symbolic sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w, self.down = nn.Parameter(torch.randn(WIDTH, WIDTH) / 16), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(torch.bmm(x, self.w.expand(x.shape[0], WIDTH, WIDTH))))
+
+
+def test_two_symbolic_sizes(fresh_dynamo: None) -> None:
+    model, results = made(Batched), []
+    x = torch.randn(5, 68, WIDTH).bfloat16()
+    for plan in (EXACT, HALF):
+        torch._dynamo.reset()
+        call = compiled(plan, model, dynamic=True)
+        results.append(kept(model, lambda call=call: call(x).float().square().mean()))
+    assert results[1].equals(results[0])
+
+
 def test_one_graph_serves_every_count_of_tokens() -> None:
     model = made(Gated)
     for plan in (EXACT, HALF):
@@ -260,6 +345,21 @@ def test_inductor_gives_the_same_bits(kind: str, fresh_dynamo: None, monkeypatch
     assert results["exact"].equals(results["all"])
     assert results["fp8"].worst_snr(results["all"]) > 20
     assert results["fp8"].nbytes < results["exact"].nbytes < results["all"].nbytes
+
+
+def test_the_backward_reads_what_the_forward_read(fresh_dynamo: None) -> None:
+    """The forward writes state after it has read it, which a backward that reads it again would not notice."""
+    start, results = made(Written), {}
+    for save in ("all", "exact", "fp8"):
+        torch._dynamo.reset()
+        model = copy.deepcopy(start)
+        call = torch.compile(model, backend="fp8fn", options={"where": "*", "save": save})
+        results[save] = compiled_step(call, model)
+        assert torch.equal(model.w, start.w * 4)
+    assert results["exact"].equals(results["all"])
+    assert results["fp8"].worst_snr(results["all"]) > 20
+    start.writes = False
+    assert results["exact"].worst_snr(compiled_step(start, start)) > 20
 
 
 @pytest.mark.gpu
