@@ -48,8 +48,8 @@ def fp8fn(
 
     The option `save` overrides the recipe's `save`: what the forward keeps for the backward. `"exact"`, the default,
     keeps no FP8 form of a weight, keys and values of grouped-query attention before they are repeated, and no second
-    FP8 form of an activation that the backward can quantize again. Gradients have the same bits as with `"all"`, which
-    leaves PyTorch's partitioner alone. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
+    FP8 form of an activation that the backward can quantize again. Gradients are those of `"all"`, which leaves
+    PyTorch's partitioner alone, but for the rounding of sums that Inductor fuses. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
 
     The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
     the same bits whatever the number of rows and its place among them are. It fixes how activations are read.
@@ -63,8 +63,12 @@ def fp8fn(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     given = dict(options or {})
-    recipe = parse_recipe(recipe_key(given.pop("recipe", None) or BACKEND_DEFAULT))
-    if given.pop("batch_invariant", False):
+    chosen = given.pop("recipe", None)
+    recipe = parse_recipe(recipe_key(BACKEND_DEFAULT if chosen is None else chosen))
+    invariant = given.pop("batch_invariant", None)
+    if invariant not in (None, False, True):
+        raise ValueError(f"options['batch_invariant'] is {invariant!r}; use True or False")
+    if invariant:
         recipe = replace(recipe, batch_invariant=True)
     where = given.pop("where", None)
     check_where(where)

@@ -26,7 +26,7 @@ from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.recipe import BACKEND_DEFAULT, Recipe
 from fp8fn.ops.sharded import plain_of
 from fp8fn.ops.tuning.estimate import Parts, Times
-from fp8fn.site import Where, why_none_match, why_not, why_not_by_default
+from fp8fn.site import Where, matches, patterns_of, why_none_match, why_not, why_not_by_default
 from fp8fn.weights.fp8_weight import is_gathered
 
 _log = logging.getLogger("fp8fn")
@@ -151,6 +151,10 @@ def rewrite(
     return decisions
 
 
+# The patterns of a `where` that a graph of this process had weights for.
+_MATCHED: Final = set[str]()
+
+
 def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> None:
     """Logs one line for each compilation: a warning if no product is in FP8, unless FP8 is estimated to be slower."""
     taken = sum(decision.reason is None for decision in decisions)
@@ -160,8 +164,11 @@ def _summarize(decisions: Sequence[Decision], recipe: Recipe, where: Where) -> N
     # The exact pass reports products on FP8 data itself; the recipe takes no product of two activations.
     gemms = [decision.gemm for decision in decisions if decision.gemm.parameter is not None]
     weights = [gemm for gemm in gemms if why_not_operands(gemm.a, gemm.b, {}) is None]
-    level = logging.INFO if taken or slower or not weights else logging.WARNING
-    unmatched = None if taken else why_none_match(where, (gemm.site.weight for gemm in weights))
+    names, patterns = [gemm.site.weight for gemm in weights], patterns_of(where)
+    elsewhere = not _MATCHED.isdisjoint(patterns)  # in another graph of a model that Dynamo broke into several
+    _MATCHED.update(pattern for pattern in patterns if any(matches(name, [pattern]) for name in names))
+    level = logging.INFO if taken or slower or elsewhere or not weights else logging.WARNING
+    unmatched = None if taken else why_none_match(where, names)
     _log.log(
         level, "%d of %d products in FP8, recipe %s%s", taken, len(decisions), recipe.key,
         f": {unmatched}" if unmatched else f"; left: {left}" if left else "",

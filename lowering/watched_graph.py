@@ -107,6 +107,15 @@ class WeightSet:
             )  # fmt: skip
 
 
+def _computed_again() -> bool:
+    """Whether `torch.utils.checkpoint` computes a step's forward again: in a backward, to save what it left out.
+
+    A reentrant checkpoint saves nothing by hooks, and its only call with gradients is the one in the backward.
+    """
+    saving = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return saving is not None and torch._C._current_graph_task_id() != -1
+
+
 class WatchedGraph:
     """A graph whose operands are measured in every `every`-th step.
 
@@ -137,7 +146,8 @@ class WatchedGraph:
         """The compiled graph, with its calls counted."""
 
         def call(*args: Any) -> Any:
-            self.step(args)
+            if not _computed_again():
+                self.step(args)
             return compiled(*args)
 
         return call

@@ -311,6 +311,19 @@ def test_micro_batches_are_steps_and_a_late_backward_is_measured() -> None:
     assert steps_of(watched) == {2}
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_no_step(reentrant: bool) -> None:
+    torch.manual_seed(0)
+    model = Block()
+    block = torch.compile(model, backend="fp8fn", options={"where": "*", "monitor": 2})
+    for step in range(4):
+        x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        checkpoint(block, x, use_reentrant=reentrant).square().mean().backward()
+    found = fp8fn.read_monitor(model)["down.weight"]
+    assert {operand: statistics.step for operand, statistics in found.items()} == dict.fromkeys(found, 2)
+    assert set(found) == {"activation", "weight", "gradient"}
+
+
 def test_graphs_of_one_model_share_their_steps() -> None:
     """A second static graph continues the count of the first."""
     watched = compiled(Block(), 2, dynamic=False)

@@ -347,6 +347,23 @@ def test_inductor_gives_the_same_bits(kind: str, fresh_dynamo: None, monkeypatch
     assert results["fp8"].nbytes < results["exact"].nbytes < results["all"].nbytes
 
 
+@pytest.mark.parametrize("rounds", [True, False])
+def test_a_sum_that_inductor_does_not_round(rounds: bool, fresh_dynamo: None) -> None:
+    """Inductor computes `x + y` of a residual stream again within the next norm's backward, without its rounding.
+
+    Where the backward quantizes the norm again, an op reads the rounded sum.
+    """
+    torch.manual_seed(0)
+    model, results = nn.Sequential(Gated(), Gated()).bfloat16(), {}
+    for save in ("all", "exact"):
+        torch._dynamo.reset()
+        options = {"where": "*", "save": save, "emulate_precision_casts": rounds}
+        call = torch.compile(model, backend="fp8fn", options=options)
+        results[save] = compiled_step(call, model)
+    assert results["exact"].loss == results["all"].loss
+    assert results["exact"].worst_snr(results["all"]) > (200 if rounds else 35)
+
+
 def test_the_backward_reads_what_the_forward_read(fresh_dynamo: None) -> None:
     """The forward writes state after it has read it, which a backward that reads it again would not notice."""
     start, results = made(Written), {}
@@ -380,6 +397,8 @@ def test_inductor_gives_the_same_bits_on_a_gpu(recipe: str, hopper: Any, fresh_d
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"batch_invariant": "no"}, r"options\['batch_invariant'\] is 'no'; use True or False"),
+        ({"recipe": ""}, "recipe.*''"),
         ({"save": "half"}, r"options\['save'\] is 'half'; use one of \('all', 'exact', 'fp8'\)"),
         ({"save": "fp8", "custom_partitioner_fn": partitioner.Partitioner(EXACT, None)}, "set one of them"),
     ],

@@ -140,6 +140,17 @@ def test_one_line_for_each_compilation(where: Where, level: str, line: str, capl
     assert sum(r.levelno >= logging.WARNING for r in caplog.records if r.name == "fp8fn") == (level == "WARNING")
 
 
+def test_patterns_may_match_in_another_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """A model that Dynamo breaks has its layers in several graphs."""
+    for where, level in (("elsewhere.*", "WARNING"), ("layers.*", "INFO")):
+        caplog.clear()
+        caplog.set_level(logging.INFO, "fp8fn")
+        decided(Model(), torch.randn(64, WIDTH), where=where)
+        decided(nn.Sequential(nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH), where=where)
+        (found,) = [r.levelname for r in caplog.records if "of 1 products" in r.getMessage()]
+        assert found == level
+
+
 @pytest.mark.parametrize("case", ["small", "slower", "activations", "FP8"])
 def test_when_none_is_a_warning(case: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log warns neither where the estimates decided so, nor where no weight of 16 bits is there."""
