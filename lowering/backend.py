@@ -49,7 +49,8 @@ def fp8fn(
     The option `save` overrides the recipe's `save`: what the forward keeps for the backward. `"exact"`, the default,
     keeps no FP8 form of a weight, keys and values of grouped-query attention before they are repeated, and no second
     FP8 form of an activation that the backward can quantize again. Gradients are those of `"all"`, which leaves
-    PyTorch's partitioner alone, but for the rounding of sums that Inductor fuses. `"fp8"` also keeps the inputs of an MLP's activation function in FP8.
+    PyTorch's partitioner alone, but for the rounding of sums that Inductor fuses. `"fp8"` also keeps the inputs of an
+    MLP's activation function in FP8.
 
     The option `batch_invariant` is that of the recipe, and holds for FP8 weights too: each row of a product in FP8 has
     the same bits whatever the number of rows and its place among them are. It fixes how activations are read.

@@ -66,7 +66,7 @@ class Recipe:
         scale: "fp32", "pow2", "e8m0" or "rceil"; see `quantize`.
         second_order: Keeps the unquantized operands for second derivatives outside of nested `torch.func` transforms.
         keep_weights: Keeps the FP8 forms of weights for the backward, one byte an element.
-        save: What a compiled graph keeps for its backward: "exact" less than PyTorch, with the same bits; "fp8" also
+        save: What a compiled graph keeps for its backward: "exact" less than PyTorch, rounding no more; "fp8" also
             the inputs of an MLP's activation in FP8; "all" PyTorch's choice.
         batch_invariant: A row's result has the same bits whatever the other rows. Rows must have their own scales.
         accumulate: "fast" lets the forward keep sums over all of K in the tensor core. Blocks must be whole along K.
