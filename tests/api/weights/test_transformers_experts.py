@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import statistics
 from collections import Counter
-from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -16,37 +15,18 @@ import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops import reference
 from support.accuracy import snr
+from support.expert_models import CONFIGS
 from support.fp8_weights import values
 
 transformers = pytest.importorskip("transformers")
 
-SIZES: Final = {
-    "vocab_size": 160, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "num_experts_per_tok": 2,
-}  # fmt: skip
-ROPE: Final = {"rope_type": "default", "rope_theta": 10000.0}
-MODELS: Final[dict[str, Callable[[], Any]]] = {
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **SIZES, head_dim=128, moe_intermediate_size=128, num_experts=4, decoder_sparse_step=1, mlp_only_layers=[]
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(**SIZES, intermediate_size=128, num_local_experts=4),
-    "gpt_oss": lambda: transformers.GptOssConfig(
-        **SIZES, head_dim=128, intermediate_size=128, num_local_experts=4, layer_types=["full_attention"],
-        rope_parameters=ROPE,
-    ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **SIZES, intermediate_size=128, moe_intermediate_size=128, n_routed_experts=4, n_group=1, topk_group=1,
-        first_k_dense_replace=0, n_shared_experts=1, q_lora_rank=128, kv_lora_rank=128, qk_rope_head_dim=64,
-        qk_nope_head_dim=128, v_head_dim=128, rope_parameters=ROPE,
-    ),
-}  # fmt: skip
 IDS: Final = torch.arange(24).view(2, 12) * 37 % 160
 IMPLEMENTATIONS: Final = ("grouped_mm", "batched_mm", "eager")
 
 
 def build(name: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[name](), dtype=dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=dtype).eval()
     for place, parameter in model.named_parameters():
         if place.endswith(("gate.weight", "router.weight")):  # so that few roundings change the chosen experts
             nn.init.normal_(parameter, std=0.2)
@@ -94,7 +74,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_logits_and_the_products_of_experts(
     name: str, calls: Counter[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
