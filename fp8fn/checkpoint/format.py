@@ -118,8 +118,8 @@ class CheckpointLayout:
 
     Args:
         format: Name of the format.
-        weights: Layout of each FP8 weight, by the parameter's name.
-        input_scales: Static scales of activations, by the weight's name.
+        weights: Layout of each FP8 weight, by its name in the files.
+        input_scales: Static scales of activations, by the weight's name in the files.
         beside: The format's other tensors, by their names: scales of a key-value cache, markers.
         declared: What the files declare: the `quantization_config` under "config.json", the metadata of the safetensors
             files under "metadata", another file under its name.

@@ -51,6 +51,11 @@ class Entry:
     scale: Tensor | None = None
     layout: WeightLayout | None = None
 
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """The file, as that of a tensor of several files."""
+        return (self.shard,)
+
     def load(self) -> ScaledTensor | Tensor:
         """The tensor on the CPU, which maps the file."""
         data = self.shard.tensor(self.tensor)

@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp8fn import arguments
 from fp8fn.arguments import checked
+from fp8fn.checkpoint.files import Shard
 from fp8fn.checkpoint.format import CheckpointLayout
 from fp8fn.checkpoint.load import Entry, moved_to, read_contents
 from fp8fn.ops.activations import Activations, check_activations
 from fp8fn.ops.formats import INPUT_DTYPES
 from fp8fn.ops.sharded import is_sharded, local_of
 from fp8fn.scaled_tensor import ScaledTensor, check_device
+from fp8fn.weights.experts import JoinedEntry, by_parameter, pieces_in_files
 from fp8fn.weights.fp8_weight import FP8Weight
 from fp8fn.weights.parts import is_even, part_of, placed_as
 from fp8fn.weights.quantize import Place, check_module, named_places
@@ -78,6 +80,9 @@ def load_weights(
     reads its own parts. Tied parameters stay tied; one of their names is enough. After an error the module is as it
     was. The data of one file at a time is mapped.
 
+    Experts that transformers holds in one parameter are read from a matrix for each expert, as its files have them.
+    With `strict=False` a parameter stays as it was where one of its matrices is missing.
+
     Args:
         model: Module whose parameters and persistent buffers the checkpoint names.
         path: A safetensors file, an index (`model.safetensors.index.json`), or a folder with an index or one file.
@@ -87,11 +92,13 @@ def load_weights(
         activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
     Returns:
-        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
+        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`. Experts
+        have their names in files.
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
-        ValueError: A file is damaged, or holds two tensors for tied parameters; or `activations` does not exist.
+        ValueError: A file is damaged, or holds two tensors for tied parameters; matrices of one parameter have other
+            types, or scales that it cannot hold; or `activations` does not exist.
         NotImplementedError: A sharded parameter has values, or is in FP8 and FSDP divides it unevenly; or a buffer on
             the meta device is missing.
 
@@ -109,14 +116,18 @@ def load_weights(
     """
     check_activations("load_weights", activations)
     contents = read_contents(path)
-    tensors = contents.entries
+    stored = pieces_in_files(model)
     slots = list(_slots(model))
+    shapes = {name: tuple(slot.tensor.shape) for slot in slots for name in slot.names}
+    found = by_parameter(contents.entries, stored, shapes)
+    tensors = found.entries
     _refuse_sharded(model, slots, tensors)
     given = {id(slot.tensor): [name for name in slot.names if name in tensors] for slot in slots}
-    missing = [slot.names[0] for slot in slots if not given[id(slot.tensor)]]
+    absent = [slot.names[0] for slot in slots if not given[id(slot.tensor)]]
+    missing = [file for name in absent for file in stored.get(name, [name]) if file not in contents.entries]
     known = {name for slot in slots for name in slot.names}
     unexpected = [name for name in tensors if name not in known and name not in contents.own]
-    errors = _wrong_shapes(slots, tensors)
+    errors = [*found.errors, *_wrong_shapes(slots, tensors)]
     if strict:
         errors = [*_named("Missing", missing), *_named("Unexpected", unexpected), *errors]
     if errors:
@@ -126,12 +137,13 @@ def load_weights(
     first = {given[id(slot.tensor)][0]: slot for slot in slots if given[id(slot.tensor)]}
     loaded = []
     # In the order of the files. Once a file's tensors are on a GPU, its pages leave the host's memory.
-    shard = None
+    shards: tuple[Shard, ...] = ()
     for name in _with_progress([name for name in tensors if name in first]):
         slot, entry = first[name], tensors[name]
-        if shard is not None and shard is not entry.shard:
-            shard.unmap()
-        shard = entry.shard
+        for shard in shards:
+            if shard not in entry.shards:
+                shard.unmap()
+        shards = entry.shards
         loaded.append((slot, _converted(slot, entry.load(), device, dtype, activations)))
     for slot, value in loaded:
         for place in slot.places:
@@ -166,7 +178,7 @@ def _slots(model: nn.Module) -> Iterator[_Slot]:
         )
 
 
-def _refuse_sharded(model: nn.Module, slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> None:
+def _refuse_sharded(model: nn.Module, slots: Iterable[_Slot], tensors: Mapping[str, Entry | JoinedEntry]) -> None:
     """Raises NotImplementedError for sharded parameters of which a rank could not read its part."""
     by_fsdp: set[int] = set()
     for module in model.modules():
@@ -198,7 +210,7 @@ def _named(kind: str, names: list[str]) -> list[str]:
     return [f"{kind} key(s) in state_dict: {shown}{', ...' if len(names) > _MOST_NAMES else ''}. "]
 
 
-def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> list[str]:
+def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, Entry | JoinedEntry]) -> list[str]:
     errors = []
     for slot in slots:
         for name in slot.names:
@@ -216,7 +228,7 @@ def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> list[
     return errors
 
 
-def _check_ties(slots: Iterable[_Slot], tensors: Mapping[str, Entry]) -> None:
+def _check_ties(slots: Iterable[_Slot], tensors: Mapping[str, Entry | JoinedEntry]) -> None:
     """Raises ValueError where a file holds two tensors for one parameter and they differ."""
     for slot in slots:
         names = [name for name in slot.names if name in tensors]

@@ -20,6 +20,7 @@ from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import write_file
 from fp8fn.ops.formats import SCALE_DTYPES
 from fp8fn.scaled_tensor import ScaledTensor
+from fp8fn.weights.experts import Pieces, piece_of, pieces_in_files
 from fp8fn.weights.fp8_weight import FP8Weight
 from fp8fn.weights.quantize import check_module
 
@@ -46,7 +47,7 @@ def save_weights(
 
     The format decides the names of scales, their types and what config.json declares; docs/guides/checkpoints.md has a
     table of formats. Checkpoints over 5 GB are sharded, with an index. A tied tensor is written once, under its first
-    name.
+    name. A model of transformers is written under the names of its `save_pretrained`, experts as one matrix each.
 
     Args:
         model: Module whose tensors are written.
@@ -60,7 +61,8 @@ def save_weights(
         `input_scales[name] ()`.
 
     Raises:
-        ValueError: The format does not exist, or the weights have blocks that it cannot declare.
+        ValueError: The format does not exist, the weights have blocks that it cannot declare, or a block crosses the
+            border between two matrices of a file.
         FileExistsError: The folder holds a checkpoint already.
 
     Example:
@@ -77,7 +79,9 @@ def save_weights(
     present = sorted(entry.name for entry in folder.iterdir() if ".safetensors" in entry.suffixes)
     if present:
         raise FileExistsError(f"save_weights: {folder} has {present[0]} already; use another folder, or remove it")
-    plan = _planned(_state(model), format, input_scales or {})
+    stored = pieces_in_files(model)
+    given = {file: scale for name, scale in (input_scales or {}).items() for file in stored.get(name, (name,))}
+    plan = _planned(_state(model, stored), format, given)
     shards = list(_sharded(plan))
     names = ["model.safetensors"] if len(shards) == 1 else [
         f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
@@ -141,14 +145,18 @@ class _Plan:
         return value.numel() * value.element_size()
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors by name, each once."""
+def _state(model: nn.Module, stored: Pieces) -> dict[str, Tensor]:
+    """The tensors by their names in files, each once."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in seen:
             seen.add(id(value))
-            state[name] = value.detach()
+            whole = value.detach()
+            if name not in stored:
+                state[name] = whole
+            for file, piece in stored.get(name, {}).items():
+                state[file] = piece_of(name, whole, file, piece)
     return state
 
 
