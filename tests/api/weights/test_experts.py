@@ -10,6 +10,7 @@ from typing import Any, Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 import fp8fn
 from fp8fn import FP8Weight
@@ -17,6 +18,7 @@ from fp8fn.ops.layout import Block
 from support.checkpoints import run
 from support.expert_models import CONFIGS
 from support.fp8_weights import same, values
+from support.ranks import a_rank_of
 
 pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file
@@ -206,6 +208,8 @@ def test_blocks_that_cross_from_gate_to_up(tmp_path: Path) -> None:
     loaded = empty("qwen3_moe", **sizes)
     fp8fn.load_weights(loaded, tmp_path / "rows")
     check_same(loaded, quantized("qwen3_moe", (1, 128), **sizes))
+    assert run(tmp_path / "fp8", tmp_path / "converted", "--block=1,128") == 0
+    fp8fn.load_weights(empty("qwen3_moe", **sizes), tmp_path / "converted")
 
 
 def test_one_scale_for_gate_and_up(tmp_path: Path) -> None:
@@ -234,6 +238,20 @@ def test_one_expert(tmp_path: Path) -> None:
     fp8fn.save_weights(model, tmp_path)
     fp8fn.load_weights(loaded, tmp_path)
     check_same(loaded, model)
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_sharded_on_the_meta_device(rank: int, tmp_path: Path) -> None:
+    """FSDP gives the model another class, and each rank two of four experts."""
+    model: Any = quantized("mixtral")
+    fp8fn.save_weights(model, tmp_path)
+    with a_rank_of(2, rank):
+        loaded = empty("mixtral")
+        fully_shard(loaded)
+        fp8fn.load_weights(loaded, tmp_path)
+        for place in (FUSED, FUSED.replace("gate_up", "down")):
+            local = loaded.get_parameter(place).to_local()
+            assert same(local, model.get_parameter(place)[2 * rank : 2 * rank + 2])
 
 
 def test_fused_names_in_a_file(tmp_path: Path) -> None:
