@@ -78,10 +78,7 @@ def load_weights(
 
     The formats are those of `load_blockwise`. The module may be on the meta device, and sharded there: each rank then
     reads its own parts. Tied parameters stay tied; one of their names is enough. After an error the module is as it
-    was. The data of one file at a time is mapped.
-
-    Experts that transformers holds in one parameter are read from a matrix for each expert, as its files have them.
-    With `strict=False` a parameter stays as it was where one of its matrices is missing.
+    was. Experts of transformers are read from one matrix each.
 
     Args:
         model: Module whose parameters and persistent buffers the checkpoint names.
@@ -92,13 +89,11 @@ def load_weights(
         activations: "fp8" also quantizes the activations of products with many rows; see `FP8Weight`.
 
     Returns:
-        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`. Experts
-        have their names in files.
+        The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
         RuntimeError: Names are missing or unexpected, or shapes differ.
-        ValueError: A file is damaged, or holds two tensors for tied parameters; matrices of one parameter have other
-            types, or scales that it cannot hold; or `activations` does not exist.
+        ValueError: A file is damaged, or its tensors do not fit one parameter; or `activations` does not exist.
         NotImplementedError: A sharded parameter has values, or is in FP8 and FSDP divides it unevenly; or a buffer on
             the meta device is missing.
 
