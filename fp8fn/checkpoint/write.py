@@ -70,7 +70,7 @@ def write_bytes(file: BinaryIO, tensor: Tensor, crc: int = 0) -> int:
 
     NumPy could do the same, but is not a dependency.
     """
-    flat = tensor.cpu().contiguous().view(-1).view(torch.uint8)
+    flat = tensor.cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
     data = (ctypes.c_char * flat.numel()).from_address(flat.data_ptr())
     file.write(data)
     return zlib.crc32(data, crc)

@@ -107,7 +107,8 @@ def _quantized(weight: FP8Weight, source: Tensor) -> FP8Weight:
             f"copy_ quantizes a tensor, and {block} is no block of a quantizer; copy an FP8Weight"
         )
     scale = "fp32" if weight._scale.dtype == torch.float32 else "e8m0"
-    values = source.to(weight.device).expand(weight.shape)
+    # `copy_` alone arrives with views that are negated or conjugated lazily; PyTorch resolves them for other ops.
+    values = source.resolve_conj().resolve_neg().to(weight.device).expand(weight.shape)
     values = values if values.dtype in (torch.bfloat16, torch.float16, torch.float32) else values.float()
     data, scales = torch.ops.fp8fn.quantize(values, pair, weight._data.dtype, scale)
     return weight_of(data, scales, weight._form)

@@ -273,6 +273,26 @@ def test_a_checkpoint_comes_back_byte_for_byte(tmp_path: Path) -> None:
         assert torch.equal(found[name].view(torch.uint8), value.view(torch.uint8)), name
 
 
+def test_lazily_negated_and_conjugated_tensors_are_saved_with_their_values(tmp_path: Path) -> None:
+    ones = torch.ones(3, 2)
+    saved = {
+        "negated": torch._neg_view(ones),
+        "imaginary": torch.complex(ones, ones).conj().imag.T,
+        "conjugated": torch.complex(ones, ones).conj(),
+    }
+    model = nn.ModuleDict({"fc": nn.Linear(256, 256, bias=False)})
+    for name, tensor in saved.items():
+        model.register_buffer(name, tensor)
+    model.register_parameter("p", nn.Parameter(torch._neg_view(ones)))
+    fp8fn.quantize_weights(model)
+    fp8fn.save_weights(model, tmp_path)
+    found = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(found["negated"], torch.full((3, 2), -1.0))
+    assert torch.equal(found["imaginary"], torch.full((2, 3), -1.0))
+    assert torch.equal(found["conjugated"], torch.full((3, 2), 1 - 1j))
+    assert torch.equal(found["p"], torch.full((3, 2), -1.0))
+
+
 def test_scales_of_powers_of_two_are_saved_exactly(tmp_path: Path) -> None:
     model = nn.Linear(256, 128, bias=False)
     model.weight = nn.Parameter(make(128, 256, block=(1, 32), scale="e8m0"), requires_grad=False)

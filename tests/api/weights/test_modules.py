@@ -86,6 +86,47 @@ def test_a_load_from_16_bits_quantizes_in_place() -> None:
     assert address(n.weight) == before
 
 
+LAZY_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "the negative bit": lambda x: torch._neg_view(-x),
+    "the imaginary part of a conjugate": lambda x: torch.complex(torch.zeros_like(x), -x).conj().imag,
+    "rows of a negated view": lambda x: torch._neg_view(-torch.cat([x, x]))[len(x) :],
+}
+
+
+@pytest.mark.parametrize("name", LAZY_VIEWS)
+@pytest.mark.parametrize(
+    "how", ["copy_", "load_state_dict", "data", "an expert", "whole blocks", "vector_to_parameters"]
+)
+def test_a_lazily_negated_view_is_quantized_with_its_sign(how: str, name: str) -> None:
+    w = torch.randn(256, 128)
+    source = LAZY_VIEWS[name](w)
+    assert source.is_neg()
+    m = layer(256, 128)
+    if how == "copy_":
+        m.weight.copy_(source)
+    elif how == "load_state_dict":
+        m.load_state_dict({"weight": source})
+    elif how == "data":
+        m.weight.data = source
+    elif how == "an expert":
+        experts = make(3, 256, 128)
+        experts[1] = source
+        m.weight = nn.Parameter(experts[1], requires_grad=False)
+    elif how == "whole blocks":
+        rows = make(512, 128)
+        rows[256:] = source
+        m.weight = nn.Parameter(rows[256:], requires_grad=False)
+    else:
+        vector_to_parameters(source.view(-1), m.parameters())
+    assert snr(values(m.weight), w) > 25
+
+
+def test_a_lazily_negated_tensor_gets_the_values_of_a_weight() -> None:
+    w, memory = make(256, 128), torch.zeros(256, 128)
+    torch._neg_view(memory).copy_(w)
+    assert torch.equal(memory, -values(w))
+
+
 def test_a_load_of_fp8_into_16_bits_dequantizes() -> None:
     n, m = nn.Linear(384, 320, bias=False, dtype=BF16), layer(dtype=BF16)
     n.load_state_dict(m.state_dict())
