@@ -60,9 +60,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """The whole layer, which arrives in inference mode only."""
     if not isinstance(weight, FP8Weight) or isinstance(bias, FP8Weight) or weight.ndim != 2 or weight._form.flat:
         raise NoForm
+    if bias is not None and bias.shape != weight.shape[:1]:
+        # PyTorch broadcasts other shapes by rules of its own, in `addmm` or after `matmul`.
+        out: Tensor = aten.linear.default.decompose(x, weight, bias)
+        return out
     if x.ndim == 2:
         return product(x, t(weight), bias)
-    out = product(x.reshape(-1, x.shape[-1]), t(weight), bias)
+    out = product(x.reshape(x.shape[:-1].numel(), x.shape[-1]), t(weight), bias)
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -81,6 +85,7 @@ def addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float =
     sums = product(a, b, None, torch.float32)
     sums = sums if alpha == 1 else sums * alpha
     # `beta=0` ignores what the bias holds, NaN included.
+    bias = bias.expand(sums.shape)  # the sums must not broadcast to a bias of more elements
     return (sums if beta == 0 else sums + bias.float() * beta).to(bias.dtype)
 
 

@@ -122,6 +122,46 @@ def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
             assert snr(found.float(), dx) > bound
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bias_broadcasts_as_in_pytorch(mode: str) -> None:
+    """In inference mode `F.linear` arrives as one op; otherwise PyTorch has decomposed it."""
+    w = make(256, 384)
+    for x_shape in ((384,), (3, 384), (2, 3, 384), (2, 2, 3, 384), (0, 384)):
+        for bias_shape in ((256,), (1,), (), (3, 256), (3, 1), (1, 256), (2, 3, 256), (5, 256), (2, 3, 3, 256), (255,)):
+            x, bias = torch.randn(x_shape), torch.randn(bias_shape)
+            try:
+                F.linear(x, torch.zeros(256, 384), bias)
+            except RuntimeError:
+                with MODES[mode](), pytest.raises((RuntimeError, ValueError)):
+                    F.linear(x, w, bias)
+                continue
+            with MODES[mode]():
+                out = F.linear(x, w, bias)
+            expected = x @ values(w).T + bias
+            assert out.shape == (*x_shape[:-1], 256)
+            torch.testing.assert_close(out, expected.reshape(out.shape), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (2, 3, 0), (0, 0), (2, 0, 0), (2, 0, 3, 0)], ids=str)
+def test_a_product_without_k_is_the_bias(shape: tuple[int, ...], mode: str) -> None:
+    w, bias = make(256, 0), torch.randn(256)
+    with MODES[mode]():
+        out, without = F.linear(torch.randn(shape), w, bias), F.linear(torch.randn(shape), w)
+    assert torch.equal(out, bias.expand(*shape[:-1], 256))
+    assert torch.equal(without, torch.zeros(*shape[:-1], 256))
+
+
+def test_addmm_does_not_broadcast_its_sums() -> None:
+    w, x = make(160, 96), torch.randn(5, 160)
+    for bias in (torch.ones(2, 5, 96), torch.ones(4, 96)):
+        for beta in (0, 1):
+            with pytest.raises(RuntimeError, match="expand"):
+                torch.addmm(bias, x, w, beta=beta)
+    with pytest.raises(RuntimeError, match="expand"):
+        torch.addmm(torch.ones(5, 2), x, make(160, 1))
+
+
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_block(block: Block) -> None:
     w = make(96, 160, block=block)
