@@ -91,10 +91,17 @@ def activation(op: str, name: str, value: object) -> None:
 
 
 def weight(op: str, name: str, value: object) -> None:
-    """An `operand` with at least two dimensions, if it is a tensor."""
+    """An `operand` `(..., N, K)`, if it is a tensor."""
     operand(op, name, value)
     if isinstance(value, Tensor):
         _two_dimensions(op, name, value)
+
+
+def right(op: str, name: str, value: object) -> None:
+    """An `operand` `(..., K, N)`, if it is a tensor."""
+    operand(op, name, value)
+    if isinstance(value, Tensor):
+        _two_dimensions(op, name, value, "[:, None]")
 
 
 def grouped_operand(op: str, name: str, value: object) -> None:
@@ -298,10 +305,12 @@ def _floats(op: str, name: str, value: Tensor) -> None:
         raise TypeError(f"{op}: {name} has dtype {value.dtype}; use {_FLOATS}, {name}.to(torch.float32) for one")
 
 
-def _two_dimensions(op: str, name: str, value: Tensor) -> None:
+def _two_dimensions(op: str, name: str, value: Tensor, index: str = "[None]") -> None:
+    """Raises ValueError for fewer dimensions; `index` makes the matrix of a vector."""
     if value.ndim < 2:
         given = tuple(value.shape)
-        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {name}[None] for one")
+        made = name + (index if value.ndim else "[None, None]")
+        raise ValueError(f"{op}: {name} has shape {given}; it needs at least two dimensions, {made} for one")
 
 
 def _short(value: object) -> str:

@@ -27,7 +27,7 @@ from fp8fn.scaled_tensor import ScaledTensor
 @checked(
     arguments.product_of("a", "b", transposed=False),
     a=arguments.activation,
-    b=arguments.weight,
+    b=arguments.right,
     bias=arguments.bias,
     out_dtype=arguments.out_dtype,
     prequant=arguments.flag,
@@ -210,7 +210,7 @@ def _weight_first_product(
 ) -> Tensor:
     """`w (..., M, K) @ x (..., K, N) + bias (N)`, computed as `(xᵀ wᵀ)ᵀ`; the bias is added to float32 sums."""
     if x.ndim < 2:
-        raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions")
+        raise ValueError(f"gemm: b has shape {tuple(x.shape)}; it needs at least two dimensions, b[:, None] for one")
     x = as_autocast(x)
     if bias is None:
         return _weight_only_product(x.mT, w.mT, None, out_dtype, options).mT

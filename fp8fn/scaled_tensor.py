@@ -117,12 +117,13 @@ class ScaledTensor:
             raise TypeError(
                 f"ScaledTensor: index {reprlib.repr(index)} has None or ...; use integers, slices or tensors"
             )
+        entries = tuple(map(_entry, entries))
         if self.ndim == 2 or _dimensions(entries) > self.ndim - 2:
             raise IndexError(
                 f"ScaledTensor: index {reprlib.repr(index)} reaches into the matrix; shape {tuple(self.shape)} has "
                 f"{self.ndim - 2} leading dimensions. For elements use q.dequantize()"
             )
-        return ScaledTensor(self.data[index], self.scale[index], self.block)
+        return ScaledTensor(self.data[entries], self.scale[entries], self.block)
 
     def __iter__(self) -> Iterator[ScaledTensor]:
         """The matrices along the first dimension."""
@@ -253,9 +254,27 @@ def check_parts(name: str, **parts: object) -> None:
             raise TypeError(f"{name}: {part}={reprlib.repr(value)} is a {type(value).__name__}; {remedy}")
 
 
+def _entry(entry: Any) -> Any:
+    """An entry of an index, with a sequence as the tensor that it stands for.
+
+    PyTorch reads some lists of lists as a tuple, and would then index the matrix.
+    """
+    if isinstance(entry, (Tensor, slice, int, torch.SymInt)):
+        return entry
+    try:
+        made = torch.as_tensor(entry)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"ScaledTensor: index {reprlib.repr(entry)} is no tensor; use integers, slices or tensors, and a tuple of "
+            "them for several dimensions"
+        ) from None
+    return made.long() if made.numel() == 0 else made
+
+
 def _dimensions(entries: tuple[Any, ...]) -> int:
     """The number of dimensions that the entries of an index name; a mask names as many as it has."""
-    return sum(each.ndim if isinstance(each, Tensor) and each.dtype == torch.bool else 1 for each in entries)
+    masks = (torch.bool, torch.uint8)
+    return sum(each.ndim if isinstance(each, Tensor) and each.dtype in masks else 1 for each in entries)
 
 
 def _scale_kind(q: ScaledTensor) -> str:

@@ -49,7 +49,15 @@ GEMM: list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]] = [
     ("integer a", lambda: fp8fn.gemm(A.int(), B), TypeError, ("a has dtype torch.int32", "use bfloat16")),
     ("float64 b", lambda: fp8fn.gemm(A, B.double()), TypeError, ("b has dtype torch.float64", "use bfloat16")),
     ("FP8 a", lambda: fp8fn.gemm(A.to(torch.float8_e4m3fn), B), TypeError, ("a has dtype torch.float8_e4m3fn", "use")),
-    ("vector b", lambda: fp8fn.gemm(A, B[:, 0]), ValueError, ("b has shape (64,)", "at least two dimensions")),
+    (
+        "vector b",
+        lambda: fp8fn.gemm(A, B[:, 0]),
+        ValueError,
+        ("b has shape (64,)", "two dimensions, b[:, None] for one"),
+    ),
+    ("scalar b", lambda: fp8fn.gemm(A, B[0, 0]), ValueError, ("b has shape ()", "b[None, None] for one")),
+    ("vector weight", lambda: fp8fn.linear(A, A[0]), ValueError, ("weight has shape (64,)", "weight[None] for one")),
+    ("vector x", lambda: fp8fn.quantize(A[0], (1, 32)), ValueError, ("x has shape (64,)", "x[None] for one")),
     ("scalar a", lambda: fp8fn.gemm(A[0, 0], B), ValueError, ("a has shape ()", "at least one dimension")),
     (
         "batches",

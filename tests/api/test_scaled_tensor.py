@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -321,6 +322,21 @@ def test_indices_of_leading_dimensions() -> None:
         assert torch.equal(q[index].dequantize(torch.float32), exact[index])
     assert [each.shape for each in q] == [(3, 40, 200)] * 2
     assert q[1].data.data_ptr() == q.data[1].data_ptr()
+    lists: tuple[Any, ...] = (
+        [1, 0],
+        [[0, 1], [1, 1]],
+        [True, False],
+        mask.tolist(),
+        (slice(None), [2, 0]),
+        [],
+        range(2),
+    )
+    for index in lists:
+        as_tensors = tuple(
+            each if isinstance(each, slice) else torch.tensor(list(each), dtype=None if len(each) else torch.int64)
+            for each in (index if isinstance(index, tuple) else (index,))
+        )
+        assert torch.equal(q[index].dequantize(torch.float32), exact[as_tensors])
     e8m0 = fp8fn.quantize(torch.randn(3, 40, 64), (1, 32), scale="e8m0")
     chosen = torch.tensor([2, 0])
     assert torch.equal(e8m0[chosen].dequantize(), e8m0.dequantize()[chosen])
@@ -328,8 +344,14 @@ def test_indices_of_leading_dimensions() -> None:
         q[0, 0, 0]
     with pytest.raises(IndexError, match="reaches into the matrix"):
         q[0, 0][0]
+    rows = torch.ones(2, 3, 40, dtype=torch.bool)
+    for mask_of_rows in (rows, rows.tolist(), rows.byte()):
+        with pytest.raises(IndexError, match="reaches into the matrix"):
+            q[mask_of_rows]
     with pytest.raises(IndexError, match="out of"):
         q[2]
+    with pytest.raises(TypeError, match="is no tensor; use integers, slices or tensors, and a tuple of them"):
+        q[[slice(0, 1), slice(0, 1)]]
     with pytest.raises(TypeError, match="has None or"):
         q[None]
     with pytest.raises(TypeError, match="no leading dimension to iterate over"):
