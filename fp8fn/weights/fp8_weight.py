@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 import torch
@@ -28,6 +29,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 OPERATIONS: Final[dict[Any, Callable[..., Any]]] = {}
 _PARTS: Final = ["_data", "_scale"]
+_OWN_ATTRIBUTES: Final = frozenset({*_PARTS, "_form", "_is_param"})
 _REQUIRES_GRAD: Final[Any] = Tensor.requires_grad
 _warned: Final[set[str]] = set()
 
@@ -232,16 +234,24 @@ class FP8Weight(Tensor):
         return weight_of(data, scale, form), outputs
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        state = _attributes(self) or None
         if is_parameter(self):
-            return torch.nn.Parameter, (self.detach(), False)
-        return FP8Weight, (self.scaled, self.dtype, self.activations)
+            return torch.nn.Parameter, (self.detach(), False), state
+        return FP8Weight, (self.scaled, self.dtype, self.activations), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if not _OWN_ATTRIBUTES.isdisjoint(state):
+            raise ValueError(f"FP8Weight: the state of a pickle holds {sorted(_OWN_ATTRIBUTES.intersection(state))}")
+        self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FP8Weight:
         if id(self) not in memo:
             parts = [part.detach().clone() for part in (bytes_of(self._data), bytes_of(self._scale))]
             parts = [part.view(old.dtype) for part, old in zip(parts, (self._data, self._scale), strict=True)]
-            copy = weight_of(parts[0], parts[1], self._form)
+            copy = weight_of(parts[0], parts[1], self._form._replace(shares=False))
             memo[id(self)] = torch.nn.Parameter(copy, requires_grad=False) if is_parameter(self) else copy
+            if not is_parameter(self):  # PyTorch's parameters lose their attributes here
+                copy.__dict__.update(deepcopy(_attributes(self), memo))
         made: FP8Weight = memo[id(self)]
         return made
 
@@ -270,6 +280,11 @@ def implements(*ops: Any) -> Callable[[F], F]:
 def check_dtype(name: str, dtype: object) -> None:
     if dtype not in INPUT_DTYPES:
         raise TypeError(f"{name}: dtype={dtype} is no type of activations; use bfloat16, float16 or float32")
+
+
+def _attributes(weight: FP8Weight) -> dict[str, Any]:
+    """What a user has set on a weight."""
+    return {name: value for name, value in weight.__dict__.items() if name not in _OWN_ATTRIBUTES}
 
 
 def is_parameter(weight: FP8Weight) -> bool:

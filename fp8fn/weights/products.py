@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.meta.bypass import shortest
-from fp8fn.ops.formats import SCALE_DTYPES
+from fp8fn.ops.formats import INPUT_DTYPES, SCALE_DTYPES
 from fp8fn.ops.layout import Block, is_column_major, is_square, known_block, moved, swap, turned
 from fp8fn.ops.mm_a16w8 import mm_a16w8_kernel
 from fp8fn.ops.operand import Quantized
@@ -44,10 +44,13 @@ def _operand(x: Tensor, weight: FP8Weight) -> Quantized:
     if isinstance(x, FP8Weight):
         raise NoForm
     block = weight._form.block
-    if x.dtype != weight._form.dtype:
+    dtype = weight._form.dtype
+    if x.dtype != dtype:
+        of_model = f"model.to({x.dtype}), which changes no data of the weight"
+        remedy = of_model if x.dtype in INPUT_DTYPES else f"x.to({dtype})"
         raise RuntimeError(
             f"expected the activations and the weight to have the same dtype, but got {x.dtype} and an FP8Weight for "
-            f"{weight._form.dtype}; use model.to({x.dtype}), which changes no data of the weight"
+            f"{dtype}; use {remedy}"
         )
     pair = known_block(block[-2:])
     if pair is None or (len(block) == 3 and block[0] != 1 and weight.shape[0] != 1):

@@ -322,21 +322,17 @@ def test_indices_of_leading_dimensions() -> None:
         assert torch.equal(q[index].dequantize(torch.float32), exact[index])
     assert [each.shape for each in q] == [(3, 40, 200)] * 2
     assert q[1].data.data_ptr() == q.data[1].data_ptr()
-    lists: tuple[Any, ...] = (
-        [1, 0],
-        [[0, 1], [1, 1]],
-        [True, False],
-        mask.tolist(),
-        (slice(None), [2, 0]),
-        [],
-        range(2),
-    )
-    for index in lists:
-        as_tensors = tuple(
-            each if isinstance(each, slice) else torch.tensor(list(each), dtype=None if len(each) else torch.int64)
-            for each in (index if isinstance(index, tuple) else (index,))
-        )
-        assert torch.equal(q[index].dequantize(torch.float32), exact[as_tensors])
+    pair: tuple[Any, ...]
+    for pair in (
+        ([1, 0], torch.tensor([1, 0])),
+        ([[0, 1], [1, 1]], torch.tensor([[0, 1], [1, 1]])),
+        ([True, False], torch.tensor([True, False])),
+        (mask.tolist(), mask),
+        ((slice(None), [2, 0]), (slice(None), torch.tensor([2, 0]))),
+        ([], torch.tensor([], dtype=torch.int64)),
+        (range(2), torch.tensor([0, 1])),
+    ):
+        assert torch.equal(q[pair[0]].dequantize(torch.float32), exact[pair[1]])
     e8m0 = fp8fn.quantize(torch.randn(3, 40, 64), (1, 32), scale="e8m0")
     chosen = torch.tensor([2, 0])
     assert torch.equal(e8m0[chosen].dequantize(), e8m0.dequantize()[chosen])

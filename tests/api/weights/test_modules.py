@@ -200,6 +200,30 @@ def test_copies_and_files(scale: ScaleFormat, block: Block, how: str, tmp_path: 
     assert m.weight.scaled.data.stride() == n.weight.scaled.data.stride()  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.parametrize("how", ["pickle", "torch.save", "weights_only", "copy", "deepcopy"])
+@pytest.mark.parametrize("parameter", [True, False])
+def test_attributes_of_a_weight_are_kept_where_pytorch_keeps_them(how: str, parameter: bool, tmp_path: Path) -> None:
+    def again(tensor: Any) -> Any:
+        tensor.shard, tensor.names = 3, ["q", "k"]
+        if how in ("copy", "deepcopy"):
+            return getattr(copy, how)(tensor)
+        if how == "pickle":
+            return pickle.loads(pickle.dumps(tensor))
+        torch.save(tensor, tmp_path / "tensor.pt")
+        return torch.load(tmp_path / "tensor.pt", weights_only=how == "weights_only")
+
+    w = make(256, 128)
+    given, plain = (nn.Parameter(each, requires_grad=False) if parameter else each for each in (w, torch.ones(2)))
+    found, expected = again(given), again(plain)
+    assert [getattr(found, name, None) for name in ("shard", "names")] == [
+        getattr(expected, name, None) for name in ("shard", "names")
+    ]
+    assert same(found, w)
+    assert isinstance(found, nn.Parameter) == parameter
+    with pytest.raises(ValueError, match=r"the state of a pickle holds \['_data'\]"):
+        found.__setstate__({"_data": torch.ones(1)})
+
+
 def test_a_file_names_public_classes_alone(tmp_path: Path) -> None:
     """Files outlive the modules of this package."""
     torch.save(layer().state_dict(), tmp_path / "model.pt")
@@ -260,6 +284,42 @@ def test_swapped_parameters() -> None:
         m, n = layer(), layer()
         n.half().float().load_state_dict(m.state_dict())
     assert same(m.weight, n.weight)
+
+
+VIEWS_WITH_SHARED_SCALES: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows of a block": lambda w: w[:64],
+    "rows across blocks": lambda w: w[50:150],
+    "columns of a block": lambda w: w[:, 64:192],
+    "rows of one scale": lambda w: w[3:70],
+    "an expert": lambda w: w.view(4, 64, 384)[1],
+}
+
+
+@pytest.mark.parametrize("name", VIEWS_WITH_SHARED_SCALES)
+@pytest.mark.parametrize("how", ["deepcopy", "deepcopy of a module", "pickle", "clone", "to"])
+def test_a_copy_of_a_view_owns_its_scales(how: str, name: str) -> None:
+    w = make(256, 384, block=(-1, -1) if name == "rows of one scale" else (128, 128))
+    view, before = VIEWS_WITH_SHARED_SCALES[name](w), [part.clone() for part in parts(w)]
+    n, k = view.shape
+    m = nn.Linear(k, n, bias=False)
+    m.weight = nn.Parameter(view, requires_grad=False)
+    with pytest.raises(RuntimeError, match="copy_ into a view of an FP8Weight"):
+        m.load_state_dict({"weight": torch.ones(n, k)})
+    if how == "deepcopy of a module":
+        m = copy.deepcopy(m)
+    else:
+        copies: dict[str, Callable[[Any], Any]] = {
+            "deepcopy": copy.deepcopy,
+            "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+            "clone": lambda x: x.detach().clone(),
+            "to": lambda x: x.detach().to("cpu", copy=True),
+        }
+        m.weight = nn.Parameter(copies[how](m.weight), requires_grad=False)
+    assert torch.equal(values(m.weight), values(view))
+    loaded = torch.randn(n, k)
+    m.load_state_dict({"weight": loaded})
+    assert snr(values(m.weight), loaded) > 25
+    assert all(map(torch.equal, parts(w), before))
 
 
 def test_tied_weights_stay_tied() -> None:

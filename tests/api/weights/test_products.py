@@ -254,8 +254,19 @@ def test_autocast_computes_in_its_type() -> None:
 
 def test_activations_of_another_dtype_are_refused() -> None:
     w = make(96, 160, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match=r"same dtype, but got torch.float32 and an FP8Weight for torch.bfloat16"):
+    expected = "same dtype, but got torch.float32 and an FP8Weight for torch.bfloat16; use model.to(torch.float32)"
+    with pytest.raises(RuntimeError, match=re.escape(expected)):
         F.linear(torch.randn(5, 160), w)
+    experts, offsets = make(4, 160, 96, dtype=torch.bfloat16), torch.tensor([1, 2, 2, 5], dtype=torch.int32)
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: F.linear(x, w),
+        lambda x: torch.addmm(torch.ones(96), x, w.T),
+        lambda x: torch._grouped_mm(x, experts, offsets),
+    ]
+    for call in calls:
+        for dtype in (torch.float64, torch.int32):
+            with pytest.raises(RuntimeError, match=r"FP8Weight for torch.bfloat16; use x.to\(torch.bfloat16\)$"):
+                call(torch.ones(5, 160, dtype=dtype))
 
 
 def test_beta_of_zero_ignores_the_bias() -> None:
