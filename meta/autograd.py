@@ -214,9 +214,9 @@ def grouped_mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) ->
 
     def track(
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, offsets: Tensor, bias: Tensor | None = None,
-        out_dtype: torch.dtype | None = None,
+        out_dtype: torch.dtype | None = None, activations: str = "16bit",
     ) -> Any:  # fmt: skip
-        return levels.apply(MmA16W8, x, w, w_scale, w_block, offsets, bias, out_dtype)
+        return levels.apply(MmA16W8, x, w, w_scale, w_block, offsets, bias, out_dtype, activations)
 
     return _leaf("grouped_mm_a16w8", track, on_cpu, on_cuda)
 
@@ -225,12 +225,12 @@ def _weight_product(
     x: Tensor, w: tuple[Tensor, Tensor, Block], offsets: Tensor | None, bias: Tensor | None,
     out_dtype: torch.dtype | None, options: Sequence[Any],
 ) -> Tensor:  # fmt: skip
-    """`fp8fn::mm_a16w8`, or of groups of rows `fp8fn::grouped_mm_a16w8`, which has no options."""
+    """`fp8fn::mm_a16w8`, or of groups of rows `fp8fn::grouped_mm_a16w8`."""
     out: Tensor
     if offsets is None:
         out = torch.ops.fp8fn.mm_a16w8(x, *w, bias, out_dtype, *options)
     else:
-        out = torch.ops.fp8fn.grouped_mm_a16w8(x, *w, offsets, bias, out_dtype)
+        out = torch.ops.fp8fn.grouped_mm_a16w8(x, *w, offsets, bias, out_dtype, *options)
     return out
 
 

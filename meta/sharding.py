@@ -225,11 +225,19 @@ _A16W8: Final = Rule(
 
 def mm_a16w8(arguments: Mapping[str, Any]) -> Rule:
     """Activations that are quantized with one scale for a whole row need the row."""
-    whole = arguments.get("activations") == "fp8" and arguments["w_block"][0] == WHOLE
-    return replace(_A16W8, uncut="k") if whole else _A16W8
+    return replace(_A16W8, uncut="k") if _needs_whole_rows(arguments) else _A16W8
 
 
-grouped_mm_a16w8: Final = Rule(
+def grouped_mm_a16w8(arguments: Mapping[str, Any]) -> Rule:
+    """As `mm_a16w8`."""
+    return replace(_GROUPED_A16W8, uncut="mek") if _needs_whole_rows(arguments) else _GROUPED_A16W8
+
+
+def _needs_whole_rows(arguments: Mapping[str, Any]) -> bool:
+    return bool(arguments.get("activations") == "fp8" and arguments["w_block"][0] == WHOLE)
+
+
+_GROUPED_A16W8: Final = Rule(
     inputs={"x": "mk", "w": "ekn", "w_scale": "ekn/w_block", "bias": "en"},
     outputs=("mn",), reduces="sum", added=("bias",), uncut="me",
 )  # fmt: skip

@@ -33,10 +33,11 @@ def check_activations(op: str, value: object) -> None:
         raise ValueError(f"{op}: activations={value!r} is no way to read activations; use one of {ACTIVATIONS}")
 
 
-def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False) -> str | None:
+def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False, groups: int = 1) -> str | None:
     """The reason to multiply `x (B?, M, K) @ w (B?, K, N)` in 16 bits, or None where `x` should be quantized.
 
-    `batch_invariant` fixes the choice, which then reads neither the number of rows nor a time.
+    `batch_invariant` fixes the choice, which then reads neither the number of rows nor a time. Rows of `groups` are
+    counted as a batch of equal groups: where groups end is on the device.
     """
     block, target = w.block, targets.target_of(x.device)
     if block not in ACTIVATION_BLOCKS:
@@ -45,7 +46,7 @@ def why_16_bits(x: Tensor, w: Quantized, batch_invariant: bool = False) -> str |
         return f"{w.data.dtype} has no product on {target.name}"
     if batch_invariant:
         return None
-    rows, batch = x.shape[-2], max(x.shape[:-2].numel(), w.data.shape[:-2].numel())
+    rows, batch = x.shape[-2] // groups, max(x.shape[:-2].numel(), w.data.shape[:-2].numel())
     if rows <= FEW_ROWS:  # of each matrix, so that vmap decides as a loop does
         return f"{rows} rows, of which {FEW_ROWS} are few"
     if target.name != "sm90":
@@ -91,3 +92,14 @@ def quantized_product(
     sums = product(a, w, None, torch.float32, batch_invariant)
     sums = sums if w.data.ndim == 3 else sums.reshape(shape)
     return (sums + (bias.unsqueeze(1) if bias.ndim == 2 else bias).float()).to(out_dtype)
+
+
+def quantized_grouped_product(
+    x: Tensor, w: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+) -> Tensor:
+    """`x (M, K) @ w (E, K, N) + bias (E, N)` of each group, with `x` quantized to fit the weight, each row by itself."""
+    from fp8fn.ops.gemm import quantize
+    from fp8fn.ops.grouped_gemm import product
+
+    scale = "fp32" if w.scale.dtype == torch.float32 else "e8m0"
+    return product(quantize(x, activation_block(w.block), None, scale), w, offsets, bias, out_dtype)

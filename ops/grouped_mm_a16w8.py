@@ -1,4 +1,7 @@
-"""The op `fp8fn::grouped_mm_a16w8`, groups of 16- or 32-bit rows by experts in FP8: schema, checks, and dispatch."""
+"""The op `fp8fn::grouped_mm_a16w8`, groups of 16- or 32-bit rows by experts in FP8: schema, checks, and dispatch.
+
+With `activations="fp8"` the op quantizes many rows and multiplies in FP8, as `fp8fn::mm_a16w8` does.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fp8fn.ops import reference, targets
+from fp8fn.ops.activations import Activations, check_activations, quantized_grouped_product, why_16_bits
 from fp8fn.ops.groups import check_ends, check_offsets
 from fp8fn.ops.kernel import Dispatch, Kernel, Tensors, takes_all
 from fp8fn.ops.launch import Launch
@@ -21,15 +25,16 @@ from fp8fn.ops.scaled_mm import Parts
 
 GROUPED_MM_A16W8_SCHEMA: Final = (
     "grouped_mm_a16w8(Tensor x, Tensor w, Tensor w_scale, int[2] w_block, Tensor offsets, Tensor? bias=None, "
-    "ScalarType? out_dtype=None) -> Tensor"
+    'ScalarType? out_dtype=None, str activations="16bit") -> Tensor'
 )
 
 _NAME: Final = "grouped_mm_a16w8"
 
 
 def check_grouped_mm_a16w8(
-    x: Tensor, w_parts: Parts, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
-) -> Block:
+    x: Tensor, w_parts: Parts, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None,
+    activations: Activations = "16bit",
+) -> Block:  # fmt: skip
     """The block as a tuple, or the error that says which argument is wrong and what would work."""
     w = w_parts[0]
     if x.ndim != 2 or w.ndim != 3:
@@ -41,31 +46,43 @@ def check_grouped_mm_a16w8(
     check_offsets(_NAME, offsets, "x", x)
     check_group_count(_NAME, offsets, "w", w)
     check_group_bias(_NAME, w, offsets.shape[0], bias)
+    check_activations(_NAME, activations)
     return block
 
 
 def grouped_mm_a16w8_reference(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
-    block = check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype)
+    block = check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype, activations)
     check_ends(_NAME, offsets)
-    return reference.grouped_mm_a16w8(x, Quantized(w, w_scale, block), offsets, bias, out_dtype or x.dtype)
+    weight = Quantized(w, w_scale, block)
+    multiply = quantized_grouped_product if _is_quantized(x, weight, activations) else reference.grouped_mm_a16w8
+    return multiply(x, weight, offsets, bias, out_dtype or x.dtype)
 
 
 def grouped_mm_a16w8_fake(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
-    check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype)
+    check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype, activations)
     return empty_grouped_output(x, w, offsets, out_dtype or x.dtype)
 
 
 def grouped_mm_a16w8_kernel(
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
-    bias: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    bias: Tensor | None = None, out_dtype: torch.dtype | None = None, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
+    if activations != "16bit":
+        block = check_grouped_mm_a16w8(x, (w, w_scale, w_block), offsets, bias, out_dtype, activations)
+        weight = Quantized(w, w_scale, block)
+        if _is_quantized(x, weight, activations):
+            return quantized_grouped_product(x, weight, offsets, bias, out_dtype or x.dtype)
     return GROUPED_MM_A16W8((x, w, w_scale, offsets, bias), (tuple(w_block), out_dtype))[0]
+
+
+def _is_quantized(x: Tensor, w: Quantized, activations: Activations) -> bool:
+    return activations == "fp8" and why_16_bits(x, w, groups=w.data.shape[0]) is None
 
 
 def _operands(tensors: Sequence[Any], values: Sequence[Any]) -> WeightProduct:

@@ -103,7 +103,8 @@ def grouped_mm(
         return product(x, weight, None, out_dtype)
     if x.ndim != 2:
         raise NoForm
-    out: Tensor = torch.ops.fp8fn.grouped_mm_a16w8(x, *_operand(x, weight), offs, None, out_dtype)
+    operand, activations = _operand(x, weight), weight._form.activations
+    out: Tensor = torch.ops.fp8fn.grouped_mm_a16w8(x, *operand, offs, None, out_dtype, activations)
     return out
 
 

@@ -4,6 +4,7 @@
 
 The op decides at each call how it reads `x`. A product of known size becomes the same quantizer and product in the
 graph, so that equal quantizers are merged and the quantizer is fused with what computes `x`. The bits stay the same.
+A product of groups, `fp8fn::grouped_mm_a16w8`, stays one op.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _OPS: Final = torch.ops.fp8fn
 
 def substitute(graph: Graph) -> Iterator[Substitution]:
     """Reports each product that asks for FP8 activations, and how it reads them."""
-    for node in graph.find_nodes(op="call_function", target=_OPS.mm_a16w8.default):
+    products = (_OPS.mm_a16w8.default, _OPS.grouped_mm_a16w8.default)
+    for node in [node for op in products for node in graph.find_nodes(op="call_function", target=op)]:
         given = arguments_of(node)
         if given["activations"] != "fp8":
             continue
@@ -47,10 +49,12 @@ def _read(graph: Graph, node: Node, given: dict[str, Any]) -> str:
     if any(not isinstance(size, int) for size in x.shape):
         return f"{node.target}, activations in 16 bits or FP8: the rows decide at each call"
     weight = Quantized(tensor_of(given["w"]), tensor_of(given["w_scale"]), block)
-    reason = why_16_bits(x, weight, given["batch_invariant"])
+    grouped = node.target is _OPS.grouped_mm_a16w8.default
+    options = {"groups": weight.data.shape[0]} if grouped else {"batch_invariant": given["batch_invariant"]}
+    reason = why_16_bits(x, weight, **options)
     if reason is not None:
         return f"{node.target}, activations in 16 bits: {reason}"
-    if bias is not None and tensor_of(bias).ndim > 1:
+    if grouped or (bias is not None and tensor_of(bias).ndim > 1):
         return f"{node.target}, activations in FP8"
     made = _emit(graph, node, given, activation_block(block))
     return f"{made}, activations in FP8"

@@ -483,6 +483,11 @@ def grouped_mm_a16w8(seed: int = 0, device: torch.device | str = "cpu") -> list[
         Sample("ragged_float32", (x(41, 70, dtype=FP32), *_operand(x(4, 70, 33), (-1, 1)), many), {}),
         Sample("strided", (x(80, 64).mT, *_operand(x(3, 48, 80).mT, (-1, -1)), few, x(3, 96)[:, ::2]), {}),
         Sample("mx", (x(40, 80, dtype=FP16), *_operand(x(4, 80, 48), (32, 1), **mx), many), {}),
+        Sample(
+            "quantized",
+            (x(400, 160), *_operand(x(3, 96, 160).mT, square), _ends(40, 40, 390, device=device), x(3, 96)),
+            {"activations": "fp8"},
+        ),
         Sample("empty", (x(0, 40), *_operand(x(3, 40, 16), square), few, x(3, 16)), {}),
         Sample("empty_k", (x(16, 0), *_operand(x(3, 0, 16), square), few), {}),
     ]

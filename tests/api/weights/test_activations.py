@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops.activations import why_16_bits
+from fp8fn.ops.formats import ScaleFormat
 from fp8fn.ops.layout import Block
 from fp8fn.ops.operand import Quantized
 from fp8fn.ops.targets import SM90
@@ -56,6 +59,99 @@ def test_a_channel_scale_leaves_the_gradient_in_16_bits() -> None:
     w, x, grad = weight(block=(1, -1)), torch.randn(200, 384, requires_grad=True), torch.randn(200, 320)
     (dx,) = torch.autograd.grad(F.linear(x, w), x, grad)
     assert snr(dx, grad @ values(w)) > 100
+
+
+GROUPED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "_grouped_mm": lambda x, w, ends: torch._grouped_mm(x, w.mT, ends),
+    "F.grouped_mm": lambda x, w, ends: F.grouped_mm(x, w.mT, offs=ends),
+}
+
+
+def experts(block: Block = (128, 128), dtype: torch.dtype = torch.float32, scale: ScaleFormat = "fp32") -> FP8Weight:
+    return FP8Weight(fp8fn.quantize(torch.randn(3, 320, 384), block, scale=scale), dtype, "fp8")
+
+
+def by_groups(x: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """`x @ matrices (E, K, N)` of each group of rows, and zeros for the rows past the last."""
+    out = torch.zeros(len(x), matrices.shape[-1])
+    for matrix, (start, end) in zip(matrices, pairwise([0, *ends.tolist()]), strict=True):
+        out[start:end] = x[start:end] @ matrix
+    return out
+
+
+@pytest.mark.parametrize("name", GROUPED)
+@pytest.mark.parametrize(
+    ("block", "rows", "scale"),
+    [
+        ((128, 128), (1, 128), "fp32"),
+        ((1, -1), (1, -1), "fp32"),
+        ((-1, -1), (1, -1), "fp32"),
+        ((1, 32), (1, 32), "e8m0"),
+    ],
+    ids=str,
+)
+def test_many_rows_of_groups_are_quantized_and_few_are_not(
+    block: Block, rows: Block, scale: ScaleFormat, name: str
+) -> None:
+    """The mean group decides, as of a batch: where groups end is on the device."""
+    w = experts(block, scale=scale)
+    for m, few in ((3 * 128 + 2, True), (3 * 129, False)):
+        x, ends = torch.randn(m, 384), torch.tensor([250, 250, m - 5], dtype=torch.int32)
+        seen = x if few else fp8fn.quantize(x, rows, scale=scale).dequantize(torch.float32)
+        assert snr(GROUPED[name](x, w, ends), by_groups(seen, values(w).mT, ends)) > 100
+
+
+def test_the_gradient_of_groups_is_quantized_as_well() -> None:
+    w, x, grad = experts(), torch.randn(600, 384, requires_grad=True), torch.randn(600, 320)
+    ends = torch.tensor([100, 100, 590], dtype=torch.int32)
+    (dx,) = torch.autograd.grad(torch._grouped_mm(x, w.mT, ends), x, grad)
+    assert snr(dx, by_groups(rounded(grad), values(w), ends)) > 100
+    few = torch.tensor([20, 20, 60], dtype=torch.int32)
+    (dx,) = torch.autograd.grad(torch._grouped_mm(x[:60], w.mT, few), x, grad[:60])
+    assert snr(dx[:60], by_groups(grad[:60], values(w), few)) > 100
+
+
+def test_a_batch_without_offsets_is_quantized() -> None:
+    w, x = experts(), torch.randn(3, 130, 384)
+    assert snr(torch._grouped_mm(x, w.mT), rounded(x) @ values(w).mT) > 100
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(experts(), requires_grad=False)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return torch._grouped_mm(x, self.weight.mT, ends)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "fp8fn"])
+def test_one_dynamic_graph_of_groups_decides_at_each_call(backend: str) -> None:
+    model = Experts()
+    compiled = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    with torch.no_grad():
+        for m in (90, 600, 64, 900):
+            x, ends = torch.randn(m, 384), torch.tensor([m // 5, m // 5, m], dtype=torch.int32)
+            assert same_bits(compiled(x, ends), model(x, ends)), m
+
+
+def test_a_batch_invariant_graph_reads_groups_in_16_bits() -> None:
+    """The number of rows must not decide, and groups in FP8 have no batch-invariant kernel."""
+    model, x = Experts(), torch.randn(600, 384)
+    ends = torch.tensor([100, 100, 600], dtype=torch.int32)
+    compiled = torch.compile(model, backend="fp8fn", options={"batch_invariant": True}, fullgraph=True)
+    with torch.no_grad():
+        assert snr(compiled(x, ends), by_groups(x, values(model.weight).mT, ends)) > 100
+
+
+def test_explain_says_how_groups_are_read() -> None:
+    for m, kernel in (
+        (300, "fp8fn::grouped_mm_a16w8, activations in 16 bits: 100 rows, of which 128 are few"),
+        (600, "fp8fn::grouped_mm_a16w8, activations in FP8"),
+    ):
+        ends = torch.tensor([m // 5, m // 5, m], dtype=torch.int32)
+        (row,) = fp8fn.explain(Experts(), torch.randn(m, 384), ends, show=False).rows
+        assert (row.kernel, row.reason) == (kernel, None)
 
 
 def test_every_copy_keeps_the_choice() -> None:
