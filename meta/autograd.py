@@ -212,7 +212,7 @@ def mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
 def grouped_mm_a16w8(on_cpu: Callable[..., Any], on_cuda: Callable[..., Any]) -> Any:
     """The Autograd kernel of `fp8fn::grouped_mm_a16w8`."""
 
-    def track(
+    def track(  # noqa: PLR0913  an op's signature
         x: Tensor, w: Tensor, w_scale: Tensor, w_block: Block, offsets: Tensor, bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None, activations: str = "16bit",
     ) -> Any:  # fmt: skip

@@ -97,7 +97,7 @@ def quantized_product(
 def quantized_grouped_product(
     x: Tensor, w: Quantized, offsets: Tensor, bias: Tensor | None, out_dtype: torch.dtype
 ) -> Tensor:
-    """`x (M, K) @ w (E, K, N) + bias (E, N)` of each group, with `x` quantized to fit the weight, each row by itself."""
+    """`x (M, K) @ w (E, K, N) + bias (E, N)` of each group, with each row of `x` quantized by itself."""
     from fp8fn.ops.gemm import quantize
     from fp8fn.ops.grouped_gemm import product
 

@@ -50,7 +50,7 @@ def check_grouped_mm_a16w8(
     return block
 
 
-def grouped_mm_a16w8_reference(
+def grouped_mm_a16w8_reference(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
@@ -61,7 +61,7 @@ def grouped_mm_a16w8_reference(
     return multiply(x, weight, offsets, bias, out_dtype or x.dtype)
 
 
-def grouped_mm_a16w8_fake(
+def grouped_mm_a16w8_fake(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip
@@ -69,7 +69,7 @@ def grouped_mm_a16w8_fake(
     return empty_grouped_output(x, w, offsets, out_dtype or x.dtype)
 
 
-def grouped_mm_a16w8_kernel(
+def grouped_mm_a16w8_kernel(  # noqa: PLR0913  an op's signature
     x: Tensor, w: Tensor, w_scale: Tensor, w_block: Sequence[int], offsets: Tensor,
     bias: Tensor | None = None, out_dtype: torch.dtype | None = None, activations: Activations = "16bit",
 ) -> Tensor:  # fmt: skip

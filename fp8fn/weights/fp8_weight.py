@@ -23,6 +23,7 @@ from fp8fn.ops.layout import WHOLE
 from fp8fn.ops.sharded import local_of
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights import fsdp
+from fp8fn.weights.dense_view import DenseView, written
 from fp8fn.weights.form import Form, block_by_dimension, bytes_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -75,9 +76,9 @@ class FP8Weight(Tensor):
 
     Matrix products (`F.linear`, `@`, `einsum`, `addmm`, `bmm`, …) multiply unquantized activations by the FP8 data, and
     are differentiable in the activations. Other ops dequantize the weight at each call, with one warning for each op.
-    An op that would write into the weight raises an error, except `copy_` and state-dict loads: they copy the data of
-    an `FP8Weight` and quantize a plain tensor. `half()`, `bfloat16()` and `to(dtype)` change `dtype` and share the
-    data. `fp8fn.quantize` returns the weight's own data.
+    An op that would write into the weight or a view of it raises an error, except `copy_` and state-dict loads: they
+    copy the data of an `FP8Weight` and quantize a plain tensor. `half()`, `bfloat16()` and `to(dtype)` change `dtype`
+    and share the data. `fp8fn.quantize` returns the weight's own data.
 
     Args:
         scaled: `ScaledTensor` that the weight holds, with no copy.
@@ -305,12 +306,7 @@ def _is_first(key: str) -> bool:
 
 def _without_form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an op that `OPERATIONS` does not have: its decomposition, or the op on dequantized weights."""
-    written = [
-        arg
-        for spec, arg in zip(func._schema.arguments, args, strict=False)
-        if spec.alias_info and spec.alias_info.is_write
-    ]
-    if any(isinstance(leaf, FP8Weight) for leaf in pytree.tree_leaves((written, kwargs.get("out")))):
+    if any(isinstance(target, FP8Weight) for target in written(func, args, kwargs)):
         raise NotImplementedError(
             f"{func} would write into an FP8Weight, whose 8-bit data cannot hold the result; use weight.copy_(values), "
             "which quantizes, or first replace the parameter by torch.nn.Parameter(weight.dequantize())"
@@ -330,13 +326,14 @@ def _without_form(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def dequantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an op on dequantized weights, with one warning for each op."""
+    """Runs an op on dequantized weights, with one warning for each op. A view becomes a `DenseView`."""
     if _is_first(str(func)):
         shapes = [tuple(leaf.shape) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, FP8Weight)]
-        view = ", and writing into its result does not change the weight" if func.is_view else ""
+        view = ", and writing into its result is an error" if func.is_view else ""
         warnings.warn(f"{func} has no FP8 form: the weight {shapes[0]} is dequantized at each call{view}", stacklevel=3)
     args, kwargs = pytree.tree_map_only(FP8Weight, FP8Weight.dequantize, (args, kwargs))
-    return func(*args, **kwargs)
+    out = func(*args, **kwargs)
+    return pytree.tree_map_only(Tensor, DenseView, out) if func.is_view else out
 
 
 torch.serialization.add_safe_globals([FP8Weight])

@@ -209,3 +209,32 @@ def test_metadata_decides_the_cache_key() -> None:
     keys = [w._stable_hash_for_caching() for w in (a, b, c)]
     assert keys[0] == keys[1] != keys[2]
     assert not torch.equal(parts(a)[0], parts(b)[0])
+
+
+@pytest.mark.filterwarnings("ignore:aten.* has no FP8 form")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor", "fp8fn"])
+def test_dense_views_in_a_graph(backend: str) -> None:
+    """Views without an FP8 form, made in the graph and given to it: values and gradients, and writes are errors."""
+    w = make(256, 384)
+    dense = values(w)
+
+    def run(weight: Tensor, view: Tensor, x: Tensor) -> Tensor:
+        return F.linear(x, weight[:, ::2]).pow(2).sum() + (x @ view.T).sum() + weight[::3].sum() * x.sum()
+
+    found, expected = (torch.randn(5, 192).requires_grad_() for _ in range(2))
+    with torch.no_grad():
+        expected.copy_(found)
+    torch.compile(run, backend=backend, fullgraph=True)(w, w[:, 1::2], found).backward()
+    run(dense, dense[:, 1::2], expected).backward()
+    assert found.grad is not None
+    assert expected.grad is not None
+    assert snr(found.grad, expected.grad) > 90
+    assert torch.equal(torch.compile(lambda v: v[:, ::2], backend=backend, fullgraph=True)(w), dense[:, ::2])
+
+    def write(weight: Tensor) -> Tensor:
+        weight[:, ::2].zero_()
+        return weight.sum()
+
+    with pytest.raises(NotImplementedError, match="would write into the dequantized values of a view"):
+        torch.compile(write, backend=backend)(w)
+    assert torch.equal(values(w), dense)

@@ -375,6 +375,29 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "a transposed row": lambda w: w.T[:, 3].zero_(),
     "an optimizer": lambda w: torch._foreach_add_([w], 1),
 }
+# Of views that have no FP8 form.
+WRITES_INTO_DENSE_VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "w[5, 3] = 1": lambda w: w.__setitem__((5, 3), 1.0),
+    "w[:, ::2] = 0": lambda w: w.__setitem__((slice(None), slice(None, None, 2)), 0.0),
+    "w[:, ::2] = tensor": lambda w: w.__setitem__((slice(None), slice(None, None, 2)), torch.ones(320, 192)),
+    "rows and columns": lambda w: w[::2, 3:70].fill_(1),
+    "the diagonal": lambda w: w.diagonal().zero_(),
+    "a view of the diagonal": lambda w: w.diagonal()[3:9].view(2, 3).t().mul_(2),
+    "an element of a row": lambda w: w[5].select(0, 3).fill_(1),
+    "elements of a row": lambda w: w[5].unbind()[3].zero_(),
+    "elements of a vector": lambda w: w.view(-1)[3:9].zero_(),
+    "blocks torn by a reshape": lambda w: w.view(320, 2, 192).view(640, 192).add_(1),
+    "chunks": lambda w: w[:, ::2].chunk(2)[1].copy_(torch.ones(160, 192)),
+    "detach": lambda w: w.diagonal().detach().zero_(),
+    "data": lambda w: w.diagonal().data.zero_(),
+    "+=": lambda w: w.diagonal().__iadd__(1),
+    "out": lambda w: torch.add(torch.ones(320), 1, out=w.diagonal()),
+    "one of two outs": lambda w: torch.min(torch.ones(2, 320), 0, out=(w.diagonal(), torch.ones(320).long())),
+    "foreach": lambda w: torch._foreach_zero_([torch.ones(2), w.diagonal()]),
+    "index_put_": lambda w: w[:, ::2].__setitem__(torch.tensor([1, 2]), 0),
+    "transpose_": lambda w: w[:, ::2].t_(),
+    "set_": lambda w: w.diagonal().set_(torch.ones(2)),
+}
 
 
 @pytest.mark.parametrize("inference", [False, True])
@@ -385,6 +408,48 @@ def test_a_write_is_refused_and_never_lost(name: str, inference: bool) -> None:
     with torch.inference_mode(inference), pytest.raises((NotImplementedError, RuntimeError)):
         WRITES[name](w)
     assert all(map(torch.equal, parts(w), before))
+
+
+@pytest.mark.filterwarnings("ignore:aten.* has no FP8 form")
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("name", WRITES_INTO_DENSE_VIEWS)
+def test_a_write_into_a_dense_view_is_refused(name: str, inference: bool) -> None:
+    w = layer().weight.detach()
+    before = [part.clone() for part in parts(w)]
+    for _ in range(2):  # the warning comes once, and the error each time
+        with (
+            torch.inference_mode(inference),
+            pytest.raises(NotImplementedError, match=r"aten\.\S+ would write"),
+        ):
+            WRITES_INTO_DENSE_VIEWS[name](w)
+    assert all(map(torch.equal, parts(w), before))
+
+
+@pytest.mark.filterwarnings("ignore:aten.* has no FP8 form")
+def test_a_dense_view_reads_as_a_tensor(tmp_path: Path) -> None:
+    w = make(64, 128)
+    view, dense = w[:, ::2], values(w)[:, ::2]
+    torch.save(view, tmp_path / "view.pt")
+    copies = [pickle.loads(pickle.dumps(view)), copy.deepcopy(view), torch.load(tmp_path / "view.pt"), view.clone()]
+    for each in copies:
+        assert type(each) is Tensor
+        assert torch.equal(each, dense)
+        each.zero_()
+    assert view.tolist() == dense.tolist()
+    assert torch.equal(torch.from_dlpack(view), dense)
+    assert torch.equal(torch.empty(64, 64).copy_(view), dense)
+    assert repr(view) == repr(dense)
+    assert f"{w[5, 4]:.3f}" == f"{dense[5, 2].item():.3f}"
+    assert (float(w[5, 4]), w[5, 4].item()) == (dense[5, 2].item(),) * 2
+    x = torch.randn(3, 64, requires_grad=True)
+    out = F.linear(x, view).pow(2)
+    assert torch.equal(out, F.linear(x, dense).pow(2))
+    (found,), (expected,) = (torch.autograd.grad(F.linear(x, v).pow(2).sum(), x) for v in (view, dense))
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.func.vmap(lambda row: row[::2].sum())(w), dense.sum(1))
+    other = make(64, 128)
+    assert snr(view @ other, dense @ values(other)) > 100
+    assert same(make(64, 64).copy_(view), FP8Weight(fp8fn.quantize(dense, (128, 128)), torch.float32))
 
 
 def test_whole_blocks_are_written() -> None:
@@ -445,9 +510,9 @@ def test_values_of_views_and_copies_without_an_fp8_form(name: str, inference: bo
         assert torch.equal(found, expected.to(found.dtype))
 
 
-def test_a_view_that_has_no_fp8_form_says_that_writes_are_lost() -> None:
+def test_a_view_that_has_no_fp8_form_says_that_writes_are_errors() -> None:
     w = make(64, 64)
-    with pytest.warns(UserWarning, match="writing into its result does not change the weight"):
+    with pytest.warns(UserWarning, match="and writing into its result is an error"):
         assert torch.equal(w.diagonal(), values(w).diagonal())
 
 
