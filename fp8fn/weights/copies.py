@@ -126,9 +126,18 @@ def empty_like(weight: FP8Weight, *, dtype: torch.dtype | None = None, device: A
     return with_parts(weight, empty, _owned(weight))
 
 
-@implements(aten.new_zeros.default, aten.new_empty.default)
+@implements(aten.new_empty.default)
+def new_empty(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    """A weight of the same shape; a tensor for another shape."""
+    if tuple(size) == tuple(weight.shape):
+        return new_zeros(weight, size, dtype=dtype, device=device)
+    target = weight.device if device is None else device
+    return torch.empty(list(size), dtype=dtype or weight._form.dtype, device=target)
+
+
+@implements(aten.new_zeros.default)
 def new_zeros(weight: FP8Weight, size: Sequence[int], *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-    """A weight that is longer or shorter along one dimension, as FSDP pads its shards; a tensor for another shape."""
+    """A weight that is longer or shorter along one dimension, as FSDP2 pads its shards; a tensor for another shape."""
     form, shape = weight._form, list(size)
     target = weight.device if device is None else torch.device(device)
     others = [axis for axis, (n, old) in enumerate(zip(shape, weight.shape, strict=False)) if n != old]

@@ -524,6 +524,12 @@ def test_new_tensors() -> None:
         assert torch.equal(new, torch.full((64, 128), value))
     assert torch.randn_like(w).std() > 0.5
     assert type(w.new_zeros(3, 5)) is Tensor
+    for shape in ((4, 128), (64, 3), (0,), (3, 5), (2, 64, 128)):
+        empty = w.new_empty(shape)
+        assert (type(empty), empty.shape, empty.dtype) == (Tensor, shape, w.dtype)
+        assert torch.equal(empty.fill_(0.3), torch.full(shape, 0.3))
+    assert w.new_empty(4, 128, dtype=torch.int64).dtype == torch.int64
+    assert isinstance(w.new_empty(64, 128), FP8Weight)
     padded = w.new_zeros(192, 128)
     assert isinstance(padded, FP8Weight)
     assert torch.equal(values(padded), torch.zeros(192, 128))
@@ -571,15 +577,22 @@ def test_functional_call_and_shared_memory() -> None:
     assert n.weight.scaled.scale.is_shared()  # type: ignore[operator, union-attr]
 
 
-def test_conversion_while_a_graph_is_alive() -> None:
-    """PyTorch swaps the parameter with the converted one, which a saved alias of it must not prevent."""
-    m = layer()
-    y = m(torch.randn(2, 384, requires_grad=True))
-    try:
+@pytest.mark.parametrize("alive", ["a graph", "a view"])
+def test_a_conversion_is_refused_while_a_view_is_alive(alive: str) -> None:
+    """PyTorch swaps a parameter of a wrapper subclass with the converted one, and refuses while a view holds it."""
+    m, x = layer(), torch.randn(2, 384, requires_grad=True)
+    kept = m(x) if alive == "a graph" else m.weight.t()
+    with pytest.raises(RuntimeError, match=r"Couldn't swap Linear.weight"):
         m.half()
-    except RuntimeError as error:
-        assert "swap" in str(error)  # noqa: PT017  PyTorch's own refusal, which names the parameter
-    y.sum().backward()
+    assert m.weight.dtype == torch.float32
+    assert isinstance(m.weight, nn.Parameter)
+    if alive == "a graph":
+        (dx,) = torch.autograd.grad(kept.sum(), x)
+        assert snr(dx, torch.ones(2, 320) @ values(m.weight)) > 100
+    else:
+        assert torch.equal(values(kept), values(m.weight).T)
+    del kept
+    assert m.half().weight.dtype == torch.float16
 
 
 def test_no_dequantized_copy_is_made() -> None:
