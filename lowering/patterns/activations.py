@@ -9,6 +9,7 @@ A product of groups, `fp8fn::grouped_mm_a16w8`, stays one op.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterator
 from typing import Any, Final
@@ -38,7 +39,8 @@ def substitute(graph: Graph) -> Iterator[Substitution]:
             continue
         name, at, target = str(node), source_of(node), str(node.target)
         shape = tensor_of(given["x"]).shape[:-1], tensor_of(given["w"]).shape[-1], tensor_of(given["x"]).shape[-1]
-        yield Substitution(NAME, name, at, target, (shape[0].numel(), *shape[1:]), _read(graph, node, given), None)
+        # `torch.Size.numel()` would turn a symbolic size into an int, and so make the graph serve one length only.
+        yield Substitution(NAME, name, at, target, (math.prod(shape[0]), *shape[1:]), _read(graph, node, given), None)
 
 
 def _read(graph: Graph, node: Node, given: dict[str, Any]) -> str:
@@ -46,7 +48,7 @@ def _read(graph: Graph, node: Node, given: dict[str, Any]) -> str:
     x, bias = tensor_of(given["x"]), given["bias"]
     block = known_block(given["w_block"])
     assert block is not None
-    if any(not isinstance(size, int) for size in x.shape):
+    if any(not isinstance(size, int) for size in (*x.shape, *tensor_of(given["w"]).shape)):
         return f"{node.target}, activations in 16 bits or FP8: the rows decide at each call"
     weight = Quantized(tensor_of(given["w"]), tensor_of(given["w_scale"]), block)
     grouped = node.target is _OPS.grouped_mm_a16w8.default

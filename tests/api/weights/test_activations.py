@@ -185,15 +185,31 @@ def test_a_wrong_name_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "fp8fn"])
-def test_one_dynamic_graph_decides_at_each_call(backend: str) -> None:
+@pytest.mark.parametrize("shape", [(320, 384), (3, 320, 384)], ids=["matrix", "batch"])
+@pytest.mark.parametrize("train", [False, True])
+def test_one_dynamic_graph_decides_at_each_call(backend: str, shape: tuple[int, ...], train: bool) -> None:
     """A graph that was traced with few rows must quantize many, and the other way round."""
-    layer = nn.Linear(384, 320, bias=False)
+    w = nn.Parameter(FP8Weight(fp8fn.quantize(torch.randn(shape), (128, 128)), torch.float32, "fp8"), False)
+    product = lambda x: x @ w.mT  # noqa: E731
+    compiled = torch.compile(product, backend=backend, dynamic=True, fullgraph=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for m in (40, 200, 64, 300, 2, 17, 129, 3):
+        x = torch.randn(*shape[:-2], m, 384, requires_grad=train)
+        out, expected = compiled(x), product(x)
+        assert same_bits(out, expected), m
+        if train:
+            grads = [torch.autograd.grad(each, x, torch.ones_like(each))[0] for each in (out, expected)]
+            assert same_bits(*grads), m
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_rows_may_be_marked_dynamic() -> None:
+    layer, x = nn.Linear(384, 320), torch.randn(4, 17, 384)
     layer.weight = weight()
-    compiled = torch.compile(layer, backend=backend, dynamic=True, fullgraph=True)
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(x, dim)
     with torch.no_grad():
-        for m in (40, 200, 64, 300):
-            x = torch.randn(m, 384)
-            assert same_bits(compiled(x), layer(x)), m
+        assert same_bits(torch.compile(layer, backend="fp8fn", fullgraph=True)(x), layer(x))
 
 
 class MLP(nn.Module):
