@@ -12,7 +12,7 @@ from fp8fn.arguments import checked
 from fp8fn.grouped_scaled_tensor import GroupedScaledTensor
 from fp8fn.ops.gemm import as_autocast
 from fp8fn.ops.grouped_gemm import check_batch
-from fp8fn.ops.recipe import BLOCKWISE, Recipe, recipe_key
+from fp8fn.ops.recipe import BLOCKWISE, Recipe, check_grouped, recipe_key
 from fp8fn.scaled_tensor import ScaledTensor
 
 Operand: TypeAlias = "Tensor | ScaledTensor | GroupedScaledTensor"
@@ -70,6 +70,7 @@ def grouped_gemm(
         >>> fp8fn.grouped_gemm(torch.randn(256, 128), torch.randn(2, 128, 192), ends).shape
         torch.Size([256, 192])
     """
+    check_grouped("grouped_gemm", recipe)
     if counts is not None:
         return _counted_product(a, b, (offsets, counts), recipe, bias, out_dtype)
     if isinstance(a, GroupedScaledTensor) and isinstance(b, GroupedScaledTensor):

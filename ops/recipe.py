@@ -224,8 +224,8 @@ def is_batch_invariant(recipe: Recipe | str) -> bool:
     return "batch_invariant=True" in recipe_key(recipe)
 
 
-def check_grouped(op: str, recipe: Recipe) -> None:
-    if recipe.batch_invariant:
+def check_grouped(op: str, recipe: Recipe | str) -> None:
+    if is_batch_invariant(recipe):
         raise NotImplementedError(
             f"{op}: recipe has batch_invariant=True, and products of groups have no batch-invariant kernel; use "
             "fp8fn.gemm for each group, or leave batch_invariant out"

@@ -82,7 +82,67 @@ def test_rows_that_share_a_scale_are_refused() -> None:
         Recipe(batch_invariant=True, activation_block=(128, 128))
 
 
+ENDS = torch.tensor([3, 8], dtype=torch.int32)
+EXPERTS = (2, 128, 128)
+
+
 def test_groups_are_refused() -> None:
-    ends = torch.tensor([3, 8], dtype=torch.int32)
+    x, w = torch.randn(8, 128), torch.randn(EXPERTS)
+    rows, experts = fp8fn.quantize(x, (1, 128)), fp8fn.quantize(w, (128, 128))
+    for a, b in ((x, w), (x, experts.mT), (rows, experts.mT)):
+        with pytest.raises(NotImplementedError, match="grouped_gemm: recipe has batch_invariant=True"):
+            fp8fn.grouped_gemm(a, b, ENDS, recipe=INVARIANT)
+        assert torch.isfinite(fp8fn.grouped_gemm(a, b, ENDS)).all()
+    batch = x.expand(2, 8, 128)
+    for a, b in ((batch, w), (fp8fn.quantize(batch, (1, 128)), experts.mT)):
+        with pytest.raises(NotImplementedError, match="grouped_gemm: recipe has batch_invariant=True"):
+            fp8fn.grouped_gemm(a, b, counts=ENDS, recipe=INVARIANT)
+    with pytest.raises(NotImplementedError, match="expert_mlp: recipe has batch_invariant=True"):
+        fp8fn.expert_mlp(x, torch.randn(2, 128, 256), w, ENDS, recipe=INVARIANT)
+    groups = [fp8fn.quantize_grouped(each, ENDS, axis=0) for each in (x, x)]
     with pytest.raises(NotImplementedError, match="grouped_gemm: recipe has batch_invariant=True"):
-        fp8fn.grouped_gemm(torch.randn(8, 128), torch.randn(2, 128, 128), ends, recipe=INVARIANT)
+        fp8fn.grouped_gemm(groups[0].mT, groups[1], recipe=INVARIANT)
+
+
+QUANTIZED = fp8fn.quantize(torch.ones(EXPERTS), (128, 128))
+WEIGHT = FP8Weight(QUANTIZED, torch.float32)
+ROUTES = fp8fn.sort_tokens(torch.zeros(8, 1, dtype=torch.int32), 2, 16)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("op", "product"),
+    [
+        ("grouped_mm_a16w8", lambda x: torch._grouped_mm(x, WEIGHT.mT, offs=ENDS)),
+        ("grouped_mm_a16w8", lambda x: fp8fn.grouped_gemm(x, QUANTIZED.mT, ENDS)),
+        ("scaled_grouped_mm", lambda x: fp8fn.grouped_gemm(x, torch.ones(EXPERTS), ENDS)),
+        ("scaled_grouped_mm", lambda x: fp8fn.expert_mlp(x, torch.ones(2, 128, 256), torch.ones(EXPERTS), ENDS)),
+        ("moe_gemm", lambda x: fp8fn.moe_gemm(fp8fn.quantize(x, (1, 128)), QUANTIZED, *ROUTES, top_k=1)),
+    ],
+    ids=["FP8Weight", "ScaledTensor", "tensors", "expert_mlp", "moe_gemm"],
+)
+def test_the_backends_option_refuses_groups(op: str, product: Callable[[Tensor], Tensor]) -> None:
+    compiled = torch.compile(product, backend="fp8fn", options={"batch_invariant": True})
+    with pytest.raises(Exception, match=rf"batch_invariant=True: fp8fn\.{op}\.default has no batch-invariant kernel"):
+        compiled(torch.randn(8, 128))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("train", [False, True])
+def test_the_backends_option_refuses_rows_that_share_a_scale(train: bool) -> None:
+    """A call of `fp8fn.gemm` brings a recipe of its own, which the option cannot change."""
+    w, x = torch.randn(128, 256, requires_grad=train), torch.randn(64, 128, requires_grad=train)
+    for product in (
+        lambda x: fp8fn.gemm(x, w, recipe="tensorwise"),
+        lambda x: fp8fn.gemm(x, fp8fn.quantize(w.detach(), (-1, -1)), prequant=True),
+    ):
+        compiled = torch.compile(product, backend="fp8fn", options={"batch_invariant": True})
+        with pytest.raises(Exception, match=r"activations in blocks of \(-1, -1\), whose rows share scales; use"):
+            compiled(x)
+    compiled = torch.compile(lambda x: fp8fn.gemm(x, w), backend="fp8fn", options={"batch_invariant": True})
+    out = compiled(x)
+    assert same_bits(out, fp8fn.gemm(x, w, recipe=INVARIANT))
+    if train:
+        out.sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None
