@@ -28,7 +28,7 @@ from fp8fn.checkpoint.format import (
 )
 
 LAYERS: Final = "_quantization_metadata"  # the key of the metadata that names the layers
-_FORMATS: Final = ("float8_e4m3fn", "float8_e5m2")
+_FORMATS: Final = {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 
 
 def _read_old(declared: Declared) -> Schemes:
@@ -44,10 +44,12 @@ def _read(declared: Declared) -> Schemes:
         raise ValueError(f"{declared.path}: metadata {LAYERS}={shortened(str(text))!r} names no layers") from None
 
     def scheme(weight: str, shape: Sequence[int]) -> Scheme:
-        kind = names.get(modules([weight])[0], _FORMATS[0])
-        if kind not in _FORMATS:
+        kind = names.get(modules([weight])[0])
+        if kind is None:
+            return Scheme(None, None, "one scale a weight")
+        if str(kind) not in _FORMATS:
             raise UnknownScheme(f"{LAYERS}'s format {shortened(str(kind))!r}")
-        return Scheme(None, None, str(kind))
+        return Scheme(None, None, f"{LAYERS}'s format {kind}", (_FORMATS[str(kind)],))
 
     return scheme
 
@@ -57,7 +59,7 @@ def _declare_old(contents: Contents) -> dict[str, Json]:
 
 
 def _declare(contents: Contents) -> dict[str, Json]:
-    layers = {module: {"format": _FORMATS[0]} for module in modules(list(contents.weights))}
+    layers = {module: {"format": "float8_e4m3fn"} for module in modules(list(contents.weights))}
     return {"metadata": {LAYERS: json.dumps({"format_version": "1.0", "layers": layers})}}
 
 

@@ -11,6 +11,7 @@ import torch
 from fp8fn.checkpoint.files import shortened
 from fp8fn.checkpoint.format import (
     CHANNEL,
+    E4M3,
     GROUP,
     MX,
     SQUARE,
@@ -34,7 +35,13 @@ from fp8fn.ops.layout import WHOLE, Block
 _WHOLE: Final[Mapping[str, Block]] = {"tensor": TENSOR, "channel": CHANNEL, "token": CHANNEL}
 
 
+# The places of a transform that is part of the weights in the file; others change activations while the model runs.
+_OFFLINE: Final = ("weight_input", "weight_output")
+_BLOCK: Final = re.compile(r"(\d+)x(\d+)")
+
+
 def _read(declared: Declared) -> Schemes:
+    _check_transforms(declared)
     groups = declared.config.get("config_groups")
     where = f"{declared.path}: config_groups"
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
@@ -56,6 +63,26 @@ def _read(declared: Declared) -> Schemes:
         return schemes[number]
 
     return scheme
+
+
+def _check_transforms(declared: Declared) -> None:
+    """Raises ValueError for rotations of activations, without which the weights in the file give wrong products."""
+    config = declared.config.get("transform_config")
+    if not config:
+        return
+    where = f"{declared.path}: transform_config"
+    try:
+        placed = [
+            (name, scheme.get("type"), str(each["location"]))
+            for name, scheme in (config.get("config_groups") or {}).items()
+            for each in scheme["apply"]
+        ]
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError(f"{where}={shortened(repr(config))} must be a JSON object of groups") from None
+    for name, kind, location in placed:
+        if location not in _OFFLINE:
+            scheme = shortened(f"{kind} at {location} ({name})")
+            raise ValueError(f"{where} has an online transform, {scheme}, which fp8fn does not apply")
 
 
 def _group_of(module: str, groups: Sequence[list[str]]) -> int | None:
@@ -90,11 +117,11 @@ def _scheme(group: dict[str, Any], where: str, whole_format: object) -> Scheme:
     if block is None or weights.get("dynamic") or form in ("pack-quantized", "int-quantized", "marlin-24"):
         raise UnknownScheme(words)
     if inputs is None:
-        return Scheme(block, None, words)
+        return Scheme(block, None, words, E4M3)
     rows = _block(inputs, where)
     if rows is None or inputs.get("dynamic") not in (True, False, None):
         raise UnknownScheme(f"activations of {_words(inputs)} ({where})")
-    return Scheme(block, Activations(rows, static=not inputs.get("dynamic")), words)
+    return Scheme(block, Activations(rows, static=not inputs.get("dynamic")), words, E4M3)
 
 
 def _words(args: dict[str, Any]) -> str:
@@ -108,8 +135,13 @@ def _block(args: dict[str, Any], where: str) -> Block | None:
     if args.get("num_bits") != 8 or args.get("type") != "float" or args.get("symmetric") is False:
         return None
     strategy = args.get("strategy")
+    if strategy is None:  # as compressed-tensors infers it
+        size = args.get("group_size")
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if strategy == "block":
-        return declared_block(args.get("block_structure"), f"{where}: block_structure")
+        sizes = args.get("block_structure")
+        written = _BLOCK.fullmatch(sizes) if isinstance(sizes, str) else None  # "128x128", of older files
+        return declared_block(list(map(int, written.groups())) if written else sizes, f"{where}: block_structure")
     if strategy == "group":
         return {32: MX, 128: GROUP}.get(args.get("group_size") or 0)
     return _WHOLE.get(str(strategy))

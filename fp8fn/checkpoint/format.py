@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
+from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import WHOLE, Block, scale_shape, swap
 from fp8fn.ops.recipe import Recipe
 
@@ -22,6 +23,7 @@ CHANNEL: Final[Block] = (1, WHOLE)
 SQUARE: Final[Block] = (128, 128)
 GROUP: Final[Block] = (1, 128)
 MX: Final[Block] = (1, 32)
+E4M3: Final = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 Json: TypeAlias = Mapping[str, Any]
 
@@ -76,11 +78,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class Scheme:
-    """The files' scheme of one weight. `block` is None where it follows from shapes; errors quote `words`."""
+    """The files' scheme of one weight. `block` is None where it follows from shapes; errors quote `words`.
+
+    `dtypes` are the FP8 types that the files declare; any where they declare none.
+    """
 
     block: Block | None = None
     activations: Activations | None = None
     words: str = ""
+    dtypes: Sequence[torch.dtype] = FP8_DTYPES
 
 
 @dataclass(frozen=True)
@@ -233,6 +239,16 @@ class Format:
     dtypes: tuple[torch.dtype, ...] = (torch.float8_e4m3fn,)
     mixed: bool = False
     markers: tuple[str, ...] = ()
+
+    def may_be_own(self, weight: str, dtype: torch.dtype | None) -> bool:
+        """Whether the tensor that is spelled like the scales of `weight` may be a model's own, or a cache's.
+
+        `logit_scale` stands beside a `logit` of 16 or 32 bits, or alone, and so does `k_scale`. `dtype` is the type of
+        what is spelled like the weight's data, None if that is not there.
+        """
+        if self.scale.template != "{name}_scale" or weight.endswith("weight"):
+            return False
+        return dtype is None or (dtype.is_floating_point and dtype.itemsize > 1)
 
 
 def shapes(shape: Sequence[int], block: Block) -> dict[str, tuple[int, ...]]:

@@ -58,13 +58,22 @@ def read_declared(checkpoint: Checkpoint, owners: Mapping[str, Shard]) -> Declar
 
 
 def _section(path: Path) -> dict[str, Any] | None:
-    """The `quantization_config` of a config.json, None where there is none."""
+    """The `quantization_config` of a config.json, None where there is none.
+
+    Older files of compressed-tensors call it `compression_config`; models of several parts have it in `text_config`.
+    """
     if not os.path.lexists(path):  # a broken link is an error, not a checkpoint without a config
         return None
-    section = read_json(path).get("quantization_config")
-    if section is not None and not isinstance(section, dict):
-        raise ValueError(f"{path}: quantization_config={shortened(repr(section))} must be a JSON object")
-    return section
+    config = read_json(path)
+    parts = ("", config), ("text_config.", config.get("text_config"))
+    for prefix, part in parts:
+        for name in ("quantization_config", "compression_config") if isinstance(part, dict) else ():
+            section = part.get(name)
+            if section is not None and not isinstance(section, dict):
+                raise ValueError(f"{path}: {prefix}{name}={shortened(repr(section))} must be a JSON object")
+            if section is not None:
+                return {"quant_method": "compressed-tensors", **section} if name == "compression_config" else section
+    return None
 
 
 def format_of(owners: Mapping[str, Shard], declared: Declared) -> Format:

@@ -10,6 +10,7 @@ import torch
 
 from fp8fn.checkpoint.files import shortened
 from fp8fn.checkpoint.format import (
+    E4M3,
     GROUP,
     MX,
     SQUARE,
@@ -26,6 +27,7 @@ from fp8fn.checkpoint.format import (
     UnknownScheme,
     modules,
 )
+from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import BLOCKS, WHOLE, Block, known_block
 
 
@@ -53,7 +55,9 @@ def _read(declared: Declared) -> Schemes:
         return unknown
     sizes = config.get("weight_block_size")
     block = None if sizes is None else declared_block(sizes, f"{path}: weight_block_size")
-    return _same_for_all(Scheme(block, _activations(path, config.get("activation_scheme"), block), words))
+    activations = _activations(path, config.get("activation_scheme"), block)
+    # Files without a config declare no type.
+    return _same_for_all(Scheme(block, activations, words, FP8_DTYPES if declared.method is None else E4M3))
 
 
 def _activations(path: Path | None, scheme: object, block: Block | None) -> Activations | None:
@@ -67,7 +71,7 @@ def _activations(path: Path | None, scheme: object, block: Block | None) -> Acti
 
 
 def _read_mx(declared: Declared) -> Schemes:
-    return _same_for_all(Scheme(MX, Activations(MX), f"mxfp8 ({declared.path})"))
+    return _same_for_all(Scheme(MX, Activations(MX), f"mxfp8 ({declared.path})", E4M3))
 
 
 def _same_for_all(scheme: Scheme) -> Schemes:

@@ -139,9 +139,10 @@ def read_contents(path: str | os.PathLike[str]) -> Contents:
         entries[weight] = reader.entry(weight, name)
         if format.beside.fullmatch(name):
             beside[name] = shard.tensor(name)
+            _check_finite(shard.path, name, beside[name])
             own.add(name)
     weights = {name: entry.layout for name, entry in entries.items() if entry.layout is not None}
-    inputs = reader.input_scales(weights)
+    inputs = reader.input_scales({name: entries[name].shape for name in weights})
     own.update(map(format.input_scale.of, inputs))
     kept = {key: value for key, value in declared.metadata.items() if not key.startswith(_NOT_KEPT)}
     layout = CheckpointLayout(format.name, weights, inputs, beside, {**declared.files, "metadata": kept})
@@ -163,18 +164,18 @@ class _Reader:
         if weight is None:
             return False
         data = self.format.data.of(weight)
-        if data in self.owners:
-            return True
-        # `logit_scale` may be a model's own, and `k_scale` a cache's.
-        if self.format.scale.template == "{name}_scale" and not weight.endswith("weight"):
+        there = data in self.owners
+        if self.format.may_be_own(weight, self.owners[data].kind(data)[0] if there else None):
             return False
+        if there:
+            return True
         raise ValueError(f"{shard.path}: tensor {name!r} has the scales of {data!r}, which is not there")
 
     def entry(self, weight: str, name: str) -> Entry:
         shard = self.owners[name]
         dtype, shape = shard.kind(name)
         scale_name = self.format.scale.of(weight)
-        if scale_name in self.owners:
+        if scale_name in self.owners and self.is_scale(scale_name, self.owners[scale_name]):
             return self._weight(weight, Entry(shard, name, dtype, shape), scale_name)
         if dtype in FP8_DTYPES and len(shape) >= 2:
             raise ValueError(
@@ -197,6 +198,8 @@ class _Reader:
                 f"{shard.path}: tensor {entry.tensor!r} is {kind}{by} and has scales ({scale_name!r}); it must be a "
                 "matrix in FP8, or a batch of them"
             )
+        if entry.dtype not in scheme.dtypes:
+            raise ValueError(f"{shard.path}: tensor {entry.tensor!r} is {kind}, and declared as {scheme.words}")
         scale = scales.tensor(scale_name)
         stored = scale.dtype, tuple(scale.shape)
         if scale.dtype == torch.uint8:  # exponents of powers of two
@@ -239,18 +242,21 @@ class _Reader:
             )
         return scheme.activations
 
-    def input_scales(self, weights: Mapping[str, WeightLayout]) -> dict[str, Tensor]:
+    def input_scales(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """The static scales of activations, by the weights' names, of weights with these shapes."""
         found = {}
-        for weight in weights:
+        for weight, shape in weights.items():
             name = self.format.input_scale.of(weight)
             if name not in self.owners:
                 continue
             shard = self.owners[name]
             scale = found[weight] = shard.tensor(name)
-            if not scale.is_floating_point() or scale.numel() == 0:
+            one = scale.numel() == 1 and scale.ndim <= len(shape)
+            of_each_expert = tuple(scale.shape) in (shape[:-2], (*shape[:-2], 1), (*shape[:-2], 1, 1))
+            if not scale.is_floating_point() or not (one or of_each_expert):
                 raise ValueError(
                     f"{shard.path}: tensor {name!r} is {short_name(scale.dtype)}{list(scale.shape)}; a scale of "
-                    "activations must be a floating-point number"
+                    "activations must be a floating-point number, or one for each expert"
                 )
             _check_scales(shard.path, name, scale)
         return found
@@ -278,6 +284,12 @@ def _check_scales(path: Path, name: str, scale: Tensor) -> None:
             f"{path}: tensor {name!r} has {count} of {scale.numel()} scales that are NaN, infinite, zero or negative; "
             f"the first is {scale.float()[first].item()} at {list(first)}. Every scale must be finite and positive"
         )
+
+
+def _check_finite(path: Path, name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a key-value cache's scale that is NaN or infinite; a model's own may have any sign."""
+    if tensor.is_floating_point() and tensor.dtype not in FP8_DTYPES and not bool(tensor.float().isfinite().all()):
+        raise ValueError(f"{path}: tensor {name!r} holds NaN or Inf. Every scale must be finite")
 
 
 def moved_to(value: ScaledTensor | Tensor, device: torch.device) -> ScaledTensor | Tensor:

@@ -10,6 +10,7 @@ import torch
 from fp8fn.checkpoint.files import shortened
 from fp8fn.checkpoint.format import (
     CHANNEL,
+    E4M3,
     MX,
     SQUARE,
     TENSOR,
@@ -60,7 +61,7 @@ def _read(declared: Declared) -> Schemes:
         words = f"quant_algo {name} ({declared.path})"
         if name not in _ALGORITHMS:
             raise UnknownScheme(words)
-        return Scheme(*_ALGORITHMS[name], words)
+        return Scheme(*_ALGORITHMS[name], words, E4M3)
 
     return scheme
 

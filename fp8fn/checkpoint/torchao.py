@@ -15,6 +15,7 @@ import torch
 from fp8fn.checkpoint.files import shortened
 from fp8fn.checkpoint.format import (
     CHANNEL,
+    E4M3,
     GROUP,
     MX,
     SQUARE,
@@ -55,7 +56,7 @@ def _read(declared: Declared) -> Schemes:
         if kind == "MXTensor" and _value(data.get("elem_dtype")) == "float8_e4m3fn" and data.get("block_size") == 32:
             if data.get("is_swizzled_scales"):
                 raise UnknownScheme(f"{words} with swizzled scales")
-            return Scheme(MX, Activations(MX) if data.get("act_quant_kwargs") else None, words)
+            return Scheme(MX, Activations(MX) if data.get("act_quant_kwargs") else None, words, E4M3)
         raise UnknownScheme(words)
 
     return scheme
@@ -107,7 +108,7 @@ def _granularity(block: Block) -> dict[str, Any]:
     return _encoded("PerTensor", {}) if block == TENSOR else _encoded("PerBlock", {"block_size": list(block)})
 
 
-_E4M3: Final = _encoded("torch.dtype", "float8_e4m3fn")
+_E4M3_NOTE: Final = _encoded("torch.dtype", "float8_e4m3fn")
 _MM: Final = _encoded("Float8MMConfig", {"emulate": False, "use_fast_accum": True, "pad_inner_dim": False})
 _AUTO: Final = _encoded("KernelPreference", "AUTO")
 
@@ -118,7 +119,7 @@ def _note(shape: tuple[int, ...], layout: WeightLayout, dtype: torch.dtype) -> s
     stands_for = _encoded("torch.dtype", str(dtype).removeprefix("torch."))
     if layout.block == MX:
         kwargs: dict[str, Any] = {
-            "elem_dtype": _E4M3,
+            "elem_dtype": _E4M3_NOTE,
             "block_size": 32,
             "scaling_mode": _encoded("ScaleCalculationMode", "FLOOR"),
         }
@@ -126,13 +127,13 @@ def _note(shape: tuple[int, ...], layout: WeightLayout, dtype: torch.dtype) -> s
             "QuantizeTensorToMXKwargs", {**kwargs, "kernel_preference": _AUTO, "is_swizzled_scales": False}
         )
         data: dict[str, Any] = {
-            "act_quant_kwargs": inputs if asked else None, "elem_dtype": _E4M3, "block_size": 32,
+            "act_quant_kwargs": inputs if asked else None, "elem_dtype": _E4M3_NOTE, "block_size": 32,
             "orig_dtype": stands_for, "kernel_preference": _AUTO, "is_swizzled_scales": False,
         }  # fmt: skip
         return json.dumps({**_encoded("MXTensor", data), "_tensor_data_names": ["qdata", "scale"]})
     sizes = [size if b == WHOLE else b for size, b in zip(shape[-2:], layout.block, strict=True)]
     arguments: dict[str, Any] = {
-        "float8_dtype": _E4M3,
+        "float8_dtype": _E4M3_NOTE,
         "granularity": _granularity(asked.block if asked else CHANNEL),
         "mm_config": _MM,
     }
@@ -162,12 +163,17 @@ def _declare(contents: Contents) -> dict[str, Json]:
 def _config(layout: WeightLayout) -> dict[str, Any]:
     """torchao's configuration that makes such weights."""
     if layout.block == MX:
-        data = {"block_size": 32, "activation_dtype": _E4M3, "weight_dtype": _E4M3, "kernel_preference": _AUTO}
+        data = {
+            "block_size": 32,
+            "activation_dtype": _E4M3_NOTE,
+            "weight_dtype": _E4M3_NOTE,
+            "kernel_preference": _AUTO,
+        }
         return {**_encoded("MXDynamicActivationMXWeightConfig", data), "_version": 1}
     if layout.activations is None:
-        return {**_encoded("Float8WeightOnlyConfig", {"weight_dtype": _E4M3}), "_version": 2}
+        return {**_encoded("Float8WeightOnlyConfig", {"weight_dtype": _E4M3_NOTE}), "_version": 2}
     granularity = [_granularity(layout.activations.block), _granularity(layout.block)]
-    data = {"activation_dtype": _E4M3, "weight_dtype": _E4M3, "granularity": granularity, "mm_config": _MM}
+    data = {"activation_dtype": _E4M3_NOTE, "weight_dtype": _E4M3_NOTE, "granularity": granularity, "mm_config": _MM}
     return {**_encoded("Float8DynamicActivationFloat8WeightConfig", data), "_version": 2}
 
 

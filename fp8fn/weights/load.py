@@ -18,7 +18,7 @@ from fp8fn.checkpoint.files import Shard
 from fp8fn.checkpoint.format import CheckpointLayout
 from fp8fn.checkpoint.load import Entry, moved_to, read_contents
 from fp8fn.ops.activations import Activations, check_activations
-from fp8fn.ops.formats import INPUT_DTYPES
+from fp8fn.ops.formats import INPUT_DTYPES, short_name
 from fp8fn.ops.sharded import is_sharded, local_of
 from fp8fn.scaled_tensor import ScaledTensor, check_device
 from fp8fn.weights.experts import JoinedEntry, by_parameter, pieces_in_files
@@ -220,6 +220,11 @@ def _wrong_shapes(slots: Iterable[_Slot], tensors: Mapping[str, Entry | JoinedEn
                 )
             elif value.scale is not None and not slot.is_parameter:
                 errors.append(f"{name} is an FP8 weight in the checkpoint, and a buffer of the model.")
+            elif slot.tensor.is_floating_point() and not value.dtype.is_floating_point:
+                errors.append(
+                    f"{name} is {short_name(value.dtype)} without scales in {value.shard.path}, and "
+                    f"{short_name(slot.tensor.dtype)} in the model."
+                )
     return errors
 
 

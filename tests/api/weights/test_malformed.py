@@ -19,7 +19,7 @@ from safetensors.torch import save, save_file
 
 pytestmark = pytest.mark.every_case
 
-E4M3, E8M0, U8 = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8
+E4M3, E5M2, E8M0, U8 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.uint8
 Tensors = dict[str, Tensor]
 
 
@@ -45,6 +45,12 @@ def ct_with(value: Any) -> dict[str, Any]:
 def activations(**inputs: Any) -> dict[str, Any]:
     asked = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, **inputs}
     return ct_with({"group_0": {**group(), "input_activations": asked}})
+
+
+def rotated(location: str, **apply: Any) -> dict[str, Any]:
+    """compressed-tensors with a rotation at the input and at another place of a module."""
+    places = [{"targets": ["Linear"], "location": place, **apply} for place in ("weight_input", location)]
+    return {**ct(), "transform_config": {"config_groups": {"R4": {"type": "hadamard", "apply": places}}}}
 
 
 def modelopt(algo: str) -> dict[str, Any]:
@@ -86,6 +92,20 @@ CASES: Final = {
     "input scale int": Case(
         weight(SCALE, ONE, fc__input_scale=torch.tensor(3)), modelopt("FP8"), "fc.input_scale' is int64[]"
     ),
+    **{
+        f"input scale {list(shape)}": Case(
+            weight(SCALE, ONE, fc__input_scale=torch.ones(shape)), modelopt("FP8"), f"_scale' is float32{list(shape)}"
+        )
+        for shape in ((3, 5), (7,), (200,), (1, 1, 1), (0,))
+    },
+    **{
+        f"{name} {value}": Case(
+            weight(spelling, scales, **{f"fc__{name}": torch.tensor([1.0, value])}), config, f"fc.{name}' holds NaN"
+        )
+        for spelling, scales, config in ((INV, SQUARE, FP8), (SCALE, ROWS, ct()))
+        for name in ("k_scale", "v_scale", "q_scale")
+        for value in (NAN, float("inf"))
+    },
     "no input scale": Case(weight(SCALE, ONE), modelopt("FP8"), "their scale 'fc.input_scale' is not there"),
     # Shapes and types that do not fit.
     "square shape": Case(weight(INV, torch.ones(3, 2)), FP8, "has shape (3, 2)"),
@@ -108,6 +128,26 @@ CASES: Final = {
     "old scale alone": Case(
         {**weight("scale_weight", ONE), "x.scale_weight": ONE.clone()}, None, "'x.weight'"
     ),
+    **{
+        f"{dtype} without scales": Case(
+            {"fc.weight": torch.ones(200, 300, dtype=dtype)}, None, f"fc.weight is {str(dtype)[6:]} without scales in "
+        )
+        for dtype in (torch.int8, U8, torch.int32, torch.bool, torch.complex64)
+    },
+    "bool bias": Case(
+        {"fc.weight": torch.ones(200, 300), "fc.bias": torch.ones(200, dtype=torch.bool)}, None, "fc.bias is bool"
+    ),
+    **{
+        f"e5m2 as {name}": Case({"fc.weight": torch.randn(200, 300).to(E5M2), f"fc.{spelling}": scales}, config, words)
+        for name, spelling, scales, config, words in (
+            ("fmt", INV, SQUARE, {**FP8, "fmt": "e4m3"}, "is e5m2[200, 300], and declared as fp8 e4m3"),
+            ("fp8", INV, SQUARE, FP8, "and declared as fp8 e4m3"),
+            ("autofp8", SCALE, ONE, FP8, "and declared as fp8 e4m3"),
+            ("ct", SCALE, ROWS, ct(), "and declared as float8 per channel"),
+            ("modelopt", SCALE, ROWS, modelopt("FP8_PER_CHANNEL_PER_TOKEN"), "and declared as quant_algo FP8_PER"),
+            ("mxfp8", INV, torch.full((200, 10), 127, dtype=U8), {"quant_method": "mxfp8"}, "and declared as mxfp8"),
+        )
+    },
     # Two formats in one checkpoint, or another one than the config declares.
     "inv and scale": Case(weight(INV, SQUARE, fc__weight_scale=ROWS), FP8, "a checkpoint has one format"),
     "inv and old": Case(weight(INV, SQUARE, fc__scale_weight=ONE), None, "a checkpoint has one format"),
@@ -139,7 +179,20 @@ CASES: Final = {
     "local activations": Case(weight(SCALE, ROWS), activations(dynamic="local"), "activations of float8"),
     "no target": Case(weight(SCALE, ROWS), ct_with({"g": {**group(), "targets": ["re:other"]}}), "no target of"),
     "bad target": Case(weight(SCALE, ROWS), ct_with({"g": {**group(), "targets": ["re:("]}}), "no regular expression"),
+    **{
+        f"rotation at {place}": Case(weight(SCALE, ROWS), rotated(place), f"online transform, hadamard at {place} (R4)")
+        for place in ("input", "output", "q_attn", "k_cache")
+    },
     # Declarations that are none.
+    "transforms a list": Case(weight(SCALE, ROWS), {**ct(), "transform_config": [1]}, "transform_config=[1]"),
+    "a transform of nowhere": Case(
+        weight(SCALE, ROWS), {**ct(), "transform_config": {"config_groups": {"u": {"apply": [{}]}}}}, "transform_conf"
+    ),
+    "block a word of ct": Case(
+        weight(SCALE, SQUARE), ct(strategy="block", block_structure="128by128"), "block_structure='128by128'"
+    ),
+    "block 64x64 of ct": Case(weight(SCALE, SQUARE), ct(strategy="block", block_structure="64x64"), "[64, 64]"),
+    "null strategy of 16": Case(weight(SCALE, ROWS), ct(strategy=None, group_size=16), "is stored as float8 per None"),
     "config a list": Case(weight(INV, SQUARE), [1], "quantization_config=[1] must be a JSON object"),
     "method a number": Case(weight(INV, SQUARE), {"quant_method": 7}, "quant_method=7 must be a string"),
     "block a word": Case(weight(INV, SQUARE), {**FP8, "weight_block_size": "x"}, "weight_block_size='x'"),
@@ -177,6 +230,25 @@ def refused(folder: Path, message: str) -> None:
     for name, p in model.named_parameters():
         assert (id(p), p._version) == before[name][:2]
         assert torch.equal(p, before[name][2])
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"text_config": {"quantization_config": ct(type="int")}}, "int8 per channel"),
+        ({"text_config": {"quantization_config": [1]}}, "text_config.quantization_config=[1] must be a JSON object"),
+        ({"text_config": {"compression_config": ct(num_bits=4)}}, "float4 per channel"),
+        ({"compression_config": ct(type="int")}, "int8 per channel"),
+        ({"compression_config": 3}, "compression_config=3 must be a JSON object"),
+        ({"quantization_config": None, "compression_config": ct(type="int")}, "int8 per channel"),
+        ({"quantization_config": ct(type="int"), "text_config": {"quantization_config": ct()}}, "int8 per channel"),
+    ],
+    ids=str,
+)
+def test_a_declaration_in_another_place(section: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_file({**weight(SCALE, ROWS), "fc.bias": torch.ones(200)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(section))
+    refused(tmp_path, message)
 
 
 @pytest.mark.parametrize("name", CASES)
