@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from fp8fn.checkpoint.format import MX, TENSOR, Activations, Contents, Format, Json, WeightLayout, shapes
 from fp8fn.checkpoint.formats import FORMATS
+from fp8fn.ops.formats import FP8_DTYPES
 from fp8fn.ops.layout import Block
+
+_RENAME: Final = "rename it, or use another format"
 
 
 def new_layout(
@@ -54,6 +58,41 @@ def declaration(format: Format, contents: Contents) -> dict[str, Json]:
         )
         raise ValueError(f"{words}, and '{format.name}' declares one block for all weights; use 'compressed-tensors'")
     return format.declare(contents)
+
+
+def check_names(format: Format, weights: Collection[str], others: Mapping[str, torch.dtype]) -> None:
+    """Raises ValueError where other tensors have the names of a weight's parts, or a reader would take them for scales.
+
+    `others` are the types of the tensors that are no FP8 weights, by name.
+    """
+    if not weights:
+        return
+    owners: dict[str, str] = dict.fromkeys(format.markers, f"the marker of '{format.name}'")
+    parts = (format.data, "data"), (format.scale, "scales"), (format.input_scale, "scale of activations")
+    for weight in weights:
+        for spelling, words in parts:
+            name, part = spelling.of(weight), f"the {words} of {weight} in '{format.name}'"
+            if name in owners:
+                raise ValueError(f"{owners[name]} and {part} would both be {name}; rename one of them")
+            owners[name] = part
+    for name in others:
+        if name in owners:
+            raise ValueError(f"{name} is a tensor of its own, and the name of {owners[name]}; {_RENAME}")
+        for other in FORMATS.values():
+            weight_of = other.scale.weight(name)
+            if weight_of is None:
+                continue
+            data = other.data.of(weight_of)
+            dtype = torch.float8_e4m3fn if data in owners else others.get(data)
+            spelled_so = other.scale.template == format.scale.template
+            if spelled_so and not other.may_be_own(weight_of, dtype):
+                raise ValueError(
+                    f"{name} is a tensor of its own, and '{format.name}' reads it as scales of {data}; {_RENAME}"
+                )
+            if not spelled_so and dtype in FP8_DTYPES:
+                raise ValueError(
+                    f"{name} is a tensor of its own, and '{other.name}' would name the scales of {data} so; {_RENAME}"
+                )
 
 
 def stored_scale(scale: Tensor, layout: WeightLayout, name: str) -> Tensor:

@@ -38,7 +38,7 @@ from fp8fn.checkpoint.format import SQUARE, CheckpointLayout, Format, Json, Weig
 from fp8fn.checkpoint.format import Contents as Declarable
 from fp8fn.checkpoint.formats import FORMATS
 from fp8fn.checkpoint.load import Contents, Entry, read_contents
-from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
+from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import Written, header, in_order, offsets, write_bytes, written
 from fp8fn.cli.options import device, parser_of
 from fp8fn.ops.formats import FP8_DTYPES, INPUT_DTYPES, ScaleFormat
@@ -379,6 +379,11 @@ def _plans(contents: Contents, options: Options) -> list[_Plan]:
             weights[name] = _weight(name, entry, contents.layout, options)
         elif name not in contents.own or format.beside.fullmatch(name):
             others[name] = entry
+    own = {name: entry.dtype for name, entry in others.items() if name not in contents.own}
+    try:
+        check_names(format, weights.keys(), own)
+    except ValueError as error:
+        raise ValueError(f"{next(iter(weights.values())).entry.shard.path}: {error}") from None
     left = [name for name, entry in others.items() if name.endswith(".weight") and len(entry.shape) in (2, 3)]
     if "lm_head.weight" not in weights and "lm_head.weight" not in left:
         left.insert(0, "lm_head.weight")  # not in the file if it is tied to the embedding

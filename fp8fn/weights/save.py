@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8fn.arguments import checked
-from fp8fn.checkpoint.files import read_json
+from fp8fn.checkpoint.files import DTYPES, read_json
 from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, Json, WeightLayout
 from fp8fn.checkpoint.formats import FORMATS
-from fp8fn.checkpoint.plan import declaration, new_layout, stored_scale
+from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import write_file
-from fp8fn.ops.formats import SCALE_DTYPES
+from fp8fn.ops.formats import SCALE_DTYPES, short_name
+from fp8fn.ops.sharded import is_sharded
 from fp8fn.scaled_tensor import ScaledTensor
 from fp8fn.weights.experts import Pieces, piece_of, pieces_in_files
 from fp8fn.weights.fp8_weight import FP8Weight
@@ -61,8 +62,11 @@ def save_weights(
         `input_scales[name] ()`.
 
     Raises:
-        ValueError: The format does not exist, the weights have blocks that it cannot declare, or a block crosses the
-            border between two matrices of a file.
+        ValueError: The format does not exist, or cannot declare the weights' blocks; a block crosses the border between
+            two matrices of a file; a tensor has the name of an FP8 weight's part, or is on the meta device; or the
+            folder's config.json is damaged.
+        TypeError: No safetensors file can hold a tensor.
+        NotImplementedError: A tensor is sharded.
         FileExistsError: The folder holds a checkpoint already.
 
     Example:
@@ -74,14 +78,17 @@ def save_weights(
         ['0.bias', '0.weight']
     """
     _format("save_weights", "format", format)
+    _check_storable(_state(model, {}))
+    stored = pieces_in_files(model)
+    state = _state(model, stored)
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     present = sorted(entry.name for entry in folder.iterdir() if ".safetensors" in entry.suffixes)
     if present:
         raise FileExistsError(f"save_weights: {folder} has {present[0]} already; use another folder, or remove it")
-    stored = pieces_in_files(model)
     given = {file: scale for name, scale in (input_scales or {}).items() for file in stored.get(name, (name,))}
-    plan = _planned(_state(model, stored), format, given)
+    config = _config(folder, model)
+    plan = _planned(state, format, given)
     shards = list(_sharded(plan))
     names = ["model.safetensors"] if len(shards) == 1 else [
         f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)
@@ -109,7 +116,6 @@ def save_weights(
     for name, content in plan.declared.items():
         if name not in ("config.json", "metadata"):
             _write_json(folder / name, content)
-    config = _config(folder, model)
     if "config.json" in plan.declared:
         config["quantization_config"] = plan.declared["config.json"]
     if config:
@@ -130,12 +136,12 @@ class _Plan:
         """A tensor as a file holds it, on the CPU: an FP8 weight's data, its scales, and the scale of activations."""
         value = self.state[name]
         if not isinstance(value, FP8Weight):
-            yield name, value.cpu().contiguous()
+            yield name, value.cpu().resolve_conj().resolve_neg().contiguous()
             return
         scaled = value.scaled
         yield self.format.data.of(name), scaled.data.view(torch.uint8).cpu().contiguous().view(scaled.dtype)
         yield self.format.scale.of(name), stored_scale(scaled.scale, self.weights[name], name)
-        if name in self.input_scales:
+        if name in self.input_scales and self.format.input_scale.of(name) not in self.state:
             yield self.format.input_scale.of(name), self.input_scales[name].cpu().contiguous()
 
     def size(self, name: str) -> int:
@@ -158,6 +164,26 @@ def _state(model: nn.Module, stored: Pieces) -> dict[str, Tensor]:
             for file, piece in stored.get(name, {}).items():
                 state[file] = piece_of(name, whole, file, piece)
     return state
+
+
+def _check_storable(state: Mapping[str, Tensor]) -> None:
+    """Raises an error that names the first tensor whose values are not here, or that no safetensors file can hold."""
+    stored = tuple(dict.fromkeys(DTYPES.values()))
+    for name, value in state.items():
+        if is_sharded(value):
+            raise NotImplementedError(
+                f"save_weights: {name} is a DTensor, of which each rank holds a part; save a module that is not "
+                "sharded, with each parameter's full_tensor(), or with get_model_state_dict(model, "
+                "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict"
+            )
+        if value.is_meta:
+            raise ValueError(f"save_weights: {name} is on the meta device and has no values; load the model first")
+        if value.layout != torch.strided or not (isinstance(value, FP8Weight) or value.dtype in stored):
+            kind = short_name(value.dtype) if value.layout == torch.strided else f"in the layout {value.layout}"
+            raise TypeError(
+                f"save_weights: {name} is {kind}, which safetensors files cannot hold; use a dense tensor of "
+                f"{', '.join(map(short_name, stored))}"
+            )
 
 
 def _planned(
@@ -189,6 +215,12 @@ def _planned(
         except ValueError as error:
             raise ValueError(f"save_weights: {error}") from None
     others = [name for name in state if name not in scaled]
+    # A module's own parameters may be the scales of activations and the other tensors that the layout has.
+    own = {chosen.input_scale.of(name) for name in inputs if name not in given}.union(kept.beside if kept else ())
+    try:
+        check_names(chosen, scaled.keys(), {name: state[name].dtype for name in others if name not in own})
+    except ValueError as error:
+        raise ValueError(f"save_weights: {error}") from None
     if kept is not None:
         extra = {name: tensor for name, tensor in kept.beside.items() if name not in state}
     else:

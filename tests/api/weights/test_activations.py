@@ -190,7 +190,10 @@ def test_a_wrong_name_is_an_error() -> None:
 def test_one_dynamic_graph_decides_at_each_call(backend: str, shape: tuple[int, ...], train: bool) -> None:
     """A graph that was traced with few rows must quantize many, and the other way round."""
     w = nn.Parameter(FP8Weight(fp8fn.quantize(torch.randn(shape), (128, 128)), torch.float32, "fp8"), False)
-    product = lambda x: x @ w.mT  # noqa: E731
+
+    def product(x: Tensor) -> Tensor:
+        return x @ w.mT
+
     compiled = torch.compile(product, backend=backend, dynamic=True, fullgraph=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for m in (40, 200, 64, 300, 2, 17, 129, 3):

@@ -1,0 +1,205 @@
+"""Models that `save_weights` must refuse before it writes: names that clash, and tensors that no file can hold."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fp8fn
+from fp8fn import FP8Weight
+from fp8fn.ops.layout import Block
+from support.fp8_weights import make
+
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file
+
+# Each format with a block that it can write.
+FORMATS: dict[str, Block] = {
+    "deepseek": (128, 128), "autofp8": (-1, -1), "mxfp8": (1, 32), "compressed-tensors": (1, -1), "modelopt": (1, -1),
+    "torchao": (1, -1), "scaled_fp8": (-1, -1), "comfy": (-1, -1),
+}  # fmt: skip
+
+
+class Model(nn.Module):
+    """A linear layer in FP8, a norm, and parameters of any names."""
+
+    def __init__(self, block: Block = (128, 128), own: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        self.fc = nn.Linear(128, 128, bias=False)
+        self.norm = nn.LayerNorm(128, bias=False)
+        self.attn = nn.Module()
+        fp8fn.quantize_weights(self, block=block, scale="e8m0" if block == (1, 32) else "fp32")
+        for name, value in (own or {}).items():
+            module, _, leaf = name.rpartition(".")
+            self.get_submodule(module).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
+
+
+def refused(model: nn.Module, folder: Path, message: str, error: type[Exception] = ValueError, **options: str) -> None:
+    """The error names the tensors, and nothing is written."""
+    with pytest.raises(error, match=re.escape(message)):
+        fp8fn.save_weights(model, folder, **options)
+    assert not list(folder.glob("*"))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_scales_of_the_models_own_are_loaded_again(format: str, tmp_path: Path) -> None:
+    """`logit_scale` has a form of its own in no format, beside a `logit` or alone."""
+    own = {
+        "logit": torch.randn(3), "logit_scale": torch.randn(3), "attn.k": torch.randn(2, 2).bfloat16(),
+        "attn.k_scale": torch.randn(2), "attn.v_scale": torch.zeros(()), "attn.temperature_scale": torch.randn(4),
+    }  # fmt: skip
+    model = Model(FORMATS[format], own)
+    fp8fn.save_weights(model, tmp_path, format=format)
+    empty = Model(FORMATS[format], {name: torch.zeros_like(value) for name, value in own.items()})
+    result = fp8fn.load_weights(empty, tmp_path)
+    assert result.layout.format == format
+    assert result.layout.input_scales == {}
+    for name, value in model.named_parameters():
+        assert torch.equal(_plain(empty.get_parameter(name)), _plain(value)), name
+    fp8fn.save_weights(empty, tmp_path / "again", format=result.layout)
+    first, second = (load_file(folder / "model.safetensors") for folder in (tmp_path, tmp_path / "again"))
+    assert first.keys() == second.keys()
+    for name, stored in first.items():
+        assert torch.equal(_plain(stored), _plain(second[name])), name
+
+
+def _plain(x: Tensor) -> Tensor:
+    dense = x.dequantize(torch.float32) if isinstance(x, FP8Weight) else x.detach()
+    return dense.view(torch.uint8) if dense.element_size() == 1 else dense
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "words"),
+    [
+        ("deepseek", "fc.weight_scale_inv", "the name of the scales of fc.weight in 'deepseek'"),
+        ("deepseek", "fc.weight_scale", "'autofp8' would name the scales of fc.weight so"),
+        ("deepseek", "fc.scale_weight", "'scaled_fp8' would name the scales of fc.weight so"),
+        ("deepseek", "fc.activation_scale", "the name of the scale of activations of fc.weight"),
+        ("deepseek", "norm.weight_scale_inv", "'deepseek' reads it as scales of norm.weight"),
+        ("deepseek", "attn.weight_scale_inv", "'deepseek' reads it as scales of attn.weight"),
+        ("compressed-tensors", "fc.weight_scale", "the name of the scales of fc.weight"),
+        ("compressed-tensors", "fc.weight_scale_inv", "'deepseek' would name the scales of fc.weight so"),
+        ("compressed-tensors", "fc.input_scale", "the name of the scale of activations of fc.weight"),
+        ("compressed-tensors", "norm.weight_scale", "'compressed-tensors' reads it as scales of norm.weight"),
+        ("modelopt", "fc.weight_scale", "the name of the scales of fc.weight in 'modelopt'"),
+        ("comfy", "fc.weight_scale", "the name of the scales of fc.weight in 'comfy'"),
+        ("autofp8", "fc.weight_scale", "the name of the scales of fc.weight in 'autofp8'"),
+        ("mxfp8", "fc.weight_scale_inv", "the name of the scales of fc.weight in 'mxfp8'"),
+        ("torchao", "fc._weight_qdata", "the name of the data of fc.weight in 'torchao'"),
+        ("torchao", "fc._weight_scale", "the name of the scales of fc.weight in 'torchao'"),
+        ("torchao", "attn._k_scale", "'torchao' reads it as scales of attn._k_qdata"),
+        ("scaled_fp8", "fc.scale_weight", "the name of the scales of fc.weight in 'scaled_fp8'"),
+        ("scaled_fp8", "scaled_fp8", "the name of the marker of 'scaled_fp8'"),
+    ],
+)
+def test_a_name_of_a_weights_part_is_refused(format: str, name: str, words: str, tmp_path: Path) -> None:
+    model = Model(FORMATS[format], {name: torch.full((128, 1), 3.0)})
+    refused(model, tmp_path, f"save_weights: {name} is a tensor of its own, and {words}", format=format)
+
+
+def test_parts_of_two_weights_with_one_name_are_refused(tmp_path: Path) -> None:
+    model = nn.ParameterDict({name: nn.Parameter(make(128, 128), False) for name in ("a", "a_scale_inv")})
+    refused(model, tmp_path, "the scales of a in 'deepseek' and the data of a_scale_inv in 'deepseek' would both be")
+
+
+def test_a_model_without_fp8_weights_may_have_any_names(tmp_path: Path) -> None:
+    """Of transformers' own FP8 layers, for example, whose scales are parameters."""
+    data, scale = torch.randn(128, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
+    model = nn.Module()
+    for name, value in (("weight", data), ("weight_scale_inv", scale)):
+        model.register_parameter(name, nn.Parameter(value, requires_grad=False))
+    fp8fn.save_weights(model, tmp_path)
+    loaded = fp8fn.load_blockwise(tmp_path)["weight"]
+    assert torch.equal(loaded.dequantize(torch.float32), data.float() / 2)
+
+
+def test_a_module_may_own_the_scale_of_activations_that_the_checkpoint_has(tmp_path: Path) -> None:
+    model = Model((-1, -1))
+    fp8fn.save_weights(model, tmp_path / "a", format="modelopt", input_scales={"fc.weight": 0.5})
+    owner = Model((-1, -1), {"fc.input_scale": torch.zeros(())})
+    layout = fp8fn.load_weights(owner, tmp_path / "a").layout
+    assert owner.get_parameter("fc.input_scale").item() == 0.5
+    owner.get_parameter("fc.input_scale").fill_(0.25)
+    fp8fn.save_weights(owner, tmp_path / "b", format=layout)
+    assert load_file(tmp_path / "b" / "model.safetensors")["fc.input_scale"].item() == 0.25
+    refused_scale = {"fc.weight": 0.125}
+    with pytest.raises(ValueError, match=r"fc\.input_scale is a tensor of its own"):
+        fp8fn.save_weights(owner, tmp_path / "c", format=layout, input_scales=refused_scale)
+
+
+HOLDS = "safetensors files cannot hold; use a dense tensor of bfloat16, float16,"
+META = "x is on the meta device and has no values; load the model first"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        (lambda: torch.zeros(2, dtype=torch.complex128), TypeError, f"x is complex128, which {HOLDS}"),
+        (lambda: torch.eye(3).to_sparse(), TypeError, f"x is in the layout torch.sparse_coo, which {HOLDS}"),
+        (lambda: torch.zeros(2, device="meta"), ValueError, META),
+        (lambda: make(128, 128).to("meta"), ValueError, META),
+    ],
+    ids=["complex128", "sparse", "meta", "FP8 on meta"],
+)
+def test_tensors_that_no_file_can_hold(
+    value: Callable[[], Tensor], error: type[Exception], message: str, tmp_path: Path
+) -> None:
+    model = Model()
+    model.register_buffer("x", value())
+    refused(model, tmp_path / "new", f"save_weights: {message}", error)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo")
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_sharded_models_are_gathered_first(in_fp8: bool, tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        model, folder = Model() if in_fp8 else nn.ModuleDict({"fc": nn.Linear(128, 128, bias=False)}), tmp_path / "out"
+        weight = model.get_parameter("fc.weight")
+        fully_shard(model.get_submodule("fc"), mesh=init_device_mesh("cpu", (1,)))
+        refused(model, folder, "save_weights: fc.weight is a DTensor, of which each rank holds", NotImplementedError)
+        whole: Any = model.get_parameter("fc.weight")
+        plain = nn.ModuleDict({"fc": nn.Linear(128, 128, bias=False)})
+        plain["fc"].weight = nn.Parameter(whole.full_tensor().detach(), requires_grad=False)
+        fp8fn.save_weights(plain, folder)
+        stored = fp8fn.load_blockwise(folder)["fc.weight"]
+        assert isinstance(stored, fp8fn.ScaledTensor) == in_fp8
+        dense = stored.dequantize(torch.float32) if isinstance(stored, fp8fn.ScaledTensor) else stored
+        assert torch.equal(dense, _plain(weight))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_lazy_views_are_saved_by_their_values(tmp_path: Path) -> None:
+    model = Model()
+    model.register_buffer("negative", torch._neg_view(torch.ones(3)))
+    model.register_buffer("conjugate", torch.complex(torch.ones(3), torch.ones(3)).conj())
+    model.register_buffer("turned", torch.randn(3, 4).t())
+    fp8fn.save_weights(model, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in ("negative", "conjugate", "turned"):
+        assert torch.equal(stored[name], model.get_buffer(name)), name
+
+
+@pytest.mark.parametrize("content", ["{bad", "[1]", ""])
+def test_a_damaged_config_is_found_before_anything_is_written(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"config\.json: (not JSON|holds a list)"):
+            fp8fn.save_weights(Model(), tmp_path)
+        assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+        assert (tmp_path / "config.json").read_text() == content
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    fp8fn.save_weights(Model(), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text()).keys() == {"a", "quantization_config"}
