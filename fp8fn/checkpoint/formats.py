@@ -65,8 +65,8 @@ def _section(path: Path) -> dict[str, Any] | None:
     if not os.path.lexists(path):  # a broken link is an error, not a checkpoint without a config
         return None
     config = read_json(path)
-    parts = ("", config), ("text_config.", config.get("text_config"))
-    for prefix, part in parts:
+    places: tuple[tuple[str, Any], ...] = ("", config), ("text_config.", config.get("text_config"))
+    for prefix, part in places:
         for name in ("quantization_config", "compression_config") if isinstance(part, dict) else ():
             section = part.get(name)
             if section is not None and not isinstance(section, dict):

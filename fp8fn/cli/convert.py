@@ -71,7 +71,7 @@ _LOCK: Final = ".fp8fn-convert.lock"
 # The system's errors for a full disk and an exceeded quota.
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 # Changes when the bytes that are written for the same source and options change.
-_VERSION: Final = 3
+_VERSION: Final = 4
 
 
 def main(argv: Sequence[str]) -> int:
@@ -121,7 +121,10 @@ class Options:
             raise ValueError(f"block={self.block!r} is no block of {self.format!r}; it must be one of {list(forms)}")
 
     def take(self, name: str, tensor: Entry) -> bool:
-        """Whether a tensor goes to FP8: the tensors that `include` names, by default weights of linear layers."""
+        """Whether a tensor goes to FP8: the tensors that `include` names, by default weights of linear layers.
+
+        Experts are batches of matrices of any name (`experts.gate_up_proj`), as `quantize_weights` takes them.
+        """
         if tensor.dtype not in INPUT_DTYPES or len(tensor.shape) not in (2, 3) or not math.prod(tensor.shape):
             return False
         if matches(name, self.exclude):
@@ -129,7 +132,8 @@ class Options:
         if self.include:
             return matches(name, self.include)
         large = tensor.shape[-2] >= LEAST_N and tensor.shape[-1] >= LEAST_K
-        return large and name.endswith(".weight") and why_sensitive(name, *tensor.shape[-2:]) is None
+        named = name.endswith(".weight") or (len(tensor.shape) == 3 and not name.endswith("bias"))
+        return large and named and why_sensitive(name, *tensor.shape[-2:]) is None
 
 
 @dataclass(frozen=True)
@@ -689,8 +693,8 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="GLOB",
-        help="the tensors to convert, matrices or batches of matrices (default: *.weight with N and K of at least "
-        f"{LEAST_N}, without embeddings, lm_head, norms, routers and gates)",
+        help="the tensors to convert, matrices or batches of matrices (default: *.weight and batches of any name, with "
+        f"N and K of at least {LEAST_N}, without embeddings, lm_head, norms, routers and gates)",
     )
     parser.add_argument("--exclude", nargs="+", default=[], metavar="GLOB", help="tensors to leave as they are")
     parser.add_argument("--overwrite", action="store_true", help="replace the files of another conversion in OUTPUT")

@@ -132,6 +132,13 @@ def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path) -> Non
         ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (576, 300), True),
         ("model.layers.3.mlp.experts.17.gate_proj.weight", (128, 300), True),
         ("experts.weight", (2, 128, 128), True),
+        ("model.layers.3.mlp.experts.gate_up_proj", (2, 256, 128), True),
+        ("model.layers.3.mlp.experts.down_proj", (2, 128, 127), False),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", (2, 128, 128), False),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", (128, 128), False),
+        ("model.position_embeddings", (1, 512, 128), False),
+        ("lstm.weight_ih_l0", (512, 128), False),
+        ("conv1d.weight", (256, 128, 4), False),
         ("q_proj.weight", (127, 128), False),
         ("q_proj.weight", (128, 127), False),
         ("q_proj.weight", (1, 1, 128, 128), False),
@@ -149,9 +156,42 @@ def test_every_tensor_begins_at_a_multiple_of_its_element(tmp_path: Path) -> Non
 def test_what_is_converted_by_default(name: str, shape: tuple[int, ...], taken: bool) -> None:
     x = torch.empty(shape, dtype=torch.bfloat16)
     assert Options().take(name, x) is taken
-    assert not Options(exclude=("*.weight", "*.bias")).take(name, x)
+    assert not Options(exclude=("*.weight", "*.bias", "*_proj")).take(name, x)
     assert Options(include=("*",)).take(name, x) is (x.ndim in (2, 3))
     assert not Options().take(name, x.int())
+
+
+def test_convert_and_quantize_weights_take_the_same_experts(tmp_path: Path) -> None:
+    class Experts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, shape in (("gate_up_proj", (2, 256, 128)), ("down_proj", (2, 128, 128)), ("small", (2, 128, 64))):
+                self.register_parameter(name, torch.nn.Parameter(torch.randn(shape)))
+            self.gate_up_proj_bias = torch.nn.Parameter(torch.randn(2, 256))
+
+    model = torch.nn.ModuleDict({"experts": Experts(), "up": torch.nn.Linear(128, 256)})
+    save_file({name: p.detach() for name, p in model.named_parameters()}, tmp_path / "in.safetensors")
+    convert.convert(tmp_path / "in.safetensors", tmp_path / "out", Options())
+    loaded = fp8fn.load_blockwise(tmp_path / "out" / "in.safetensors")
+    report = fp8fn.quantize_weights(model)
+    assert set(report.quantized) == {"experts.gate_up_proj", "experts.down_proj", "up.weight"}
+    for name, p in model.named_parameters():
+        value = loaded[name]
+        assert isinstance(value, fp8fn.ScaledTensor) == (name in report.quantized), name
+        dense = [x.dequantize(torch.float32) if name in report.quantized else x for x in (value, p)]
+        assert torch.equal(*dense), name
+
+
+def test_names_that_clash_with_a_weights_parts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for format, name, words in (
+        ("torchao", "a._weight_scale", "the scales of a.weight"),
+        ("compressed-tensors", "a.input_scale", "the scale of activations of a.weight"),
+    ):
+        save_file({"a.weight": torch.randn(128, 128), name: torch.ones(3)}, tmp_path / "in.safetensors")
+        assert run(tmp_path / "in.safetensors", tmp_path / "out", "--format", format) == 1
+        error = capsys.readouterr().err
+        assert f"in.safetensors: {name} is a tensor of its own, and the name of {words} in '{format}'" in error
+        assert not (tmp_path / "out").exists()
 
 
 def test_include_and_exclude(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fp8fn
 from fp8fn import FP8Weight
 from fp8fn.ops.layout import Block
+from fp8fn.weights.load import LoadedWeights
 
 pytest.importorskip("safetensors")
 from safetensors.torch import save_file
@@ -32,7 +33,7 @@ def ct(**weights: Any) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group(**weights)}}
 
 
-def loaded(folder: Path, config: dict[str, Any], block: Block, **more: Tensor) -> tuple[fp8fn.LoadedWeights, nn.Module]:
+def loaded(folder: Path, config: dict[str, Any], block: Block, **more: Tensor) -> tuple[LoadedWeights, nn.Module]:
     """A module with one weight in these blocks, whose values are checked, and its report."""
     q = fp8fn.quantize(torch.randn(256, 384), block)
     stored = {"fc.weight": q.data.contiguous(), "fc.weight_scale": q.scale.contiguous(), **more}

@@ -44,7 +44,7 @@ class Model(nn.Module):
             self.get_submodule(module).register_parameter(leaf, nn.Parameter(value, requires_grad=False))
 
 
-def refused(model: nn.Module, folder: Path, message: str, error: type[Exception] = ValueError, **options: str) -> None:
+def refused(model: nn.Module, folder: Path, message: str, error: type[Exception] = ValueError, **options: Any) -> None:
     """The error names the tensors, and nothing is written."""
     with pytest.raises(error, match=re.escape(message)):
         fp8fn.save_weights(model, folder, **options)
@@ -120,6 +120,7 @@ def test_a_model_without_fp8_weights_may_have_any_names(tmp_path: Path) -> None:
         model.register_parameter(name, nn.Parameter(value, requires_grad=False))
     fp8fn.save_weights(model, tmp_path)
     loaded = fp8fn.load_blockwise(tmp_path)["weight"]
+    assert isinstance(loaded, fp8fn.ScaledTensor)
     assert torch.equal(loaded.dequantize(torch.float32), data.float() / 2)
 
 
