@@ -23,6 +23,8 @@ FORMATS: Final[Mapping[str, Format]] = {
     for format in (DEEPSEEK, AUTOFP8, MXFP8, COMPRESSED_TENSORS, MODELOPT, TORCHAO, SCALED_FP8, COMFY)
 }
 METHODS: Final = sorted({method for format in FORMATS.values() for method in format.methods if method is not None})
+# The names of a declaration in config.json, or in its `text_config`; the second is that of older compressed-tensors.
+_SECTIONS: Final = ("quantization_config", "compression_config")
 
 # Names of tensors that mark a scheme that is not read, and the scheme's name.
 _OTHERS: Final = (
@@ -67,13 +69,21 @@ def _section(path: Path) -> dict[str, Any] | None:
     config = read_json(path)
     places: tuple[tuple[str, Any], ...] = ("", config), ("text_config.", config.get("text_config"))
     for prefix, part in places:
-        for name in ("quantization_config", "compression_config") if isinstance(part, dict) else ():
+        for name in _SECTIONS if isinstance(part, dict) else ():
             section = part.get(name)
             if section is not None and not isinstance(section, dict):
                 raise ValueError(f"{path}: {prefix}{name}={shortened(repr(section))} must be a JSON object")
             if section is not None:
                 return {"quant_method": "compressed-tensors", **section} if name == "compression_config" else section
     return None
+
+
+def drop_declarations(config: dict[str, Any]) -> None:
+    """Removes the declarations of a config.json that a new `quantization_config` at its top would contradict."""
+    config.pop("compression_config", None)
+    if isinstance(config.get("text_config"), dict):
+        for name in _SECTIONS:
+            config["text_config"].pop(name, None)
 
 
 def format_of(owners: Mapping[str, Shard], declared: Declared) -> Format:

@@ -36,7 +36,7 @@ from torch import Tensor
 from fp8fn.checkpoint.files import Checkpoint, Shard, find, read_json
 from fp8fn.checkpoint.format import SQUARE, CheckpointLayout, Format, Json, WeightLayout
 from fp8fn.checkpoint.format import Contents as Declarable
-from fp8fn.checkpoint.formats import FORMATS
+from fp8fn.checkpoint.formats import FORMATS, drop_declarations
 from fp8fn.checkpoint.load import Contents, Entry, read_contents
 from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import Written, header, in_order, offsets, write_bytes, written
@@ -447,6 +447,7 @@ def _files_beside_tensors(
     if config.exists() or (quantization is not None and None not in FORMATS[options.format].methods):
         content = read_json(config) if config.exists() else {}
         content.pop("quantization_config", None)
+        drop_declarations(content)
         if quantization is not None:
             content["quantization_config"] = quantization
         texts[config.name] = _json(content)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp8fn.arguments import checked
 from fp8fn.checkpoint.files import DTYPES, read_json
 from fp8fn.checkpoint.format import CheckpointLayout, Contents, Format, Json, WeightLayout
-from fp8fn.checkpoint.formats import FORMATS
+from fp8fn.checkpoint.formats import FORMATS, drop_declarations
 from fp8fn.checkpoint.plan import check_names, declaration, new_layout, stored_scale
 from fp8fn.checkpoint.write import write_file
 from fp8fn.ops.formats import SCALE_DTYPES, short_name
@@ -117,6 +117,7 @@ def save_weights(
         if name not in ("config.json", "metadata"):
             _write_json(folder / name, content)
     if "config.json" in plan.declared:
+        drop_declarations(config)
         config["quantization_config"] = plan.declared["config.json"]
     if config:
         _write_json(folder / "config.json", config)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import fp8fn
 from fp8fn import FP8Weight
+from fp8fn.cli.convert import Options, convert
 from fp8fn.ops.layout import Block
 from support.fp8_weights import make
 
@@ -112,10 +113,11 @@ def test_parts_of_two_weights_with_one_name_are_refused(tmp_path: Path) -> None:
     refused(model, tmp_path, "the scales of a in 'deepseek' and the data of a_scale_inv in 'deepseek' would both be")
 
 
-def test_a_model_without_fp8_weights_may_have_any_names(tmp_path: Path) -> None:
-    """Of transformers' own FP8 layers, for example, whose scales are parameters."""
+@pytest.mark.parametrize("beside", [False, True])
+def test_an_fp8_weight_in_two_parameters_is_saved(beside: bool, tmp_path: Path) -> None:
+    """As of transformers' own FP8 layers, alone or beside an `FP8Weight`."""
     data, scale = torch.randn(128, 128).to(torch.float8_e4m3fn), torch.full((1, 1), 0.5)
-    model = nn.Module()
+    model = Model() if beside else nn.Module()
     for name, value in (("weight", data), ("weight_scale_inv", scale)):
         model.register_parameter(name, nn.Parameter(value, requires_grad=False))
     fp8fn.save_weights(model, tmp_path)
@@ -204,3 +206,24 @@ def test_a_damaged_config_is_found_before_anything_is_written(content: str, tmp_
     (tmp_path / "config.json").write_text('{"a": 1}')
     fp8fn.save_weights(Model(), tmp_path)
     assert json.loads((tmp_path / "config.json").read_text()).keys() == {"a", "quantization_config"}
+
+
+def test_a_config_keeps_one_declaration(tmp_path: Path) -> None:
+    """Readers take the declaration of the model's text part, or an older one, in place of the new one."""
+    old = {"quant_method": "awq"}
+    parts = {"quantization_config": old, "compression_config": old}
+    (tmp_path / "config.json").write_text(json.dumps({**parts, "text_config": {**parts, "layers": 2}}))
+    model = Model((1, -1))
+    fp8fn.save_weights(model, tmp_path, format="compressed-tensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.keys() == {"quantization_config", "text_config"}
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert config["text_config"] == {"layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": config}))
+    convert(tmp_path, tmp_path / "out", Options(format="compressed-tensors"))
+    again = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert again.keys() == {"quantization_config", "text_config"}
+    assert again["text_config"] == {"text_config": {"layers": 2}}
+    loaded = fp8fn.load_blockwise(tmp_path / "out")["fc.weight"]
+    assert isinstance(loaded, fp8fn.ScaledTensor)
+    assert torch.equal(loaded.dequantize(torch.float32), _plain(model.fc.weight))
