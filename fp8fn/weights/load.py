@@ -92,7 +92,7 @@ def load_weights(
         The missing and the unexpected names, as `Module.load_state_dict`, and `layout`, a `CheckpointLayout`.
 
     Raises:
-        RuntimeError: Names are missing or unexpected, or shapes differ.
+        RuntimeError: Names, shapes or types do not fit.
         ValueError: A file is damaged, or its tensors do not fit one parameter; or `activations` does not exist.
         NotImplementedError: A sharded parameter has values, or is in FP8 and FSDP divides it unevenly; or a buffer on
             the meta device is missing.

@@ -174,6 +174,35 @@ def test_an_error_leaves_the_module_as_it_was(name: str, tmp_path: Path) -> None
     assert state(model) == before
 
 
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_integers_are_no_floating_point_values(start: str, strict: bool, tmp_path: Path) -> None:
+    """Without scales their values are lost; integers of the model's own are loaded."""
+    wrong = {"embed.weight": torch.int8, "head.weight": torch.uint8, "up.bias": torch.int64, "mean": torch.int32}
+    for number, (name, dtype) in enumerate(wrong.items()):
+        written = {**tensors(), "mean": torch.full((2,), 3.0)}
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for value, error in (
+            (written[name], None),
+            (written[name].to(dtype), f"{name} is {dtype}".replace("torch.", "")),
+        ):
+            save_file({**written, name: value}, folder / "model.safetensors")
+            with torch.device(start):
+                model = Model()
+                model.register_buffer("mean", torch.zeros(2))
+            model.cache = torch.zeros(2)
+            before = state(model)
+            if error is None:
+                assert fp8fn.load_weights(model, folder, strict=strict).missing_keys == []
+                assert model.get_buffer("count").tolist() == [5, 6, 7]
+                assert model.get_buffer("mean").tolist() == [3, 3]
+            else:
+                with pytest.raises(RuntimeError, match=rf"{error} without scales in .*model\.safetensors, and float32"):
+                    fp8fn.load_weights(model, folder, strict=strict)
+                assert state(model) == before
+
+
 def test_the_report_reads_as_pytorchs(tmp_path: Path) -> None:
     written = tensors()
     del written["head.weight"]
