@@ -262,6 +262,8 @@ def _entry(entry: Any) -> Any:
     if isinstance(entry, (Tensor, slice, int, torch.SymInt)):
         return entry
     try:
+        if any(isinstance(each, Tensor) for each in entry):  # PyTorch reads a list of tensors as a tuple
+            raise TypeError
         made = torch.as_tensor(entry)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(

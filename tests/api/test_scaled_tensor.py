@@ -348,6 +348,8 @@ def test_indices_of_leading_dimensions() -> None:
         q[2]
     with pytest.raises(TypeError, match="is no tensor; use integers, slices or tensors, and a tuple of them"):
         q[[slice(0, 1), slice(0, 1)]]
+    with pytest.raises(TypeError, match="is no tensor; use integers, slices or tensors, and a tuple of them"):
+        q[[torch.tensor([0]), torch.tensor([1])]]
     with pytest.raises(TypeError, match="has None or"):
         q[None]
     with pytest.raises(TypeError, match="no leading dimension to iterate over"):
