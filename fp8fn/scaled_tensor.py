@@ -262,8 +262,8 @@ def _entry(entry: Any) -> Any:
     if isinstance(entry, (Tensor, slice, int, torch.SymInt)):
         return entry
     try:
-        if any(isinstance(each, Tensor) for each in entry):  # PyTorch reads a list of tensors as a tuple
-            raise TypeError
+        if isinstance(entry, (list, tuple)) and any(isinstance(each, Tensor) for each in entry):
+            raise TypeError  # PyTorch reads a list of tensors as a tuple
         made = torch.as_tensor(entry)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(
